@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from plait.config import WrapConfig as Wrap
     from plait.config import WSDConfig as WSDSchedule
     from plait.config import own_part as part
+    from plait.data import MicroBatch as MicroBatch
     from plait.distributed import World as World
     from plait.engine import Built as Built
     from plait.engine import Engine as Engine
@@ -112,11 +113,10 @@ if TYPE_CHECKING:
     from plait.engine import build_whole as build_whole
     from plait.engine import prepare as prepare
     from plait.engine import read_loss as read_loss
-    from plait.spec import Event as Event
-    from plait.spec import EventKind as EventKind
-    from plait.spec import LossTerm as LossTerm
-    from plait.spec import MicroBatch as MicroBatch
-    from plait.spec import Sink as Sink
+    from plait.models import LossTerm as LossTerm
+    from plait.monitor import Event as Event
+    from plait.monitor import EventKind as EventKind
+    from plait.monitor import Sink as Sink
     from plait.trainer import Accuracy as Accuracy
     from plait.trainer import Hook as Hook
     from plait.trainer import Metric as Metric
@@ -221,7 +221,9 @@ else:
                 "build_whole",
                 "read_loss",
             ],
-            "spec": ["Event", "EventKind", "LossTerm", "MicroBatch", "Sink"],
+            "data": ["MicroBatch"],
+            "models": ["LossTerm"],
+            "monitor": ["Event", "EventKind", "Sink"],
             "trainer": ["Accuracy", "Hook", "Metric", "Runner"],
         },
     )

@@ -3,7 +3,7 @@
 Type checkers read the imports under `TYPE_CHECKING`; at run time `attach_names` gives the package the same names:
 
     if TYPE_CHECKING:
-        from plait.spec.step import LossTerm as LossTerm
+        from plait.models import LossTerm as LossTerm
     else:
         attach_names(__name__, {"loss": ["LossTerm"]})
 

@@ -13,8 +13,7 @@ from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.engine.graphs import AT_FIRST, LOOKS, WARM_UP
-from plait.models import build_model
-from plait.spec import LossTerm
+from plait.models import LossTerm, build_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.engine import Preparation, StepResult
-from plait.spec import LossTerm
+from plait.models import LossTerm
 from plait.trainer import Hook
 
 pytestmark = [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.spec import LossTerm
+from plait.models import LossTerm
 
 DIM = 6
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
+from plait.data import MicroBatch
 from plait.distributed import World, open_world
 from plait.engine import Preparation, prepare_native
-from plait.spec import MicroBatch
 from plait.testing import whole
 
 __all__ = ["GENTLE", "MODEL", "SEQ", "STEPS", "VOCAB", "Trace", "assert_same", "errors_of", "run_steps"]

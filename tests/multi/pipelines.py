@@ -18,9 +18,9 @@ from plait.config.model import GptConfig, LlamaConfig
 from plait.distributed.materialize import initialize
 from plait.distributed.pipeline import Pipeline
 from plait.distributed.pipeline_split import LayerStack, LazyLayer, TiedLazyLayer, make_stages, plan_stages
+from plait.models import LossTerm
 from plait.models.gpt import Gpt
 from plait.models.llama import Llama
-from plait.spec import LossTerm
 from tests.multi.ranks import RankPool
 
 VOCAB, SEQ, STEPS = 31, 8, 3

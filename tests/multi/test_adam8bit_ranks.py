@@ -13,11 +13,11 @@ from torch import Tensor
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
 from plait.checkpoint.convert.detect import open_source
+from plait.checkpoint.pieces import Later
 from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.engine.native import NativeEngine
-from plait.spec.step import Later
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches, whole
 from tests.multi.ranks import RankPool
 

@@ -14,10 +14,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrizations import weight_norm as parametrized_weight_norm
 
 from plait.config import parse_sections
+from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.errors import ModelError
-from plait.spec import MicroBatch
 from tests.multi.parity import STEPS, Trace, assert_same, whole
 from tests.multi.ranks import RankFailedError, RankPool
 from tests.refusals import refused

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.spec import MicroBatch
+from plait.data import MicroBatch
 from tests.multi import nets
 from tests.multi.parity import Trace, assert_same, run_steps
 from tests.multi.ranks import RankPool

@@ -14,10 +14,10 @@ import torch
 
 from plait.config import check, parse_sections
 from plait.config.engines import check_library
+from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_engine
 from plait.errors import PlaitError
-from plait.spec import MicroBatch
 from tests.multi.nets import DIM, Net
 from tests.multi.parity import Trace, assert_same
 from tests.multi.ranks import RankPool

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.config import check, parse_sections
+from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_engine
-from plait.spec import LossTerm, MicroBatch
+from plait.models import LossTerm
 from tests.multi.parity import STEPS, Trace, assert_same
 from tests.multi.ranks import RankPool
 from tests.multi.toys import Outcome, assert_close, fit_with

@@ -18,10 +18,10 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.distributed import open_world
 from plait.engine import Engine, Preparation, prepare_native
+from plait.launch import Phase
 from plait.plan.hardware import find_hardware
 from plait.plan.ledger import TIGHT_MALLOC
 from plait.plan.simulate import simulate
-from plait.spec import Phase
 from tests.multi.ranks import RankPool
 from tests.traffic import SentBytes
 

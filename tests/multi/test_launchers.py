@@ -22,7 +22,7 @@ import json, pathlib, sys
 import torch
 from torch import nn
 import plait
-from plait.spec import MicroBatch
+from plait.data import MicroBatch
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

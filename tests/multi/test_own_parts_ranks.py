@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from plait import Runner
 from plait.engine import StepResult
-from plait.spec import Event, LossTerm
+from plait.models import LossTerm
+from plait.monitor import Event
 from plait.trainer import Hook
 from tests.multi.ranks import RankPool
 

@@ -19,7 +19,7 @@ from plait.distributed import open_world
 from plait.distributed.fake import fake_world
 from plait.engine import Preparation, prepare_native
 from plait.errors import ConfigError, ModelError
-from plait.spec import LossTerm
+from plait.models import LossTerm
 from tests.multi.parity import MODEL, Trace, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import missing, refused

@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from plait.config import parse_sections
+from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
-from plait.spec import MicroBatch
 from tests.multi import nets
 from tests.multi.parity import Trace, assert_same, run_steps
 from tests.multi.ranks import RankPool

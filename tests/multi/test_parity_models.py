@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.data import MicroBatch
 from plait.errors import ModelError
 from plait.models import build_model
 from plait.models.hf import PRESETS
-from plait.spec import MicroBatch
 from tests.multi.parity import assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import refused

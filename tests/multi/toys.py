@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from plait.engine import StepResult
-from plait.spec import LossTerm
+from plait.models import LossTerm
 from plait.trainer import Accuracy, Hook, Metric, Runner
 from tests.multi.parity import whole
 

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from plait.checkpoint.need import need as need
     from plait.checkpoint.need import workers as workers
     from plait.checkpoint.pieces import STRIP as STRIP
+    from plait.checkpoint.pieces import Entry as Entry
+    from plait.checkpoint.pieces import Later as Later
     from plait.checkpoint.pieces import Shares as Shares
     from plait.checkpoint.pieces import held_pieces as held_pieces
     from plait.checkpoint.ranks import attempt as attempt
@@ -86,7 +88,7 @@ else:
             "load": ["Fetch", "Misfit", "entries", "load_into", "matches", "nothing_to_fetch", "verify"],
             "manifest": ["Checkpoint", "MANIFEST_NAME", "Manifest", "open_checkpoint", "read_manifest", "saved_at"],
             "need": ["Kept", "WRITERS", "kept", "need", "workers"],
-            "pieces": ["STRIP", "Shares", "held_pieces"],
+            "pieces": ["Entry", "Later", "STRIP", "Shares", "held_pieces"],
             "ranks": ["attempt", "together"],
             "save": ["CheckpointWriter", "Saved", "save_checkpoint", "write_alone"],
             "scattered": ["find_scattered"],

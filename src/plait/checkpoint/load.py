@@ -15,12 +15,11 @@ from torch import Tensor
 
 from plait.checkpoint.manifest import Checkpoint, Index, StoredPiece, leads_out, remedy
 from plait.checkpoint.need import READERS, WRITERS, workers
-from plait.checkpoint.pieces import Held, held_pieces
+from plait.checkpoint.pieces import Entry, Held, held_pieces
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.checkpoint.tensorfile import digest
 from plait.distributed import World
 from plait.errors import CheckpointError
-from plait.spec import Entry
 
 # Where a checkpoint and a model do not agree: all of it, in one table.
 

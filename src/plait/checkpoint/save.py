@@ -20,14 +20,13 @@ from torch import Tensor
 from plait.checkpoint import manifest as index_file
 from plait.checkpoint.manifest import FileRecord, Index, Manifest, StoredPiece, moment_of_saving, write_text
 from plait.checkpoint.need import WRITERS, workers
-from plait.checkpoint.pieces import Held, Piece, Shares, Staging, held_pieces
+from plait.checkpoint.pieces import Entry, Held, Piece, Shares, Staging, held_pieces
 from plait.checkpoint.ranks import Disks, attempt, find_disks, together
 from plait.checkpoint.read import PieceReader
 from plait.checkpoint.storage import StoredCheckpoints
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.distributed import Channel, World
 from plait.errors import CheckpointError
-from plait.spec import Entry
 
 
 @dataclass(frozen=True, slots=True)

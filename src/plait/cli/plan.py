@@ -12,8 +12,8 @@ import typer
 from plait.cli.files import import_from_here, write_file
 from plait.config import RunConfig, least_ranks, parse, resolve_batch, resolve_layout, unit_of
 from plait.errors import ConfigError, ModelError, Problem
+from plait.launch import Phase
 from plait.monitor import duration
-from plait.spec import Phase
 
 if TYPE_CHECKING:
     from rich.console import Console

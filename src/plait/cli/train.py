@@ -36,6 +36,7 @@ from plait.errors import ConfigError, Problem, TrainingError
 from plait.launch import (
     LEAK_REMEDY,
     Machines,
+    Phase,
     become_smaller,
     gpu_count,
     growth_text,
@@ -46,7 +47,6 @@ from plait.launch import (
     run_share,
 )
 from plait.monitor import report_progress
-from plait.spec import Phase
 
 if TYPE_CHECKING:
     from rich.console import Console

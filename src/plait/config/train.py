@@ -123,7 +123,7 @@ class CheckpointConfig(Section):
 
 
 class SinkPart(Part):
-    """A log sink of one's own, called with the `work_dir` and the further keys; see `plait.spec.Sink`."""
+    """A log sink of one's own, called with the `work_dir` and the further keys; see `plait.Sink`."""
 
     kind = "sink"
     own = ("jsonl", "csv", "tensorboard", "wandb", "html")

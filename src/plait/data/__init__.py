@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from plait.data.sources import build_dataset as build_dataset
     from plait.data.sources import prepare as prepare
     from plait.data.sources import tokenizer_path as tokenizer_path
+    from plait.data.steps import MicroBatch as MicroBatch
     from plait.data.steps import cut as cut
     from plait.data.text import find_files as find_files
     from plait.data.text import open_file as open_file
@@ -38,7 +39,7 @@ else:
             "order": ["SampleOrder", "mix", "sample_seed"],
             "packing": ["IGNORE", "PackedTokens"],
             "sources": ["build_dataset", "prepare", "tokenizer_path"],
-            "steps": ["cut"],
+            "steps": ["MicroBatch", "cut"],
             "text": ["find_files", "open_file", "read_object"],
             "tokenizer": ["END", "TextTokenizer", "load_tokenizer", "train_tokenizer"],
             "tokens": ["TokenFile", "TokenWriter"],

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from plait.config import counted
 from plait.data.collate import Collate, as_is, pin, stack
 from plait.data.order import SampleOrder, sample_seed
-from plait.data.steps import BatchSizes, RankShare, StepSamples, micro_batches, spread
+from plait.data.steps import BatchSizes, MicroBatch, RankShare, StepSamples, micro_batches, spread
 from plait.data.wrap_loader import adopt
 from plait.errors import DataError
-from plait.spec import MicroBatch
 
 # From sample ids to the inputs of one micro-batch, the same in this process and in a worker.
 

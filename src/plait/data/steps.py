@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plait.data.order import SampleOrder
 from plait.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a model is called with once.
+
+    `inputs` is a mapping (passed as keywords), a tuple or list (passed as positions) or a single object.
+    `samples` is how many samples are real. Zero marks a filler: a rank without data of its own still
+    takes part in every collective, and its loss and metrics count for nothing.
+    """
+
+    inputs: Any
+    samples: int
+
 
 # How one global batch is cut over ranks and micro-batches. Pure arithmetic.
 

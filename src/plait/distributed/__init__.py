@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from plait.distributed.world import told_by_accelerate as told_by_accelerate
     from plait.distributed.wrap import WrapUnit as WrapUnit
     from plait.distributed.wrap import find_wrap_units as find_wrap_units
+    from plait.distributed.wrap import first_input as first_input
 else:
     from plait.lazy import attach_names
 
@@ -212,6 +213,6 @@ else:
             "tensor_styles": ["sharding_dim"],
             "tiling": ["tile_sequence"],
             "world": ["World", "make_mesh", "open_world", "told_by_accelerate"],
-            "wrap": ["WrapUnit", "find_wrap_units"],
+            "wrap": ["WrapUnit", "find_wrap_units", "first_input"],
         },
     )

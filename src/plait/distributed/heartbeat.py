@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import WorldError
-from plait.spec import Phase
-from plait.spec import heartbeat as layout
+from plait.launch import Phase
+from plait.launch import heartbeat as layout
 from plait.torch_internals import flight_recorder
 
 # Waiting for messages between two ranks, so that a rank which does is seen to wait.
@@ -70,7 +70,7 @@ _SHARE = 0.005
 class Heartbeat:
     """What this rank does, for whoever has to explain its end. Without a launcher it is kept, and nobody looks.
 
-    On `spec.beat.STACK_SIGNAL` the stacks of all threads go to a file beside it, and so they do before a crash.
+    On `STACK_SIGNAL` the stacks of all threads go to a file beside it, and so they do before a crash.
 
     A process may have several, one per world that it opens: actor, critic, reference, reward. They write to the one
     file of their rank, which no one of them shortens while another has it mapped, and one thread looks for all.

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from plait.distributed.dtensor import is_sharded
 from plait.distributed.heartbeat import wait_for
 from plait.distributed.pipeline_schedule import ScheduleName, placement_of
+from plait.distributed.wrap import first_input
 from plait.errors import ConfigError, ModelError, Problem
 from plait.fake_tensors import on_fake_tensors
-from plait.spec import first_part
 from plait.torch_internals import compiled_call_set, tree_map_only
 
 # Where to cut: so that the largest stage is as small as can be, or where the user says.
@@ -457,7 +457,7 @@ class _Stack(Outline):
 
 def _call_in_row(extent: Extent) -> Call:
     def call(module: nn.Module, inputs: Any, handed: Any) -> Any:
-        return module(first_part(inputs) if extent.starts else handed)
+        return module(first_input(inputs) if extent.starts else handed)
 
     return call
 

@@ -19,11 +19,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from plait.config import RecomputeConfig, RecomputePart, RunConfig
 from plait.distributed.dtensor import local_part
 from plait.distributed.fake import ShapesOnly
-from plait.distributed.wrap import WrapUnit
+from plait.distributed.wrap import WrapUnit, first_input
 from plait.errors import ConfigError, Problem
 from plait.plugins import call, find, load
 from plait.precision import DTYPES
-from plait.spec import first_part
 from plait.torch_internals import (
     AnyBatchNorm,
     TorchDispatchMode,
@@ -325,7 +324,7 @@ def count_activations(
         weights = {storage_key(t) for t in state.values()}
         inputs = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), example)
         if type(module).forward is nn.Sequential.forward:
-            inputs = first_part(inputs)
+            inputs = first_input(inputs)
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         args = () if kwargs else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         meter = _Meter(found, weights)

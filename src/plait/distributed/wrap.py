@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -165,3 +165,10 @@ def _outside(model: nn.Module, units: set[int]) -> list[nn.Module]:
             found[id(module)] = module
             left += module.children()
     return list(found.values())
+
+
+def first_input(inputs: Any) -> Any:
+    """The first value of a mapping or sequence; anything else as it is. With that an `nn.Sequential` is called."""
+    if isinstance(inputs, Mapping):
+        return next(iter(inputs.values()))
+    return inputs[0] if isinstance(inputs, (tuple, list)) else inputs

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint import Entry
 from plait.config import GuardConfig, RunConfig
 from plait.distributed import World
 from plait.engine import checkpointing, evaluating
 from plait.errors import NonFiniteError
-from plait.spec import Entry, Phase
+from plait.launch import Phase
 
 if TYPE_CHECKING:
     from plait.distributed import Bubble

@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.checkpoint import (
     Checkpoint,
     CheckpointFolder,
+    Entry,
     Fetch,
     Misfit,
     Shares,
@@ -29,7 +30,6 @@ from plait.config import to_dict
 from plait.distributed import Channel, on_main, restore_rng_state, rng_state
 from plait.engine.construction import SMALLER_RANGE
 from plait.errors import CheckpointError, TrainingError
-from plait.spec import Entry
 
 if TYPE_CHECKING:
     from plait.engine.base import Engine

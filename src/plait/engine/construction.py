@@ -28,9 +28,9 @@ from plait.engine.preparation import ModelSource, Preparation
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import has_kernels
 from plait.models import build_model
+from plait.monitor import MessageEvent
 from plait.plugins import build, call, load
 from plait.precision import FP32_MODULES, Fp8Linear
-from plait.spec import MessageEvent
 
 
 def build_module(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from plait.data import MicroBatch
 from plait.errors import DataError
-from plait.spec import MicroBatch
 
 if TYPE_CHECKING:
     from plait.engine.base import Engine

@@ -21,6 +21,7 @@ from plait.distributed import (
     attributes_of,
     average_buffers,
     find_wrap_units,
+    first_input,
     give_attributes,
     is_sharded,
     local_part,
@@ -36,8 +37,8 @@ from plait.engine.parallelize import refuse_hooks
 from plait.engine.preparation import Preparation
 from plait.engine.stepping import SteppingEngine, inputs_and_samples, unheard
 from plait.errors import TrainingError
+from plait.launch import Phase
 from plait.optim import GroupSpec, OptimizerGroup, build_optimizer, split_groups
-from plait.spec import Phase, first_part
 
 # A whole model with values, as another library wants to be given it.
 
@@ -495,7 +496,7 @@ class _Row(nn.Module):
         return cls(called) if type(module).forward is nn.Sequential.forward else called
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.called(first_part(named or (inputs[0] if len(inputs) == 1 else inputs)))
+        return self.called(first_input(named or (inputs[0] if len(inputs) == 1 else inputs)))
 
 
 def _whole(share: Tensor) -> Tensor:

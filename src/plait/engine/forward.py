@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.distributed import undo_compile
+from plait.distributed import first_input, undo_compile
 from plait.errors import ModelError
 from plait.precision import Policy, cast_floats
-from plait.spec import first_part
 
 # Bringing inputs to the device.
 #
@@ -239,7 +238,7 @@ class Forward:
         if self._select is not None:
             inputs = self._select(inputs)
         if self._is_row:
-            return self.call((first_part(inputs),), {})
+            return self.call((first_input(inputs),), {})
         kind = type(inputs)
         args: Sequence[Any] = ()
         kwargs: Mapping[str, Any] = {}

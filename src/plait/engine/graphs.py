@@ -27,7 +27,7 @@ from plait.distributed import GradientBuckets, Gradients
 from plait.engine.forward import Say
 from plait.engine.loss import WeightedLoss
 from plait.kernels import record, recording_stream
-from plait.spec import MessageEvent
+from plait.monitor import MessageEvent
 from plait.torch_internals import forward_hooks, is_hooked, tree_flatten, tree_unflatten
 
 # Does a device wait for Python? Found out on the way, without waiting for the device.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from plait.config import RunConfig
 from plait.errors import ModelError
+from plait.models import LossTerm
 from plait.plugins import function
-from plait.spec import LossTerm
 
 LossFunction = Callable[[Any, Any], Any]
 

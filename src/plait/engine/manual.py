@@ -16,8 +16,8 @@ from plait.engine.native import NativeEngine
 from plait.engine.preparation import Preparation
 from plait.engine.prepare import prepare_native
 from plait.errors import ConfigError, Problem, TrainingError
+from plait.launch import Phase
 from plait.precision import LossScaler
-from plait.spec import Phase
 from plait.torch_internals import foreach_add_, mark_stepped
 
 

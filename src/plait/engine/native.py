@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint import Entry
 from plait.config import RunConfig
 from plait.distributed import Gradients, UnshardedParams, World, average_buffers, local_part
 from plait.engine import state
@@ -20,9 +21,9 @@ from plait.engine.master_weights import MasterWeights
 from plait.engine.stepping import SteppingEngine, inputs_and_samples, unheard
 from plait.engine.update import Updater, refuse_unlike_gradients
 from plait.errors import ModelError, TrainingError
+from plait.launch import Phase
 from plait.optim import is_known, merged
 from plait.precision import EarlierScales, Policy
-from plait.spec import Entry, Phase
 from plait.torch_internals import tree_leaves
 
 if TYPE_CHECKING:

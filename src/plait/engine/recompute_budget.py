@@ -24,9 +24,9 @@ from plait.distributed import (
 )
 from plait.engine.preparation import Preparation
 from plait.errors import ConfigError, PlaitError, Problem
+from plait.monitor import MessageEvent
 from plait.optim import is_one_pass, state_bytes
 from plait.precision import DTYPES
-from plait.spec import MessageEvent
 
 _SAID: dict[Way, str] = {
     "full": "everything",

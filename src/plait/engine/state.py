@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from plait.checkpoint import Entry, Later
 from plait.distributed import is_sharded, persistent_buffers
 from plait.engine.master_weights import MasterWeights
 from plait.errors import CheckpointError
 from plait.kernels import pack_from_host, unpack_on_host
 from plait.optim import MakeState, OwnOptimizer, is_known, tensors_of
-from plait.spec import Entry, Later
 
 _FACTORS = frozenset({"row_var", "col_var"})
 """Adafactor's, whole on every rank although a matrix of one row or column has the same shape."""

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from plait.data import MicroBatch
 from plait.engine.base import Engine, StepResult
 from plait.engine.loss import LossNormalizer, WeightedLoss
 from plait.errors import TrainingError
-from plait.spec import MicroBatch, Phase
+from plait.launch import Phase
 
 
 class SteppingEngine(Engine):

@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plait.launch import heartbeat as heartbeat
     from plait.launch.controller import Command as Command
     from plait.launch.diagnosis import LEAK_REMEDY as LEAK_REMEDY
     from plait.launch.diagnosis import growth_text as growth_text
     from plait.launch.environment import cgroup_limit as cgroup_limit
     from plait.launch.environment import report as report
     from plait.launch.failure import report_failure as report_failure
+    from plait.launch.heartbeat import Phase as Phase
     from plait.launch.hostfile import read_hostfile as read_hostfile
     from plait.launch.job import Job as Job
     from plait.launch.job import absent as absent
@@ -46,10 +48,12 @@ else:
     attach_names(
         __name__,
         {
+            ".": ["heartbeat"],
             "controller": ["Command"],
             "diagnosis": ["LEAK_REMEDY", "growth_text"],
             "environment": ["cgroup_limit", "report"],
             "failure": ["report_failure"],
+            "heartbeat": ["Phase"],
             "hostfile": ["read_hostfile"],
             "job": ["Job", "absent", "cpu_count", "find_program"],
             "local": ["follow_the_launcher", "gpu_count", "launched_size", "run_ranks"],

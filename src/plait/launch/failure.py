@@ -19,7 +19,7 @@ from types import TracebackType
 
 from plait.config import whole_number
 from plait.errors import ConfigError, PlaitError
-from plait.spec import FOLDER_VARIABLE
+from plait.launch.heartbeat import FOLDER_VARIABLE
 
 _PREFIX = "plait-ranks-"
 _YOUNG_S = 60.0

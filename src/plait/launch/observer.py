@@ -11,8 +11,8 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from plait.launch.heartbeat import STACK_SIGNAL, read_beat
 from plait.launch.records import FailureRecord, RankRecord
-from plait.spec import STACK_SIGNAL, read_beat
 
 # Memory: what a rank held, whether it grew from step to step, and whether the kernel killed it for want of memory.
 

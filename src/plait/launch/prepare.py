@@ -16,6 +16,7 @@ from plait.errors import WorldError
 from plait.launch import remote
 from plait.launch.elastic import is_elastic, range_of_nodes
 from plait.launch.environment import check_address, with_variables
+from plait.launch.heartbeat import FOLDER_VARIABLE
 from plait.launch.hostfile import MOST_SLOTS, Pool, choose, limit, read_hostfile
 from plait.launch.job import Job, Node, cpu_count, parse_cores
 from plait.launch.local import gpu_count
@@ -23,7 +24,6 @@ from plait.launch.network import DEFAULT_PORT, check_port, free_port, is_this_ho
 from plait.launch.options import DEFAULT_HOSTFILE, LaunchOptions, is_own_launcher
 from plait.launch.remote import FAMILIES
 from plait.launch.setup import Setup, all_here
-from plait.spec import FOLDER_VARIABLE
 
 # Which variables go along to other hosts. Only those named here do; nothing is passed by accident.
 

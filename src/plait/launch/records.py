@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from plait.launch.heartbeat import Beat, Phase
 from plait.launch.job import Job, RankPlace
-from plait.spec import Beat, Phase
 
 # What is known of a rank besides how it ended. Plain data, which travels from its host to the launcher.
 

@@ -6,8 +6,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from plait.launch.heartbeat import Phase
 from plait.launch.records import RankRecord
-from plait.spec import Phase
 
 EVERY_S = 1.0
 _OFFSET_S = 0.125

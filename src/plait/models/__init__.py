@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from plait.models.common.losses import LMHead as LMHead
     from plait.models.common.losses import cross_entropy as cross_entropy
     from plait.models.common.protocol import IGNORE_INDEX as IGNORE_INDEX
+    from plait.models.common.protocol import LossTerm as LossTerm
     from plait.models.common.weights import Made as Made
     from plait.models.fused import FusedAttention as FusedAttention
     from plait.models.fused import FusedLlamaBlock as FusedLlamaBlock
@@ -41,7 +42,7 @@ else:
             ".": ["common.attention"],
             "common.attention": ["Attention", "attend", "rotary_table", "rotate_both"],
             "common.losses": ["LMHead", "cross_entropy"],
-            "common.protocol": ["IGNORE_INDEX"],
+            "common.protocol": ["IGNORE_INDEX", "LossTerm"],
             "common.weights": ["Made"],
             "fused": [
                 "FusedAttention",

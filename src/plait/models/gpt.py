@@ -18,8 +18,8 @@ from plait.errors import ModelError
 from plait.models.common.attention import Attention, Shared, packing_mask
 from plait.models.common.init import decoder_flops_per_token, decoder_plan, init_lm_module, residual_output
 from plait.models.common.losses import LMHead
+from plait.models.common.protocol import LossTerm
 from plait.models.common.weights import Made, Put, same, stream_weights
-from plait.spec import LossTerm
 
 # One layer of GPT.
 

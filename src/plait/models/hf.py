@@ -29,9 +29,9 @@ from plait.errors import MissingExtraError, ModelError, PlaitError
 from plait.kernels import attends_both_ways, mixer_without_mask, rms_norm, rotate
 from plait.models.common.attention import document_mask
 from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
+from plait.models.common.protocol import LossTerm
 from plait.models.common.weights import Put, stream_weights
 from plait.precision import feed_forward, go_together, through_all
-from plait.spec import LossTerm
 from plait.torch_internals import forward_hooks
 from plait.transformers_internals import (
     attn_implementation,

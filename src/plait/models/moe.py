@@ -27,10 +27,9 @@ from plait.models.common.init import (
     residual_output,
     start_scale,
 )
-from plait.models.common.protocol import IGNORE_INDEX
+from plait.models.common.protocol import IGNORE_INDEX, LossTerm
 from plait.models.common.weights import Made, Put, by_translation, same, stream_weights, weight_files
 from plait.models.llama import DENSE, Llama, SwiGLU, ffn_dim
-from plait.spec import LossTerm
 
 # The experts of one mixture: three stacks of matrices, and a product that takes each row to its own.
 

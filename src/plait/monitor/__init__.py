@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.monitor import report as report
     from plait.monitor.console import spelled as spelled
+    from plait.monitor.events import Event as Event
+    from plait.monitor.events import EventKind as EventKind
+    from plait.monitor.events import MessageEvent as MessageEvent
+    from plait.monitor.events import Sink as Sink
     from plait.monitor.files import JsonlSink as JsonlSink
     from plait.monitor.files import events_path as events_path
     from plait.monitor.files import read_events as read_events
@@ -37,6 +41,7 @@ else:
         {
             ".": ["report"],
             "console": ["spelled"],
+            "events": ["Event", "EventKind", "MessageEvent", "Sink"],
             "files": ["JsonlSink", "events_path", "read_events"],
             "format": ["clock", "compact", "duration", "scalars", "size"],
             "history": ["History", "history"],

@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from plait.config import counted
+from plait.monitor.events import Event, EventKind
 from plait.monitor.format import Table, clock, compact, decimal, duration, number, pairs, plain, size, tables
-from plait.spec import Event, EventKind
 
 if TYPE_CHECKING:
     from plait.monitor.progress import Bar

@@ -11,8 +11,8 @@ from typing import Any
 
 from plait.config import parse_json
 from plait.errors import DataError
+from plait.monitor.events import Event, EventKind
 from plait.monitor.format import scalars, tables
-from plait.spec import Event, EventKind
 
 MEASUREMENTS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from plait.spec import Event, EventKind
+from plait.monitor.events import Event, EventKind
 
 
 def number(value: Any) -> float | None:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from plait.monitor.events import Event, EventKind
 from plait.monitor.format import number, scalars
-from plait.spec import Event, EventKind
 
 Point = tuple[int, float]
 

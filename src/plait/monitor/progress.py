@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from plait.monitor.events import Event
 from plait.monitor.format import Table, clock, compact, decimal, number
-from plait.spec import Event
 
 REFRESH_S = 0.2
 COLOURS = {"info": "default", "warning": "yellow", "error": "bold red"}

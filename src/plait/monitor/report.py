@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plait.config import parse_json
+from plait.monitor.events import Event, EventKind
 from plait.monitor.files import events_path, read_events
 from plait.monitor.format import clock, compact, decimal, duration, number, pairs, size, tables
 from plait.monitor.history import History, Point, Segment, history
 from plait.monitor.svg import Chart, Marker, Series, render
-from plait.spec import Event, EventKind
 
 # How the report looks: one sheet, light and dark. Well-formed inside XML, so no `&` and no `<`.
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from plait.config import LogConfig, SinkPart
 from plait.monitor.console import ConsoleSink, choose_mode, prefix, spelled
+from plait.monitor.events import Event, EventKind, Sink
 from plait.plugins import load, make
-from plait.spec import Event, EventKind, Sink
 
 # One voice for a run: every event goes to every sink, and no sink can stop the run.
 

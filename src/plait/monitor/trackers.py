@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import MissingExtraError
+from plait.monitor.events import Event, EventKind
 from plait.monitor.format import scalars, tables
-from plait.spec import Event, EventKind
 
 GROUPS = {EventKind.TRAIN: "train", EventKind.VALIDATE: "val", EventKind.TEST: "test"}
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from plait.distributed import StreamedGradients, is_sharded, replaced
 from plait.engine import NativeEngine, OffloadedParams
+from plait.launch import Phase
 from plait.optim import leaves
 from plait.plan.recorder import MemoryRecorder
-from plait.spec import Phase
 from plait.torch_internals import (
     fsdp_gathered_memory,
     fsdp_group,

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from plait.config import Layout, RunConfig
+from plait.launch import Phase
 from plait.optim import updates_on_device
 from plait.plan.hardware import Hardware
 from plait.precision import make_policy
-from plait.spec import Phase
 
 # What a step does away from the device: the update on the host, and what travels between the two.
 #

@@ -11,13 +11,13 @@ from xml.sax.saxutils import escape
 import torch
 
 from plait.config import OWN_MODEL, HFConfig, Layout, RunConfig, resolve_batch, resolve_layout, with_graphs_decided
+from plait.launch import Phase
 from plait.models import build_model
 from plait.plan.hardware import Hardware
 from plait.plan.ledger import Ledger, host_peaks
 from plait.plan.rankplan import Known, plan_rank
 from plait.plan.shares import with_ratio
 from plait.plan.simulate import MakeExample, TimeBudget, example_of
-from plait.spec import Phase
 
 GIB = 2**30
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from plait.distributed import replaced
+from plait.launch import Phase
 from plait.plan.timing import body_of, hidden_bytes
-from plait.spec import Phase
 from plait.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.checkpoint import BLOCK, STRIP, WRITERS, Kept, in_a_row, kept, need, workers
+from plait.checkpoint import BLOCK, STRIP, WRITERS, Entry, Kept, Later, in_a_row, kept, need, workers
 from plait.config import (
     OWN_MODEL,
     AdamW8bitConfig,
@@ -34,6 +34,7 @@ from plait.distributed import activations_on_host, fake_world, local_part, repla
 from plait.engine import Length, NativeEngine, OffloadedParams, Preparation, described_loss, prepare_native
 from plait.errors import ConfigError, Problem
 from plait.kernels import PASSING
+from plait.launch import Phase
 from plait.optim import Offload
 from plait.plan.classify import Owners
 from plait.plan.compiled import compiled_units
@@ -41,7 +42,6 @@ from plait.plan.hardware import Hardware
 from plait.plan.ledger import EACH, Away, Ledger, host_work, mode_of, with_update
 from plait.plan.recorder import END, CachingAllocator, MemoryRecorder, Peak
 from plait.plan.timing import MATMUL_WORKSPACE, Timing, kernels_of_cuda
-from plait.spec import Entry, Later, Phase
 from plait.torch_internals import in_backward_pass
 
 # What saving and loading take, by the code that does both, on tensors without values.

@@ -22,11 +22,11 @@ from torch.utils.flop_counter import flop_registry
 
 from plait.config import Layout, RunConfig
 from plait.distributed import replaced
+from plait.launch import Phase
 from plait.models import attention
 from plait.plan.hardware import Hardware
 from plait.plan.ledger import EACH, ONCE
 from plait.precision import make_policy
-from plait.spec import Phase
 from plait.torch_internals import (
     aten_cudnn,
     aten_cudnn_backward,

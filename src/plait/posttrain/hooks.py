@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.data import Collate, RankLoader
+from plait.data import Collate, MicroBatch, RankLoader
 from plait.distributed import is_sharded, on_main
 from plait.errors import TrainingError
+from plait.launch import Phase
+from plait.monitor import EventKind
 from plait.posttrain.data.datasets import PairRows
 from plait.posttrain.data.prepare import PhaseData
 from plait.posttrain.data.template import CHAT_TEMPLATE, NAME, SETTINGS, OfTokenizer, tokenizer_folder
 from plait.posttrain.lora import AdapterSpec, ValueHead, has_transposed, lora_layers, read_adapter, save_adapter
-from plait.spec import EventKind, MicroBatch, Phase
 from plait.trainer import Hook
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from plait.config import DpoConfig, RewardConfig
 from plait.distributed import is_sharded
 from plait.errors import ModelError
-from plait.models import IGNORE_INDEX
+from plait.models import IGNORE_INDEX, LossTerm
 from plait.posttrain.lora import AddedModule, adapters_off
-from plait.spec import LossTerm
 
 # Losses over a chosen and a rejected answer. Each is of one pair and knows no others, so no cut changes it.
 #

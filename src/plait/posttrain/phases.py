@@ -50,7 +50,7 @@ from plait.data import tokenizer_path
 from plait.errors import ConfigError, DataError, ModelError, PlaitError, Problem, in_one_line
 from plait.launch import STOPPED_CODES
 from plait.models import build_model
-from plait.monitor import History, clock, events_path, history, read_events, write_report
+from plait.monitor import EventKind, History, clock, events_path, history, read_events, write_report
 from plait.posttrain.data.prepare import longest
 from plait.posttrain.data.records import EmptyError, IncompleteError, UnlearnedError, examples_in, read_rows
 from plait.posttrain.data.tasks import make_task
@@ -58,7 +58,6 @@ from plait.posttrain.data.template import NAME, read_tokenizer
 from plait.posttrain.deepspeed_chat import PHASES as NUMBERED
 from plait.posttrain.deepspeed_chat import DeepSpeedChatSteps
 from plait.posttrain.models import make_model
-from plait.spec import EventKind
 from plait.trainer import STOPPED
 
 WRITES = ("train", "sft", "dpo", "ppo", "grpo")

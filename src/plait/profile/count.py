@@ -17,10 +17,10 @@ from torch import Tensor
 from plait.config import Layout
 from plait.distributed import local_part, replaced
 from plait.engine import Engine, NativeEngine
+from plait.launch import Phase
 from plait.models import attention
 from plait.plan import MemoryRecorder, classify, flops_of, known_tensors, message_of
 from plait.profile.marks import ModuleStack, module_marks, uncompiled
-from plait.spec import Phase
 from plait.torch_internals import (
     HigherOrderOperator,
     current_autograd_node,

@@ -25,12 +25,13 @@ from plait.config import ProfileConfig
 from plait.distributed import replaced
 from plait.engine import StepResult
 from plait.errors import ConfigError, Problem
+from plait.launch import Phase
+from plait.monitor import EventKind
 from plait.profile.account import TimeAccount, TraceLanes, account_of, cut, read_trace
 from plait.profile.count import Counted, counting
 from plait.profile.marks import ModuleStack, PhaseMarks, marked_batches, module_marks, named_modules
 from plait.profile.page import write_page
 from plait.profile.report import Memory, RankTime, Report, message_log, module_rows
-from plait.spec import EventKind, Phase
 from plait.torch_internals import compiled_call, profile_every_thread
 from plait.trainer import Hook, count_tokens, peak_flops
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.profiler import record_function
 
+from plait.launch import Phase
 from plait.precision import spoken_for
-from plait.spec import Phase
 from plait.torch_internals import compiled_call, compiled_call_set
 
 # What a piece of a step's time is spent on, told from the names that torch gives to operators and kernels.

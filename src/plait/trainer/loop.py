@@ -9,7 +9,7 @@ import torch
 
 from plait.engine import StepResult
 from plait.errors import DataError
-from plait.spec import EventKind
+from plait.monitor import EventKind
 from plait.trainer.throughput import Meter, RemainingTime, memory_mib, peak_flops
 from plait.trainer.watch import StepWatch
 

@@ -11,8 +11,8 @@ from plait.config import resolve_layout
 from plait.distributed import Ranks, detect_ranks
 from plait.engine import planned_as, stage_of
 from plait.errors import ConfigError
+from plait.monitor import EventKind
 from plait.plan import RunForecast, forecast
-from plait.spec import EventKind
 from plait.trainer.sources import batch_of, first_inputs
 from plait.trainer.throughput import memory_mib
 

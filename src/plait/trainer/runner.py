@@ -57,14 +57,14 @@ from plait.config import (
     refuse_unknown_keywords,
     resolve_layout,
 )
+from plait.data import MicroBatch
 from plait.distributed import Ranks, World, detect_ranks, on_main, open_world
 from plait.engine import Engine, Length, LossFunction, Preparation, prepare_engine, stage_of
 from plait.engine import evaluate as evaluate_batches
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
-from plait.launch import StepMemory
-from plait.monitor import Monitor, build_monitor, report_progress
+from plait.launch import Phase, StepMemory
+from plait.monitor import Event, EventKind, MessageEvent, Monitor, build_monitor, report_progress
 from plait.plan import find_hardware
-from plait.spec import Event, EventKind, MessageEvent, MicroBatch, Phase
 from plait.trainer.hooks import Hook, HookTable, build_hooks
 from plait.trainer.loop import train_loop
 from plait.trainer.memory_plan import MemoryPlan

@@ -20,6 +20,7 @@ from plait.checkpoint import (
     Checkpoint,
     CheckpointFolder,
     CheckpointWriter,
+    Entry,
     Saved,
     attempt,
     build_storage,
@@ -33,7 +34,8 @@ from plait.config import RunConfig, listed, show, to_dict, to_yaml
 from plait.distributed import on_main
 from plait.engine import FrozenPart, resume_engine, stored_value, taken_from, tensors_of
 from plait.errors import CheckpointError, ConfigError, Problem
-from plait.spec import Entry, EventKind, Phase
+from plait.launch import Phase
+from plait.monitor import EventKind
 from plait.trainer.hooks import Best, Hook
 
 if TYPE_CHECKING:

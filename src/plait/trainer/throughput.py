@@ -10,8 +10,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from plait.data import MicroBatch
 from plait.engine import StepResult
-from plait.spec import MicroBatch
 
 # Dense bf16 peak in TFLOP/s by a part of the device's name, most specific first.
 _PEAKS = (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from plait.engine import StepResult
 from plait.errors import DataError, ModelError
 from plait.launch import STOPPED_CODES
-from plait.spec import EventKind
+from plait.monitor import EventKind
 
 if TYPE_CHECKING:
     from plait.trainer.runner import Runner

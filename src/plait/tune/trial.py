@@ -20,8 +20,7 @@ import psutil
 
 from plait.config import RunConfig
 from plait.launch import SMALLER, follow_the_launcher
-from plait.monitor import events_path, read_events
-from plait.spec import Event, EventKind
+from plait.monitor import Event, EventKind, events_path, read_events
 from plait.tune.config import TuneConfig
 
 Status = Literal["ok", "oom", "crashed", "timeout", "refused"]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from plait.checkpoint import CheckpointWriter, load_into, open_checkpoint, save_checkpoint
 from plait.checkpoint.convert.detect import open_source
+from plait.checkpoint.pieces import Entry, Later
 from plait.checkpoint.tensorfile import TensorFileWriter
 from plait.config import parse_sections
 from plait.distributed import World, open_world
 from plait.errors import CheckpointError
-from plait.spec.step import Entry, Later
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from plait.config.train import ResolvedBatch
-from plait.data import RankLoader
+from plait.data import MicroBatch, RankLoader
 from plait.errors import DataError
-from plait.spec import MicroBatch
 
 sizes = st.integers(1, 5)
 

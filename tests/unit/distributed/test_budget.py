@@ -143,7 +143,7 @@ def test_a_model_that_looks_at_values_is_told_what_to_set() -> None:
         ways_to_recompute(Looking(4, 4), [], torch.ones(2, 4), config=config, world=open_world(config))
 
 
-def test_a_row_of_layers_is_measured_with_the_first_part_as_it_is_called() -> None:
+def test_a_row_of_layers_is_measured_with_the_first_input_as_it_is_called() -> None:
     config = parse_sections(device="cpu").config
     row = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
     first, other = torch.ones(2, 4), torch.ones(2)

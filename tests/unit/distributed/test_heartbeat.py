@@ -19,8 +19,8 @@ from tests.refusals import refused
 from plait.distributed import wait_for
 from plait.distributed.heartbeat import Heartbeat, _RecorderView
 from plait.errors import WorldError
-from plait.spec import Phase
-from plait.spec.heartbeat import STACK_SIGNAL, read_beat
+from plait.launch import Phase
+from plait.launch.heartbeat import STACK_SIGNAL, read_beat
 
 
 def test_what_a_rank_says_can_be_read_by_others(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_there_is_none_before_the_rank_has_said_anything(tmp_path: Path) -> None
 DIES = """
 import ctypes, os, pathlib, signal, sys, time
 from plait.errors import WorldError
-from plait.spec import Phase
+from plait.launch import Phase
 from plait.distributed.heartbeat import Heartbeat
 heartbeat = Heartbeat(pathlib.Path(sys.argv[1]), 3)
 heartbeat.enter(Phase.SAVE, 17)

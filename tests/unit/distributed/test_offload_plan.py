@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from plait.config import parse_sections
+from plait.launch import Phase
 from plait.plan.hardware import find_hardware
 from plait.plan.plan import Plan, make_plan
-from plait.spec import Phase
 
 MODEL = {"type": "llama", "vocab_size": 1024, "dim": 512, "layers": 2, "heads": 8, "seq_len": 64}
 NUMBERS = 2 * 1024 * 512 + 2 * (4 * 512 * 512 + 3 * 512 * 1536)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plait.spec import LossTerm
+from plait.models import LossTerm
 
 
 class Tape(TorchDispatchMode):

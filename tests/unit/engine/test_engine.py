@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import plait
 from plait.config import parse_sections
+from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.engine.native import NativeEngine
 from plait.errors import ConfigError, ModelError, NonFiniteError, TrainingError
-from plait.spec import LossTerm, MicroBatch
+from plait.models import LossTerm
 
 
 class Net(nn.Module):
@@ -133,7 +134,7 @@ def test_a_row_of_values_that_a_model_does_not_take_is_named_with_what_to_write(
         engine.train_step([torch.randn(1, 3, 4)])
 
 
-def test_a_row_of_layers_is_given_the_first_part_as_in_a_pipeline() -> None:
+def test_a_row_of_layers_is_given_the_first_input_as_in_a_pipeline() -> None:
     x, y = torch.randn(3, 2), torch.randn(3, 1)
     row = nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
     expected = float((row(x) - y).square().mean().detach())

@@ -19,8 +19,7 @@ from plait.distributed import open_world
 from plait.engine import Preparation, StepResult, prepare_manual, prepare_native, update
 from plait.engine.update import Arriving
 from plait.errors import NonFiniteError
-from plait.models import build_model
-from plait.spec import LossTerm
+from plait.models import LossTerm, build_model
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.engine import prepare
 from plait.engine.loss import LossNormalizer, WeightedLoss, read_loss
 from plait.errors import ModelError
-from plait.spec import LossTerm
+from plait.models import LossTerm
 
 
 def read(outputs: Any, samples: int = 4, **options: Any) -> WeightedLoss:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from plait.config import parse_sections
 from plait.config.rules import violations
+from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, graphs, prepare_manual, prepare_native
 from plait.engine.graphs import MOST, WARM_UP, RecordedPasses
 from plait.errors import ConfigError, TrainingError
-from plait.models import build_model
-from plait.spec import LossTerm, MicroBatch
+from plait.models import LossTerm, build_model
 
 STEPS = WARM_UP + 4
 

@@ -28,13 +28,13 @@ from plait.data.tokenizer import load_tokenizer, train_tokenizer
 from plait.data.tokens import TokenFile, TokenWriter
 from plait.errors import PlaitError
 from plait.frontends.mmengine.config import Config
+from plait.launch.heartbeat import SIZE, read_beat
 from plait.launch.hostfile import read_hostfile
 from plait.launch.prepare import read_env_file
 from plait.plan.hardware import find_hardware
 from plait.posttrain.data.prepare import prepare_data
 from plait.posttrain.data.template import read_tokenizer
 from plait.posttrain.lora import read_adapter
-from plait.spec.heartbeat import SIZE, read_beat
 from plait.tune.config import TuneConfig
 from plait.tune.search import TrialRecords
 

@@ -12,11 +12,10 @@ import pytest
 from tests.refusals import missing
 
 from plait.launch import membership
+from plait.launch.heartbeat import Beat, Phase
 from plait.launch.job import Job, Node
 from plait.launch.membership import Membership, run_again_and_again
 from plait.launch.records import FailureRecord, LaunchOutcome, RankRecord, causes, exit_code, new_records, record_end
-from plait.spec.event import Phase
-from plait.spec.heartbeat import Beat
 
 Once = Callable[[Job, Callable[[], bool]], LaunchOutcome]
 

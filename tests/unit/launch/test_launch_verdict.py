@@ -19,12 +19,11 @@ from tests.refusals import missing
 
 from plait.launch.diagnosis import diagnose, exception_in, find, report
 from plait.launch.diagnosis import missing as missing_ranks
+from plait.launch.heartbeat import Beat, Phase
 from plait.launch.job import Job, Node
 from plait.launch.observer import Observer, StepMemory
 from plait.launch.records import FailureRecord, RankRecord, new_records, record_end
 from plait.launch.watch import Watch
-from plait.spec.event import Phase
-from plait.spec.heartbeat import Beat
 
 
 def ranks(count: int) -> list[RankRecord]:

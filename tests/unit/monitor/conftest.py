@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plait.spec.event import Event, EventKind
+from plait.monitor.events import Event, EventKind
 
 RunMaker = Callable[..., list[Event]]
 

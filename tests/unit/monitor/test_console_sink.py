@@ -11,14 +11,14 @@ import pytest
 from tests.refusals import missing
 
 from plait.monitor.console import ConsoleSink, choose_mode
+from plait.monitor.events import Event, EventKind
 from plait.monitor.format import Table, plain, tables
-from plait.spec.event import Event, EventKind
 
 SCRIPT = textwrap.dedent(
     """
     import sys, time
     from plait.monitor.console import ConsoleSink, choose_mode
-    from plait.spec.event import Event, EventKind
+    from plait.monitor.events import Event, EventKind
 
     sink = ConsoleSink(choose_mode("auto", sys.stdout), sys.stdout)
     rows = [("Model", "gpt · 1.2M parameters"), ("Strategy", "zero3")]

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from plait.monitor.events import Event, EventKind
 from plait.monitor.files import CsvSink
-from plait.spec.event import Event, EventKind
 
 
 def train(step: int, **data: Any) -> Event:

@@ -10,8 +10,8 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import MissingExtraError
+from plait.monitor.events import EventKind
 from plait.monitor.trackers import TensorBoardSink, WandbSink
-from plait.spec.event import EventKind
 
 
 def test_tensorboard_reads_the_curves_back(tmp_path: Path, make_run: Any) -> None:

@@ -6,8 +6,8 @@ import pytest
 from tests.refusals import missing
 
 from plait.monitor.console import ConsoleSink
+from plait.monitor.events import Event, EventKind
 from plait.monitor.sinks import Monitor
-from plait.spec.event import Event, EventKind
 
 
 class Kept:

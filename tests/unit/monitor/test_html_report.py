@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from plait.monitor.events import Event, EventKind
 from plait.monitor.files import JsonlSink
 from plait.monitor.report import write_report
-from plait.spec.event import Event, EventKind
 
 
 def report(events: list[Event], tmp_path: Path, **more: Any) -> tuple[str, ElementTree.Element]:

@@ -10,8 +10,8 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import DataError
+from plait.monitor.events import Event, EventKind
 from plait.monitor.files import JsonlSink, read_events
-from plait.spec.event import Event, EventKind
 
 
 def strict(line: str) -> Any:

@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Any
 
 from plait.monitor.console import event_line
-from plait.spec.event import Event, EventKind
+from plait.monitor.events import Event, EventKind
 
 AT = datetime(2023, 7, 3, 13, 4, 17).timestamp()
 BY_EPOCH = {

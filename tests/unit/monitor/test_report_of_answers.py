@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from plait.monitor.events import Event, EventKind
 from plait.monitor.report import MOST_EACH, MOST_STEPS, read_answers, write_report
 from plait.monitor.svg import image
-from plait.spec.event import Event, EventKind
 
 ONLINE = ("reward", "kl", "length", "entropy", "clip_fraction", "policy_loss", "value_loss", "accuracy", "beta")
 TITLES = ("Reward", "KL", "Length", "Entropy", "Clipped", "Policy loss", "Value loss", "Accuracy", "Weight of the KL")

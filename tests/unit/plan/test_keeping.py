@@ -14,6 +14,7 @@ from plait.checkpoint.need import WRITERS
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.kernels.adam8bit import PASSING
+from plait.launch import Phase
 from plait.models import build_model
 from plait.plan.gate import RunForecast, forecast
 from plait.plan.hardware import find_hardware
@@ -21,7 +22,6 @@ from plait.plan.ledger import Ledger, host_peaks
 from plait.plan.plan import make_plan
 from plait.plan.rankplan import plan_rank
 from plait.plan.simulate import simulate
-from plait.spec import Phase
 
 CPU, H100 = find_hardware("cpu"), find_hardware("h100")
 SIZES = {"vocab_size": 512, "dim": 128, "layers": 2, "heads": 4, "ffn_dim": 320, "seq_len": 32}

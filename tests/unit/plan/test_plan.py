@@ -14,6 +14,7 @@ from torch import nn
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import ConfigError
+from plait.models import LossTerm
 from plait.plan.gate import RunForecast, forecast
 from plait.plan.hardware import find_hardware
 from plait.plan.plan import make_plan
@@ -22,7 +23,6 @@ from plait.plan.rankplan import plan_rank
 from plait.plan.search import Found, in_expected_order, search
 from plait.plan.simulate import TimeBudget, example_of
 from plait.plan.space import Candidate, Space, candidates
-from plait.spec import LossTerm
 
 H100 = find_hardware("h100")
 

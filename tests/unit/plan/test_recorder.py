@@ -15,10 +15,10 @@ from plait.config.run import RunConfig
 from plait.distributed import open_world
 from plait.distributed.fake import fake_world
 from plait.engine import Preparation, prepare_native
+from plait.launch.heartbeat import Phase
 from plait.plan.hardware import find_hardware
 from plait.plan.recorder import MemoryRecorder
 from plait.plan.simulate import simulate
-from plait.spec.event import Phase
 
 SIZES = {"vocab_size": 512, "dim": 64, "layers": 2, "heads": 4, "seq_len": 64}
 MODELS: dict[str, dict[str, Any]] = {

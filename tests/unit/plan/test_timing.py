@@ -11,10 +11,10 @@ import torch
 
 from plait.config import parse_sections
 from plait.config.strategy import resolve_layout
+from plait.launch.heartbeat import Phase
 from plait.plan.hardware import find_hardware
 from plait.plan.simulate import Simulated, simulate
 from plait.plan.timing import Timing
-from plait.spec.event import Phase
 
 H100 = find_hardware("h100")
 LAYERS, DIM, TOKENS = 2, 64, 32

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from plait import Runner
 from plait.config.trust import entry_points_of
 from plait.errors import ConfigError
-from plait.monitor import read_events
-from plait.spec import Event
+from plait.monitor import Event, read_events
 from plait.trainer import Hook, Metric
 
 HERE = __name__

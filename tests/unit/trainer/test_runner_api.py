@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from plait import Runner
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
-from plait.monitor import read_events
-from plait.spec import EventKind
+from plait.monitor import EventKind, read_events
 from plait.trainer import Accuracy
 
 QUIET = {"console": "none", "sinks": []}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.checkpoint import Checkpoint, entries, load_into, open_checkpoint, save_checkpoint
+from plait.checkpoint import Checkpoint, Entry, entries, load_into, open_checkpoint, save_checkpoint
 from plait.config import RunConfig, to_dict
 from plait.distributed import World, is_sharded, on_main, restore_rng_state, rng_state
 from plait.engine import LoopEngine
@@ -28,7 +28,6 @@ from plait.errors import CheckpointError, ConfigError, Problem
 from plait.frontends.accelerate.loader import GradientState, PreparedLoader
 from plait.frontends.accelerate.plugins import ProjectConfiguration
 from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer
-from plait.spec import Entry
 
 # State dictionaries as JSON beside tensors: no pickle, so that a checkpoint can be read by anybody.
 

@@ -11,8 +11,7 @@ from typing import Any
 from plait.config import LogConfig, choose
 from plait.distributed import World, detect_ranks
 from plait.errors import ConfigError, Problem
-from plait.monitor import Monitor, build_monitor
-from plait.spec import Event, EventKind
+from plait.monitor import Event, EventKind, Monitor, build_monitor
 
 _SINKS = ("jsonl", "csv", "tensorboard", "wandb", "html")
 

@@ -25,9 +25,8 @@ from plait.errors import ConfigError, ModelError, Problem, TrainingError
 from plait.frontends.deepspeed.accelerator import get_accelerator
 from plait.frontends.deepspeed.loader import DeepSpeedDataLoader, RepeatingLoader
 from plait.frontends.deepspeed.saving import DeepSpeedSaver, groups_of, restore_groups, state_name, whole_weights
-from plait.monitor import Monitor, build_monitor
+from plait.monitor import Event, EventKind, Monitor, build_monitor
 from plait.precision import DTYPES
-from plait.spec import Event, EventKind
 
 # What an engine says while it trains: DeepSpeed's lines, timings, and curves.
 

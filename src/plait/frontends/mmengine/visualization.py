@@ -9,8 +9,7 @@ from typing import Any
 
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.registry import VISBACKENDS, VISUALIZERS, check_arguments
-from plait.monitor import JsonlSink, Monitor, scalars
-from plait.spec import Event, EventKind, Sink
+from plait.monitor import Event, EventKind, JsonlSink, Monitor, Sink, scalars
 
 _KINDS = {"train": EventKind.TRAIN, "val": EventKind.VALIDATE, "test": EventKind.TEST}
 

@@ -25,8 +25,7 @@ from plait.models.common.loss_kernels import (
     slopes_triton,
     write_others,
 )
-from plait.models.common.protocol import IGNORE_INDEX
-from plait.spec import LossTerm
+from plait.models.common.protocol import IGNORE_INDEX, LossTerm
 
 # Linear layer and cross-entropy in one, over chunks of tokens.
 #

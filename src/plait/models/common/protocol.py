@@ -25,14 +25,28 @@ logits. An image classifier takes `image` and `label` and answers `{"loss": Loss
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from plait.spec import LossTerm
-
 IGNORE_INDEX = -100
 """The label that counts for nothing."""
+
+
+class LossTerm(NamedTuple):
+    """A loss summed over its targets, and how many targets there were.
+
+    Only the strategy divides, by the count over all micro-batches and ranks of the step.
+    It is a named tuple, not a dataclass, because sharding hooks look for tensors inside a
+    module's output with pytree, which sees through tuples only.
+    """
+
+    sum: Tensor
+    count: Tensor | int | float  # type: ignore[assignment]  # hides tuple.count, on purpose
+
+    def mean(self) -> Tensor:
+        """The mean of this one part; use it for display, never for a backward pass."""
+        return self.sum / self.count
 
 
 @runtime_checkable

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from plait.config import GrpoConfig, PpoConfig
 from plait.distributed import is_sharded
-from plait.models import IGNORE_INDEX
+from plait.models import IGNORE_INDEX, LossTerm
 from plait.posttrain.lora import adapters_off
 from plait.posttrain.losses import CHUNK_TOKENS, MetricSums, entropy, from_bits, token_logprobs
 from plait.posttrain.rl.algorithms import grpo_loss, policy_loss, value_loss
 from plait.posttrain.rl.settings import Online
-from plait.spec import LossTerm
 
 
 class Told(NamedTuple):

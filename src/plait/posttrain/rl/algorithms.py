@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.config import GrpoConfig, PpoConfig
-from plait.spec import LossTerm
+from plait.models import LossTerm
 
 KlKind = Literal["k1", "k2", "k3"]
 

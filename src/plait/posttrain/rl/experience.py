@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from plait.config import ResolvedBatch
-from plait.data import RankLoader, SampleOrder
+from plait.data import MicroBatch, RankLoader, SampleOrder
 from plait.distributed import World
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.models import IGNORE_INDEX
 from plait.posttrain.data.datasets import STEP, ExampleRow, stack
 from plait.posttrain.losses import as_bits
 from plait.posttrain.rl.settings import Online
-from plait.spec import MicroBatch
 
 
 class Experience:

@@ -13,7 +13,7 @@ from plait.distributed import Ranks
 from plait.engine import planned_as
 from plait.errors import ConfigError, PlaitError, Problem
 from plait.generate import cache_bytes
-from plait.monitor import size
+from plait.monitor import EventKind, size
 from plait.optim import state_bytes
 from plait.plan import RunForecast, forecast, shards_of
 from plait.posttrain.data.prepare import longest
@@ -24,7 +24,6 @@ from plait.posttrain.rl.experience import Experience
 from plait.posttrain.rl.roles import critic_config, described_in, make_critic
 from plait.posttrain.rl.settings import Online
 from plait.precision import make_policy
-from plait.spec import EventKind
 from plait.trainer import MemoryPlan
 
 _GIB = 2**30

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.config import ExampleData, GrpoConfig, Gsm8kData, PosttrainConfig, RolloutConfig, RunConfig, TaskData
+from plait.data import MicroBatch
 from plait.distributed import World
 from plait.engine import NativeEngine
 from plait.errors import ConfigError, Problem, TrainingError
@@ -22,7 +23,6 @@ from plait.posttrain.data.records import ChatMessage
 from plait.posttrain.data.tasks import Check, Prompt
 from plait.posttrain.data.template import Template
 from plait.posttrain.rl.settings import Online
-from plait.spec import MicroBatch
 
 # What a model says to many rows, however it is spread: each rank asks for its share, and all know all of it.
 

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import Parsed, PosttrainConfig, PpoConfig, RunConfig
+from plait.data import MicroBatch
 from plait.engine import Engine, ManualEngine, NativeEngine, StepResult, prepare_manual
 from plait.errors import DataError
 from plait.generate import HybridEngine, Sampling, Weights
+from plait.launch import Phase
+from plait.monitor import EventKind
 from plait.posttrain.data.prepare import longest, prepare_rows
 from plait.posttrain.data.tasks import Prompt, correctness
 from plait.posttrain.lora import difference, has_adapter, is_transposed
@@ -29,7 +32,6 @@ from plait.posttrain.rl.rollout import RolloutWorker, RolloutWriter, Stop
 from plait.posttrain.rl.rollout import measure as measure_answers
 from plait.posttrain.rl.settings import Online
 from plait.posttrain.run import PhaseRunner
-from plait.spec import EventKind, MicroBatch, Phase
 from plait.trainer import Hook
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from plait.frontends.mmengine.runner.loops import RunnerLoops, by_epoch, wanted_
 from plait.frontends.mmengine.runner.saving import Checkpoints, MMEngineSaver
 from plait.frontends.mmengine.strategy import BaseStrategy, Row, Sheet, honoured, noted, refused, unneeded
 from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
+from plait.launch import Phase
 from plait.precision import make_policy
-from plait.spec import Phase
 
 # From a runner's arguments to one run description, with the account of every translated key.
 

@@ -13,7 +13,7 @@ from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.evaluator import build_evaluator, is_element
 from plait.frontends.mmengine.hooks import set_epoch
 from plait.frontends.mmengine.registry import LOOPS
-from plait.spec import Phase
+from plait.launch import Phase
 
 
 class BaseLoop:

@@ -20,7 +20,7 @@ from plait.distributed import assign_whole, on_main, restore_rng_state, rng_stat
 from plait.engine import ManualEngine
 from plait.errors import CheckpointError, TrainingError
 from plait.frontends.mmengine.hooks import last_checkpoint, resolve
-from plait.spec import Phase
+from plait.launch import Phase
 
 if TYPE_CHECKING:
     from plait.distributed import World
