@@ -53,7 +53,7 @@ def _run_schedule(row: str, schedule: str, given: argparse.Namespace, *, count: 
     from pipeline_nets import Ledger
     from torch import nn
 
-    from plait.distributed.pipeline import Pipeline
+    from plait.distributed.pipeline_parallel import Pipeline
     from plait.distributed.pipeline_split import make_stages, plan_stages
 
     group = dist.group.WORLD

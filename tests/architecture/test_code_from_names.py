@@ -31,7 +31,7 @@ ALLOWED = {
     ("checkpoint/convert/dcp.py", "Unpickler"): CLOSED,
     ("checkpoint/convert/files.py", "Unpickler"): CLOSED,
     ("plan/gate.py", "pickle.loads"): OWN_PROCESS,
-    ("distributed/pipeline.py", "pickle.loads"): OWN_PROCESS,
+    ("distributed/pipeline_parallel.py", "pickle.loads"): OWN_PROCESS,
     ("testing/ranks.py", "torch.load without weights_only=True"): OWN_PROCESS,
     ("config/dialect.py", "yaml.load"): "with a SafeLoader",
     ("models/hf.py", "trust_remote_code"): "what `transformers_code` gave",

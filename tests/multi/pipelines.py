@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from plait.config.model import GptConfig, LlamaConfig
 from plait.distributed.materialize import initialize
-from plait.distributed.pipeline import Pipeline
+from plait.distributed.pipeline_parallel import Pipeline
 from plait.distributed.pipeline_split import LayerStack, LazyLayer, TiedLazyLayer, make_stages, plan_stages
 from plait.models import LossTerm
 from plait.models.gpt import Gpt
@@ -313,7 +313,7 @@ def train_pipeline(rank: int, size: int, name: str, count: int, way: Way) -> Tra
 
 def _apply(module: nn.Module, way: Way, mesh: Any) -> None:
     from plait.config.strategy import RecomputeConfig, WrapConfig
-    from plait.distributed.recompute import apply_recompute
+    from plait.distributed.activation_checkpointing import apply_recompute
     from plait.distributed.wrap import find_wrap_units
 
     units = find_wrap_units(module, WrapConfig())

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import CompileConfig, RecomputeConfig, WrapConfig
+from plait.distributed.activation_checkpointing import apply_recompute
 from plait.distributed.compile import compile_wrapped_modules
-from plait.distributed.context import apply_context_parallel, make_way
-from plait.distributed.context_attention import (
+from plait.distributed.context_parallel import apply_context_parallel, make_way
+from plait.distributed.context_parallel_attention import (
     KINDS,
     Kind,
     SequenceRanks,
@@ -29,12 +30,11 @@ from plait.distributed.context_attention import (
     ulysses_attention,
     visible,
 )
-from plait.distributed.recompute import apply_recompute
-from plait.distributed.traffic import context_traffic
 from plait.distributed.wrap import find_wrap_units
 from plait.errors import ModelError
 from plait.models import build_model
 from plait.models.common.attention import attend, document_mask
+from tests.communication_volume import context_traffic
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 from tests.traffic import SentBytes

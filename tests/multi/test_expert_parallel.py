@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.config import parse_sections
 from plait.config.strategy import RecomputeConfig, WrapConfig
-from plait.distributed.expert import apply_expert_parallel, expert_modules, expert_placement, share_rows
+from plait.distributed.activation_checkpointing import apply_recompute
+from plait.distributed.expert_parallel import apply_expert_parallel, expert_modules, expert_placement, share_rows
 from plait.distributed.materialize import give_storage, initialize
-from plait.distributed.recompute import apply_recompute
-from plait.distributed.traffic import expert_traffic
 from plait.distributed.wrap import find_wrap_units
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.models.moe import Experts, Router
+from tests.communication_volume import expert_traffic
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 from tests.traffic import SentBytes

@@ -12,7 +12,7 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.config.strategy import PipelineConfig, TensorPlanPart
 from plait.distributed.pipeline_schedule import check_pipeline
-from plait.distributed.tensor import plan_of
+from plait.distributed.tensor_parallel import plan_of
 from plait.engine.engines import planned_as
 from plait.errors import ConfigError
 from tests.multi import own_techniques

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from plait.config.model import LlamaConfig
 from plait.distributed.materialize import find_initializer, give_storage, initialize
-from plait.distributed.pipeline import Pipeline, form_of_inputs
+from plait.distributed.pipeline_parallel import Pipeline, form_of_inputs
 from plait.distributed.pipeline_split import agree, make_stages, plan_stages
-from plait.distributed.traffic import pipeline_traffic
 from plait.errors import ModelError
 from plait.models.llama import Llama
+from tests.communication_volume import pipeline_traffic
 from tests.multi.pipelines import SEQ, SIZES, VOCAB, batches, build, loss_of
 from tests.multi.ranks import RankPool
 from tests.refusals import missing

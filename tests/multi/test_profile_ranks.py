@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 from plait import Runner
 from plait.config.model import LlamaConfig
-from plait.distributed.traffic import data_traffic
 from plait.models import build_model
 from plait.profile.hook import Profile
+from tests.communication_volume import data_traffic
 from tests.multi.ranks import RankPool
 
 SEQUENCE = 8

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import RecomputeConfig, WrapConfig
 from plait.distributed import materialize
-from plait.distributed.recompute import apply_recompute
-from plait.distributed.tensor import apply_tensor_parallel
-from plait.distributed.tensor_styles import sharding_dim
-from plait.distributed.traffic import TensorTraffic, tensor_traffic
+from plait.distributed.activation_checkpointing import apply_recompute
+from plait.distributed.tensor_parallel import apply_tensor_parallel
+from plait.distributed.tensor_parallel_styles import sharding_dim
 from plait.distributed.wrap import find_wrap_units
 from plait.errors import PlaitError
 from plait.models import build_model
 from plait.models.common import attention
 from plait.models.common.losses import linear_cross_entropy, linear_logits
+from tests.communication_volume import TensorTraffic, tensor_traffic
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
 from tests.traffic import SentBytes

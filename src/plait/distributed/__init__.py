@@ -1,4 +1,4 @@
-"""The techniques. None of them knows another; they meet in `strategy/native/prepare.py`."""
+"""World, collectives and the parallel techniques; `engine/prepare.py` applies them in order."""
 
 from typing import TYPE_CHECKING
 
@@ -6,20 +6,27 @@ if TYPE_CHECKING:
     from plait.distributed import compile as compile
     from plait.distributed import fsdp as fsdp
     from plait.distributed import materialize as materialize
-    from plait.distributed import recompute as recompute
+    from plait.distributed.activation_checkpointing import Activations as Activations
+    from plait.distributed.activation_checkpointing import UnitMemory as UnitMemory
+    from plait.distributed.activation_checkpointing import Way as Way
+    from plait.distributed.activation_checkpointing import apply_recompute as apply_recompute
+    from plait.distributed.activation_checkpointing import count_activations as count_activations
+    from plait.distributed.activation_checkpointing import kept_operations as kept_operations
     from plait.distributed.collectives import Channel as Channel
     from plait.distributed.collectives import all_gather_flat as all_gather_flat
     from plait.distributed.collectives import on_main as on_main
     from plait.distributed.compile import undo_compile as undo_compile
     from plait.distributed.compile import why_not as why_not
-    from plait.distributed.context import apply_context_parallel as apply_context_parallel
-    from plait.distributed.context_attention import split_batch as split_batch
+    from plait.distributed.context_parallel import apply_context_parallel as apply_context_parallel
+    from plait.distributed.context_parallel_attention import split_batch as split_batch
     from plait.distributed.ddp import GradientBuckets as GradientBuckets
     from plait.distributed.ddp import Gradients as Gradients
     from plait.distributed.ddp import OwnGradients as OwnGradients
     from plait.distributed.ddp import as_one as as_one
     from plait.distributed.ddp import average_buffers as average_buffers
     from plait.distributed.ddp import persistent_buffers as persistent_buffers
+    from plait.distributed.deferred_init import ConstructionRecord as ConstructionRecord
+    from plait.distributed.deferred_init import Replay as Replay
     from plait.distributed.device import device_in as device_in
     from plait.distributed.device import export_ranks as export_ranks
     from plait.distributed.device import open_group_of_one as open_group_of_one
@@ -27,10 +34,10 @@ if TYPE_CHECKING:
     from plait.distributed.dtensor import local_part as local_part
     from plait.distributed.dtensor import same_kind as same_kind
     from plait.distributed.dtensor import settled_part as settled_part
-    from plait.distributed.expert import apply_expert_parallel as apply_expert_parallel
-    from plait.distributed.expert import check_experts as check_experts
-    from plait.distributed.expert import expert_placement as expert_placement
-    from plait.distributed.expert import share_rows as share_rows
+    from plait.distributed.expert_parallel import apply_expert_parallel as apply_expert_parallel
+    from plait.distributed.expert_parallel import check_experts as check_experts
+    from plait.distributed.expert_parallel import expert_placement as expert_placement
+    from plait.distributed.expert_parallel import share_rows as share_rows
     from plait.distributed.fake import fake_world as fake_world
     from plait.distributed.fake import replaced as replaced
     from plait.distributed.fsdp import UnshardedParams as UnshardedParams
@@ -74,8 +81,8 @@ if TYPE_CHECKING:
     from plait.distributed.offload.params import stream_weights as stream_weights
     from plait.distributed.offload.streams import CopyStreams as CopyStreams
     from plait.distributed.offload.streams import Scratch as Scratch
-    from plait.distributed.pipeline import Bubble as Bubble
-    from plait.distributed.pipeline import Pipeline as Pipeline
+    from plait.distributed.pipeline_parallel import Bubble as Bubble
+    from plait.distributed.pipeline_parallel import Pipeline as Pipeline
     from plait.distributed.pipeline_schedule import check_pipeline as check_pipeline
     from plait.distributed.pipeline_schedule import draw_schedule as draw_schedule
     from plait.distributed.pipeline_schedule import is_legal as is_legal
@@ -91,27 +98,19 @@ if TYPE_CHECKING:
     from plait.distributed.pipeline_split import tie_stages as tie_stages
     from plait.distributed.ranks import Ranks as Ranks
     from plait.distributed.ranks import detect_ranks as detect_ranks
-    from plait.distributed.recompute import Activations as Activations
-    from plait.distributed.recompute import UnitMemory as UnitMemory
-    from plait.distributed.recompute import Way as Way
-    from plait.distributed.recompute import apply_recompute as apply_recompute
-    from plait.distributed.recompute import count_activations as count_activations
-    from plait.distributed.recompute import kept_operations as kept_operations
-    from plait.distributed.replay import ConstructionRecord as ConstructionRecord
-    from plait.distributed.replay import Replay as Replay
     from plait.distributed.seeding import make_deterministic as make_deterministic
     from plait.distributed.seeding import restore_rng_state as restore_rng_state
     from plait.distributed.seeding import rng_state as rng_state
     from plait.distributed.seeding import seed_everything as seed_everything
-    from plait.distributed.tensor import apply_tensor_parallel as apply_tensor_parallel
-    from plait.distributed.tensor import is_transformers_model as is_transformers_model
-    from plait.distributed.tensor import outer as outer
-    from plait.distributed.tensor import plan_of as plan_of
-    from plait.distributed.tensor import read_plan as read_plan
-    from plait.distributed.tensor import stays_whole as stays_whole
-    from plait.distributed.tensor import train_without_caches as train_without_caches
-    from plait.distributed.tensor import transformers_words as transformers_words
-    from plait.distributed.tensor_styles import sharding_dim as sharding_dim
+    from plait.distributed.tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
+    from plait.distributed.tensor_parallel import is_transformers_model as is_transformers_model
+    from plait.distributed.tensor_parallel import outer as outer
+    from plait.distributed.tensor_parallel import plan_of as plan_of
+    from plait.distributed.tensor_parallel import read_plan as read_plan
+    from plait.distributed.tensor_parallel import stays_whole as stays_whole
+    from plait.distributed.tensor_parallel import train_without_caches as train_without_caches
+    from plait.distributed.tensor_parallel import transformers_words as transformers_words
+    from plait.distributed.tensor_parallel_styles import sharding_dim as sharding_dim
     from plait.distributed.tiling import tile_sequence as tile_sequence
     from plait.distributed.world import World as World
     from plait.distributed.world import make_mesh as make_mesh
@@ -126,15 +125,15 @@ else:
     attach_names(
         __name__,
         {
-            ".": ["compile", "fsdp", "materialize", "recompute"],
+            ".": ["compile", "fsdp", "materialize"],
             "collectives": ["Channel", "all_gather_flat", "on_main"],
             "compile": ["undo_compile", "why_not"],
-            "context": ["apply_context_parallel"],
-            "context_attention": ["split_batch"],
+            "context_parallel": ["apply_context_parallel"],
+            "context_parallel_attention": ["split_batch"],
             "ddp": ["GradientBuckets", "Gradients", "OwnGradients", "as_one", "average_buffers", "persistent_buffers"],
             "device": ["device_in", "export_ranks", "open_group_of_one"],
             "dtensor": ["is_sharded", "local_part", "same_kind", "settled_part"],
-            "expert": ["apply_expert_parallel", "check_experts", "expert_placement", "share_rows"],
+            "expert_parallel": ["apply_expert_parallel", "check_experts", "expert_placement", "share_rows"],
             "fake": ["fake_world", "replaced"],
             "fsdp": ["UnshardedParams", "add_fsdp_roots"],
             "heartbeat": ["wait_for"],
@@ -177,7 +176,7 @@ else:
             ],
             "offload.params": ["ParamLimits", "ParamStream", "WeightStream", "stream_weights"],
             "offload.streams": ["CopyStreams", "Scratch"],
-            "pipeline": ["Bubble", "Pipeline"],
+            "pipeline_parallel": ["Bubble", "Pipeline"],
             "pipeline_schedule": ["check_pipeline", "draw_schedule", "is_legal", "make_table", "theoretical_bubble"],
             "pipeline_split": [
                 "Find",
@@ -190,7 +189,7 @@ else:
                 "tie_stages",
             ],
             "ranks": ["Ranks", "detect_ranks"],
-            "recompute": [
+            "activation_checkpointing": [
                 "Activations",
                 "UnitMemory",
                 "Way",
@@ -198,9 +197,9 @@ else:
                 "count_activations",
                 "kept_operations",
             ],
-            "replay": ["ConstructionRecord", "Replay"],
+            "deferred_init": ["ConstructionRecord", "Replay"],
             "seeding": ["make_deterministic", "restore_rng_state", "rng_state", "seed_everything"],
-            "tensor": [
+            "tensor_parallel": [
                 "apply_tensor_parallel",
                 "is_transformers_model",
                 "outer",
@@ -210,7 +209,7 @@ else:
                 "train_without_caches",
                 "transformers_words",
             ],
-            "tensor_styles": ["sharding_dim"],
+            "tensor_parallel_styles": ["sharding_dim"],
             "tiling": ["tile_sequence"],
             "world": ["World", "make_mesh", "open_world", "told_by_accelerate"],
             "wrap": ["WrapUnit", "find_wrap_units", "first_input"],

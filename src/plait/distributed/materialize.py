@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from plait.distributed.deferred_init import ConstructionRecord, RecordedOperation, direct_tensors, find_replay
 from plait.distributed.dtensor import is_sharded, local_part
-from plait.distributed.replay import ConstructionRecord, RecordedOperation, direct_tensors, find_replay
 from plait.torch_internals import gradient_hooks_of, storage_key
 
 # What the author of a model put on its parameters beside their values: hooks, attributes, references.
@@ -140,8 +140,8 @@ def _inside(value: Any) -> Sequence[Any]:
 # On the meta device a constructor runs, but its numbers are lost. So a model may be built there only if something
 # else makes such numbers again, module by module. That is, in this order:
 # - its own `init_weights(module)`, if it fills every tensor;
-# - what its constructor did, done again ([Note: the constructor is the initializer], `replay.py`), and after that its
-#   `init_weights(module)`, if it has one;
+# - the operations of its constructor, repeated ([Note: the constructor is the initializer], `deferred_init.py`), then
+#   its `init_weights(module)`, if it has one;
 # - of a model that came as an object, whose constructor nobody watched: each module's `reset_parameters`.
 # `init_weights` is left out where it would lose something: where the constructor wrote tensors into what it fills, or
 # wrote over what it had written, as those do that give some weights another deviation at the end. Where nothing of this

@@ -25,6 +25,7 @@ from plait.distributed import (
     Initializer,
     World,
     WrapUnit,
+    apply_recompute,
     as_one,
     attributes_of,
     compile,
@@ -34,7 +35,6 @@ from plait.distributed import (
     make_deterministic,
     materialize,
     offload_activations,
-    recompute,
     seed_everything,
     tile_sequence,
     train_without_caches,
@@ -245,7 +245,7 @@ def _recompute(model: Assembly) -> Assembly:
     ways = choose_ways(given, modules, model.units, late=late, whole=model.counted)
     for part, chosen in zip(model.parts, ways, strict=True):
         tile_sequence(part.module, strategy.tiles)
-        if recompute.apply_recompute(part.units, strategy.recompute, ways=chosen):
+        if apply_recompute(part.units, strategy.recompute, ways=chosen):
             train_without_caches(part.module)
         # Around recomputing, whose inputs travel.
         offload_activations(part.units, strategy.offload.activations, given.device)

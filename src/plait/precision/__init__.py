@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from plait.precision.fp8 import scale_by_earlier_steps as scale_by_earlier_steps
     from plait.precision.fp8 import spoken_for as spoken_for
     from plait.precision.fp8 import through_all as through_all
-    from plait.precision.policy import DTYPES as DTYPES
-    from plait.precision.policy import FP32_MODULES as FP32_MODULES
-    from plait.precision.policy import Policy as Policy
-    from plait.precision.policy import cast_floats as cast_floats
-    from plait.precision.policy import make_policy as make_policy
-    from plait.precision.scaler import LossScaler as LossScaler
+    from plait.precision.mixed_precision import DTYPES as DTYPES
+    from plait.precision.mixed_precision import FP32_MODULES as FP32_MODULES
+    from plait.precision.mixed_precision import LossScaler as LossScaler
+    from plait.precision.mixed_precision import Policy as Policy
+    from plait.precision.mixed_precision import cast_floats as cast_floats
+    from plait.precision.mixed_precision import make_policy as make_policy
 else:
     from plait.lazy import attach_names
 
@@ -33,7 +33,6 @@ else:
                 "spoken_for",
                 "through_all",
             ],
-            "policy": ["DTYPES", "FP32_MODULES", "Policy", "cast_floats", "make_policy"],
-            "scaler": ["LossScaler"],
+            "mixed_precision": ["DTYPES", "FP32_MODULES", "LossScaler", "Policy", "cast_floats", "make_policy"],
         },
     )

@@ -14,7 +14,7 @@ for name in (
     "plait.trainer",
     "plait.models.llama",
     "plait.models.moe",
-    "plait.distributed.tensor",
+    "plait.distributed.tensor_parallel",
     "plait.testing",
 ):
     import_module(name)

@@ -27,7 +27,7 @@ from plait.config.run import RunConfig
 from plait.config.show import to_dict
 from plait.config.strategy import RecomputePart
 from plait.config.trust import entry_points_of
-from plait.distributed.recompute import POLICIES
+from plait.distributed.activation_checkpointing import POLICIES
 from plait.errors import ConfigError
 from plait.launch.options import LAUNCHERS
 from plait.launch.setup import STARTERS, find_starter

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import parse_sections
-from plait.distributed.recompute import Activations, count_activations
+from plait.distributed.activation_checkpointing import Activations, count_activations
 from plait.distributed.wrap import find_wrap_units
 from plait.models import build_model
 

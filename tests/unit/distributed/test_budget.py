@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plait.config import parse_sections
 from plait.distributed import open_world
-from plait.distributed.recompute import Activations, UnitMemory, Way, count_activations
+from plait.distributed.activation_checkpointing import Activations, UnitMemory, Way, count_activations
 from plait.distributed.wrap import find_wrap_units
 from plait.engine.recompute_budget import StateBytes, choose, held, peak_bytes, states_of, ways_to_recompute
 from plait.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.distributed.context_attention import (
+from plait.distributed.context_parallel_attention import (
     AttentionBlock,
     Kernel,
     _merge,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.communication_volume import context_traffic
 from tests.refusals import refused
 
-from plait.distributed.context_attention import KINDS, Kind, cut, join, padded_length, split_batch
-from plait.distributed.traffic import context_traffic
+from plait.distributed.context_parallel_attention import KINDS, Kind, cut, join, padded_length, split_batch
 from plait.errors import ModelError
 
 SIZES = [1, 2, 3, 4, 8]

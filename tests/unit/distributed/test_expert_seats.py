@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait.config import parse_sections
 from plait.distributed import local_part
-from plait.distributed.expert import ExpertPlacement
+from plait.distributed.expert_parallel import ExpertPlacement
 from plait.distributed.fake import fake_world
 from plait.engine import Preparation, prepare_native
 from plait.engine.native import NativeEngine

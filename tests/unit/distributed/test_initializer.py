@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from plait.config import parse_sections
 from plait.distributed import open_world
+from plait.distributed.deferred_init import ConstructionRecord
 from plait.distributed.materialize import Initializer, find_initializer, give_storage, initialize
-from plait.distributed.replay import ConstructionRecord
 from plait.engine import Preparation, prepare_native
 from plait.errors import ModelError
 from plait.models import build_model, preset

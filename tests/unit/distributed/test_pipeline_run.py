@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.refusals import missing, refused
 from torch import Tensor, nn
 
-from plait.distributed.pipeline import BubbleClock, Form, Pipeline, form_of_inputs, take_apart
+from plait.distributed.pipeline_parallel import BubbleClock, Form, Pipeline, form_of_inputs, take_apart
 from plait.distributed.pipeline_split import Stage, make_stages, plan_stages
 from plait.errors import ConfigError, ModelError
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.communication_volume import pipeline_traffic
 from tests.refusals import refused
 
 from plait.distributed.pipeline_schedule import (
@@ -28,7 +29,6 @@ from plait.distributed.pipeline_schedule import (
     simulate,
     theoretical_bubble,
 )
-from plait.distributed.traffic import pipeline_traffic
 from plait.errors import ConfigError
 
 words = st.sampled_from(sorted(SCHEDULES))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.config.strategy import RecomputeConfig, WrapConfig
-from plait.distributed.recompute import apply_recompute
+from plait.distributed.activation_checkpointing import apply_recompute
 from plait.distributed.wrap import WrapUnit, find_wrap_units
 from plait.errors import ConfigError
 

@@ -16,9 +16,9 @@ from torch.nn.init import trunc_normal_
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from plait.config import parse_sections
+from plait.distributed.deferred_init import ConstructionRecord, Replay
 from plait.distributed.fake import fake_world
 from plait.distributed.materialize import Initializer, InTurn, find_initializer, give_storage, initialize
-from plait.distributed.replay import ConstructionRecord, Replay
 from plait.engine import Preparation, prepare_native
 from plait.engine.construction import build_module
 

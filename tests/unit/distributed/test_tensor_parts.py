@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.communication_volume import tensor_traffic
 from tests.refusals import refused
 from torch import nn
 
 from plait.config.model import GptConfig
-from plait.distributed.tensor import check_sequence, why_no_async
-from plait.distributed.tensor_styles import OwnRandom, drops, kv_heads_of, part_of
-from plait.distributed.traffic import tensor_traffic
+from plait.distributed.tensor_parallel import check_sequence, why_no_async
+from plait.distributed.tensor_parallel_styles import OwnRandom, drops, kv_heads_of, part_of
 from plait.errors import ModelError
 from plait.models.common.losses import row_statistics, slopes_of
 

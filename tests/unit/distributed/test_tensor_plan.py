@@ -6,7 +6,7 @@ from tests.refusals import missing, refused
 from torch import nn
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
-from plait.distributed.tensor import WORDS, read_plan, words_of
+from plait.distributed.tensor_parallel import WORDS, read_plan, words_of
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.models.common.protocol import TensorPlanned

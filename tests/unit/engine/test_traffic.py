@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.communication_volume import context_traffic, data_traffic, expert_traffic, pipeline_traffic, tensor_traffic
 from tests.traffic import SentBytes
 
 from plait.config import parse_sections
-from plait.distributed.context_attention import KINDS, Kind
+from plait.distributed.context_parallel_attention import KINDS, Kind
 from plait.distributed.fake import fake_world
-from plait.distributed.traffic import context_traffic, data_traffic, expert_traffic, pipeline_traffic, tensor_traffic
 from plait.engine import Preparation, prepare_native
 from plait.models import build_model
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.communication_volume import data_traffic
 
 from plait.config import parse_sections
 from plait.config.run import RunConfig
-from plait.distributed.traffic import data_traffic
 from plait.models import build_model
 from plait.plan.hardware import find_hardware
 from plait.plan.ledger import PROCESS_BYTES, host_bytes

@@ -75,7 +75,7 @@ class TensorPlanned(Protocol):
     """A model whose layers the ranks of a tensor-parallel group can share."""
 
     def tensor_plan(self) -> dict[str, str]:
-        """Words for patterns of module names, as `parallel.tensor.plan.WORDS` knows them."""
+        """Words for patterns of module names, as `distributed/tensor_parallel.py` knows them."""
 
 
 @runtime_checkable

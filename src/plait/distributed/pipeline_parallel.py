@@ -57,7 +57,7 @@ from plait.torch_internals import TreeSpec, compiled_call, fsdp_hold_back, fsdp_
 # accumulation, so hooks on gradients see them as in any backward pass.
 #
 # A stage that recomputes its activations would recompute them for each branch of the second half anew, and one that
-# is compiled has no branches. Both should run the whole pass at once (`schedule.merge_backward`).
+# is compiled has no branches. Both should run the whole pass at once (`merge_backward`).
 
 
 Branches = list[dict[str, Any]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from plait.distributed.context_attention import (
+from plait.distributed.context_parallel_attention import (
     KINDS,
     Kind,
     SequenceRanks,
@@ -25,7 +25,7 @@ from plait.distributed.context_attention import (
     visible,
 )
 from plait.distributed.dtensor import local_part
-from plait.distributed.tensor import is_transformers_model
+from plait.distributed.tensor_parallel import is_transformers_model
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import blocks_without_registry, mixer_without_mask
 from plait.transformers_internals import attn_implementation
@@ -61,7 +61,7 @@ def make_way(kind: Kind, line: SequenceRanks) -> Way:
 
 
 class Ring:
-    """See [Note: the ring], ring.py. Its masks are the document ids of all ranks."""
+    """See [Note: the ring], `context_parallel_attention.py`. Its masks are the document ids of all ranks."""
 
     def __init__(self, line: SequenceRanks) -> None:
         self._line = line

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from plait.config import TensorPlanPart, choose
 from plait.distributed import tensor_styles
-from plait.distributed.tensor_styles import (
+from plait.distributed.tensor_parallel_styles import (
     PLAN_KEY,
     SEQUENCE_KEY,
     Colwise,
@@ -508,7 +508,7 @@ def apply_tensor_parallel(
 ) -> None:
     """Share the work of a model's layers among the ranks of a 1-D mesh, in place.
 
-    `plan` gives words (see `plan.WORDS`) to patterns of module names; absent, it is the model's own `tensor_plan()`,
+    `plan` gives words (see `WORDS`) to patterns of module names; absent, it is the model's own `tensor_plan()`,
     or made from the plan of `transformers`. `sequence` splits activations along the sequence between the regions.
     `stage`: the module is a part of the model the plan was written for, so patterns may match nothing.
 

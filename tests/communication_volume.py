@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import NamedTuple
 
-from plait.distributed.context_attention import Kind, padded_length
+from plait.distributed.context_parallel_attention import Kind, padded_length
 from plait.distributed.pipeline_schedule import placement_of
 
 

@@ -1,7 +1,7 @@
 """Doing again what a constructor did, where there is memory for its values.
 
 [Note: the constructor is the initializer]
-A constructor's steps were recorded on the meta device ([Note: what can be done again], `recording.py`). Done again,
+A constructor's steps were recorded on the meta device ([Note: what can be done again]). Done again,
 module by module, they give every tensor values of the distribution that the constructor gave it: whatever it drew and
 wrote, over whatever torch's layers had written before. They are not the numbers of one run of the constructor, since
 each module draws from a seed of its own ([Note: initial values do not depend on the layout], `materialize.py`).

@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round the ranks, queries stay.
 
 [Note: the ring]
-Rank r holds the chunks r and 2n - 1 - r of each row ([Note: balanced causal attention], split.py). In step s it
+Rank r holds the chunks r and 2n - 1 - r of each row ([Note: balanced causal attention]). In step s it
 has the keys and values of rank r - s, while those of rank r - s - 1 are already on their way to it. What its
 queries meet there, by the order of the chunks:
 

@@ -76,11 +76,11 @@ def apply_recompute(units: Sequence[WrapUnit], config: RecomputeConfig, *, ways:
 
 POLICIES: Mapping[str, str] = MappingProxyType(
     {
-        "none": "plait.distributed.recompute:keep_all",
-        "full": "plait.distributed.recompute:keep_nothing",
-        "every": "plait.distributed.recompute:keep_all_between",
-        "selective": "plait.distributed.recompute:keep_operations",
-        "auto": "plait.distributed.recompute:keep_as_chosen",
+        "none": "plait.distributed.activation_checkpointing:keep_all",
+        "full": "plait.distributed.activation_checkpointing:keep_nothing",
+        "every": "plait.distributed.activation_checkpointing:keep_all_between",
+        "selective": "plait.distributed.activation_checkpointing:keep_operations",
+        "auto": "plait.distributed.activation_checkpointing:keep_as_chosen",
     }
 )
 """What makes the policy of each of Plait's own modes; it comes in, and is asked about units, as one of a user's is."""
