@@ -451,8 +451,8 @@ _SEARCH = "# A search is a file of its own, for `plait tune run.yaml --search se
 def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
     """Print the run description that a configuration stands for, or write it to `dst`.
 
-    The account of every key goes with it as comments. Where the description is not seen on a terminal, the account is
-    told on stderr too. Ends with exit code 1 where a key is refused: what is printed is then less than was asked for.
+    The outcome of every key goes with it as comments, and to stderr too where the description is not seen on a
+    terminal. Ends with exit code 1 where a key is refused: what is printed is then less than was asked for.
     """
     if dst is not None and Path(dst).exists() and not overwrite:
         raise ConfigError(Problem("DST", f"{dst!r} is there already", "Give another name, or --overwrite."))
@@ -463,8 +463,8 @@ def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
     else:
         write_file(dst, text, "DST")
     if dst is not None or not sys.stdout.isatty():
-        _tell(Path(src).name, name, translation.account)
-    if any(translation.account.of(KeyOutcome.REFUSED)):
+        _tell(Path(src).name, name, translation.report)
+    if any(translation.report.of(KeyOutcome.REFUSED)):
         raise typer.Exit(1)
 
 
@@ -490,10 +490,10 @@ def translation_of(path: Path) -> tuple[str, Translation]:
 
 
 def written(file: str, name: str, translation: Translation, search: dict[str, Any]) -> str:
-    """The run description as YAML, with the account before it as comments, and a search after it as such."""
-    account = translation.account
-    comments = [f"# {file}, a configuration of {name}. {account.summary()}.", "#"]
-    comments += [f"#   {line}" for line in account.lines()]
+    """Return the run description as YAML; the outcome of every key and the search stand around it as comments."""
+    report = translation.report
+    comments = [f"# {file}, a configuration of {name}. {report.summary()}.", "#"]
+    comments += [f"#   {line}" for line in report.lines()]
     text = dialect.dump(translation.sections) if translation.sections else ""
     after = [_YOURS, *([_SEARCH, *(f"#   {line}" for line in dialect.dump(search).splitlines())] if search else [])]
     return "\n".join([*comments, "", *text.splitlines(), "", *after, ""])
@@ -521,15 +521,15 @@ def _is_ours(config: dict[str, Any]) -> bool:
     return True
 
 
-def _tell(file: str, name: str, account: KeyReport) -> None:
+def _tell(file: str, name: str, report: KeyReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("answer", f"key of {name}", "value", "what became of it"):
         table.add_column(heading)
-    for entry in account.entries:
-        table.add_row(entry.answer.value, entry.key, entry.shown, entry.text)
+    for entry in report.entries:
+        table.add_row(entry.outcome.value, entry.key, entry.shown, entry.text)
     console = Console(stderr=True, width=None if sys.stderr.isatty() else 160, highlight=False, markup=False)
-    console.print(f"{file}: {account.summary()}")
+    console.print(f"{file}: {report.summary()}")
     console.print(table)

@@ -195,8 +195,8 @@ def _accelerated(path: str, *, launched: bool) -> tuple[list[str], str | None, M
 
     found = translate(path)
     if not launched:
-        print(f"{path}: {found.account.summary()}", *(f"  {line}" for line in found.account.lines()), sep="\n")
-    found.account.raise_refusals()
+        print(f"{path}: {found.report.summary()}", *(f"  {line}" for line in found.report.lines()), sep="\n")
+    found.report.raise_refusals()
     config = read(path)
     count = processes(config)
     where = None if launched else machines(config)

@@ -1,4 +1,4 @@
-"""What became of every key of another framework's configuration."""
+"""The outcome of every key of another framework's configuration: honoured, mapped, unneeded or refused."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class KeyOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """One key, its value, and what became of it."""
+    """One key, its value, and its outcome."""
 
     key: str
     value: Any
-    answer: KeyOutcome
+    outcome: KeyOutcome
     text: str
 
     @property
@@ -50,31 +50,31 @@ class KeyEntry:
 
 @dataclass(slots=True)
 class KeyReport:
-    """The answers to a whole configuration, in its own order."""
+    """The outcomes of all keys of a configuration, in its own order."""
 
     entries: list[KeyEntry] = field(default_factory=list)
 
-    def add(self, answer: KeyOutcome, key: str, value: Any, text: str) -> None:
-        """Write down what became of a key."""
-        self.entries.append(KeyEntry(key, value, answer, text))
+    def add(self, outcome: KeyOutcome, key: str, value: Any, text: str) -> None:
+        """Record the outcome of a key."""
+        self.entries.append(KeyEntry(key, value, outcome, text))
 
-    def of(self, *answers: KeyOutcome) -> Iterable[KeyEntry]:
-        """The entries with one of these answers."""
-        return (entry for entry in self.entries if entry.answer in answers)
+    def of(self, *outcomes: KeyOutcome) -> Iterable[KeyEntry]:
+        """The entries with one of these outcomes."""
+        return (entry for entry in self.entries if entry.outcome in outcomes)
 
     def summary(self) -> str:
-        """How many keys got which answer, in one line."""
-        counts = Counter(entry.answer for entry in self.entries)
-        said = ", ".join(f"{counts[answer]} {answer}" for answer in KeyOutcome if counts[answer])
+        """How many keys have which outcome, in one line."""
+        counts = Counter(entry.outcome for entry in self.entries)
+        by_outcome = ", ".join(f"{counts[outcome]} {outcome}" for outcome in KeyOutcome if counts[outcome])
         total = len(self.entries)
-        return f"{total} key{'' if total == 1 else 's'}" + (f": {said}" if said else "")
+        return f"{total} key{'' if total == 1 else 's'}" + (f": {by_outcome}" if by_outcome else "")
 
     def lines(self) -> list[str]:
-        """One line a key: the answer, the key with its value, and what became of it."""
+        """One line per key: the outcome, the key with its value, and what it becomes."""
         keys = [f"{entry.key}: {entry.shown}" for entry in self.entries]
         width = min(max(map(len, keys), default=0), _WIDEST)
         return [
-            f"{entry.answer:<8}  {key:<{width}}  {entry.text}" for entry, key in zip(self.entries, keys, strict=True)
+            f"{entry.outcome:<8}  {key:<{width}}  {entry.text}" for entry, key in zip(self.entries, keys, strict=True)
         ]
 
     def raise_refusals(self) -> None:
@@ -86,7 +86,7 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A run description in Plait's words, and the account of how it came about."""
+    """The sections of a run description, and the report on the keys that they came from."""
 
     sections: dict[str, Any]
-    account: KeyReport
+    report: KeyReport

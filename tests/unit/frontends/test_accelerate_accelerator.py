@@ -62,7 +62,7 @@ def test_plugins_say_what_a_file_would() -> None:
     assert accelerator.config.strategy.stage == 1
     assert accelerator.config.train.clip_norm == 0.5
     assert accelerator.gradient_accumulation_steps == 3
-    assert accelerator.account.entries
+    assert accelerator.key_report.entries
 
     from datetime import timedelta
 

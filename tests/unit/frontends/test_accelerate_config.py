@@ -58,7 +58,7 @@ use_cpu: false
 
 
 def answers(sections: Any) -> dict[str, KeyOutcome]:
-    return {entry.key: entry.answer for entry in translate(sections).account.entries}
+    return {entry.key: entry.outcome for entry in translate(sections).report.entries}
 
 
 def test_the_fsdp_file_of_the_documents_is_taken_key_for_key(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_the_fsdp_file_of_the_documents_is_taken_key_for_key(tmp_path: Path) -> 
         "strategy": {"sharding": "FULL_SHARD", "wrap": {"classes": ["BertLayer"]}},
         "precision": {"compute": "bf16"},
     }
-    assert len(found.account.entries) == SEEDS.count(":") - 1  # `fsdp_config` is answered through its keys
-    assert not list(found.account.of(KeyOutcome.REFUSED))
+    assert len(found.report.entries) == SEEDS.count(":") - 1  # `fsdp_config` is answered through its keys
+    assert not list(found.report.of(KeyOutcome.REFUSED))
     assert processes({"num_processes": 2}) == 2
     assert as_overrides(found.sections) == [
         'strategy.sharding="FULL_SHARD"',
@@ -142,7 +142,7 @@ def test_the_fsdp_file_of_the_documents_is_taken_key_for_key(tmp_path: Path) -> 
 )
 def test_what_accelerate_spreads_is_spread_alike(given: dict[str, Any], strategy: dict[str, Any]) -> None:
     found = translate(given)
-    found.account.raise_refusals()
+    found.report.raise_refusals()
     assert found.sections["strategy"] == strategy
     parse_sections(**found.sections)  # and is a run description
 
@@ -218,7 +218,7 @@ def test_a_mistake_is_an_error_with_a_suggestion(given: dict[str, Any], key: str
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(given: dict[str, Any]) -> None:
-    account = translate(given).account
+    account = translate(given).report
     with refused(ConfigError, key=next(iter(account.of(KeyOutcome.REFUSED))).key):
         account.raise_refusals()
 
@@ -273,7 +273,7 @@ def test_any_value_of_any_key_is_answered_or_a_named_error() -> None:
     for config in given:
         try:
             found = translate(config)
-            assert len(found.account.entries) >= 1
+            assert len(found.report.entries) >= 1
             parse_sections(**found.sections)
         except PlaitError:
             continue

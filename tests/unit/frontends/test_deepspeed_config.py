@@ -26,7 +26,7 @@ def problems(config: Any, **options: Any) -> dict[str, str]:
 
 
 def answers(translation: Translation) -> dict[str, KeyOutcome]:
-    return {entry.key: entry.answer for entry in translation.account.entries}
+    return {entry.key: entry.outcome for entry in translation.report.entries}
 
 
 def sections(config: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_a_whole_configuration_parses_and_breaks_no_rule() -> None:
         3,
     )
     assert answers(found)["zero_optimization.reduce_bucket_size"] is KeyOutcome.UNNEEDED
-    found.account.raise_refusals()
+    found.report.raise_refusals()
 
 
 def test_a_file_with_comments_a_mapping_and_base64_say_the_same(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_an_optimizer_that_is_not_there_is_refused_with_a_way_out() -> None:
     given = "`initialize`"
     for name, *others in (("OneBitAdam", "Adam", "Lamb"), ("MuAdam", "mup", given), ("RMSprop", "AdamW", given)):
         with refused(ConfigError, repr(name), *others, key="optimizer.type"):
-            translate({"optimizer": {"type": name, "params": {"lr": 1}}}).account.raise_refusals()
+            translate({"optimizer": {"type": name, "params": {"lr": 1}}}).report.raise_refusals()
 
 
 def test_schedules_keep_deepspeeds_defaults() -> None:
@@ -351,10 +351,10 @@ def test_removed_features_are_refused_on_and_pass_off() -> None:
         "hybrid_engine": {"enabled": True},
     }
     with pytest.raises(ConfigError) as error:
-        translate(config).account.raise_refusals()
+        translate(config).report.raise_refusals()
     assert {problem.path.split(".")[0] for problem in error.value.problems} == set(config)
     switched_off = {key: {"enabled": False} if isinstance(value, dict) else False for key, value in config.items()}
-    translate(switched_off).account.raise_refusals()
+    translate(switched_off).report.raise_refusals()
 
 
 def test_monitors_become_sinks_and_no_secret_is_shown() -> None:
@@ -367,7 +367,7 @@ def test_monitors_become_sinks_and_no_secret_is_shown() -> None:
         }
     )
     assert found.sections["log"] == {"sinks": ["jsonl", "tensorboard", "wandb"], "wandb_project": "p"}
-    assert "hidden" not in "".join(found.account.lines())
+    assert "hidden" not in "".join(found.report.lines())
 
 
 def test_a_search_is_reached() -> None:
@@ -386,9 +386,9 @@ def test_comments_written_as_keys_are_no_typos() -> None:
 
 
 def test_the_account_counts_and_aligns_its_lines() -> None:
-    account = translate({"train_batch_size": 4, "zero_allow_untested_optimizer": True, "gradient_clipping": 0}).account
-    assert not missing(account.summary(), 3, f"2 {KeyOutcome.HONOURED}", f"1 {KeyOutcome.UNNEEDED}")
-    assert account.lines()[0].split() == ["honoured", "train_batch_size:", "4", "batch.total:", "4"]
+    report = translate({"train_batch_size": 4, "zero_allow_untested_optimizer": True, "gradient_clipping": 0}).report
+    assert not missing(report.summary(), 3, f"2 {KeyOutcome.HONOURED}", f"1 {KeyOutcome.UNNEEDED}")
+    assert report.lines()[0].split() == ["honoured", "train_batch_size:", "4", "batch.total:", "4"]
 
 
 def test_the_chat_recipes_configuration_translates_with_every_switch() -> None:
@@ -417,7 +417,7 @@ def test_the_chat_recipes_configuration_translates_with_every_switch() -> None:
                 },
                 world_size=8,
             )
-            found.account.raise_refusals()
+            found.report.raise_refusals()
             check(parse(found.sections).config, has_val=False, require_length=False)
 
 
@@ -430,5 +430,5 @@ WRITTEN: list[dict[str, Any]] = json.loads(
 @pytest.mark.parametrize("config", WRITTEN, ids=lambda config: "-".join(config)[:60])
 def test_configurations_as_people_have_them_translate_and_none_of_them_is_refused(config: dict[str, Any]) -> None:
     found = translate(config)
-    found.account.raise_refusals()
+    found.report.raise_refusals()
     check(parse(found.sections).config, has_val=False, require_length=False)

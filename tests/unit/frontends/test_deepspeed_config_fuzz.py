@@ -112,7 +112,7 @@ def outcome(config: dict[str, Any], world_size: int | None) -> None:
     if not config:
         return
     check(parse(found.sections).config, has_val=False, require_length=False)
-    answered = {entry.key for entry in found.account.entries}
+    answered = {entry.key for entry in found.report.entries}
     dropped = [path for path in leaves(config) if not any(f"{path}.".startswith(f"{key}.") for key in answered)]
     assert not dropped
 

@@ -144,7 +144,7 @@ def unknown(section: str) -> set[str]:
 def answered(path: str, value: Any) -> bool:
     """Whether the key, or the section that it is in, stands in the account; or an error names it."""
     try:
-        entries = {entry.key for entry in translate(nested(path, value)).account.entries}
+        entries = {entry.key for entry in translate(nested(path, value)).report.entries}
     except ConfigError as error:
         if {problem.message for problem in error.problems} & unknown(path.rpartition(".")[0]):
             return False
@@ -250,5 +250,5 @@ def test_every_optimizer_and_schedule_of_deepspeed_has_an_answer() -> None:
         values = dict.fromkeys(parameters, "auto")
         if name == "OneCycle":
             values |= {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
-        account = translate({"scheduler": {"type": name, "params": values}}).account
+        account = translate({"scheduler": {"type": name, "params": values}}).report
         assert {f"scheduler.params.{key}" for key in parameters} <= {entry.key for entry in account.entries}

@@ -110,7 +110,7 @@ def described(strategy: dict[str, Any], wrapper: dict[str, Any] | None = None, *
     made = STRATEGIES.build(strategy)
     found = made.translate(2)
     sheet = Sheet()
-    sheet.sections, sheet.account = dict(found.sections), found.account
+    sheet.sections, sheet.report = dict(found.sections), found.report
     read_compile(more.pop("compile", False), sheet)
     options = {"type": made.default_wrapper, "optimizer": {"type": "SGD", "lr": 0.1}, **(wrapper or {})}
     read_wrapper(build_optim_wrapper(options, Net()), made, sheet, torch.device("cpu"))
@@ -204,8 +204,8 @@ def test_the_environment_is_read_and_every_key_answered() -> None:
     }
     assert read_environment(settings, sheet) == "fork"
     assert sheet.sections == {"backend": "gloo", "timeout_s": 120.0}
-    assert len(sheet.account.entries) == 6
-    assert not list(sheet.account.of(KeyOutcome.REFUSED))
+    assert len(sheet.report.entries) == 6
+    assert not list(sheet.report.of(KeyOutcome.REFUSED))
     with refused(ConfigError, "`dist_cfg`", key="env_cfg.dist_cgf"):
         read_environment({"dist_cgf": {}}, Sheet())
 

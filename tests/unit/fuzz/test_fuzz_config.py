@@ -63,13 +63,13 @@ def of_plait(path: Path, random: Random) -> None:
 
 def of_deepspeed(path: Path, random: Random) -> None:
     translation = from_deepspeed(read_config(path), world_size=random.choice((1, 2)))
-    translation.account.raise_refusals()
+    translation.report.raise_refusals()
     parse(dict(translation.sections))
 
 
 def of_accelerate(path: Path, random: Random) -> None:
     translation = from_accelerate(path)
-    translation.account.raise_refusals()
+    translation.report.raise_refusals()
     parse(dict(translation.sections))
 
 

@@ -96,7 +96,7 @@ class Preparing(Processes):
             cpu = cpu or told.get("cpu", False)
             if gradient_accumulation_steps == 1 and gradient_accumulation_plugin is None:
                 gradient_accumulation_steps = told.get("gradient_accumulation_steps", 1)
-        self.config, self.account = build_config(
+        self.config, self.key_report = build_config(
             config_file,
             plugins,
             handlers,
@@ -458,7 +458,7 @@ class Accelerator(StateFiles):
     """The loop of an Accelerate script, spread as Plait spreads a run.
 
     Arguments are Accelerate's. `config_file` is an `accelerate` YAML; `sections` are sections of a run description
-    in Plait's own words, over everything else (`sections={"strategy": "zero3"}`). `account` says what became of
+    in Plait's own words, over everything else (`sections={"strategy": "zero3"}`). `key_report` has the outcome of
     every key.
     """
 

@@ -24,7 +24,7 @@ class TranslatedSettings:
     """Collects settings by their dotted paths, and what became of each key."""
 
     def __init__(self) -> None:
-        self.account = KeyReport()
+        self.report = KeyReport()
         self.problems: list[Problem] = []
         self._settings: dict[str, Any] = {}
 
@@ -42,19 +42,19 @@ class TranslatedSettings:
 
     def honoured(self, key: str, value: Any, text: str) -> None:
         """It does here what it does there."""
-        self.account.add(KeyOutcome.HONOURED, key, value, text)
+        self.report.add(KeyOutcome.HONOURED, key, value, text)
 
     def mapped(self, key: str, value: Any, text: str) -> None:
         """Something here does the same under another name."""
-        self.account.add(KeyOutcome.MAPPED, key, value, text)
+        self.report.add(KeyOutcome.MAPPED, key, value, text)
 
     def unneeded(self, key: str, value: Any, text: str) -> None:
         """It has no meaning here."""
-        self.account.add(KeyOutcome.UNNEEDED, key, value, text)
+        self.report.add(KeyOutcome.UNNEEDED, key, value, text)
 
     def refused(self, key: str, value: Any, text: str) -> None:
         """It cannot be had."""
-        self.account.add(KeyOutcome.REFUSED, key, value, text)
+        self.report.add(KeyOutcome.REFUSED, key, value, text)
 
     def wrong(self, key: str, message: str, remedy: str) -> None:
         """The key or its value is a mistake."""
@@ -90,7 +90,7 @@ class TranslatedSettings:
             for part in outer:
                 node = node.setdefault(part, {})
             node[name] = value
-        return Translation(sections, self.account)
+        return Translation(sections, self.report)
 
     # ---- values as people write them
 
@@ -269,7 +269,7 @@ def read_deepspeed(words: TranslatedSettings, key: str, value: Any) -> None:
     if file not in (None, "none"):
         found = translate(file)
         words.mapped(f"{key}.deepspeed_config_file", file, "read as DeepSpeed's own file; its keys follow")
-        words.account.entries.extend(found.account.entries)
+        words.report.entries.extend(found.report.entries)
         doubled = {"deepspeed_config_file", "zero3_init_flag", *_LAUNCHING}
         for name in value.keys() - doubled:
             words.wrong(f"{key}.{name}", "stands beside deepspeed_config_file, which says it too", "Leave it out.")
@@ -279,7 +279,7 @@ def read_deepspeed(words: TranslatedSettings, key: str, value: Any) -> None:
         words.read(value, DEEPSPEED, f"{key}.")
         config = deepspeed_config(value)
         found = translate(config)
-        _take_answers(words, key, value, {entry.key: entry for entry in found.account.entries})
+        _take_answers(words, key, value, {entry.key: entry for entry in found.report.entries})
     _merge(words, found.sections)
 
 
@@ -316,7 +316,7 @@ def _take_answers(words: TranslatedSettings, key: str, value: Mapping[str, Any],
         if entry is None:
             words.unneeded(f"{key}.{name}", value[name], "says what is so anyway")
         else:
-            words.account.add(entry.answer, f"{key}.{name}", value[name], entry.text)
+            words.report.add(entry.outcome, f"{key}.{name}", value[name], entry.text)
 
 
 _OWN_WORDS = {

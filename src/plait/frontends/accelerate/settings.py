@@ -60,7 +60,7 @@ def build_config(
     if cpu:
         words["use_cpu"] = True
     found = translate(words)
-    found.account.raise_refusals()
+    found.report.raise_refusals()
     result = _for_a_script(found)
     for each in (*handlers, *plugins):
         if isinstance(each, FullyShardedDataParallelPlugin):
@@ -74,7 +74,7 @@ def build_config(
     config = parse_sections(**result).config
     check(config, has_val=False, require_length=False)
     _refuse_axes(config)
-    return config, found.account
+    return config, found.report
 
 
 _ASKED = {
@@ -124,7 +124,7 @@ def _for_a_script(found: Translation) -> dict[str, Any]:
     """The sections that say something about a loop of the user's own; of the others the account tells."""
     for section in _IDLE & found.sections.keys():
         text = "a script logs and saves by itself"
-        found.account.add(KeyOutcome.UNNEEDED, f"(section {section})", found.sections[section], text)
+        found.report.add(KeyOutcome.UNNEEDED, f"(section {section})", found.sections[section], text)
     return {section: value for section, value in found.sections.items() if section not in (*_IDLE, *_DESCRIBED)}
 
 

@@ -71,7 +71,7 @@ class Recipe:
 
     def _run(self, name: str, auto: Mapping[str, Any] | None) -> RunConfig:
         found = translate({name: self.sections[name]}, auto=auto)
-        found.account.raise_refusals()
+        found.report.raise_refusals()
         wanted = {key: found.sections[key] for key in ("optim", "schedule") if key in found.sections}
         return parse_sections(**wanted).config
 
@@ -177,7 +177,7 @@ def initialize(
     raw = {name: value for name, value in raw.items() if name not in overruled}
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     translation = translate(raw, world_size=torch.distributed.get_world_size() // stages)
-    translation.account.raise_refusals()
+    translation.report.raise_refusals()
     run = _run_config(translation, model)
     world = open_world(run)
     # What is drawn here follows the script's own seed, rank 0's.
@@ -193,7 +193,7 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     if world.is_main:
-        _tell(source, translation.account, run, world, batch.total)
+        _tell(source, translation.report, run, world, batch.total)
         for name in overruled:
             _say(f"plait:   {name} → the script's own is used, and not that of the configuration")
     return engine, updating, engine.training_dataloader, scheduler

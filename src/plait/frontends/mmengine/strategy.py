@@ -27,7 +27,7 @@ class Sheet:
 
     def __init__(self) -> None:
         self.sections: dict[str, Any] = {}
-        self.account = KeyReport()
+        self.report = KeyReport()
 
     def put(self, path: str, value: Any) -> None:
         """Set a dotted key of the run description."""
@@ -54,19 +54,19 @@ def honoured(path: str, turned: Callable[[Any], Any] = lambda value: value) -> R
     def row(sheet: Sheet, key: str, value: Any) -> None:
         found = turned(value)
         sheet.put(path, found)
-        sheet.account.add(KeyOutcome.HONOURED, key, value, f"{path}: {found}")
+        sheet.report.add(KeyOutcome.HONOURED, key, value, f"{path}: {found}")
 
     return row
 
 
 def noted(text: str) -> Row:
     """The runner itself does what it says."""
-    return lambda sheet, key, value: sheet.account.add(KeyOutcome.HONOURED, key, value, text)
+    return lambda sheet, key, value: sheet.report.add(KeyOutcome.HONOURED, key, value, text)
 
 
 def unneeded(text: str) -> Row:
     """Without meaning here; the text says why that is safe."""
-    return lambda sheet, key, value: sheet.account.add(KeyOutcome.UNNEEDED, key, value, text)
+    return lambda sheet, key, value: sheet.report.add(KeyOutcome.UNNEEDED, key, value, text)
 
 
 def refused(remedy: str, *neutral: Any) -> Row:
@@ -74,9 +74,9 @@ def refused(remedy: str, *neutral: Any) -> Row:
 
     def row(sheet: Sheet, key: str, value: Any) -> None:
         if value is None or any(value is each or value == each for each in neutral):
-            sheet.account.add(KeyOutcome.UNNEEDED, key, value, "it asks for nothing")
+            sheet.report.add(KeyOutcome.UNNEEDED, key, value, "it asks for nothing")
         else:
-            sheet.account.add(KeyOutcome.REFUSED, key, value, remedy)
+            sheet.report.add(KeyOutcome.REFUSED, key, value, remedy)
 
     return row
 
@@ -111,7 +111,7 @@ class SingleDeviceStrategy(BaseStrategy):
         """One copy, on one rank."""
         sheet = Sheet()
         sheet.put("strategy.layout", {"dp_replicate": 1, "dp_shard": 1})
-        return Translation(sheet.sections, sheet.account)
+        return Translation(sheet.sections, sheet.report)
 
 
 _WHOLE = "gradients are collected in buckets that are reduced in one order on all ranks, whatever takes part"
@@ -151,7 +151,7 @@ class DDPStrategy(BaseStrategy):
         sheet = Sheet()
         sheet.put("strategy.zero", 0)
         sheet.walk("strategy.model_wrapper", self._wrapper, _WRAPPER)
-        return Translation(sheet.sections, sheet.account)
+        return Translation(sheet.sections, sheet.report)
 
 
 # `ColossalAIStrategy`: its plugins are stages of ZeRO, which the engine here has too.
@@ -166,47 +166,47 @@ def _format(sheet: Sheet, key: str, value: Any) -> None:
     word = value.get("type", "") if isinstance(value, Mapping) else str(value)
     if word in ("fp16_apex", "fp16_naive"):
         sheet.put("precision.compute", "fp16")
-        sheet.account.add(KeyOutcome.MAPPED, key, value, "precision.compute: fp16, by torch and not by Apex")
+        sheet.report.add(KeyOutcome.MAPPED, key, value, "precision.compute: fp16, by torch and not by Apex")
     elif word in _COLOSSALAI_FORMATS:
         sheet.put("precision.compute", _COLOSSALAI_FORMATS[word])
-        sheet.account.add(KeyOutcome.HONOURED, key, value, f"precision.compute: {word}")
+        sheet.report.add(KeyOutcome.HONOURED, key, value, f"precision.compute: {word}")
     else:
-        sheet.account.add(KeyOutcome.REFUSED, key, value, f"write one of {', '.join(_COLOSSALAI_FORMATS)}")
+        sheet.report.add(KeyOutcome.REFUSED, key, value, f"write one of {', '.join(_COLOSSALAI_FORMATS)}")
 
 
 def _initial_scale(sheet: Sheet, key: str, value: Any) -> None:
     power = math.log2(value) if value > 0 else -1.0
     if power < 0 or power != int(power):
-        sheet.account.add(KeyOutcome.REFUSED, key, value, "write a power of two")
+        sheet.report.add(KeyOutcome.REFUSED, key, value, "write a power of two")
         return
     sheet.put("precision.scaler.initial_power", int(power))
-    sheet.account.add(KeyOutcome.HONOURED, key, value, f"precision.scaler.initial_power: {int(power)}")
+    sheet.report.add(KeyOutcome.HONOURED, key, value, f"precision.scaler.initial_power: {int(power)}")
 
 
 def _stage(sheet: Sheet, key: str, value: Any) -> None:
     if value not in (1, 2):
-        sheet.account.add(KeyOutcome.REFUSED, key, value, "LowLevelZeroPlugin has stages 1 and 2; stage 3 is 'gemini'")
+        sheet.report.add(KeyOutcome.REFUSED, key, value, "LowLevelZeroPlugin has stages 1 and 2; stage 3 is 'gemini'")
         return
     sheet.put("strategy.zero", int(value))
-    sheet.account.add(KeyOutcome.HONOURED, key, value, f"strategy.zero: {value}")
+    sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.zero: {value}")
 
 
 def _colossalai_offload(sheet: Sheet, key: str, value: Any) -> None:
     if value:
         sheet.put("strategy.offload.optimizer", "cpu")
-        sheet.account.add(KeyOutcome.MAPPED, key, value, "strategy.offload.optimizer: cpu")
+        sheet.report.add(KeyOutcome.MAPPED, key, value, "strategy.offload.optimizer: cpu")
     else:
-        sheet.account.add(KeyOutcome.UNNEEDED, key, value, "nothing is offloaded")
+        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "nothing is offloaded")
 
 
 def _placement(sheet: Sheet, key: str, value: Any) -> None:
     if value in ("cuda", "static"):
-        sheet.account.add(KeyOutcome.UNNEEDED, key, value, "what is offloaded, `strategy.offload` says")
+        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "what is offloaded, `strategy.offload` says")
     elif value == "cpu":
         sheet.put("strategy.offload", {"optimizer": "cpu", "params": "cpu"})
-        sheet.account.add(KeyOutcome.MAPPED, key, value, "strategy.offload: parameters and optimizer in host memory")
+        sheet.report.add(KeyOutcome.MAPPED, key, value, "strategy.offload: parameters and optimizer in host memory")
     else:
-        sheet.account.add(KeyOutcome.REFUSED, key, value, "memory is not moved by watching it: write 'cuda' or 'cpu'")
+        sheet.report.add(KeyOutcome.REFUSED, key, value, "memory is not moved by watching it: write 'cuda' or 'cpu'")
 
 
 _SHARED: dict[str, Row] = {
@@ -278,13 +278,13 @@ class ColossalAIStrategy(BaseStrategy):
         kind = _NAMES.get(name, name)
         key = "strategy.plugin"
         if kind not in _PLUGINS:
-            sheet.account.add(KeyOutcome.REFUSED, key, name, f"write one of {', '.join((*_NAMES, *_PLUGINS))}")
-            return Translation(sheet.sections, sheet.account)
+            sheet.report.add(KeyOutcome.REFUSED, key, name, f"write one of {', '.join((*_NAMES, *_PLUGINS))}")
+            return Translation(sheet.sections, sheet.report)
         stage = 3 if kind == "GeminiPlugin" else 1
         sheet.put("strategy.zero", stage)
         sheet.put("precision.compute", "fp16")
         sheet.put("precision.scaler", {"initial_power": 16 if stage == 3 else 32, "window": 1000})
-        sheet.account.add(
+        sheet.report.add(
             KeyOutcome.MAPPED, key, name, f"strategy.zero: {stage}, in fp16 unless `precision` says another"
         )
         sheet.walk(key, given, _PLUGINS[kind])
@@ -294,11 +294,11 @@ class ColossalAIStrategy(BaseStrategy):
             del sheet.sections["precision"]["scaler"]
         if self._config is not None:
             remedy = "ColossalAI itself no longer reads one: leave it out"
-            sheet.account.add(KeyOutcome.REFUSED, "strategy.config", self._config, remedy)
+            sheet.report.add(KeyOutcome.REFUSED, "strategy.config", self._config, remedy)
         if self._wrapper is not None:
             text = "the model is not wrapped: its blocks are sharded in place"
-            sheet.account.add(KeyOutcome.UNNEEDED, "strategy.model_wrapper", self._wrapper, text)
-        return Translation(sheet.sections, sheet.account)
+            sheet.report.add(KeyOutcome.UNNEEDED, "strategy.model_wrapper", self._wrapper, text)
+        return Translation(sheet.sections, sheet.report)
 
 
 # `DeepSpeedStrategy`: the keys of a ds_config, translated where the DeepSpeed front end translates them.
@@ -359,7 +359,7 @@ class DeepSpeedStrategy(BaseStrategy):
         told = [key for key in _MONITORS if dict(self._keys.get(key) or {}).get("enabled")]
         keys = {key: value for key, value in self._keys.items() if key not in (*_RUNNERS, *told)}
         found = translate(keys, world_size=world_size)
-        account = KeyReport(list(found.account.entries))
+        account = KeyReport(list(found.report.entries))
         for key, remedy in {**_RUNNERS, **dict.fromkeys(told, _SINKS)}.items():
             if key in self._keys:
                 account.add(KeyOutcome.REFUSED, f"strategy.{key}", self._keys[key], remedy)
@@ -390,19 +390,19 @@ def _policy(sheet: Sheet, key: str, value: Any) -> None:
     kind = type(policy).__name__
     name = getattr(policy, "__name__", str(policy)).rpartition(".")[2]
     if policy is None:
-        sheet.account.add(KeyOutcome.UNNEEDED, key, value, "the units are the model's own blocks")
+        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "the units are the model's own blocks")
     elif name == "size_based_auto_wrap_policy":
         least = int(options.get("min_num_params", _SIZE))
         sheet.put("strategy.wrap.min_params", least)
-        sheet.account.add(KeyOutcome.HONOURED, key, value, f"strategy.wrap.min_params: {least}")
+        sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.wrap.min_params: {least}")
     elif kind == "ModuleWrapPolicy" or name == "transformer_auto_wrap_policy":
         kinds = module_wrap_classes(policy) if kind == "ModuleWrapPolicy" else options.get("transformer_layer_cls", ())
         names = sorted(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
         sheet.put("strategy.wrap.classes", names)
-        sheet.account.add(KeyOutcome.HONOURED, key, value, f"strategy.wrap.classes: {', '.join(names)}")
+        sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.wrap.classes: {', '.join(names)}")
     else:
         remedy = "units are found by size or by class: size_based_auto_wrap_policy or transformer_auto_wrap_policy"
-        sheet.account.add(KeyOutcome.REFUSED, key, value, remedy)
+        sheet.report.add(KeyOutcome.REFUSED, key, value, remedy)
 
 
 def _taken_apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -417,10 +417,10 @@ def _taken_apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
 def _sharding(sheet: Sheet, key: str, value: Any) -> None:
     word = getattr(value, "name", str(value)).rpartition(".")[2]
     if word not in _WORDS:
-        sheet.account.add(KeyOutcome.REFUSED, key, value, f"write one of {', '.join(_WORDS)}")
+        sheet.report.add(KeyOutcome.REFUSED, key, value, f"write one of {', '.join(_WORDS)}")
         return
     sheet.put("strategy.sharding", word)
-    sheet.account.add(KeyOutcome.HONOURED, key, value, f"strategy.sharding: {word}")
+    sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.sharding: {word}")
 
 
 def _mixed(sheet: Sheet, key: str, value: Any) -> None:
@@ -433,32 +433,32 @@ def _mixed(sheet: Sheet, key: str, value: Any) -> None:
             continue
         word = _FORMATS.get(str(dtype).removeprefix("torch."))
         if word is None:
-            sheet.account.add(KeyOutcome.REFUSED, f"{key}.{name}", dtype, f"write one of {', '.join(_FORMATS)}")
+            sheet.report.add(KeyOutcome.REFUSED, f"{key}.{name}", dtype, f"write one of {', '.join(_FORMATS)}")
             continue
         sheet.put(path, word)
-        sheet.account.add(KeyOutcome.HONOURED, f"{key}.{name}", dtype, f"{path}: {word}")
+        sheet.report.add(KeyOutcome.HONOURED, f"{key}.{name}", dtype, f"{path}: {word}")
     if given.get("buffer_dtype") is not None:
         text = "buffers keep their format: running statistics need it"
-        sheet.account.add(KeyOutcome.MAPPED, f"{key}.buffer_dtype", given["buffer_dtype"], text)
+        sheet.report.add(KeyOutcome.MAPPED, f"{key}.buffer_dtype", given["buffer_dtype"], text)
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         if name in given:
             text = "inputs are cast once, gradients are summed in `precision.reduce`"
-            sheet.account.add(KeyOutcome.UNNEEDED, f"{key}.{name}", given[name], text)
+            sheet.report.add(KeyOutcome.UNNEEDED, f"{key}.{name}", given[name], text)
 
 
 def _offload(sheet: Sheet, key: str, value: Any) -> None:
     wanted = getattr(value, "offload_params", value.get("offload_params") if isinstance(value, Mapping) else value)
     if wanted:
         sheet.put("strategy.offload", {"optimizer": "cpu", "params": "cpu"})
-        sheet.account.add(KeyOutcome.MAPPED, key, value, "strategy.offload: parameters and optimizer in host memory")
+        sheet.report.add(KeyOutcome.MAPPED, key, value, "strategy.offload: parameters and optimizer in host memory")
     else:
-        sheet.account.add(KeyOutcome.UNNEEDED, key, value, "nothing is offloaded")
+        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "nothing is offloaded")
 
 
 def _forward_prefetch(sheet: Sheet, key: str, value: Any) -> None:
     if value:
         sheet.put("strategy.forward_prefetch", 1)
-    sheet.account.add(KeyOutcome.HONOURED, key, value, f"strategy.forward_prefetch: {int(bool(value))}")
+    sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.forward_prefetch: {int(bool(value))}")
 
 
 _GROUP = "the groups follow from strategy.layout: leave it out"
@@ -512,16 +512,16 @@ class FSDPStrategy(BaseStrategy):
         if "sharding" not in sheet.sections.get("strategy", {}):
             sheet.put("strategy.sharding", "FULL_SHARD")
         text = "each rank writes its part, and any number of ranks reads the whole"
-        sheet.account.add(KeyOutcome.UNNEEDED, "strategy.state_dict_cfg", self._state_dict_cfg, text)
+        sheet.report.add(KeyOutcome.UNNEEDED, "strategy.state_dict_cfg", self._state_dict_cfg, text)
         if self._recompute is not None:
             self._recompute_units(sheet, dict(self._recompute))
-        return Translation(sheet.sections, sheet.account)
+        return Translation(sheet.sections, sheet.report)
 
     def _recompute_units(self, sheet: Sheet, given: dict[str, Any]) -> None:
         key = "strategy.activation_checkpointing"
         if given.get("check_fn") is not None:
             remedy = "blocks are chosen by strategy.model_wrapper.auto_wrap_policy: leave it out"
-            sheet.account.add(KeyOutcome.REFUSED, f"{key}.check_fn", given["check_fn"], remedy)
+            sheet.report.add(KeyOutcome.REFUSED, f"{key}.check_fn", given["check_fn"], remedy)
             return
         sheet.put("strategy.recompute", "full")
-        sheet.account.add(KeyOutcome.MAPPED, key, given, "strategy.recompute: full")
+        sheet.report.add(KeyOutcome.MAPPED, key, given, "strategy.recompute: full")

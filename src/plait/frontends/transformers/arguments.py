@@ -59,7 +59,7 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
         own.setdefault("timeout_s", float(args.ddp_timeout))
     if args.tf32 and args.mixed_precision == "no":
         own.setdefault("precision", "tf32")
-    config, account = build_config(
+    config, report = build_config(
         None,
         plugins,
         handlers,
@@ -69,10 +69,10 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
     )
     for key, value in deepspeed_of(args).items():
         if key in _TRAINERS:
-            account.add(KeyOutcome.MAPPED, key, value, f"the Trainer sees to it: {_TRAINERS[key]}")
+            report.add(KeyOutcome.MAPPED, key, value, f"the Trainer sees to it: {_TRAINERS[key]}")
         elif key in _MADE:
-            account.add(KeyOutcome.HONOURED, key, value, "made as DeepSpeed makes it, in the Trainer's loop")
-    return config, account
+            report.add(KeyOutcome.HONOURED, key, value, "made as DeepSpeed makes it, in the Trainer's loop")
+    return config, report
 
 
 def deepspeed_of(args: Any) -> dict[str, Any]:

@@ -268,8 +268,8 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose model and optimizer are spread by Plait.
 
     Takes what the Trainer takes. How training is spread is read from the arguments (`fsdp`, `deepspeed`, `bf16`, …);
-    `sections` of a run description stand over them: `sections={"strategy": "zero3"}`. `account` says what became
-    of every key.
+    `sections` of a run description stand over them: `sections={"strategy": "zero3"}`. `key_report` has the
+    outcome of every key.
     """
 
     def __init__(self, *args: Any, sections: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -292,7 +292,7 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and put one of Plait's in its place."""
-        config, self.account = config_of(self.args, self._sections)
+        config, self.key_report = config_of(self.args, self._sections)
         self._recipe = Recipe(deepspeed_of(self.args))
         fsdp, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None  # the plugin would ask for FSDP's own way
         try:

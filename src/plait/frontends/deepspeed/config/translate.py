@@ -90,14 +90,14 @@ def translate(
     world_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """The run description that a DeepSpeed configuration asks for, and what became of each of its keys.
+    """The run description that a DeepSpeed configuration asks for, and the outcome of each of its keys.
 
     `config` is a file (JSON, comments allowed), a mapping, or base64. With `world_size`, the number of processes, the
     batch sizes are checked against it. `auto` has values for dotted keys that are left open with `"auto"`.
 
     A key that DeepSpeed never had, a value of the wrong type and two keys that contradict each other are a
-    `ConfigError`, with all of them at once. A key that cannot be had is `refused` in the account, and no error here:
-    `account.raise_refusals()` makes it one.
+    `ConfigError`, with all of them at once. A key that cannot be had is `refused` in the report, and not an error here:
+    `report.raise_refusals()` makes it one.
     """
     given = _filled(read_config(config), auto or {})
     today, old_names, problems = removed.renamed(given)
@@ -114,7 +114,7 @@ def translate(
         raise ConfigError([_named(problem, old_names) for problem in work.problems])
     _finish_account(work, old_names)
     order = [name for name in RunConfig.model_fields if name in work.sections]
-    return Translation({name: work.sections[name] for name in order}, work.account)
+    return Translation({name: work.sections[name] for name in order}, work.report)
 
 
 TOP_TABLE: Table = {
@@ -208,12 +208,12 @@ def _named(problem: Problem, old_names: Mapping[str, str]) -> Problem:
 
 def _finish_account(work: Work, old_names: Mapping[str, str]) -> None:
     """Old names as they were written, and no secret shown."""
-    for index, entry in enumerate(work.account.entries):
+    for index, entry in enumerate(work.report.entries):
         first, dot, rest = entry.key.partition(".")
         if first in old_names:
-            answer = KeyOutcome.MAPPED if entry.answer is KeyOutcome.HONOURED else entry.answer
+            outcome = KeyOutcome.MAPPED if entry.outcome is KeyOutcome.HONOURED else entry.outcome
             text = f"{entry.text} (`{first}` is its name today)"
-            entry = replace(entry, key=f"{old_names[first]}{dot}{rest}", answer=answer, text=text)
+            entry = replace(entry, key=f"{old_names[first]}{dot}{rest}", outcome=outcome, text=text)
         if isinstance(entry.value, Mapping) and any(name in entry.value for name in _SECRETS):
             entry = replace(entry, value={k: "…" if k in _SECRETS else v for k, v in entry.value.items()})
-        work.account.entries[index] = entry
+        work.report.entries[index] = entry

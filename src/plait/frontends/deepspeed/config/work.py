@@ -105,7 +105,7 @@ class Work:
     hints: Mapping[str, str] = field(default_factory=dict)
     """What to write instead of a word that other frameworks have at the top."""
     sections: dict[str, Any] = field(default_factory=dict)
-    account: KeyReport = field(default_factory=KeyReport)
+    report: KeyReport = field(default_factory=KeyReport)
     problems: list[Problem] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     """For each dotted key of the run description, the DeepSpeed key that it came from."""
@@ -136,23 +136,23 @@ class Work:
 
     def honour(self, key: str, value: Any, text: str) -> None:
         """The key does here what it does there."""
-        self.account.add(KeyOutcome.HONOURED, key, value, text)
+        self.report.add(KeyOutcome.HONOURED, key, value, text)
 
     def map(self, key: str, value: Any, text: str) -> None:
         """Something here does the same, or nearly."""
-        self.account.add(KeyOutcome.MAPPED, key, value, text)
+        self.report.add(KeyOutcome.MAPPED, key, value, text)
 
     def leave(self, key: str, value: Any, text: str) -> None:
         """The key has no meaning here, and `text` says why that is safe."""
-        self.account.add(KeyOutcome.UNNEEDED, key, value, text)
+        self.report.add(KeyOutcome.UNNEEDED, key, value, text)
 
     def refuse(self, key: str, value: Any, text: str) -> None:
         """The key cannot be had, and `text` says what to write instead."""
-        self.account.add(KeyOutcome.REFUSED, key, value, text)
+        self.report.add(KeyOutcome.REFUSED, key, value, text)
 
     def imply(self, key: str, text: str) -> None:
         """A key that is absent or left open means something all the same: a default that is not Plait's."""
-        entries = self.account.entries
+        entries = self.report.entries
         open_ = next((index for index, entry in enumerate(entries) if entry.key == key and entry.value == AUTO), None)
         if open_ is None:
             found = self.look(key)

@@ -82,7 +82,7 @@ def read_compile(compile_cfg: Any, sheet: Sheet) -> None:
     sheet.put("strategy.compile.enabled", True)
     if isinstance(compile_cfg, Mapping):
         sheet.walk("compile", compile_cfg, _COMPILE)
-    sheet.account.add(KeyOutcome.HONOURED, "compile", compile_cfg, "strategy.compile")
+    sheet.report.add(KeyOutcome.HONOURED, "compile", compile_cfg, "strategy.compile")
 
 
 def read_wrapper(wrapper: BaseOptimWrapper, strategy: BaseStrategy, sheet: Sheet, device: torch.device) -> None:
@@ -95,7 +95,7 @@ def read_wrapper(wrapper: BaseOptimWrapper, strategy: BaseStrategy, sheet: Sheet
         wrapper.accumulate(int(sheet.sections.get("batch", {}).get("accumulation", 1)))
     if wrapper.clip:
         sheet.sections.setdefault("train", {}).update(wrapper.clip)
-        sheet.account.add(KeyOutcome.HONOURED, "optim_wrapper.clip_grad", wrapper.clip, f"train: {wrapper.clip}")
+        sheet.report.add(KeyOutcome.HONOURED, "optim_wrapper.clip_grad", wrapper.clip, f"train: {wrapper.clip}")
     if wrapper.precision is None:
         return
     wanted = dict(wrapper.precision)
@@ -110,12 +110,12 @@ def read_wrapper(wrapper: BaseOptimWrapper, strategy: BaseStrategy, sheet: Sheet
         raise ConfigError(Problem("optim_wrapper.dtype", message, "Leave one of them out."))
     sheet.sections.setdefault("precision", {}).update(wanted)
     text = f"precision.compute: {wanted['compute']}; fp32 weights stay with the optimizer"
-    sheet.account.add(KeyOutcome.MAPPED, "optim_wrapper.type", kind, text)
+    sheet.report.add(KeyOutcome.MAPPED, "optim_wrapper.type", kind, text)
 
 
 def finish(sheet: Sheet, **more: Any) -> RunConfig:
     """The run description that the sections make, checked."""
-    sheet.account.raise_refusals()
+    sheet.report.raise_refusals()
     sections = {
         key: value for key, value in sheet.sections.items() if key != "batch"
     }  # the loader's, and the wrapper's
@@ -197,7 +197,7 @@ def _backend(sheet: Sheet, key: str, value: Any) -> None:
     if value not in ("nccl", "gloo", "mpi"):
         refused("write nccl, gloo or mpi")(sheet, key, value)
     elif value == "nccl" and not torch.cuda.is_available():  # it stands in every script, those for CPU among them
-        sheet.account.add(KeyOutcome.MAPPED, key, value, "backend: gloo, as there is no CUDA device")
+        sheet.report.add(KeyOutcome.MAPPED, key, value, "backend: gloo, as there is no CUDA device")
     else:
         honoured("backend")(sheet, key, value)
 
@@ -555,7 +555,7 @@ class BaseRunner(Checkpoints):
         found = self.strategy.translate(size)
         for section, value in found.sections.items():
             self._sheet.sections.setdefault(section, value)
-        self._sheet.account.entries += found.account.entries
+        self._sheet.report.entries += found.report.entries
         read_compile(self._compile, self._sheet)
         # How is computed, the optim wrapper says too, and there is none before there is a model.
         self.world = open_world(finish(self._sheet, work_dir=self.work_dir, precision=None))
@@ -706,8 +706,8 @@ class BaseRunner(Checkpoints):
         self.world.close()
 
     def _tell(self) -> None:
-        for entry in self._sheet.account.of(KeyOutcome.MAPPED, KeyOutcome.UNNEEDED):
-            self.logger.info(f"{entry.key}: {entry.answer}: {entry.text}")
+        for entry in self._sheet.report.of(KeyOutcome.MAPPED, KeyOutcome.UNNEEDED):
+            self.logger.info(f"{entry.key}: {entry.outcome}: {entry.text}")
         self.logger.info(f"Hooks will be executed in the following order:\n{self._hooks.info()}")
         if self.world.is_main and len(self.cfg):
             self.cfg.dump(Path(self.work_dir) / (Path(self.cfg.filename).name if self.cfg.filename else "config.py"))
