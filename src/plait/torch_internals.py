@@ -1,15 +1,15 @@
-"""Everything private of torch that Plait uses, and nothing else of Plait uses anything private of torch.
+"""The only module of Plait that uses private names of torch.
 
-Private names come and go between releases of torch. Here stands each one, with what it is for; `CHECKED` are the
+Private names come and go between releases of torch. Each one is listed here with its purpose; `CHECKED` are the
 releases with which all of them were tried (`make matrix`). What differs between releases is handled here.
 
-[Note: private names are refused by name] A name that a release does not have is an `UnsupportedVersionError` that says
-which, where it is first used: a patch of a method that is gone would change nothing, and nobody would notice. `plait
-doctor` lists what is missing before anything needs it.
+[Note: private names are refused by name] The first use of a name that a release does not have raises an
+`UnsupportedVersionError` with that name: a patch of a method that was removed would change nothing, and nobody would
+notice. `plait doctor` lists missing names before anything needs them.
 
-There are three kinds:
-- functions and classes of modules (`NAMES`): imported from here, found when they are first asked for, since some of
-  their modules take seconds to load;
+There are three groups:
+- functions and classes of modules (`NAMES`): imported from here, and resolved on first use, since some of their modules
+  take seconds to load;
 - attributes of torch's objects (`ATTRIBUTES`): read and replaced by the functions below;
 - the tables in torch's C++ libraries with which CUDA is simulated: see [Note: tables of C++].
 """
@@ -130,33 +130,33 @@ class Internal(NamedTuple):
     """The releases that have it, where these are not all of `CHECKED`."""
 
 
-_EACH = "the update of many tensors in a few kernels"
+_FOREACH = "the update of many tensors in a few kernels"
 _NESTED = "tensors inside nested tuples, lists and mappings"
-_SEEN = "seeing every operation while a block runs"
+_DISPATCH = "seeing every operation while a block runs"
 _FAKE = "tensors without values, on which plans run"
-_SPLIT = "the two halves of a stage's backward pass"
+_SPLIT_BACKWARD = "the two halves of a stage's backward pass"
 _COMPILED = "what torch.compile could not do, and with which backend"
 _TRACED = "plans of compiled modules"
 _ATTENTION = "attention by a kernel that was chosen, with the numbers that ring attention adds up"
-_KERNEL = "what an operation takes, in a plan"
+_OPERATOR = "what an operation takes, in a plan"
 
 NAMES = {
-    "foreach_add_": Internal("torch._foreach_add_", _EACH),
-    "foreach_addcmul_": Internal("torch._foreach_addcmul_", _EACH),
-    "foreach_clamp_max_": Internal("torch._foreach_clamp_max_", _EACH),
-    "foreach_clamp_min_": Internal("torch._foreach_clamp_min_", _EACH),
-    "foreach_copy_": Internal("torch._foreach_copy_", _EACH),
-    "foreach_div": Internal("torch._foreach_div", _EACH),
-    "foreach_div_": Internal("torch._foreach_div_", _EACH),
-    "foreach_lerp": Internal("torch._foreach_lerp", _EACH),
-    "foreach_lerp_": Internal("torch._foreach_lerp_", _EACH),
-    "foreach_mul_": Internal("torch._foreach_mul_", _EACH),
-    "foreach_norm": Internal("torch._foreach_norm", _EACH),
-    "foreach_sign_": Internal("torch._foreach_sign_", _EACH),
-    "foreach_sqrt": Internal("torch._foreach_sqrt", _EACH),
-    "foreach_sub_": Internal("torch._foreach_sub_", _EACH),
-    "fused_adam_": Internal("torch._fused_adam_", _EACH),
-    "fused_adamw_": Internal("torch._fused_adamw_", _EACH),
+    "foreach_add_": Internal("torch._foreach_add_", _FOREACH),
+    "foreach_addcmul_": Internal("torch._foreach_addcmul_", _FOREACH),
+    "foreach_clamp_max_": Internal("torch._foreach_clamp_max_", _FOREACH),
+    "foreach_clamp_min_": Internal("torch._foreach_clamp_min_", _FOREACH),
+    "foreach_copy_": Internal("torch._foreach_copy_", _FOREACH),
+    "foreach_div": Internal("torch._foreach_div", _FOREACH),
+    "foreach_div_": Internal("torch._foreach_div_", _FOREACH),
+    "foreach_lerp": Internal("torch._foreach_lerp", _FOREACH),
+    "foreach_lerp_": Internal("torch._foreach_lerp_", _FOREACH),
+    "foreach_mul_": Internal("torch._foreach_mul_", _FOREACH),
+    "foreach_norm": Internal("torch._foreach_norm", _FOREACH),
+    "foreach_sign_": Internal("torch._foreach_sign_", _FOREACH),
+    "foreach_sqrt": Internal("torch._foreach_sqrt", _FOREACH),
+    "foreach_sub_": Internal("torch._foreach_sub_", _FOREACH),
+    "fused_adam_": Internal("torch._fused_adam_", _FOREACH),
+    "fused_adamw_": Internal("torch._fused_adamw_", _FOREACH),
     "scaled_mm": Internal("torch._scaled_mm", "products of 8-bit matrices"),
     "TreeSpec": Internal("torch.utils._pytree.TreeSpec", _NESTED),
     "tree_flatten": Internal("torch.utils._pytree.tree_flatten", _NESTED),
@@ -164,10 +164,10 @@ NAMES = {
     "tree_map": Internal("torch.utils._pytree.tree_map", _NESTED),
     "tree_map_only": Internal("torch.utils._pytree.tree_map_only", _NESTED),
     "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", _NESTED),
-    "TorchDispatchMode": Internal("torch.utils._python_dispatch.TorchDispatchMode", _SEEN),
-    "disable_current_modes": Internal("torch.utils._python_dispatch._disable_current_modes", _SEEN),
-    "OpOverload": Internal("torch._ops.OpOverload", _SEEN),
-    "HigherOrderOperator": Internal("torch._ops.HigherOrderOperator", _SEEN),
+    "TorchDispatchMode": Internal("torch.utils._python_dispatch.TorchDispatchMode", _DISPATCH),
+    "disable_current_modes": Internal("torch.utils._python_dispatch._disable_current_modes", _DISPATCH),
+    "OpOverload": Internal("torch._ops.OpOverload", _DISPATCH),
+    "HigherOrderOperator": Internal("torch._ops.HigherOrderOperator", _DISPATCH),
     "FakeTensor": Internal("torch._subclasses.fake_tensor.FakeTensor", _FAKE),
     "FakeTensorMode": Internal("torch._subclasses.fake_tensor.FakeTensorMode", _FAKE),
     "unset_fake_temporarily": Internal("torch._subclasses.fake_tensor.unset_fake_temporarily", _FAKE),
@@ -176,8 +176,10 @@ NAMES = {
     "AnyBatchNorm": Internal("torch.nn.modules.batchnorm._BatchNorm", "batch norms of any dimension"),
     "AnyInstanceNorm": Internal("torch.nn.modules.instancenorm._InstanceNorm", "instance norms of any dimension"),
     "functional_collectives": Internal("torch.distributed._functional_collectives", "collectives that autograd knows"),
-    "construct_reverse_graph": Internal("torch.distributed.pipelining._backward.construct_reverse_graph", _SPLIT),
-    "get_param_groups": Internal("torch.distributed.pipelining._backward.get_param_groups", _SPLIT),
+    "construct_reverse_graph": Internal(
+        "torch.distributed.pipelining._backward.construct_reverse_graph", _SPLIT_BACKWARD
+    ),
+    "get_param_groups": Internal("torch.distributed.pipelining._backward.get_param_groups", _SPLIT_BACKWARD),
     "clear_sharding_prop_cache": Internal(
         "torch.distributed.tensor.debug._clear_sharding_prop_cache", "DTensor forgets the meshes of a plan"
     ),
@@ -200,15 +202,15 @@ NAMES = {
     "aten_efficient": Internal("torch.ops.aten._scaled_dot_product_efficient_attention", _ATTENTION),
     "aten_efficient_backward": Internal("torch.ops.aten._scaled_dot_product_efficient_attention_backward", _ATTENTION),
     "aten_cudnn": Internal("torch.ops.aten._scaled_dot_product_cudnn_attention", _ATTENTION),
-    "aten_cudnn_backward": Internal("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", _KERNEL),
-    "aten_plain_flash_backward": Internal("torch.ops.aten._flash_attention_backward", _KERNEL),
-    "aten_plain_efficient_backward": Internal("torch.ops.aten._efficient_attention_backward", _KERNEL),
+    "aten_cudnn_backward": Internal("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", _OPERATOR),
+    "aten_plain_flash_backward": Internal("torch.ops.aten._flash_attention_backward", _OPERATOR),
+    "aten_plain_efficient_backward": Internal("torch.ops.aten._efficient_attention_backward", _OPERATOR),
     "aten_scaled_mm": Internal("torch.ops.aten._scaled_mm", "products that recomputing keeps"),
-    "aten_grouped_mm": Internal("torch.ops.aten._grouped_mm", _KERNEL),
+    "aten_grouped_mm": Internal("torch.ops.aten._grouped_mm", _OPERATOR),
     "aten_local_scalar_dense": Internal("torch.ops.aten._local_scalar_dense", "who asks a tensor for its value"),
-    "aten_to_copy": Internal("torch.ops.aten._to_copy", _KERNEL),
-    "aten_unsafe_view": Internal("torch.ops.aten._unsafe_view", _KERNEL),
-    "aten_unsafe_index_put": Internal("torch.ops.aten._unsafe_index_put", _KERNEL),
+    "aten_to_copy": Internal("torch.ops.aten._to_copy", _OPERATOR),
+    "aten_unsafe_view": Internal("torch.ops.aten._unsafe_view", _OPERATOR),
+    "aten_unsafe_index_put": Internal("torch.ops.aten._unsafe_index_put", _OPERATOR),
 }
 """What other files import from here, by the name under which they do."""
 
@@ -217,7 +219,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in NAMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return globals().setdefault(name, _find(NAMES[name].path))
+        return globals().setdefault(name, _resolve(NAMES[name].path))
 
 
 def _refusal(path: str) -> UnsupportedVersionError:
@@ -225,47 +227,47 @@ def _refusal(path: str) -> UnsupportedVersionError:
 
 
 @cache
-def _find(path: str) -> Any:
-    """What a dotted path stands for."""
-    found: Any = None
+def _resolve(path: str) -> Any:
+    """Return the object at a dotted path; refuse a path that this torch does not have."""
+    value: Any = None
     names = path.split(".")
     for end, name in enumerate(names, 1):
-        if hasattr(found, name):
-            found = getattr(found, name)
+        if hasattr(value, name):
+            value = getattr(value, name)
             continue
         try:
-            found = import_module(".".join(names[:end]))
+            value = import_module(".".join(names[:end]))
         except ImportError:
             raise _refusal(path) from None
-    return found
+    return value
 
 
-def _of(owner: Any, name: str) -> Any:
-    """An attribute of one of torch's objects."""
+def _get(owner: Any, name: str) -> Any:
+    """Return an attribute of one of torch's objects; refuse a missing one by its name."""
     try:
         return getattr(owner, name)
     except AttributeError:
-        kind = owner if isinstance(owner, type) else type(owner)
-        raise _refusal(f"{kind.__module__}.{kind.__qualname__}.{name}") from None
+        cls = owner if isinstance(owner, type) else type(owner)
+        raise _refusal(f"{cls.__module__}.{cls.__qualname__}.{name}") from None
 
 
-def _later(owner: Any, name: str) -> Any:
-    """An attribute that torch gives to an object after a while; None before."""
-    found = getattr(owner, name, None)
-    if found is None and not _mentions(owner.__class__, name):
+def _get_later(owner: Any, name: str) -> Any:
+    """Return an attribute that torch sets some time after construction; None before that."""
+    value = getattr(owner, name, None)
+    if value is None and not _class_has_or_sets(owner.__class__, name):
         raise _refusal(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}")
-    return found
+    return value
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
-    """Give an attribute of one of torch's objects another value; it must be there."""
-    _of(owner, name)
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Replace an existing attribute of one of torch's objects."""
+    _get(owner, name)
     setattr(owner, name, value)
 
 
 @contextmanager
-def _put_meanwhile(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = _of(owner, name)
+def _set_meanwhile(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = _get(owner, name)
     setattr(owner, name, value)
     try:
         yield
@@ -277,44 +279,44 @@ def _put_meanwhile(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:
-    """A number that storages which exist at the same time do not share; `data_ptr` is 0 for all without values."""
+    """Return a number that is unique among the storages alive; `data_ptr` is 0 for all fake tensors."""
     storage = of if isinstance(of, torch.UntypedStorage) else of.untyped_storage()
-    return int(_of(storage, "_cdata"))
+    return int(_get(storage, "_cdata"))
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor's memory was written to, which tells two states of it apart."""
-    return int(_of(tensor, "_version"))
+    """Return autograd's version counter of a tensor: how often it was written to in place."""
+    return int(_get(tensor, "_version"))
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another."""
-    return _of(tensor, "_base") is not None
+    """Whether autograd treats a tensor as a view of another."""
+    return _get(tensor, "_base") is not None
 
 
-# ---- Tensors without values
+# ---- Fake tensors
 
 
 def has_values(tensor: object) -> bool:
-    """Whether a tensor has values, and is not one of a plan. Whoever asks, asks here."""
+    """Whether a tensor has values, and is not a fake tensor of a plan. All code asks this function."""
     return not isinstance(tensor, _Fake)
 
 
-_Fake = _find("torch._subclasses.fake_tensor.FakeTensor")  # loaded with torch itself
+_Fake = _resolve("torch._subclasses.fake_tensor.FakeTensor")  # loaded with torch itself
 
 
 def claimed_device(tensor: Tensor) -> torch.device:
-    """The device that a tensor without values says it is on, asked for without an operation."""
+    """Return the device that a fake tensor claims to be on, without dispatching an operation."""
     if has_values(tensor):
         return tensor.device
-    device: torch.device = _of(tensor, "fake_device")
+    device: torch.device = _get(tensor, "fake_device")
     return device
 
 
 @contextmanager
 def no_gpu_context_for_fake_tensors() -> Iterator[None]:
-    """Fake tensors on CUDA begin with a real one otherwise."""
-    with _put_meanwhile(_find("torch._subclasses.fake_tensor"), "init_gpu_context", lambda device: None):
+    """Within the block, fake tensors on CUDA do not initialize a real CUDA context."""
+    with _set_meanwhile(_resolve("torch._subclasses.fake_tensor"), "init_gpu_context", lambda device: None):
         yield
 
 
@@ -323,7 +325,7 @@ def no_gpu_context_for_fake_tensors() -> Iterator[None]:
 
 def schema_of(func: Any) -> Any:
     """The signature of an operation: `name`, `arguments`, `is_mutable`."""
-    return _of(func, "_schema")
+    return _get(func, "_schema")
 
 
 def has_schema(func: Any) -> bool:
@@ -332,66 +334,66 @@ def has_schema(func: Any) -> bool:
 
 
 def packet_of(func: Any) -> Any:
-    """An operation without the choice between its overloads."""
-    return _of(func, "_overloadpacket")
+    """Return the overload packet of an operation."""
+    return _get(func, "_overloadpacket")
 
 
 def overload_of(func: Any) -> str:
-    """The name of an operation's overload."""
-    return str(_of(func, "_overloadname"))
+    """Return the name of an operation's overload."""
+    return str(_get(func, "_overloadname"))
 
 
 def body_of_custom_op(func: Any) -> Callable[..., Any] | None:
-    """The function that `torch.library.custom_op` made this operation of."""
-    definition = _find("torch._library.custom_ops.OPDEFS").get(schema_of(func).name)
-    return None if definition is None else _of(definition, "_init_fn")
+    """Return the Python function behind a `torch.library.custom_op`; None for other operations."""
+    definition = _resolve("torch._library.custom_ops.OPDEFS").get(schema_of(func).name)
+    return None if definition is None else _get(definition, "_init_fn")
 
 
 def current_autograd_node() -> Any:
-    """The node of the graph that the backward pass is at; None outside of backward passes."""
-    return _find("torch._C._current_autograd_node")()
+    """Return the autograd node that the backward pass runs now; None outside of backward passes."""
+    return _resolve("torch._C._current_autograd_node")()
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd runs a graph."""
-    return bool(_find("torch._C._current_graph_task_id")() != -1)
+    """Whether autograd runs a backward pass now."""
+    return bool(_resolve("torch._C._current_graph_task_id")() != -1)
 
 
 def next_sequence_number() -> int:
-    """The number that the next node of autograd's graph gets."""
-    return int(_find("torch.autograd._get_sequence_nr")())
+    """Return the sequence number of the next autograd node."""
+    return int(_resolve("torch.autograd._get_sequence_nr")())
 
 
 def sequence_number(node: Any) -> int:
-    """The number that a node of autograd's graph got."""
-    return int(_of(node, "_sequence_nr")())
+    """Return the sequence number of an autograd node."""
+    return int(_get(node, "_sequence_nr")())
 
 
 def profile_every_thread() -> Any:
-    """`experimental_config` of a profiler that looks at all threads."""
-    return _find("torch._C._profiler._ExperimentalConfig")(profile_all_threads=True)
+    """Return the `experimental_config` of a profiler that records all threads."""
+    return _resolve("torch._C._profiler._ExperimentalConfig")(profile_all_threads=True)
 
 
 FUSED_ON_CUDA = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
-"""Operations of aten that a CUDA build has kernels for, and a CPU build takes apart."""
+"""Operations of aten that a CUDA build has kernels for, and a CPU build decomposes."""
 
 
 @contextmanager
 def kernels_registered_for_cuda(names: Iterable[str], kernel: Callable[..., Any]) -> Iterator[None]:
-    """These operations of aten have a CUDA kernel until the block ends."""
+    """Within the block, `kernel` is the CUDA kernel of these operations of aten."""
     library: Any = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
     try:
         for name in names:
             library.impl(name, kernel)
         yield
     finally:
-        _of(library, "_destroy")()
+        _get(library, "_destroy")()
 
 
 def name_of_truncated_normal() -> str:
-    """The name of the function of `torch.nn.init` that draws for `trunc_normal_`."""
+    """Return the name of the function of `torch.nn.init` that implements `trunc_normal_`."""
     name = "_no_grad_trunc_normal_"
-    _of(nn.init, name)
+    _get(nn.init, name)
     return name
 
 
@@ -399,60 +401,63 @@ def name_of_truncated_normal() -> str:
 
 
 def forward_hooks(module: nn.Module) -> tuple[int, int]:
-    """How many hooks look at a module's forward pass: before it, after it."""
-    return len(_of(module, "_forward_pre_hooks")), len(_of(module, "_forward_hooks"))
+    """Return the numbers of forward pre-hooks and forward hooks of a module."""
+    return len(_get(module, "_forward_pre_hooks")), len(_get(module, "_forward_hooks"))
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at a module's forward or backward pass."""
+    """Whether a module has forward or backward hooks."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(_of(module, name) for name in names)
+    return any(_get(module, name) for name in names)
 
 
 def gradient_hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
-    """The functions that get a tensor's gradient, by `register_hook` and `register_post_accumulate_grad_hook`."""
-    registered = (_of(tensor, "_backward_hooks"), _of(tensor, "_post_accumulate_grad_hooks"))
+    """Return a tensor's gradient hooks, of `register_hook` and `register_post_accumulate_grad_hook`."""
+    registered = (
+        _get(tensor, "_backward_hooks"),
+        _get(tensor, "_post_accumulate_grad_hooks"),
+    )
     return [hook for hooks in registered for hook in (hooks or {}).values()]
 
 
 def any_global_hook() -> bool:
-    """Whether somebody looks at the passes of all modules."""
-    return bool(_find("torch.nn.modules.module._has_any_global_hook")())
+    """Whether hooks are registered for all modules."""
+    return bool(_resolve("torch.nn.modules.module._has_any_global_hook")())
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What `Module.compile` made, which is called in place of the module; None for one that is not compiled."""
-    return _of(module, "_compiled_call_impl")
+    """Return the compiled call that `Module.compile` set; None for a module that is not compiled."""
+    return _get(module, "_compiled_call_impl")
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
-    """Have something called in place of the module; None ends it. torch has nothing public that undoes `compile`."""
-    _put(module, "_compiled_call_impl", call)
+    """Set what is called in place of the module; None undoes `compile`, for which torch has nothing public."""
+    _set(module, "_compiled_call_impl", call)
 
 
 @contextmanager
 def compiled_call_set(module: nn.Module, call: Any) -> Iterator[None]:
-    """`set_compiled_call` until the block ends."""
-    with _put_meanwhile(module, "_compiled_call_impl", call):
+    """Apply `set_compiled_call` within the block."""
+    with _set_meanwhile(module, "_compiled_call_impl", call):
         yield
 
 
-def inside_compiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given."""
-    inner: nn.Module = _of(module, "_orig_mod")
+def original_module_of(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` was given."""
+    inner: nn.Module = _get(module, "_orig_mod")
     return inner
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of the buffers of one module that `state_dict` leaves out."""
-    names: set[str] = _of(module, "_non_persistent_buffers_set")
+    """Return the names of the buffers of one module that `state_dict` leaves out."""
+    names: set[str] = _get(module, "_non_persistent_buffers_set")
     return names
 
 
 @contextmanager
 def module_apply_replaced(apply: Callable[..., nn.Module]) -> Iterator[None]:
-    """`apply(module, change, recurse)` does what `Module.to` and its like do, until the block ends."""
-    with _put_meanwhile(nn.Module, "_apply", apply):
+    """Within the block, `apply(module, change, recurse)` replaces `Module._apply`, on which `Module.to` is built."""
+    with _set_meanwhile(nn.Module, "_apply", apply):
         yield
 
 
@@ -460,31 +465,31 @@ def module_apply_replaced(apply: Callable[..., nn.Module]) -> Iterator[None]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody looks at an optimizer's steps."""
-    return bool(_of(optimizer, "_optimizer_step_pre_hooks") or _of(optimizer, "_optimizer_step_post_hooks"))
+    """Whether an optimizer has step hooks."""
+    return bool(_get(optimizer, "_optimizer_step_pre_hooks") or _get(optimizer, "_optimizer_step_post_hooks"))
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Else torch's schedules warn that the optimizer has not stepped before them."""
+    """Mark an optimizer as stepped, so that torch's schedulers do not warn that they step before it."""
     setattr(optimizer, "_opt_called", True)  # noqa: B010  # torch sets it on the object, too
 
 
 def schedule_steps(schedule: Any) -> int | None:
-    """How often a schedule of torch has stepped; None for another library's."""
+    """Return how often a scheduler of torch has stepped; None for a scheduler of another library without a count."""
     if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
-        return int(_of(schedule, "_step_count"))
+        return int(_get(schedule, "_step_count"))
     steps: int | None = getattr(schedule, "_step_count", None)
     return steps
 
 
 def count_schedule_step(schedule: Any) -> None:
-    """Count a step that the schedule did not make."""
+    """Count a step that the scheduler did not make."""
     schedule._step_count += 1
 
 
-def samples_asked_for(sampler: Any) -> int | None:
-    """`num_samples` as it was given to a `RandomSampler`; the public property has the data set's length for None."""
-    count: int | None = _of(sampler, "_num_samples")
+def sampler_num_samples(sampler: Any) -> int | None:
+    """Return `num_samples` as given to a `RandomSampler`; the public property never is None."""
+    count: int | None = _get(sampler, "_num_samples")
     return count
 
 
@@ -492,74 +497,74 @@ def samples_asked_for(sampler: Any) -> int | None:
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group by whose name an operation sends."""
-    group: dist.ProcessGroup = _find("torch.distributed.distributed_c10d._resolve_process_group")(name)
+    """Return the process group of a name."""
+    group: dist.ProcessGroup = _resolve("torch.distributed.distributed_c10d._resolve_process_group")(name)
     return group
 
 
 def is_group_name(name: str) -> bool:
-    """Whether this is the name of a process group."""
-    return name in _find("torch.distributed.distributed_c10d._world").pg_names.values()
+    """Whether a process group has this name."""
+    return name in _resolve("torch.distributed.distributed_c10d._world").pg_names.values()
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The ranks of a mesh in one row."""
-    row: DeviceMesh = _of(mesh, "_flatten")(name)
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a one-dimensional mesh over the ranks of a mesh."""
+    row: DeviceMesh = _get(mesh, "_flatten")(name)
     return row
 
 
-def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """The axes of several meshes in one."""
-    mesh: DeviceMesh = _of(DeviceMesh, "_concatenate")(meshes)
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return one mesh with the axes of several."""
+    mesh: DeviceMesh = _get(DeviceMesh, "_concatenate")(meshes)
     return mesh
 
 
 def flight_recorder(device: torch.device) -> Callable[[bool, bool], str] | None:
-    """torch's record of the last collectives, as a function that gives JSON; None in builds that keep none."""
+    """Return the function that dumps torch's flight recorder as JSON; None in builds without one."""
     bindings: Any = getattr(torch._C, "_distributed_c10d", None)
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json") if device.type == "cuda" else ("_dump_fr_trace_json",)
-    found = (getattr(bindings, name, None) for name in names)
-    return next((function for function in found if function is not None), None)
+    functions = (getattr(bindings, name, None) for name in names)
+    return next((function for function in functions if function is not None), None)
 
 
-def set_allocator(settings: str) -> None:
-    """What `PYTORCH_ALLOC_CONF` sets, which is read only once."""
-    _find("torch._C._accelerator_setAllocatorSettings")(settings)
+def set_allocator_settings(settings: str) -> None:
+    """Change the settings of `PYTORCH_ALLOC_CONF`, which torch reads only once."""
+    _resolve("torch._C._accelerator_setAllocatorSettings")(settings)
 
 
-def split_products_around_collectives(group_name: str) -> None:
-    """Async tensor parallelism, in what inductor compiles from now on."""
-    _put(_find("torch._inductor.config"), "_micro_pipeline_tp", True)
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):  # from then on it does so itself
-        _find("torch.distributed._symmetric_memory.enable_symm_mem_for_group")(group_name)
+def enable_async_tensor_parallel(group_name: str) -> None:
+    """Turn on async tensor parallelism in what inductor compiles from now on."""
+    _set(_resolve("torch._inductor.config"), "_micro_pipeline_tp", True)
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13):  # from then on it does so itself
+        _resolve("torch.distributed._symmetric_memory.enable_symm_mem_for_group")(group_name)
 
 
 # ---- DTensor; see [Note: DTensor is loaded late], `plait/distributed/dtensor.py`
 
 
 def dtensor_of(local: Tensor, whole: Any) -> Any:
-    """A local tensor as part of a whole that is spread like another, left on the device where it is."""
+    """Return a local tensor as a DTensor with the mesh and placements of `whole`, on the device where it is."""
     spec = "torch.distributed.tensor._dtensor_spec"
-    meta = _find(f"{spec}.TensorMeta")(whole.shape, whole.stride(), local.dtype)
-    spread = _find(f"{spec}.DTensorSpec")(whole.device_mesh, whole.placements, meta)
-    return _find("torch.distributed.tensor.DTensor")(local, spread, requires_grad=False)
+    meta = _resolve(f"{spec}.TensorMeta")(whole.shape, whole.stride(), local.dtype)
+    spread = _resolve(f"{spec}.DTensorSpec")(whole.device_mesh, whole.placements, meta)
+    return _resolve("torch.distributed.tensor.DTensor")(local, spread, requires_grad=False)
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The part of a DTensor that this rank holds, without an operation that autograd or a plan would see."""
-    local: Tensor = _of(tensor, "_local_tensor")
+    """Return this rank's local tensor of a DTensor, without an operation that autograd or a plan would see."""
+    local: Tensor = _get(tensor, "_local_tensor")
     return local
 
 
 @contextmanager
-def around_shape_questions(asked: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """DTensor computes, on whole tensors, what shape a result would have; `asked` wraps that until the block ends."""
+def wrap_tensor_meta_propagation(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within the block, `around` wraps DTensor's computation of output shapes, which it does on unsharded tensors."""
     module = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if module is None:
         yield
         return
     name = "_propagate_tensor_meta_non_cached"
-    with _put_meanwhile(module.ShardingPropagator, name, asked(_of(module.ShardingPropagator, name))):
+    with _set_meanwhile(module.ShardingPropagator, name, around(_get(module.ShardingPropagator, name))):
         yield
 
 
@@ -567,214 +572,216 @@ def around_shape_questions(asked: Callable[[Callable[..., Any]], Callable[..., A
 
 
 def fsdp_state(module: object) -> Any:
-    """What `fully_shard` keeps about a module; None for one that it did not shard."""
+    """Return the `FSDPState` of a module; None for a module that `fully_shard` did not wrap."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(module, fsdp.FSDPModule):
         return None
-    return _of(module, "_get_fsdp_state")()
+    return _get(module, "_get_fsdp_state")()
 
 
-def fsdp_groups(state: Any) -> list[Any]:
-    """The parameters that a sharded module gathers together, as `FSDPParamGroup`s; torch 2.11 has one at most."""
+def fsdp_param_groups(state: Any) -> list[Any]:
+    """Return the `FSDPParamGroup`s of a state; torch 2.11 has one at most."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
-        group = _of(state, "_fsdp_param_group")
+        group = _get(state, "_fsdp_param_group")
         groups = [] if group is None else [group]
     return list(groups)
 
 
-def fsdp_group(module: object) -> Any:
-    """The one group of a sharded module; None where it has no parameters of its own, or is not sharded.
+def fsdp_param_group(module: object) -> Any:
+    """Return the `FSDPParamGroup` of a module; None if it has no parameters of its own, or is not sharded.
 
-    A module has several only where its parameters are spread over different meshes, as no parameters of Plait are.
+    A module has several groups only if its parameters lie on different meshes, which Plait never does.
     """
     state = fsdp_state(module)
-    groups = [] if state is None else fsdp_groups(state)
-    assert len(groups) <= 1, "the parameters of a unit lie on one mesh"
+    groups = [] if state is None else fsdp_param_groups(state)
+    assert len(groups) <= 1, "the parameters of a wrapped module lie on one mesh"
     return groups[0] if groups else None
 
 
 def fsdp_params(group: Any) -> list[Any]:
-    """The parameters of a group, as `FSDPParam`s."""
-    return list(_of(group, "fsdp_params"))
+    """Return the `FSDPParam`s of a group."""
+    return list(_get(group, "fsdp_params"))
 
 
-def fsdp_part(param: Any) -> nn.Parameter:
-    """This rank's part of a parameter."""
-    part: nn.Parameter = _of(param, "sharded_param")
-    return part
+def fsdp_sharded_param(param: Any) -> nn.Parameter:
+    """Return the sharded parameter, a DTensor."""
+    shard: nn.Parameter = _get(param, "sharded_param")
+    return shard
 
 
-def fsdp_part_sizes(param: Any) -> tuple[torch.Size, int]:
-    """The shape of this rank's part of a parameter, and its elements with the padding that all ranks have."""
-    return _of(param, "sharded_size"), _of(param, "padded_sharded_param_size").numel()
+def fsdp_sharded_sizes(param: Any) -> tuple[torch.Size, int]:
+    """Return the shape of this rank's shard, and the elements of the padded shard, equal on all ranks."""
+    return _get(param, "sharded_size"), _get(param, "padded_sharded_param_size").numel()
 
 
-def fsdp_is_gathered(group: Any) -> bool:
-    """Whether the modules hold the whole parameters of a group."""
-    return bool(_of(group, "is_unsharded"))
+def fsdp_is_unsharded(group: Any) -> bool:
+    """Whether the modules hold the unsharded parameters of a group."""
+    return bool(_get(group, "is_unsharded"))
 
 
-def fsdp_is_apart(group: Any) -> bool:
-    """Whether the modules hold this rank's parts of the parameters of a group."""
-    return bool(_of(group, "is_sharded"))
+def fsdp_is_sharded(group: Any) -> bool:
+    """Whether the modules hold the sharded parameters of a group."""
+    return bool(_get(group, "is_sharded"))
 
 
-def fsdp_gather(group: Any) -> None:
-    """Gather the parameters of a group, and wait for them."""
-    _of(group, "unshard")()
-    fsdp_wait(group)
+def fsdp_unshard(group: Any) -> None:
+    """All-gather the parameters of a group, and wait for them."""
+    _get(group, "unshard")()
+    fsdp_wait_for_unshard(group)
 
 
-def fsdp_wait(group: Any) -> None:
-    """Wait for the parameters of a group that are on their way, and put them into the modules."""
-    _of(group, "wait_for_unshard")()
+def fsdp_wait_for_unshard(group: Any) -> None:
+    """Wait for the pending all-gather of a group, and register the unsharded parameters on the modules."""
+    _get(group, "wait_for_unshard")()
 
 
-def fsdp_let_go(group: Any) -> None:
-    """Free the whole parameters of a group."""
-    _of(group, "reshard")()
+def fsdp_reshard(group: Any) -> None:
+    """Free the unsharded parameters of a group, and register the sharded ones."""
+    _get(group, "reshard")()
 
 
-def fsdp_reduces(group: Any) -> bool:
-    """Whether the next backward pass of a group reduces its gradients."""
-    return bool(_of(group, "reduce_grads"))
+def fsdp_reduces_grads(group: Any) -> bool:
+    """Whether the next backward pass of a group reduce-scatters its gradients."""
+    return bool(_get(group, "reduce_grads"))
 
 
-def fsdp_around_gathering(group: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call these before the parameters of a group are gathered, and once they have been waited for."""
-    gather, wait = _of(group, "unshard"), _of(group, "wait_for_unshard")
+def fsdp_wrap_unshard(group: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` before the all-gather of a group, and `after` once it has been waited for."""
+    unshard, wait_for_unshard = _get(group, "unshard"), _get(group, "wait_for_unshard")
 
-    def begin(async_op: bool = False) -> None:
+    def wrapped_unshard(async_op: bool = False) -> None:
         before()
-        gather(async_op)
+        unshard(async_op)
 
-    def finish() -> None:
-        wait()
+    def wrapped_wait() -> None:
+        wait_for_unshard()
         after()
 
-    _put(group, "unshard", begin)
-    _put(group, "wait_for_unshard", finish)
+    _set(group, "unshard", wrapped_unshard)
+    _set(group, "wait_for_unshard", wrapped_wait)
 
 
-def fsdp_around_reduction(group: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap what a group does after its backward pass: its gradients are reduced, and whole parameters freed."""
-    _put(group, "post_backward", around(_of(group, "post_backward")))
+def fsdp_wrap_post_backward(group: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap the group's `post_backward`, which reshards it and reduce-scatters its gradients."""
+    _set(group, "post_backward", around(_get(group, "post_backward")))
 
 
-def fsdp_fill_gradients(group: Any) -> None:
-    """Give zeros to the parameters of a group that have no gradient, in the format in which the others are summed."""
-    params = [each for each in fsdp_params(group) if fsdp_whole(each) is not None]
-    params = [each for each in params if _of(each, "unsharded_param").requires_grad]
-    summed = any(fsdp_summed_gradient(each) is not None for each in params)
-    for each in params:
-        whole = _of(each, "unsharded_param")
-        if fsdp_summed_gradient(each) is not None or (whole.grad is not None and not summed):
+def fsdp_fill_unused_grads(group: Any) -> None:
+    """Give the parameters of a group without a gradient zeros, in the dtype in which the others are accumulated."""
+    params = [param for param in fsdp_params(group) if fsdp_unsharded_param(param) is not None]
+    params = [param for param in params if _get(param, "unsharded_param").requires_grad]
+    summed = any(fsdp_unsharded_accumulated_grad(param) is not None for param in params)
+    for param in params:
+        unsharded = _get(param, "unsharded_param")
+        if fsdp_unsharded_accumulated_grad(param) is not None or (unsharded.grad is not None and not summed):
             continue
-        grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
-        whole.grad = None if summed else grad
-        _put(each, "unsharded_accumulated_grad", grad.to(_of(each, "reduce_dtype")) if summed else None)
+        grad = torch.zeros_like(unsharded) if unsharded.grad is None else unsharded.grad
+        unsharded.grad = None if summed else grad
+        _set(param, "unsharded_accumulated_grad", grad.to(_get(param, "reduce_dtype")) if summed else None)
 
 
-def fsdp_summed_gradient(param: Any) -> Tensor | None:
-    """The gradient of the whole parameter, summed over micro-batches."""
-    grad: Tensor | None = _later(param, "unsharded_accumulated_grad")
+def fsdp_unsharded_accumulated_grad(param: Any) -> Tensor | None:
+    """Return the gradient of the unsharded parameter, accumulated over micro-batches; None if there is none."""
+    grad: Tensor | None = _get_later(param, "unsharded_accumulated_grad")
     return grad
 
 
-def fsdp_gathered_memory(param: Any) -> list[Tensor]:
-    """The memory that a parameter was gathered into."""
-    return list(_later(param, "all_gather_outputs") or ())
+def fsdp_all_gather_outputs(param: Any) -> list[Tensor]:
+    """Return the buffers that a parameter was all-gathered into."""
+    return list(_get_later(param, "all_gather_outputs") or ())
 
 
-def fsdp_start(module: object) -> None:
-    """What a sharded module does before its first forward pass."""
-    _of(fsdp_state(module), "_lazy_init")()
+def fsdp_lazy_init(module: object) -> None:
+    """Do the lazy initialization of a sharded module, as before its first forward pass."""
+    _get(fsdp_state(module), "_lazy_init")()
 
 
 def fsdp_is_root(state: Any) -> bool:
-    """Whether a module is the outermost that is sharded."""
-    return bool(_of(state, "_is_root"))
+    """Whether a state is that of the FSDP root."""
+    return bool(_get(state, "_is_root"))
 
 
-def fsdp_in_use(state: Any) -> bool:
-    """Whether a module runs, forwards or backwards."""
-    return bool(_of(state, "_training_state").name != "IDLE")
+def fsdp_in_forward_or_backward(state: Any) -> bool:
+    """Whether a module is in its forward or backward pass."""
+    return bool(_get(state, "_training_state").name != "IDLE")
 
 
-def fsdp_goes_forward(state: Any) -> bool:
-    """Whether the model that a module belongs to is in its forward pass."""
-    return _of(_of(state, "_state_ctx"), "iter_forward_root") is not None
+def fsdp_root_in_forward(state: Any) -> bool:
+    """Whether the FSDP root of a state is in its forward pass."""
+    return _get(_get(state, "_state_ctx"), "iter_forward_root") is not None
 
 
-def fsdp_expect_backward(state: Any, output: Any) -> None:
-    """Have a module gather its weights when the gradient of this output comes."""
-    _of(state, "_register_pre_backward_hook")(output)
+def fsdp_register_pre_backward_hook(state: Any, output: Any) -> None:
+    """Have a module all-gather its parameters when the gradient of this output is computed."""
+    _get(state, "_register_pre_backward_hook")(output)
 
 
-def fsdp_around_outputs(state: Any, around: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Wrap the function that gets what a module returns, and hooks its gradient."""
+def fsdp_wrap_register_pre_backward_hook(
+    state: Any, around: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
+) -> None:
+    """Wrap the method that receives a module's outputs, and registers the pre-backward hook on them."""
     name = "_register_pre_backward_hook"
-    _put(state, name, around(_of(state, name)))
+    _set(state, name, around(_get(state, name)))
 
 
-def fsdp_around_backward(
+def fsdp_wrap_backward_callbacks(
     state: Any,
     begin: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
     end: Callable[[Callable[[], None]], Callable[[], None]],
 ) -> None:
-    """Wrap what a module does before its backward pass, and what the root does after the last one."""
+    """Wrap a module's pre-backward with `begin`, and the root's final callback after the backward pass with `end`."""
     for name, around in (("_pre_backward", begin), ("_root_post_backward_final_callback", end)):
-        _put(state, name, around(_of(state, name)))
+        _set(state, name, around(_get(state, name)))
 
 
-def fsdp_end_of_backward(state: Any) -> Callable[[], None]:
-    """Called within a backward pass: has the gradients of all modules completed at its end."""
-    finish: Callable[[], None] = _of(state, "_register_root_post_backward_final_callback")
+def fsdp_register_post_backward_final_callback(state: Any) -> Callable[[], None]:
+    """Return the function that, called within a backward pass, queues the root's final callback at its end."""
+    finish: Callable[[], None] = _get(state, "_register_root_post_backward_final_callback")
     return finish
 
 
-def fsdp_begin_anew(root: Any) -> None:
-    """The modules that have begun a backward pass begin again with the next one; nothing that was gathered goes."""
-    context = _of(root, "_state_ctx")
-    for state in _of(context, "all_states"):
-        for part in (state, *fsdp_groups(state)):
-            stage = _of(part, "_training_state")
-            if stage.name == "PRE_BACKWARD":
-                _put(part, "_training_state", type(stage).IDLE)
-    _put(context, "post_backward_final_callback_queued", False)
+def fsdp_reset_pre_backward_states(root: Any) -> None:
+    """Set the modules in `PRE_BACKWARD` back to `IDLE` for the next backward pass; nothing reshards."""
+    context = _get(root, "_state_ctx")
+    for state in _get(context, "all_states"):
+        for owner in (state, *fsdp_param_groups(state)):
+            training_state = _get(owner, "_training_state")
+            if training_state.name == "PRE_BACKWARD":
+                _set(owner, "_training_state", type(training_state).IDLE)
+    _set(context, "post_backward_final_callback_queued", False)
 
 
-def fsdp_gathers(group: Any) -> bool:
-    """Whether a group's parameters are on their way."""
-    return _of(group, "_all_gather_result") is not None
+def fsdp_has_all_gather_result(group: Any) -> bool:
+    """Whether an all-gather of a group is pending."""
+    return _get(group, "_all_gather_result") is not None
 
 
 def fsdp_state_dict_hooks(group: Any) -> list[Any]:
-    """The handles of the hooks by which `state_dict` shows parts, and `load_state_dict` looks at them."""
+    """Return the handles of the hooks that reshard a group for `state_dict` and `load_state_dict`."""
     before = ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle")
-    handles = [_of(param, "_post_load_hook_handle") for param in fsdp_params(group)]
-    return handles + list(chain.from_iterable(_of(group, name).values() for name in before))
+    handles = [_get(param, "_post_load_hook_handle") for param in fsdp_params(group)]
+    return handles + list(chain.from_iterable(_get(group, name).values() for name in before))
 
 
-def fsdp_reduced_in_order(group: Any) -> list[Any]:
-    """The parameters of a group in the order in which their gradients are reduced; torch 2.15 chooses one."""
+def fsdp_params_in_reduce_order(group: Any) -> list[Any]:
+    """Return the `FSDPParam`s of a group in the order of the reduce-scatter, which torch 2.15 chooses itself."""
     params = fsdp_params(group)
     return [params[index] for index in getattr(group, "_reduce_scatter_param_indices", range(len(params)))]
 
 
-def fsdp_sums_any_formats() -> bool:
-    """Whether `set_reduce_scatter_unused_params` works where the gradients of a group have several formats.
+def fsdp_accumulates_mixed_dtypes() -> bool:
+    """Whether `set_reduce_scatter_unused_params` works if the gradients of a group have several dtypes.
 
-    From torch 2.15 on the sum over micro-batches is the gradient of the gathered parameter itself. Before, it lay apart
-    (`unsharded_accumulated_grad`), in the format of the sum, beside new gradients in another.
+    From torch 2.15 on, micro-batches accumulate in the `.grad` of the unsharded parameter. Before, they accumulated in
+    an attribute of its own (`unsharded_accumulated_grad`), in the reduce dtype, beside new gradients in another.
     """
-    kind = _find("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam")
-    return isinstance(vars(kind).get("unsharded_accumulated_grad"), property)
+    fsdp_param = _resolve("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam")
+    return isinstance(vars(fsdp_param).get("unsharded_accumulated_grad"), property)
 
 
-def fsdp_hold_back(root: Any) -> None:
-    """Before the first of several backward passes: their gradients wait for `fsdp_reduce`."""
+def fsdp_defer_reduce(root: Any) -> None:
+    """Before the first of several backward passes: defer the reduction of gradients to `fsdp_reduce_deferred`."""
     root.set_is_last_backward(False)
     root.set_reshard_after_backward(False)
     root.set_requires_gradient_sync(False)
@@ -782,11 +789,11 @@ def fsdp_hold_back(root: Any) -> None:
         root.set_manual_backward_finalization(True)
 
 
-def fsdp_reduce(root: Any) -> None:
-    """Reduce the gradients of the backward passes since `fsdp_hold_back`, and let go of whole parameters."""
+def fsdp_reduce_deferred(root: Any) -> None:
+    """Reduce the gradients of the backward passes since `fsdp_defer_reduce`, and reshard."""
     if not hasattr(root, "finalize_backward"):
-        stage: Any = SimpleNamespace(submod=root)  # torch's own; of the stage it reads the module alone
-        _find("torch.distributed.pipelining.PipelineStage").perform_reduce_grad(stage, 1)
+        stage: Any = SimpleNamespace(submod=root)  # torch's method reads only the module of its stage
+        _resolve("torch.distributed.pipelining.PipelineStage").perform_reduce_grad(stage, 1)
         return
     root.set_is_last_backward(True)
     root.set_requires_gradient_sync(True)
@@ -795,106 +802,106 @@ def fsdp_reduce(root: Any) -> None:
     root.set_manual_backward_finalization(False)
 
 
-def fsdp_shard_data(param: Any) -> Tensor:
-    """The flat memory of this rank's part of a parameter, with its padding."""
-    data: Tensor = _of(param, "_sharded_param_data")
+def fsdp_sharded_param_data(param: Any) -> Tensor:
+    """Return the flat buffer of this rank's shard of a parameter, with its padding."""
+    data: Tensor = _get(param, "_sharded_param_data")
     return data
 
 
-def fsdp_keep_part(param: Any) -> None:
-    """Have torch not look, before a parameter's first use, whether its part is still the tensor that was cut."""
-    _put(param, "reset_sharded_param", lambda: None)
+def fsdp_disable_reset_sharded_param(param: Any) -> None:
+    """Disable torch's check, at lazy initialization, that the sharded parameter is still the tensor it created."""
+    _set(param, "reset_sharded_param", lambda: None)
 
 
-def fsdp_copy_in_stream(group: Any) -> Any:
-    """The stream on which the parts of a group are read to be gathered; None before the first forward pass."""
-    return _later(_of(group, "comm_ctx"), "all_gather_copy_in_stream")
+def fsdp_all_gather_copy_in_stream(group: Any) -> Any:
+    """Return the stream that copies the shards of a group into the all-gather; None before the first forward pass."""
+    return _get_later(_get(group, "comm_ctx"), "all_gather_copy_in_stream")
 
 
-def fsdp_whole(param: Any) -> Tensor | None:
-    """The gathered parameter; None before it is gathered for the first time, when torch has no such attribute."""
-    whole: Tensor | None = _later(param, "_unsharded_param")
-    return whole
+def fsdp_unsharded_param(param: Any) -> Tensor | None:
+    """Return the unsharded parameter; None before the first all-gather, when torch has no such attribute."""
+    unsharded: Tensor | None = _get_later(param, "_unsharded_param")
+    return unsharded
 
 
-def fsdp_after_gathering(param: Any, then: Callable[[Tensor, nn.Parameter], None]) -> None:
-    """Call `then` with this rank's part and the whole parameter, each time that the whole has been made."""
-    gather = _of(param, "init_unsharded_param")
+def fsdp_after_init_unsharded_param(param: Any, then: Callable[[Tensor, nn.Parameter], None]) -> None:
+    """Call `then(sharded, unsharded)` each time that an unsharded parameter has been created."""
+    init_unsharded = _get(param, "init_unsharded_param")
 
-    def gather_and_tell() -> None:
-        gather()
-        whole = fsdp_whole(param)
-        assert isinstance(whole, nn.Parameter)
-        then(fsdp_part(param), whole)
+    def init_and_call() -> None:
+        init_unsharded()
+        unsharded = fsdp_unsharded_param(param)
+        assert isinstance(unsharded, nn.Parameter)
+        then(fsdp_sharded_param(param), unsharded)
 
-    _put(param, "init_unsharded_param", gather_and_tell)
+    _set(param, "init_unsharded_param", init_and_call)
 
 
-def fsdp_shown(param: Any) -> Any:
-    """What a module has in a parameter's place: the part, or the whole."""
-    info = _of(param, "_module_info")
+def fsdp_module_param(param: Any) -> Any:
+    """Return the parameter that is registered on the module: the sharded or the unsharded one."""
+    info = _get(param, "_module_info")
     return info.module._parameters[info.param_name]
 
 
-def fsdp_show(param: Any, value: Any) -> None:
-    """Put something in a parameter's place, in all modules that have it."""
-    _of(param, "_setattr_on_modules")(value)
+def fsdp_set_module_param(param: Any, value: Any) -> None:
+    """Register `value` as the parameter, on all modules that share it."""
+    _get(param, "_setattr_on_modules")(value)
 
 
 def module_wrap_classes(policy: Any) -> Iterable[type[nn.Module]]:
-    """The classes of a `torch.distributed.fsdp.wrap.ModuleWrapPolicy`."""
-    classes: Iterable[type[nn.Module]] = _of(policy, "_module_classes")
+    """Return the classes of a `torch.distributed.fsdp.wrap.ModuleWrapPolicy`."""
+    classes: Iterable[type[nn.Module]] = _get(policy, "_module_classes")
     return classes
 
 
 # ---- FullyShardedDataParallel, which ColossalAI's `torch_fsdp` plugin wraps a model in
 
 
-def flat_place(model: Any, param: Any) -> tuple[Any, torch.Size]:
-    """Where a parameter lies in the flat one of its model, and its shape."""
-    flat = _of(model, "_flat_param")
-    index = next(index for index, each in enumerate(_of(flat, "_params")) if each is param)
-    return _of(flat, "_shard_param_infos")[index], _of(flat, "_shapes")[index]
+def flat_param_shard_info(model: Any, param: Any) -> tuple[Any, torch.Size]:
+    """Return where a parameter lies in its model's `FlatParameter`, and its shape."""
+    flat = _get(model, "_flat_param")
+    index = next(index for index, other in enumerate(_get(flat, "_params")) if other is param)
+    return _get(flat, "_shard_param_infos")[index], _get(flat, "_shapes")[index]
 
 
-def flat_let_go(model: Any) -> None:
-    """Free the whole of a flat parameter that a forward pass without a backward pass leaves behind."""
-    handle = _of(model, "_handle")
+def flat_param_reshard(model: Any) -> None:
+    """Free the unsharded flat parameter that a forward pass without a backward pass leaves allocated."""
+    handle = _get(model, "_handle")
     if hasattr(handle.flat_param, "_local_shard"):  # not before the first forward pass
         handle.reshard(free_unsharded_flat_param=True)
         handle.post_reshard()
 
 
-# ---- CUDA where there is none
+# ---- Simulated CUDA, on a machine without a GPU
 
-# [Note: tables of C++] torch lets Python be the device guard of a backend of its own (PrivateUse1), and nothing else
-# answers for CUDA from Python: names of CUDA are refused for that backend, and autograd asks C++. So two tables are
-# changed for a while: the list of device guards, and the virtual functions of the object that says whether CUDA is
-# there. Where a function stands in the latter is read from the headers that torch is installed with, and compared with
-# the size that the table has in the library; whatever does not fit is refused before anything is written.
+# [Note: tables of C++] torch lets Python implement the device guard of a custom backend (PrivateUse1), but not of CUDA:
+# that backend may not be named `cuda`, and autograd asks C++. So two tables are changed for a while: the registry of
+# device guards, and the virtual function table of the object that reports whether CUDA is available. The index of a
+# function in the latter is read from the headers that torch is installed with, and the size is compared with that of
+# the table in the library; a mismatch is refused before anything is written.
 
 _HOOKS = ("AcceleratorHooksInterface", "CUDAHooksInterface")
 _GUARDS_SYMBOL = "_ZN3c104impl26device_guard_impl_registryE"
-_TABLE_SYMBOL = "_ZTVN2at18CUDAHooksInterfaceE"
-_WORD = ctypes.sizeof(ctypes.c_void_p)
+_HOOKS_SYMBOL = "_ZTVN2at18CUDAHooksInterfaceE"
+_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
 
 @contextmanager
-def python_guards_cuda() -> Iterator[None]:
-    """A device guard of which nothing happens takes the place of that of CUDA, until the block ends."""
-    kinds = _find("torch._C._autograd.DeviceType")
+def cuda_device_guard_replaced() -> Iterator[None]:
+    """Within the block, a device guard that does nothing replaces that of CUDA."""
+    device_type = _resolve("torch._C._autograd.DeviceType")
 
-    class Guard(_find("torch._C._acc.DeviceGuard")):  # type: ignore[misc]
+    class Guard(_resolve("torch._C._acc.DeviceGuard")):  # type: ignore[misc]
         def type_(self) -> Any:
-            return kinds.CUDA
+            return device_type.CUDA
 
     guards = device_guards()
-    cuda, private = int(kinds.CUDA), int(kinds.PrivateUse1)
+    cuda, private = int(device_type.CUDA), int(device_type.PrivateUse1)
     if not cuda < private < len(guards):
         raise _cannot_simulate(f"its list of device guards has {len(guards)} places")
     before = guards[cuda], guards[private]
     guard = Guard()
-    _find("torch._C._acc.register_python_privateuseone_device_guard")(guard)
+    _resolve("torch._C._acc.register_python_privateuseone_device_guard")(guard)
     guards[cuda], guards[private] = guards[private], before[1]
     try:
         yield
@@ -904,47 +911,47 @@ def python_guards_cuda() -> Iterator[None]:
 
 @contextmanager
 def cuda_never_initialized() -> Iterator[None]:
-    """`torch.cuda` does not load a driver until the block ends."""
-    with _put_meanwhile(torch.cuda, "_lazy_init", lambda: None):
+    """Within the block, `torch.cuda` does not load a driver."""
+    with _set_meanwhile(torch.cuda, "_lazy_init", lambda: None):
         yield
 
 
 def device_guards() -> Any:
-    """torch's list of device guards, by the number of the kind of device."""
-    address, size = _table("c10", _GUARDS_SYMBOL)
-    return (ctypes.c_void_p * (size // _WORD)).from_address(address)
+    """Return torch's registry of device guards, indexed by device type."""
+    address, size = _symbol_table("c10", _GUARDS_SYMBOL)
+    return (ctypes.c_void_p * (size // _POINTER_BYTES)).from_address(address)
 
 
 @contextmanager
-def cuda_hooks_say_yes() -> Iterator[None]:
-    """torch's C++ side takes CUDA for there, until the block ends."""
-    places, count = cuda_hooks_layout()
-    find = getattr(_library("torch_cpu"), "_ZN2at6detail12getCUDAHooksEv", None)
-    if find is None:
+def cuda_reported_available() -> Iterator[None]:
+    """Within the block, torch's C++ side reports CUDA as available."""
+    indices, count = cuda_hooks_layout()
+    get_hooks = getattr(_library("torch_cpu"), "_ZN2at6detail12getCUDAHooksEv", None)
+    if get_hooks is None:
         raise _cannot_simulate("libtorch_cpu has no at::detail::getCUDAHooks")
-    find.restype = ctypes.c_void_p
-    shown = ctypes.c_void_p.from_address(find())
-    before = shown.value
+    get_hooks.restype = ctypes.c_void_p
+    pointer = ctypes.c_void_p.from_address(get_hooks())
+    before = pointer.value
     assert before is not None
-    # Before the functions are two words about the class of the object.
-    words = (ctypes.c_void_p * (2 + count)).from_buffer_copy(
-        (ctypes.c_void_p * (2 + count)).from_address(before - 2 * _WORD)
+    # Two pointers about the class of the object precede the functions.
+    table = (ctypes.c_void_p * (2 + count)).from_buffer_copy(
+        (ctypes.c_void_p * (2 + count)).from_address(before - 2 * _POINTER_BYTES)
     )
-    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
-    for place in places:
-        words[2 + place] = ctypes.cast(yes, ctypes.c_void_p).value
-    shown.value = ctypes.addressof(words) + 2 * _WORD
+    always_true = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
+    for index in indices:
+        table[2 + index] = ctypes.cast(always_true, ctypes.c_void_p).value
+    pointer.value = ctypes.addressof(table) + 2 * _POINTER_BYTES
     try:
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != "cuda":
             raise _cannot_simulate("it still finds no CUDA")
         yield
     finally:
-        shown.value = before
+        pointer.value = before
 
 
 def cuda_hooks_layout() -> tuple[list[int], int]:
-    """Where `isBuilt`, `isAvailable` and `hasPrimaryContext` stand in the table of CUDA's hooks, and its length."""
+    """Return the indices of `isBuilt`, `isAvailable`, `hasPrimaryContext` in the CUDA hooks table, and its length."""
     folder = Path(torch.__file__).parent / "include" / "ATen" / "detail"
     functions: list[str] = []
     for name in _HOOKS:
@@ -952,22 +959,22 @@ def cuda_hooks_layout() -> tuple[list[int], int]:
             text = (folder / f"{name}.h").read_text(encoding="utf-8")
         except OSError as error:
             raise _cannot_simulate(f"{error.filename}: {error.strerror}") from None
-        functions += [each for each in _virtual_functions(text) if each not in functions]
+        functions += [function for function in _virtual_functions(text) if function not in functions]
     wanted = ("isBuilt", "isAvailable", "hasPrimaryContext")
     missing = [name for name in wanted if name not in functions]
     if missing:
         raise _cannot_simulate(f"its CUDA hooks have no {', '.join(missing)}")
     count = 2 + len(functions)  # a class with a virtual destructor has two entries for it
-    _, size = _table("torch_cpu", _TABLE_SYMBOL)
-    if size != (2 + count) * _WORD:
+    _, size = _symbol_table("torch_cpu", _HOOKS_SYMBOL)
+    if size != (2 + count) * _POINTER_BYTES:
         raise _cannot_simulate(
-            f"its table of CUDA hooks has {size // _WORD - 2} functions, its headers declare {count}"
+            f"its table of CUDA hooks has {size // _POINTER_BYTES - 2} functions, its headers declare {count}"
         )
     return [2 + functions.index(name) for name in wanted], count
 
 
 def _virtual_functions(header: str) -> list[str]:
-    """The names of the virtual functions that a class brings, as they stand."""
+    """Return the names of the virtual functions that a header declares, in order."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", header, flags=re.DOTALL)
     if torch.version.hip is None:
         code = re.sub(r"#ifdef USE_ROCM\n.*?#endif", "", code, flags=re.DOTALL)
@@ -981,8 +988,8 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
         raise _cannot_simulate(f"its libraries have no {symbol}") from None
 
 
-def _table(library: str, symbol: str) -> tuple[int, int]:
-    """Where a table of one of torch's libraries lies, and its bytes; none is changed whose size is not known."""
+def _symbol_table(library: str, symbol: str) -> tuple[int, int]:
+    """Return the address and the bytes of a symbol of one of torch's libraries; refused if the size is unknown."""
     address = _address(_library(library), symbol)
     size = _size_of_symbol(address)
     if size is None:
@@ -991,9 +998,9 @@ def _table(library: str, symbol: str) -> tuple[int, int]:
 
 
 def _size_of_symbol(address: int) -> int | None:
-    """The bytes that a symbol of a loaded library has; None where the system does not say."""
+    """Return the bytes of a symbol of a loaded library; None if the system does not know."""
 
-    class Found(ctypes.Structure):
+    class SymbolInfo(ctypes.Structure):
         _fields_ = (
             ("file", ctypes.c_char_p),
             ("base", ctypes.c_void_p),
@@ -1009,11 +1016,11 @@ def _size_of_symbol(address: int) -> int | None:
             ("size", ctypes.c_uint64),
         )
 
-    ask = getattr(ctypes.CDLL(None), "dladdr1", None)
-    if ask is None or _WORD != 8:
+    dladdr = getattr(ctypes.CDLL(None), "dladdr1", None)
+    if dladdr is None or _POINTER_BYTES != 8:
         return None
-    found, symbol = Found(), ctypes.POINTER(Symbol)()
-    if not ask(ctypes.c_void_p(address), ctypes.byref(found), ctypes.byref(symbol), 1) or found.at != address:
+    info, symbol = SymbolInfo(), ctypes.POINTER(Symbol)()
+    if not dladdr(ctypes.c_void_p(address), ctypes.byref(info), ctypes.byref(symbol), 1) or info.at != address:
         raise _cannot_simulate("its tables have no symbols")
     return int(symbol.contents.size)
 
@@ -1033,7 +1040,7 @@ def _cannot_simulate(reason: str) -> UnsupportedVersionError:
     )
 
 
-# ---- What is there
+# ---- The list of attributes, and which of them this torch has
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _STATE, _CONTEXT = f"{_FSDP}._fsdp_state.FSDPState", f"{_FSDP}._fsdp_state.FSDPStateContext"
@@ -1046,10 +1053,10 @@ ATTRIBUTES = (
     Internal("torch.Tensor._version", "which offloaded activations are the same"),
     Internal("torch.Tensor._base", "outputs that are views"),
     Internal("torch._subclasses.fake_tensor.FakeTensor.fake_device", _FAKE),
-    Internal("torch._subclasses.fake_tensor.init_gpu_context", "CUDA where there is none"),
-    Internal("torch._ops.OpOverload._schema", _SEEN),
-    Internal("torch._ops.OpOverload._overloadpacket", _SEEN),
-    Internal("torch._ops.OpOverload._overloadname", _SEEN),
+    Internal("torch._subclasses.fake_tensor.init_gpu_context", "simulated CUDA"),
+    Internal("torch._ops.OpOverload._schema", _DISPATCH),
+    Internal("torch._ops.OpOverload._overloadpacket", _DISPATCH),
+    Internal("torch._ops.OpOverload._overloadname", _DISPATCH),
     Internal("torch._library.custom_ops.OPDEFS", "what Plait's own operations do inside, in a plan"),
     Internal("torch._library.custom_ops.CustomOpDef._init_fn", "what Plait's own operations do inside, in a plan"),
     Internal("torch._C._current_autograd_node", "which module computes in the backward pass, in a profile"),
@@ -1057,22 +1064,22 @@ ATTRIBUTES = (
     Internal("torch.autograd._get_sequence_nr", "which module computes in the backward pass, in a profile"),
     Internal("torch.autograd.graph.Node._sequence_nr", "which module computes in the backward pass, in a profile"),
     Internal("torch._C._profiler._ExperimentalConfig", "profiles of all threads"),
-    Internal("torch.ops.aten._fused_rms_norm", "CUDA where there is none"),
-    Internal("torch.ops.aten._fused_rms_norm_backward", "CUDA where there is none"),
-    Internal("torch.library.Library._destroy", "CUDA where there is none"),
-    Internal("torch.cuda._lazy_init", "CUDA where there is none"),
-    Internal("torch._C._acc.DeviceGuard", "CUDA where there is none"),
-    Internal("torch._C._acc.register_python_privateuseone_device_guard", "CUDA where there is none"),
-    Internal("torch._C._autograd.DeviceType", "CUDA where there is none"),
+    Internal("torch.ops.aten._fused_rms_norm", "simulated CUDA"),
+    Internal("torch.ops.aten._fused_rms_norm_backward", "simulated CUDA"),
+    Internal("torch.library.Library._destroy", "simulated CUDA"),
+    Internal("torch.cuda._lazy_init", "simulated CUDA"),
+    Internal("torch._C._acc.DeviceGuard", "simulated CUDA"),
+    Internal("torch._C._acc.register_python_privateuseone_device_guard", "simulated CUDA"),
+    Internal("torch._C._autograd.DeviceType", "simulated CUDA"),
     Internal("torch.nn.init._no_grad_trunc_normal_", "initial values that are drawn again"),
     Internal(f"{_MODULE}._apply", _FAKE),
-    Internal(f"{_MODULE}._forward_pre_hooks", "layers that may be taken together"),
-    Internal(f"{_MODULE}._forward_hooks", "layers that may be taken together"),
-    Internal(f"{_MODULE}._backward_pre_hooks", "layers that may be taken together"),
-    Internal(f"{_MODULE}._backward_hooks", "layers that may be taken together"),
+    Internal(f"{_MODULE}._forward_pre_hooks", "layers that may be fused"),
+    Internal(f"{_MODULE}._forward_hooks", "layers that may be fused"),
+    Internal(f"{_MODULE}._backward_pre_hooks", "layers that may be fused"),
+    Internal(f"{_MODULE}._backward_hooks", "layers that may be fused"),
     Internal("torch.Tensor._backward_hooks", "gradient hooks that a constructor has put on parameters"),
     Internal("torch.Tensor._post_accumulate_grad_hooks", "gradient hooks that a constructor has put on parameters"),
-    Internal("torch.nn.modules.module._has_any_global_hook", "layers that may be taken together"),
+    Internal("torch.nn.modules.module._has_any_global_hook", "layers that may be fused"),
     Internal(f"{_MODULE}._compiled_call_impl", "compiling that is undone"),
     Internal(f"{_MODULE}._non_persistent_buffers_set", "buffers that are not saved"),
     Internal("torch._dynamo.eval_frame.OptimizedModule._orig_mod", "Accelerate's extract_model_from_parallel"),
@@ -1083,7 +1090,7 @@ ATTRIBUTES = (
     Internal("torch.utils.data.RandomSampler._num_samples", "Accelerate's samplers"),
     Internal("torch.distributed.distributed_c10d._resolve_process_group", "operations that name their group"),
     Internal("torch.distributed.distributed_c10d._world", "operations that name their group"),
-    Internal("torch.distributed.device_mesh.DeviceMesh._flatten", "several axes as one"),
+    Internal("torch.distributed.device_mesh.DeviceMesh._flatten", "process groups over several axes"),
     Internal("torch.distributed.device_mesh.DeviceMesh._concatenate", "hybrid sharding"),
     Internal("torch._C._distributed_c10d._dump_fr_trace_json", "the last collective of a rank that hangs"),
     Internal("torch._C._distributed_c10d._dump_nccl_trace_json", "the same, of builds with NCCL", "CUDA builds"),
@@ -1095,47 +1102,47 @@ ATTRIBUTES = (
     Internal("torch.distributed.tensor.DTensor._local_tensor", "whose memory it is, in a plan"),
     Internal(
         "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-        "memory that DTensor's questions would take, in a plan",
+        "memory of DTensor's shape propagation, in a plan",
     ),
     Internal("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "sharded modules"),
     Internal(f"{_STATE}._fsdp_param_groups", "sharded modules", "2.12–2.15"),
     Internal(f"{_STATE}._fsdp_param_group", "sharded modules"),
-    Internal(f"{_STATE}._lazy_init", "parts of a sharded model that are called by themselves"),
-    Internal(f"{_STATE}._is_root", "losses of parts of a sharded model"),
-    Internal(f"{_STATE}._training_state", "parts of a sharded model that are called by themselves"),
-    Internal(f"{_STATE}._state_ctx", "backward passes within a forward pass"),
-    Internal(f"{_CONTEXT}.iter_forward_root", "backward passes within a forward pass"),
-    Internal(f"{_CONTEXT}.all_states", "backward passes within a forward pass"),
-    Internal(f"{_CONTEXT}.post_backward_final_callback_queued", "backward passes within a forward pass"),
-    Internal(f"{_STATE}._pre_backward", "backward passes within a forward pass"),
+    Internal(f"{_STATE}._lazy_init", "submodules of a sharded model that are called directly"),
+    Internal(f"{_STATE}._is_root", "losses computed outside of the sharded model"),
+    Internal(f"{_STATE}._training_state", "submodules of a sharded model that are called directly"),
+    Internal(f"{_STATE}._state_ctx", "double backward"),
+    Internal(f"{_CONTEXT}.iter_forward_root", "double backward"),
+    Internal(f"{_CONTEXT}.all_states", "double backward"),
+    Internal(f"{_CONTEXT}.post_backward_final_callback_queued", "double backward"),
+    Internal(f"{_STATE}._pre_backward", "double backward"),
     Internal(f"{_STATE}._register_pre_backward_hook", "outputs of sharded modules that are changed in place"),
-    Internal(f"{_STATE}._root_post_backward_final_callback", "backward passes within a forward pass"),
-    Internal(f"{_STATE}._register_root_post_backward_final_callback", "losses of parts of a sharded model"),
-    Internal(f"{_GROUP}._training_state", "backward passes within a forward pass"),
+    Internal(f"{_STATE}._root_post_backward_final_callback", "double backward"),
+    Internal(f"{_STATE}._register_root_post_backward_final_callback", "losses computed outside of the sharded model"),
+    Internal(f"{_GROUP}._training_state", "double backward"),
     Internal(f"{_GROUP}._reduce_scatter_param_indices", "gradients that are streamed to the host", "2.15"),
-    Internal(f"{_GROUP}._all_gather_result", "weights that were gathered ahead"),
-    Internal(f"{_GROUP}._module_to_pre_save_state_dict_hook_handle", "weights that stay gathered"),
-    Internal(f"{_GROUP}._module_to_pre_load_state_dict_hook_handle", "weights that stay gathered"),
+    Internal(f"{_GROUP}._all_gather_result", "prefetched weights"),
+    Internal(f"{_GROUP}._module_to_pre_save_state_dict_hook_handle", "weights that stay unsharded"),
+    Internal(f"{_GROUP}._module_to_pre_load_state_dict_hook_handle", "weights that stay unsharded"),
     Internal(f"{_GROUP}.fsdp_params", "sharded modules"),
     Internal(f"{_GROUP}.comm_ctx", "offloaded weights"),
-    Internal(f"{_GROUP}.is_sharded", "weights that stay gathered"),
-    Internal(f"{_GROUP}.is_unsharded", "parts of a sharded model that are called by themselves"),
-    Internal(f"{_GROUP}.unshard", "parts of a sharded model that are called by themselves, offloaded weights"),
-    Internal(f"{_GROUP}.wait_for_unshard", "parts of a sharded model that are called by themselves, offloaded weights"),
-    Internal(f"{_GROUP}.reshard", "parts of a sharded model that are called by themselves"),
+    Internal(f"{_GROUP}.is_sharded", "weights that stay unsharded"),
+    Internal(f"{_GROUP}.is_unsharded", "submodules of a sharded model that are called directly"),
+    Internal(f"{_GROUP}.unshard", "submodules of a sharded model that are called directly, offloaded weights"),
+    Internal(f"{_GROUP}.wait_for_unshard", "submodules of a sharded model that are called directly, offloaded weights"),
+    Internal(f"{_GROUP}.reshard", "submodules of a sharded model that are called directly"),
     Internal(f"{_GROUP}.reduce_grads", "gradients of unused weights"),
-    Internal(f"{_GROUP}.post_backward", "gradients of unused weights, backward passes within a forward pass"),
+    Internal(f"{_GROUP}.post_backward", "gradients of unused weights, double backward"),
     Internal(f"{_PARAM}.sharded_param", "sharded modules"),
     Internal(f"{_PARAM}.sharded_size", "gradients that are streamed to the host"),
     Internal(f"{_PARAM}.padded_sharded_param_size", "gradients that are streamed to the host"),
-    Internal(f"{_PARAM}.init_unsharded_param", "attributes of weights, once they are gathered"),
+    Internal(f"{_PARAM}.init_unsharded_param", "attributes of unsharded parameters"),
     Internal(f"{_PARAM}.unsharded_param", "gradients of unused weights"),
     Internal(f"{_PARAM}.unsharded_accumulated_grad", "gradients of unused weights"),
     Internal(f"{_PARAM}.reduce_dtype", "gradients of unused weights"),
-    Internal(f"{_PARAM}.all_gather_outputs", "what a gathered weight takes, in a plan"),
-    Internal(f"{_PARAM}._post_load_hook_handle", "weights that stay gathered"),
-    Internal(f"{_PARAM}._module_info", "weights that stay gathered"),
-    Internal(f"{_PARAM}._setattr_on_modules", "weights that stay gathered"),
+    Internal(f"{_PARAM}.all_gather_outputs", "memory of unsharded parameters, in a plan"),
+    Internal(f"{_PARAM}._post_load_hook_handle", "weights that stay unsharded"),
+    Internal(f"{_PARAM}._module_info", "weights that stay unsharded"),
+    Internal(f"{_PARAM}._setattr_on_modules", "weights that stay unsharded"),
     Internal(f"{_PARAM}._sharded_param_data", "offloaded weights"),
     Internal(f"{_PARAM}.reset_sharded_param", "offloaded weights"),
     Internal(f"{_FSDP}._fsdp_param_group.FSDPCommContext.all_gather_copy_in_stream", "offloaded weights"),
@@ -1148,51 +1155,51 @@ ATTRIBUTES = (
     Internal(f"{_FLAT}.FlatParameter._shapes", "ColossalAI's torch_fsdp"),
     Internal(f"{_FLAT}.FlatParameter._local_shard", "ColossalAI's torch_fsdp"),
 )
-"""What the functions above touch."""
+"""The attributes that the functions above use."""
 
 
 def missing_internals() -> list[Internal]:
-    """Those that this torch does not have, and that every release in `CHECKED` has."""
-    return [each for each in needed_internals() if not _is_there(each.path)]
+    """Return the names that this torch does not have, although every release in `CHECKED` has them."""
+    return [internal for internal in needed_internals() if not _exists(internal.path)]
 
 
 def needed_internals() -> list[Internal]:
-    """Those that every release in `CHECKED` has."""
-    return [each for each in (*NAMES.values(), *ATTRIBUTES) if not each.versions]
+    """Return the names that every release in `CHECKED` has."""
+    return [internal for internal in (*NAMES.values(), *ATTRIBUTES) if not internal.versions]
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
-        _find(path)
+        _resolve(path)
     except UnsupportedVersionError:
         owner, _, name = path.rpartition(".")
         try:
-            kind = _find(owner)
+            cls = _resolve(owner)
         except UnsupportedVersionError:
             return False
-        return isinstance(kind, type) and _mentions(kind, name)
+        return isinstance(cls, type) and _class_has_or_sets(cls, name)
     return True
 
 
 @cache
-def _mentions(kind: type, name: str) -> bool:
-    """Whether a class has an attribute, or its methods, or those of its module, give one to its objects."""
-    if hasattr(kind, name):
+def _class_has_or_sets(cls: type, name: str) -> bool:
+    """Whether a class has an attribute, or its methods, or functions of its module, set it on instances."""
+    if hasattr(cls, name):
         return True
-    scopes = [vars(each) for each in kind.__mro__] + [vars(sys.modules[kind.__module__])]
+    scopes = [vars(base) for base in cls.__mro__] + [vars(sys.modules[cls.__module__])]
     if any(name in scope.get("__annotations__", ()) for scope in scopes):
         return True
-    pending = [code for scope in scopes for each in scope.values() for code in _codes(each)]
+    pending = [code for scope in scopes for value in scope.values() for code in _code_objects(value)]
     while pending:
         code = pending.pop()
         if name in code.co_names or name in code.co_consts:
             return True
-        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
+        pending += [value for value in code.co_consts if isinstance(value, CodeType)]
     return False
 
 
-def _codes(value: Any) -> Iterator[CodeType]:
-    for each in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
-        code = getattr(getattr(each, "__wrapped__", each), "__code__", None)
+def _code_objects(value: Any) -> Iterator[CodeType]:
+    for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+        code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
         if isinstance(code, CodeType):
             yield code

@@ -175,7 +175,7 @@ def test_an_adapter_lists_what_it_touches(adapter: str) -> None:
     listed |= {"_ZN2at6detail12getCUDAHooksEv"}
     missing = []
     for node in ast.walk(tree):
-        asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("_of", "_put", "_put_meanwhile", "_later")
+        asks = isinstance(node, ast.Call) and ast.unparse(node.func) in ("_get", "_set", "_set_meanwhile", "_get_later")
         names = [node.attr] if isinstance(node, ast.Attribute) and is_private(node.attr) else []
         for word in (*(node.args if asks else ()), node):  # type: ignore[attr-defined]
             if isinstance(word, ast.Constant) and isinstance(word.value, str):

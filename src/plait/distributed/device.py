@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from plait.distributed.ranks import DEFAULT_PORT, Ranks
 from plait.errors import WorldError
-from plait.torch_internals import set_allocator
+from plait.torch_internals import set_allocator_settings
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl", "mps": "gloo"}
@@ -67,7 +67,7 @@ def let_segments_grow() -> None:
     a device that is almost full, a few per cent are lost to that.
     """
     # The public way is an environment variable. It is read once, perhaps before this, and children would inherit it.
-    set_allocator("expandable_segments:True")
+    set_allocator_settings("expandable_segments:True")
 
 
 def _best_kind(ranks: Ranks) -> str:

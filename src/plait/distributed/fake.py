@@ -26,14 +26,14 @@ from plait.torch_internals import (
     FakeTensorMode,
     aten_grouped_mm,
     aten_local_scalar_dense,
-    cuda_hooks_say_yes,
+    cuda_device_guard_replaced,
     cuda_never_initialized,
+    cuda_reported_available,
     kernels_registered_for_cuda,
     module_apply_replaced,
     name_of_truncated_normal,
     no_gpu_context_for_fake_tensors,
     overload_of,
-    python_guards_cuda,
     schema_of,
     unset_fake_temporarily,
 )
@@ -69,8 +69,8 @@ def fake_cuda(*, devices: int = 8, memory: int = 80 * 2**30, capability: tuple[i
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(cuda_hooks_say_yes())  # first: it refuses a layout that it does not know
-        stack.enter_context(python_guards_cuda())
+        stack.enter_context(cuda_reported_available())  # first: it refuses a layout that it does not know
+        stack.enter_context(cuda_device_guard_replaced())
         if torch.version.cuda is None:
             # Without a CUDA kernel torch would take these operations apart, and a plan would see other memory.
             stack.enter_context(kernels_registered_for_cuda(FUSED_ON_CUDA, _never))

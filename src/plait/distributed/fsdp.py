@@ -29,35 +29,35 @@ from plait.distributed.wrap import WrapUnit
 from plait.errors import ModelError
 from plait.precision import FP32_MODULES, Policy
 from plait.torch_internals import (
-    fsdp_after_gathering,
-    fsdp_around_backward,
-    fsdp_around_outputs,
-    fsdp_around_reduction,
-    fsdp_begin_anew,
-    fsdp_end_of_backward,
-    fsdp_expect_backward,
-    fsdp_fill_gradients,
-    fsdp_gather,
-    fsdp_gathers,
-    fsdp_goes_forward,
-    fsdp_group,
-    fsdp_groups,
-    fsdp_in_use,
-    fsdp_is_apart,
-    fsdp_is_gathered,
+    fsdp_accumulates_mixed_dtypes,
+    fsdp_after_init_unsharded_param,
+    fsdp_fill_unused_grads,
+    fsdp_has_all_gather_result,
+    fsdp_in_forward_or_backward,
     fsdp_is_root,
-    fsdp_let_go,
+    fsdp_is_sharded,
+    fsdp_is_unsharded,
+    fsdp_lazy_init,
+    fsdp_module_param,
+    fsdp_param_group,
+    fsdp_param_groups,
     fsdp_params,
-    fsdp_part,
-    fsdp_reduces,
-    fsdp_show,
-    fsdp_shown,
-    fsdp_start,
+    fsdp_reduces_grads,
+    fsdp_register_post_backward_final_callback,
+    fsdp_register_pre_backward_hook,
+    fsdp_reset_pre_backward_states,
+    fsdp_reshard,
+    fsdp_root_in_forward,
+    fsdp_set_module_param,
+    fsdp_sharded_param,
     fsdp_state,
     fsdp_state_dict_hooks,
-    fsdp_sums_any_formats,
-    fsdp_wait,
-    fsdp_whole,
+    fsdp_unshard,
+    fsdp_unsharded_param,
+    fsdp_wait_for_unshard,
+    fsdp_wrap_backward_callbacks,
+    fsdp_wrap_post_backward,
+    fsdp_wrap_register_pre_backward_hook,
     is_view,
     tree_map_only,
 )
@@ -192,8 +192,8 @@ def _swap(
 
 def add_fsdp_roots(model: nn.Module, before: Callable[[], None]) -> None:
     """Let parts of a sharded model be called by themselves; `before` is done first, each time."""
-    fsdp_start(model)
-    if fsdp_group(model) is not None:
+    fsdp_lazy_init(model)
+    if fsdp_param_group(model) is not None:
         entrance = _ExtraRoot(model, before)
         for module in _outside_of_units(model):
             module.register_forward_pre_hook(entrance.enter)
@@ -212,7 +212,7 @@ class _ExtraRoot:
 
     def __init__(self, model: nn.Module, before: Callable[[], None]) -> None:
         self._state = fsdp_state(model)
-        self._group = fsdp_group(model)
+        self._group = fsdp_param_group(model)
         self._before = before
         self._inside = 0
         """How many modules that were entered here have yet to be left."""
@@ -220,22 +220,22 @@ class _ExtraRoot:
     @property
     def _in_use(self) -> bool:
         """Whether the model itself runs, forwards or backwards."""
-        return fsdp_in_use(self._state)
+        return fsdp_in_forward_or_backward(self._state)
 
     def enter(self, module: nn.Module, _inputs: Any) -> None:
         """Gather, before a module is called from outside."""
         self._inside += 1
         if self._inside == 1 and not self._in_use:
             self._before()
-        if not fsdp_is_gathered(self._group):
-            fsdp_gather(self._group)
+        if not fsdp_is_unsharded(self._group):
+            fsdp_unshard(self._group)
 
     def leave(self, module: nn.Module, _inputs: Any, answer: Any) -> None:
         """Let go, and gather again in the backward pass."""
         self._inside -= 1
         if not self._inside and not self._in_use:
-            fsdp_expect_backward(self._state, answer)
-            fsdp_let_go(self._group)
+            fsdp_register_pre_backward_hook(self._state, answer)
+            fsdp_reshard(self._group)
 
 
 # Outputs of sharded modules that may be changed in place.
@@ -250,7 +250,7 @@ class _ExtraRoot:
 def clone_outputs_out_of_views(modules: Iterable[FSDPModule]) -> None:
     """See that sharded modules return tensors of their own; see [Note: no views]."""
     for module in modules:
-        fsdp_around_outputs(fsdp_state(module), _first_apart)
+        fsdp_wrap_register_pre_backward_hook(fsdp_state(module), _first_apart)
 
 
 def _first_apart(register: Any) -> Any:
@@ -306,23 +306,23 @@ class _Passes:
         def begin(pre_backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             def begun(grad: Tensor) -> Tensor:
                 # A pass that is recorded will be gone through.
-                self._within = fsdp_goes_forward(state) or torch.is_grad_enabled()
+                self._within = fsdp_root_in_forward(state) or torch.is_grad_enabled()
                 return pre_backward(grad)
 
             return begun
 
         def end(finish: Callable[[], None]) -> Callable[[], None]:
-            return lambda: fsdp_begin_anew(state) if self._within else finish()
+            return lambda: fsdp_reset_pre_backward_states(state) if self._within else finish()
 
-        fsdp_around_backward(state, begin, end)
-        for group in fsdp_groups(state):
+        fsdp_wrap_backward_callbacks(state, begin, end)
+        for group in fsdp_param_groups(state):
             self._watch_group(group)
 
     def _watch_group(self, group: Any) -> None:
         def around(post_backward: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: None if self._within else post_backward(*args)
 
-        fsdp_around_reduction(group, around)
+        fsdp_wrap_post_backward(group, around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,9 +437,9 @@ def carry_attributes(model: nn.Module, names: AbstractSet[str]) -> None:
         vars(whole).update({name: own[name] for name in names if name in own})
 
     for module in model.modules():
-        group = fsdp_group(module)
+        group = fsdp_param_group(module)
         for param in () if group is None else fsdp_params(group):
-            fsdp_after_gathering(param, give)
+            fsdp_after_init_unsharded_param(param, give)
 
 
 def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy) -> None:
@@ -458,14 +458,14 @@ def _reduce_unused(root: FSDPModule, policy: Policy) -> None:
     """Have parameters that took no part reduced as zeros: other ranks may have used them, and would wait."""
     # From torch 2.13 on it does so itself; until 2.14 not where some gradients are in the format of the sum already.
     does_so = hasattr(root, "set_reduce_scatter_unused_params")
-    if does_so and (policy.reduce == policy.compute or fsdp_sums_any_formats()):
+    if does_so and (policy.reduce == policy.compute or fsdp_accumulates_mixed_dtypes()):
         root.set_reduce_scatter_unused_params(True)
         return
     assert isinstance(root, nn.Module)
     for module in root.modules():
-        group = fsdp_group(module)
+        group = fsdp_param_group(module)
         if group is not None:
-            fsdp_around_reduction(group, partial(_with_zeros, group))
+            fsdp_wrap_post_backward(group, partial(_with_zeros, group))
 
 
 def _pass_over_idle(sharded: Sequence[FSDPModule]) -> None:
@@ -473,15 +473,15 @@ def _pass_over_idle(sharded: Sequence[FSDPModule]) -> None:
 
     torch looks for its gradients all the same, where it was gathered ahead, and finds no parameters.
     """
-    for group in map(fsdp_group, sharded):
+    for group in map(fsdp_param_group, sharded):
         if group is not None:
-            fsdp_around_reduction(group, partial(_unless_idle, group))
+            fsdp_wrap_post_backward(group, partial(_unless_idle, group))
 
 
 def _unless_idle(group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
     def kept(*args: Any) -> Any:
-        called = any(fsdp_whole(each) is not None for each in fsdp_params(group))
-        return post_backward(*args) if called or fsdp_reduces(group) else None
+        called = any(fsdp_unsharded_param(each) is not None for each in fsdp_params(group))
+        return post_backward(*args) if called or fsdp_reduces_grads(group) else None
 
     return kept
 
@@ -494,8 +494,8 @@ def _with_zeros(group: Any, post_backward: Callable[..., Any]) -> Callable[..., 
     """
 
     def filled(*args: Any) -> Any:
-        if fsdp_reduces(group):
-            fsdp_fill_gradients(group)
+        if fsdp_reduces_grads(group):
+            fsdp_fill_unused_grads(group)
         return post_backward(*args)
 
     return filled
@@ -537,7 +537,7 @@ class UnshardedParams:
             return
         self.kept = True
         for module in self._modules:
-            fsdp_start(module)
+            fsdp_lazy_init(module)
         for group in self._groups():  # hooks by which `state_dict` shows the parts
             for handle in fsdp_state_dict_hooks(group):
                 handle.remove()
@@ -554,7 +554,7 @@ class UnshardedParams:
         """
         state = fsdp_state(self._modules[0]) if self._modules else None
         if state is not None and fsdp_is_root(state) and loss.requires_grad:
-            finish = fsdp_end_of_backward(state)
+            finish = fsdp_register_post_backward_final_callback(state)
             loss.register_hook(lambda _grad: finish())  # type: ignore[no-untyped-call]
 
     def renew(self) -> None:
@@ -577,8 +577,8 @@ class UnshardedParams:
     def _let_go(self) -> None:
         for group in self._groups():
             # Gathered ahead for a module that did not come next: still to arrive, and old when it is used.
-            if fsdp_gathers(group):
-                fsdp_wait(group)
+            if fsdp_has_all_gather_result(group):
+                fsdp_wait_for_unshard(group)
         for module in self._modules:
             module.reshard()
 
@@ -586,21 +586,21 @@ class UnshardedParams:
     def hidden(self) -> Iterator[None]:
         """While this lasts, the modules hold the parts; the model must not run."""
         held = [
-            (param, fsdp_shown(param))
+            (param, fsdp_module_param(param))
             for group in self._groups()
-            if not fsdp_is_apart(group)
+            if not fsdp_is_sharded(group)
             for param in fsdp_params(group)
         ]
         for param, _ in held:
-            fsdp_show(param, fsdp_part(param))
+            fsdp_set_module_param(param, fsdp_sharded_param(param))
         try:
             yield
         finally:
             for param, shown in held:
-                fsdp_show(param, shown)
+                fsdp_set_module_param(param, shown)
 
     def _groups(self) -> Iterator[Any]:
         for module in self._modules:
-            group = fsdp_group(module)
+            group = fsdp_param_group(module)
             if group is not None:
                 yield group

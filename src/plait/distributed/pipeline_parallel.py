@@ -46,7 +46,14 @@ from plait.distributed.pipeline_split import (
     TiedWeights,
 )
 from plait.errors import ModelError, PlaitError
-from plait.torch_internals import TreeSpec, compiled_call, fsdp_hold_back, fsdp_reduce, tree_flatten, tree_unflatten
+from plait.torch_internals import (
+    TreeSpec,
+    compiled_call,
+    fsdp_defer_reduce,
+    fsdp_reduce_deferred,
+    tree_flatten,
+    tree_unflatten,
+)
 
 # The backward pass of one stage, whole or in two halves.
 #
@@ -264,7 +271,7 @@ def hold_back(module: nn.Module) -> None:
     """Before a backward pass, or a half: whole parameters, and gradients stay where they are."""
     from torch.distributed.fsdp import FSDPModule
 
-    fsdp_hold_back(module)
+    fsdp_defer_reduce(module)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
@@ -272,7 +279,7 @@ def hold_back(module: nn.Module) -> None:
 
 def let_go(module: nn.Module) -> None:
     """After the last: scatter the gradients, and let go of whole parameters."""
-    fsdp_reduce(module)
+    fsdp_reduce_deferred(module)
 
 
 # Activations and gradients on their way between ranks.

@@ -44,7 +44,7 @@ from plait.distributed.tensor_parallel_styles import (
 )
 from plait.errors import ConfigError, ModelError, Problem
 from plait.plugins import call, load
-from plait.torch_internals import split_products_around_collectives
+from plait.torch_internals import enable_async_tensor_parallel
 from plait.transformers_internals import tp_plan
 
 # Collectives that overlap with the matrix products around them (async TP).
@@ -77,7 +77,7 @@ def enable_async(mesh: DeviceMesh, *, sequence: bool) -> None:
         raise ConfigError(
             Problem(ASYNC_KEY, f"async tensor parallelism cannot work here: {reason}", "Set it to false.")
         )
-    split_products_around_collectives(mesh.get_group().group_name)
+    enable_async_tensor_parallel(mesh.get_group().group_name)
 
 
 # Between the tensor-parallel regions: activations whole on every rank, or split along the sequence.

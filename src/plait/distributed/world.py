@@ -22,7 +22,7 @@ from plait.distributed.device import choose_backend, choose_device
 from plait.distributed.heartbeat import Heartbeat, open_heartbeat
 from plait.distributed.ranks import Ranks, detect_ranks
 from plait.errors import WorldError
-from plait.torch_internals import concatenated, flattened
+from plait.torch_internals import concatenate_meshes, flatten_mesh
 
 _REPORT_S = 10.0
 """When a rank that waits for rank 0 first says so; later, three times as seldom."""
@@ -110,7 +110,7 @@ class World:
         shards = self.submesh(*axes) or self.mesh["dp_shard"]
         if self.layout.dp_replicate == 1:
             return shards
-        return concatenated([self.mesh["dp_replicate"], shards])
+        return concatenate_meshes([self.mesh["dp_replicate"], shards])
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The same ranks as a process group. Every rank must ask for it first at the same moment."""
@@ -257,7 +257,7 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
 
 def as_one_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of a mesh in one row, which is named after all of its axes."""
-    return mesh if mesh.ndim == 1 else flattened(mesh, "_".join(mesh.mesh_dim_names or ()))
+    return mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ()))
 
 
 # What another framework's launcher tells the processes that it starts.

@@ -28,7 +28,7 @@ from plait.engine.foreign import (
 from plait.engine.preparation import Preparation
 from plait.errors import ConfigError, Problem
 from plait.optim import grad_norm
-from plait.torch_internals import flat_let_go, flat_place, foreach_mul_
+from plait.torch_internals import flat_param_reshard, flat_param_shard_info, foreach_mul_
 
 # The engine of a run that ColossalAI trains.
 
@@ -307,7 +307,7 @@ class FlatParamStates(ScatteredStates):
         return home
 
     def _place(self, param: Any) -> tuple[Any, torch.Size]:
-        return flat_place(self._model, param)  # the plugin makes one unit of the whole model
+        return flat_param_shard_info(self._model, param)  # the plugin makes one unit of the whole model
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """The stretches of all ranks; each has its own, or none."""
@@ -345,7 +345,7 @@ class FlatParamStates(ScatteredStates):
 
     def publish(self) -> None:
         """Let go of the whole that a forward pass without a backward pass leaves behind; it would be used again."""
-        flat_let_go(self._model)
+        flat_param_reshard(self._model)
 
 
 class ChunkStates(ScatteredStates):

@@ -15,11 +15,11 @@ from plait.launch import Phase
 from plait.optim import leaves
 from plait.plan.recorder import MemoryRecorder
 from plait.torch_internals import (
-    fsdp_gathered_memory,
-    fsdp_group,
+    fsdp_all_gather_outputs,
+    fsdp_param_group,
     fsdp_params,
-    fsdp_summed_gradient,
-    fsdp_whole,
+    fsdp_unsharded_accumulated_grad,
+    fsdp_unsharded_param,
     local_tensor,
     storage_key,
 )
@@ -107,18 +107,18 @@ def known_tensors(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
 def _gathering(engine: NativeEngine) -> Iterator[Any]:
     """The parameters that `fully_shard` gathers, as it keeps them."""
     for module in engine.model.modules():
-        group = fsdp_group(module)
+        group = fsdp_param_group(module)
         yield from () if group is None else fsdp_params(group)
 
 
 def _gathered(param: Any) -> Iterator[tuple[str, Tensor]]:
     """What `fully_shard` holds of a parameter beside its shard."""
-    for tensor in fsdp_gathered_memory(param):
+    for tensor in fsdp_all_gather_outputs(param):
         yield "gathered parameters", tensor
-    whole = fsdp_whole(param)
+    whole = fsdp_unsharded_param(param)
     if whole is not None:
         yield "gathered parameters", whole
-    accumulated = fsdp_summed_gradient(param)
+    accumulated = fsdp_unsharded_accumulated_grad(param)
     if accumulated is not None:
         yield "gradients", accumulated
 

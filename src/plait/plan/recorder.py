@@ -20,11 +20,11 @@ from plait.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
     active_fake_mode,
-    around_shape_questions,
     claimed_device,
     in_backward_pass,
     storage_key,
     tree_leaves,
+    wrap_tensor_meta_propagation,
 )
 
 # torch's caching allocator, without memory: what it asks the device for, given what it is asked for.
@@ -234,7 +234,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             return asked
 
-        with around_shape_questions(unseen):
+        with wrap_tensor_meta_propagation(unseen):
             yield
 
     def enter(self, phase: Phase) -> None:

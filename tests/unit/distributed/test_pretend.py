@@ -129,7 +129,7 @@ def test_another_layout_is_refused_before_anything_is_written(
 ) -> None:
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, **how: change(read(self, **how)))
-    monkeypatch.setattr(fake, "python_guards_cuda", lambda: pytest.fail("the list of guards was reached"))
+    monkeypatch.setattr(fake, "cuda_device_guard_replaced", lambda: pytest.fail("the list of guards was reached"))
     before = surroundings()
     with pytest.raises(UnsupportedVersionError, match=re.escape(torch.__version__)), fake.fake_cuda():
         pass

@@ -53,7 +53,7 @@ def test_an_import_of_a_name_that_is_gone_is_refused(monkeypatch: pytest.MonkeyP
 def test_a_patch_of_a_method_that_is_gone_is_refused_and_changes_nothing() -> None:
     state: Any = SimpleNamespace()
     with pytest.raises(UnsupportedVersionError, match=r"SimpleNamespace\._register_pre_backward_hook"):
-        torch_internals.fsdp_around_outputs(state, lambda register: register)
+        torch_internals.fsdp_wrap_register_pre_backward_hook(state, lambda register: register)
     assert vars(state) == {}
 
 
@@ -77,12 +77,12 @@ def test_a_module_without_the_attribute_is_refused() -> None:
     "groups", [{"_fsdp_param_group": "one"}, {"_fsdp_param_groups": ["one"]}], ids=["2.11", "2.12"]
 )
 def test_the_groups_of_a_sharded_module_are_found_in_every_release(groups: dict[str, Any]) -> None:
-    assert torch_internals.fsdp_groups(SimpleNamespace(**groups)) == ["one"]
+    assert torch_internals.fsdp_param_groups(SimpleNamespace(**groups)) == ["one"]
 
 
 def test_a_sharded_module_without_groups_in_a_release_of_which_nobody_knows_is_refused() -> None:
     with pytest.raises(UnsupportedVersionError, match="_fsdp_param_group"):
-        torch_internals.fsdp_groups(SimpleNamespace())
+        torch_internals.fsdp_param_groups(SimpleNamespace())
 
 
 def test_an_override_of_a_method_that_is_gone_is_refused() -> None:

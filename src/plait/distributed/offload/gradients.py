@@ -14,12 +14,12 @@ from plait.distributed.offload.layout import Bucket
 from plait.distributed.offload.streams import CopyStreams
 from plait.torch_internals import (
     foreach_norm,
-    fsdp_copy_in_stream,
-    fsdp_group,
+    fsdp_all_gather_copy_in_stream,
+    fsdp_param_group,
     fsdp_params,
-    fsdp_part,
-    fsdp_part_sizes,
-    fsdp_reduced_in_order,
+    fsdp_params_in_reduce_order,
+    fsdp_sharded_param,
+    fsdp_sharded_sizes,
 )
 
 
@@ -173,30 +173,30 @@ def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callab
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        group = fsdp_group(module)
+        group = fsdp_param_group(module)
         if group is None:
             continue
         module.set_all_reduce_hook(_hook_of(group, index_of, receive))
-        for part in map(fsdp_part, fsdp_params(group)):
+        for part in map(fsdp_sharded_param, fsdp_params(group)):
             if part.requires_grad:
                 part.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
 
 
 def gathering_stream(module: nn.Module) -> Any:
     """The stream on which `fully_shard` reads the shards of a module; None for one that is not sharded, or not yet."""
-    group = fsdp_group(module)
-    return None if group is None else fsdp_copy_in_stream(group)
+    group = fsdp_param_group(module)
+    return None if group is None else fsdp_all_gather_copy_in_stream(group)
 
 
 def _hook_of(group: Any, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> Callable[[Tensor], None]:
     def hook(flat: Tensor) -> None:
         at = 0
         with torch.no_grad():
-            for member in fsdp_reduced_in_order(group):
-                part = fsdp_part(member)
+            for member in fsdp_params_in_reduce_order(group):
+                part = fsdp_sharded_param(member)
                 if not part.requires_grad:
                     continue
-                shape, padded = fsdp_part_sizes(member)
+                shape, padded = fsdp_sharded_sizes(member)
                 receive(index_of[id(part)], flat[at : at + shape.numel()].view(shape))
                 at += padded
         assert at == flat.numel(), "a group's gradients are reduced together"

@@ -24,15 +24,15 @@ from plait.distributed.offload.streams import CopyStreams
 from plait.distributed.wrap import WrapUnit
 from plait.kernels import FileQueue, FileTransfer, host_empty
 from plait.torch_internals import (
-    fsdp_around_gathering,
-    fsdp_copy_in_stream,
-    fsdp_gathers,
-    fsdp_group,
-    fsdp_is_gathered,
-    fsdp_keep_part,
+    fsdp_all_gather_copy_in_stream,
+    fsdp_disable_reset_sharded_param,
+    fsdp_has_all_gather_result,
+    fsdp_is_unsharded,
+    fsdp_param_group,
     fsdp_params,
-    fsdp_part,
-    fsdp_shard_data,
+    fsdp_sharded_param,
+    fsdp_sharded_param_data,
+    fsdp_wrap_unshard,
 )
 
 
@@ -88,12 +88,12 @@ class ParamStream:
 
     def take(self, module: nn.Module) -> None:
         """Take a module of `fully_shard` over: from now on its weights are those that `put` was given."""
-        group = fsdp_group(module)
+        group = fsdp_param_group(module)
         members = [] if group is None else fsdp_params(group)
-        params = [fsdp_part(member) for member in members]
+        params = [fsdp_sharded_param(member) for member in members]
         if group is None or sum(param.numel() for param in params) < self._limits.persistent:
             return
-        shards = [fsdp_shard_data(member) for member in members]
+        shards = [fsdp_sharded_param_data(member) for member in members]
         mine = _Group(shards, sum(shard.numel() for shard in shards))
         mine.params = params
         if self._folder is None or (self._queue is None and self.lanes.separate):
@@ -110,7 +110,7 @@ class ParamStream:
                 else:
                     mine.shelf.put((position, "param"), shard.cpu()).wait()
                 # Before its first use torch looks whether this is still the tensor that was sharded. It is.
-                fsdp_keep_part(member)
+                fsdp_disable_reset_sharded_param(member)
         self._places |= {param: (len(self._groups), position) for position, param in enumerate(mine.params)}
         self._groups.append(mine)
         self._surround(group, len(self._groups) - 1)
@@ -126,14 +126,14 @@ class ParamStream:
 
     def _surround(self, group: Any, number: int) -> None:
         def fetch() -> None:
-            if not fsdp_is_gathered(group) and not fsdp_gathers(group):
+            if not fsdp_is_unsharded(group) and not fsdp_has_all_gather_result(group):
                 self._arrive(number, group)
 
         def release() -> None:
-            if fsdp_is_gathered(group):
+            if fsdp_is_unsharded(group):
                 self._release(self._groups[number])
 
-        fsdp_around_gathering(group, fetch, release)
+        fsdp_wrap_unshard(group, fetch, release)
 
     def host_bytes(self) -> int:
         """Host memory that the weights take; those in files only while they pass."""
@@ -150,7 +150,7 @@ class ParamStream:
             self._wait(bucket)
         self._bring(mine)
         if mine.arrived is not None:
-            for stream in (fsdp_copy_in_stream(group), torch.cuda.current_stream(self.lanes.device)):
+            for stream in (fsdp_all_gather_copy_in_stream(group), torch.cuda.current_stream(self.lanes.device)):
                 stream.wait_event(mine.arrived)
                 for shard in mine.shards:
                     shard.record_stream(stream)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from plait.distributed import World
 from plait.errors import ConfigError, DataError, Problem, TrainingError
 from plait.frontends.accelerate.prepared import apply
-from plait.torch_internals import samples_asked_for
+from plait.torch_internals import sampler_num_samples
 
 # Which samples are whose, in Accelerate's order.
 #
@@ -152,7 +152,7 @@ class SeedableSampler(RandomSampler):
     """Shuffles by seed and epoch alone, so that any epoch can be had again."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
-        count = samples_asked_for(sampler)
+        count = sampler_num_samples(sampler)
         super().__init__(sampler.data_source, replacement=sampler.replacement, num_samples=count)
         self.seed = seed
         self.epoch = 0
@@ -171,7 +171,7 @@ class RecordedSampler(RandomSampler):
     """Shuffles as torch's own does with one process, and remembers how, so that a pass can be had again."""
 
     def __init__(self, sampler: RandomSampler) -> None:
-        count = samples_asked_for(sampler)
+        count = sampler_num_samples(sampler)
         super().__init__(sampler.data_source, replacement=sampler.replacement, num_samples=count)
         self.order: torch.Tensor | None = None
         """State of the generator at the beginning of the pass."""

@@ -11,7 +11,7 @@ from torch import nn
 from plait.distributed import detect_ranks
 from plait.frontends.accelerate.prepared import PreparedModel
 from plait.frontends.accelerate.state_files import write_object
-from plait.torch_internals import inside_compiled
+from plait.torch_internals import original_module_of
 
 
 def wait_for_everyone() -> None:
@@ -27,7 +27,7 @@ def extract_model_from_parallel(
     while isinstance(model, (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     if not keep_torch_compile and is_compiled_module(model):
-        return inside_compiled(model)
+        return original_module_of(model)
     return model
 
 
