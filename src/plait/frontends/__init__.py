@@ -6,8 +6,16 @@ if TYPE_CHECKING:
     from plait.frontends.key_report import ABSENT as ABSENT
     from plait.frontends.key_report import KeyEntry as KeyEntry
     from plait.frontends.key_report import KeyOutcome as KeyOutcome
+    from plait.frontends.key_report import KeyReader as KeyReader
     from plait.frontends.key_report import KeyReport as KeyReport
+    from plait.frontends.key_report import TranslatedSettings as TranslatedSettings
     from plait.frontends.key_report import Translation as Translation
+    from plait.frontends.key_report import honoured as honoured
+    from plait.frontends.key_report import honoured_as as honoured_as
+    from plait.frontends.key_report import mapped as mapped
+    from plait.frontends.key_report import refused as refused
+    from plait.frontends.key_report import refused_unless as refused_unless
+    from plait.frontends.key_report import unneeded as unneeded
     from plait.frontends.missing_names import Absent as Absent
 else:
     from plait.lazy import attach_names
@@ -15,7 +23,21 @@ else:
     attach_names(
         __name__,
         {
-            "key_report": ["ABSENT", "KeyEntry", "KeyOutcome", "KeyReport", "Translation"],
+            "key_report": [
+                "ABSENT",
+                "KeyEntry",
+                "KeyOutcome",
+                "KeyReader",
+                "KeyReport",
+                "TranslatedSettings",
+                "Translation",
+                "honoured",
+                "honoured_as",
+                "mapped",
+                "refused",
+                "refused_unless",
+                "unneeded",
+            ],
             "missing_names": ["Absent"],
         },
     )

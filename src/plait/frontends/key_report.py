@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
-from plait.config import show
+from plait.config import choose, show
 from plait.errors import ConfigError, Problem
 
 _WIDEST = 56
@@ -90,3 +90,128 @@ class Translation:
 
     sections: dict[str, Any]
     report: KeyReport
+
+
+class TranslatedSettings:
+    """A translation under way: settings of the run description by dotted path, and the outcome of every key."""
+
+    def __init__(self) -> None:
+        self.sections: dict[str, Any] = {}
+        self.report = KeyReport()
+        self.problems: list[Problem] = []
+
+    def set(self, path: str, value: Any) -> None:
+        """Set a dotted key of the run description."""
+        *names, last = path.split(".")
+        section = self.sections
+        for name in names:
+            section = section.setdefault(name, {})
+        section[last] = value
+
+    def get(self, path: str) -> Any:
+        """Return the value that a dotted key was set to; None where it was not."""
+        value: Any = self.sections
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def drop(self, path: str) -> None:
+        """Unset a dotted key, and the sections that are empty without it."""
+        name, _, rest = path.partition(".")
+        _drop(self.sections, name, rest)
+
+    def honoured(self, key: str, value: Any, text: str) -> None:
+        """Record that the key has the same effect here."""
+        self.report.add(KeyOutcome.HONOURED, key, value, text)
+
+    def mapped(self, key: str, value: Any, text: str) -> None:
+        """Record that another setting has the effect of the key."""
+        self.report.add(KeyOutcome.MAPPED, key, value, text)
+
+    def unneeded(self, key: str, value: Any, text: str) -> None:
+        """Record that the key has no effect here, and why that is safe."""
+        self.report.add(KeyOutcome.UNNEEDED, key, value, text)
+
+    def refused(self, key: str, value: Any, remedy: str) -> None:
+        """Record that the key is not supported, and what to write instead."""
+        self.report.add(KeyOutcome.REFUSED, key, value, remedy)
+
+    def wrong(self, key: str, message: str, remedy: str = "") -> None:
+        """Record a mistake in the key or its value; all of them are raised together."""
+        self.problems.append(Problem(key, message, remedy))
+
+    def read(self, section: Mapping[str, Any], readers: Mapping[str, KeyReader[Any]], prefix: str = "") -> None:
+        """Hand every key of a section to its reader; an unknown key is a problem, with a suggestion."""
+        for name, value in section.items():
+            key = f"{prefix}.{name}" if prefix else str(name)
+            if (reader := readers.get(name)) is None:
+                self.wrong(key, "there is no such key", choose(name, sorted(readers), "key"))
+            else:
+                reader(self, key, value)
+
+    def raise_problems(self) -> None:
+        """Raise one `ConfigError` with every mistake; nothing where there is none."""
+        if self.problems:
+            raise ConfigError(self.problems)
+
+    def translation(self) -> Translation:
+        """Return the sections and the report; raises `ConfigError` where there are mistakes."""
+        self.raise_problems()
+        return Translation(self.sections, self.report)
+
+
+def _drop(section: dict[str, Any], name: str, rest: str) -> None:
+    if not rest:
+        section.pop(name, None)
+    elif isinstance(inner := section.get(name), dict):
+        _drop(inner, *rest.partition(".")[::2])
+        if not inner:
+            del section[name]
+
+
+S = TypeVar("S", bound=TranslatedSettings)
+KeyReader = Callable[[S, str, Any], None]
+"""Reads one key: (settings, the key's full name, its value)."""
+
+
+def honoured(text: str) -> KeyReader[Any]:
+    """A reader that records any value as honoured."""
+    return lambda settings, key, value: settings.honoured(key, value, text)
+
+
+def mapped(text: str) -> KeyReader[Any]:
+    """A reader that records any value as mapped."""
+    return lambda settings, key, value: settings.mapped(key, value, text)
+
+
+def unneeded(text: str) -> KeyReader[Any]:
+    """A reader that records any value as unneeded."""
+    return lambda settings, key, value: settings.unneeded(key, value, text)
+
+
+def refused(remedy: str) -> KeyReader[Any]:
+    """A reader that records any value as refused."""
+    return lambda settings, key, value: settings.refused(key, value, remedy)
+
+
+def honoured_as(path: str, convert: Callable[[Any], Any] = lambda value: value) -> KeyReader[Any]:
+    """A reader that sets a dotted key of the run description to the converted value."""
+
+    def read(settings: TranslatedSettings, key: str, value: Any) -> None:
+        converted = convert(value)
+        settings.set(path, converted)
+        settings.honoured(key, value, f"{path}: {converted}")
+
+    return read
+
+
+def refused_unless(remedy: str, *neutral: Any) -> KeyReader[Any]:
+    """A reader that refuses every value but None and the `neutral` ones, which ask for nothing."""
+
+    def read(settings: TranslatedSettings, key: str, value: Any) -> None:
+        if value is None or any(value is each or value == each for each in neutral):
+            settings.unneeded(key, value, "asks for nothing")
+        else:
+            settings.refused(key, value, remedy)
+
+    return read

@@ -20,11 +20,10 @@ from torch.distributed.fsdp.wrap import (
 
 from plait.distributed import Ranks
 from plait.errors import ConfigError, WorldError
-from plait.frontends.key_report import KeyOutcome
+from plait.frontends.key_report import KeyOutcome, TranslatedSettings
 from plait.frontends.mmengine.optim import build_optim_wrapper
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.frontends.mmengine.runner.core import check_launcher, finish, read_compile, read_environment, read_wrapper
-from plait.frontends.mmengine.strategy import Sheet
 
 
 class Net(nn.Module):
@@ -109,12 +108,12 @@ def described(strategy: dict[str, Any], wrapper: dict[str, Any] | None = None, *
     """The run description of a strategy and a wrapper."""
     made = STRATEGIES.build(strategy)
     found = made.translate(2)
-    sheet = Sheet()
-    sheet.sections, sheet.report = dict(found.sections), found.report
-    read_compile(more.pop("compile", False), sheet)
+    settings = TranslatedSettings()
+    settings.sections, settings.report = dict(found.sections), found.report
+    read_compile(more.pop("compile", False), settings)
     options = {"type": made.default_wrapper, "optimizer": {"type": "SGD", "lr": 0.1}, **(wrapper or {})}
-    read_wrapper(build_optim_wrapper(options, Net()), made, sheet, torch.device("cpu"))
-    return finish(sheet, **more)
+    read_wrapper(build_optim_wrapper(options, Net()), made, settings, torch.device("cpu"))
+    return finish(settings, **more)
 
 
 def fsdp(**wrapper: Any) -> dict[str, Any]:
@@ -195,19 +194,19 @@ def test_compile_takes_what_torch_takes() -> None:
 
 
 def test_the_environment_is_read_and_every_key_answered() -> None:
-    sheet = Sheet()
-    settings = {
+    settings = TranslatedSettings()
+    env_cfg = {
         "cudnn_benchmark": False,
         "mp_cfg": {"mp_start_method": "fork", "opencv_num_threads": 0},
         "dist_cfg": {"backend": "gloo", "timeout": timedelta(minutes=2)},
         "resource_limit": 4096,
     }
-    assert read_environment(settings, sheet) == "fork"
-    assert sheet.sections == {"backend": "gloo", "timeout_s": 120.0}
-    assert len(sheet.report.entries) == 6
-    assert not list(sheet.report.of(KeyOutcome.REFUSED))
+    assert read_environment(env_cfg, settings) == "fork"
+    assert settings.sections == {"backend": "gloo", "timeout_s": 120.0}
+    assert len(settings.report.entries) == 6
+    assert not list(settings.report.of(KeyOutcome.REFUSED))
     with refused(ConfigError, "`dist_cfg`", key="env_cfg.dist_cgf"):
-        read_environment({"dist_cgf": {}}, Sheet())
+        read_environment({"dist_cgf": {}}, TranslatedSettings())
 
 
 def test_the_launcher_must_fit_how_the_process_was_started() -> None:

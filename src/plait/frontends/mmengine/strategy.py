@@ -5,83 +5,25 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from plait.config import choose
 from plait.errors import ConfigError, Problem
-from plait.frontends import KeyOutcome, KeyReport, Translation
+from plait.frontends import (
+    KeyReader,
+    TranslatedSettings,
+    Translation,
+    honoured_as,
+    refused_unless,
+    unneeded,
+)
 from plait.frontends.deepspeed import read_config, translate
 from plait.frontends.mmengine.registry import STRATEGIES
 from plait.torch_internals import module_wrap_classes
 
-# Keys and what becomes of each: the form in which the strategies give their account.
+Reader = KeyReader[TranslatedSettings]
 
-
-Row = Callable[["Sheet", str, Any], None]
-"""Answers one key: is told the sheet, the key's path and its value."""
-
-
-class Sheet:
-    """Sections of a run description that fill up, with the account of where each came from."""
-
-    def __init__(self) -> None:
-        self.sections: dict[str, Any] = {}
-        self.report = KeyReport()
-
-    def put(self, path: str, value: Any) -> None:
-        """Set a dotted key of the run description."""
-        *way, last = path.split(".")
-        place = self.sections
-        for key in way:
-            place = place.setdefault(key, {})
-        place[last] = value
-
-    def walk(self, prefix: str, given: Mapping[str, Any], table: Mapping[str, Row]) -> None:
-        """Answer every key; one that nobody knows is an error, with a suggestion."""
-        unknown = [key for key in given if key not in table]
-        if unknown:
-            raise ConfigError(
-                [Problem(f"{prefix}.{key}", "there is no such key", choose(key, table, "key")) for key in unknown]
-            )
-        for key, value in given.items():
-            table[key](self, f"{prefix}.{key}", value)
-
-
-def honoured(path: str, turned: Callable[[Any], Any] = lambda value: value) -> Row:
-    """The same thing under a key of the run description."""
-
-    def row(sheet: Sheet, key: str, value: Any) -> None:
-        found = turned(value)
-        sheet.put(path, found)
-        sheet.report.add(KeyOutcome.HONOURED, key, value, f"{path}: {found}")
-
-    return row
-
-
-def noted(text: str) -> Row:
-    """The runner itself does what it says."""
-    return lambda sheet, key, value: sheet.report.add(KeyOutcome.HONOURED, key, value, text)
-
-
-def unneeded(text: str) -> Row:
-    """Without meaning here; the text says why that is safe."""
-    return lambda sheet, key, value: sheet.report.add(KeyOutcome.UNNEEDED, key, value, text)
-
-
-def refused(remedy: str, *neutral: Any) -> Row:
-    """Not to be had, except at a value that asks for nothing."""
-
-    def row(sheet: Sheet, key: str, value: Any) -> None:
-        if value is None or any(value is each or value == each for each in neutral):
-            sheet.report.add(KeyOutcome.UNNEEDED, key, value, "it asks for nothing")
-        else:
-            sheet.report.add(KeyOutcome.REFUSED, key, value, remedy)
-
-    return row
-
-
-# Strategies: each translates its options into sections of a run description, with an account.
+# Strategies: each translates its options into sections of a run description, with a report.
 
 
 class BaseStrategy(ABC):
@@ -109,15 +51,15 @@ class SingleDeviceStrategy(BaseStrategy):
 
     def translate(self, world_size: int) -> Translation:
         """One copy, on one rank."""
-        sheet = Sheet()
-        sheet.put("strategy.layout", {"dp_replicate": 1, "dp_shard": 1})
-        return Translation(sheet.sections, sheet.report)
+        settings = TranslatedSettings()
+        settings.set("strategy.layout", {"dp_replicate": 1, "dp_shard": 1})
+        return settings.translation()
 
 
 _WHOLE = "gradients are collected in buckets that are reduced in one order on all ranks, whatever takes part"
-_WRAPPER: dict[str, Row] = {
+_WRAPPER: dict[str, Reader] = {
     "type": unneeded("the model is not wrapped: its gradients are collected from outside"),
-    "bucket_cap_mb": honoured("strategy.bucket_mb", float),
+    "bucket_cap_mb": honoured_as("strategy.bucket_mb", float),
     "find_unused_parameters": unneeded(_WHOLE),
     "static_graph": unneeded(_WHOLE),
     "gradient_as_bucket_view": unneeded("it always is one, where formats allow it"),
@@ -126,8 +68,8 @@ _WRAPPER: dict[str, Row] = {
     "dim": unneeded("a rank has one device"),
     "device_ids": unneeded("a rank has one device"),
     "output_device": unneeded("a rank has one device"),
-    "process_group": refused("the groups follow from strategy.layout: leave it out"),
-    "detect_anomalous_params": refused("a parameter without a gradient is no error here: leave it out", False),
+    "process_group": refused_unless("the groups follow from strategy.layout: leave it out"),
+    "detect_anomalous_params": refused_unless("a parameter without a gradient is no error here: leave it out", False),
 }
 
 
@@ -148,10 +90,10 @@ class DDPStrategy(BaseStrategy):
 
     def translate(self, world_size: int) -> Translation:
         """Stage 0."""
-        sheet = Sheet()
-        sheet.put("strategy.zero", 0)
-        sheet.walk("strategy.model_wrapper", self._wrapper, _WRAPPER)
-        return Translation(sheet.sections, sheet.report)
+        settings = TranslatedSettings()
+        settings.set("strategy.zero", 0)
+        settings.read(self._wrapper, _WRAPPER, "strategy.model_wrapper")
+        return settings.translation()
 
 
 # `ColossalAIStrategy`: its plugins are stages of ZeRO, which the engine here has too.
@@ -162,68 +104,68 @@ _BUCKETS = "gradients are reduced block by block, not in buckets"
 _COLOSSALAI_FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 
 
-def _format(sheet: Sheet, key: str, value: Any) -> None:
+def _format(settings: TranslatedSettings, key: str, value: Any) -> None:
     word = value.get("type", "") if isinstance(value, Mapping) else str(value)
     if word in ("fp16_apex", "fp16_naive"):
-        sheet.put("precision.compute", "fp16")
-        sheet.report.add(KeyOutcome.MAPPED, key, value, "precision.compute: fp16, by torch and not by Apex")
+        settings.set("precision.compute", "fp16")
+        settings.mapped(key, value, "precision.compute: fp16, by torch and not by Apex")
     elif word in _COLOSSALAI_FORMATS:
-        sheet.put("precision.compute", _COLOSSALAI_FORMATS[word])
-        sheet.report.add(KeyOutcome.HONOURED, key, value, f"precision.compute: {word}")
+        settings.set("precision.compute", _COLOSSALAI_FORMATS[word])
+        settings.honoured(key, value, f"precision.compute: {word}")
     else:
-        sheet.report.add(KeyOutcome.REFUSED, key, value, f"write one of {', '.join(_COLOSSALAI_FORMATS)}")
+        settings.refused(key, value, f"write one of {', '.join(_COLOSSALAI_FORMATS)}")
 
 
-def _initial_scale(sheet: Sheet, key: str, value: Any) -> None:
+def _initial_scale(settings: TranslatedSettings, key: str, value: Any) -> None:
     power = math.log2(value) if value > 0 else -1.0
     if power < 0 or power != int(power):
-        sheet.report.add(KeyOutcome.REFUSED, key, value, "write a power of two")
+        settings.refused(key, value, "write a power of two")
         return
-    sheet.put("precision.scaler.initial_power", int(power))
-    sheet.report.add(KeyOutcome.HONOURED, key, value, f"precision.scaler.initial_power: {int(power)}")
+    settings.set("precision.scaler.initial_power", int(power))
+    settings.honoured(key, value, f"precision.scaler.initial_power: {int(power)}")
 
 
-def _stage(sheet: Sheet, key: str, value: Any) -> None:
+def _stage(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value not in (1, 2):
-        sheet.report.add(KeyOutcome.REFUSED, key, value, "LowLevelZeroPlugin has stages 1 and 2; stage 3 is 'gemini'")
+        settings.refused(key, value, "LowLevelZeroPlugin has stages 1 and 2; stage 3 is 'gemini'")
         return
-    sheet.put("strategy.zero", int(value))
-    sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.zero: {value}")
+    settings.set("strategy.zero", int(value))
+    settings.honoured(key, value, f"strategy.zero: {value}")
 
 
-def _colossalai_offload(sheet: Sheet, key: str, value: Any) -> None:
+def _colossalai_offload(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value:
-        sheet.put("strategy.offload.optimizer", "cpu")
-        sheet.report.add(KeyOutcome.MAPPED, key, value, "strategy.offload.optimizer: cpu")
+        settings.set("strategy.offload.optimizer", "cpu")
+        settings.mapped(key, value, "strategy.offload.optimizer: cpu")
     else:
-        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "nothing is offloaded")
+        settings.unneeded(key, value, "nothing is offloaded")
 
 
-def _placement(sheet: Sheet, key: str, value: Any) -> None:
+def _placement(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value in ("cuda", "static"):
-        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "what is offloaded, `strategy.offload` says")
+        settings.unneeded(key, value, "what is offloaded, `strategy.offload` says")
     elif value == "cpu":
-        sheet.put("strategy.offload", {"optimizer": "cpu", "params": "cpu"})
-        sheet.report.add(KeyOutcome.MAPPED, key, value, "strategy.offload: parameters and optimizer in host memory")
+        settings.set("strategy.offload", {"optimizer": "cpu", "params": "cpu"})
+        settings.mapped(key, value, "strategy.offload: parameters and optimizer in host memory")
     else:
-        sheet.report.add(KeyOutcome.REFUSED, key, value, "memory is not moved by watching it: write 'cuda' or 'cpu'")
+        settings.refused(key, value, "memory is not moved by watching it: write 'cuda' or 'cpu'")
 
 
-_SHARED: dict[str, Row] = {
+_SHARED: dict[str, Reader] = {
     "precision": _format,
     "initial_scale": _initial_scale,
-    "growth_interval": honoured("precision.scaler.window", int),
-    "hysteresis": honoured("precision.scaler.hysteresis", int),
-    "min_scale": honoured("precision.scaler.minimum", float),
-    "growth_factor": refused("the scale doubles: leave it out", 2, 2.0),
-    "backoff_factor": refused("the scale halves: leave it out", 0.5),
+    "growth_interval": honoured_as("precision.scaler.window", int),
+    "hysteresis": honoured_as("precision.scaler.hysteresis", int),
+    "min_scale": honoured_as("precision.scaler.minimum", float),
+    "growth_factor": refused_unless("the scale doubles: leave it out", 2, 2.0),
+    "backoff_factor": refused_unless("the scale halves: leave it out", 0.5),
     "max_scale": unneeded("the scale ends where gradients overflow"),
-    "max_norm": honoured("train.clip_norm", float),
-    "norm_type": refused("gradients are measured by their 2-norm", 2, 2.0),
+    "max_norm": honoured_as("train.clip_norm", float),
+    "norm_type": refused_unless("gradients are measured by their 2-norm", 2, 2.0),
     "verbose": unneeded("what happens is in the log"),
     "overlap_communication": unneeded("reducing always overlaps with the backward pass"),
 }
-_PLUGINS: dict[str, dict[str, Row]] = {
+_PLUGINS: dict[str, dict[str, Reader]] = {
     "GeminiPlugin": {
         **_SHARED,
         **dict.fromkeys(
@@ -235,18 +177,18 @@ _PLUGINS: dict[str, dict[str, Row]] = {
         "force_outputs_fp32": unneeded("losses are in fp32 in any case"),
         "strict_ddp_mode": unneeded("gradients are summed in one order on all ranks"),
         "enable_gradient_accumulation": unneeded("`optim_wrapper.accumulative_counts` says it"),
-        "shard_param_frac": refused("parameters are sharded whole", 1, 1.0),
-        "offload_optim_frac": refused("write placement_policy='cpu' for all of it", 0, 0.0),
-        "offload_param_frac": refused("write placement_policy='cpu' for all of it", 0, 0.0),
-        "tp_size": honoured("strategy.layout.tp", int),
+        "shard_param_frac": refused_unless("parameters are sharded whole", 1, 1.0),
+        "offload_optim_frac": refused_unless("write placement_policy='cpu' for all of it", 0, 0.0),
+        "offload_param_frac": refused_unless("write placement_policy='cpu' for all of it", 0, 0.0),
+        "tp_size": honoured_as("strategy.layout.tp", int),
     },
     "LowLevelZeroPlugin": {
         **_SHARED,
         "stage": _stage,
         "cpu_offload": _colossalai_offload,
         "reduce_bucket_size_in_m": unneeded(_BUCKETS),
-        "communication_dtype": refused("write precision 'bf16' or 'fp16'; sums are in fp32"),
-        "partition_grad": refused("that is stage 2: write stage=2", False),
+        "communication_dtype": refused_unless("write precision 'bf16' or 'fp16'; sums are in fp32"),
+        "partition_grad": refused_unless("that is stage 2: write stage=2", False),
     },
 }
 _NAMES = {"gemini": "GeminiPlugin", "lowlevel-zero": "LowLevelZeroPlugin"}
@@ -272,33 +214,31 @@ class ColossalAIStrategy(BaseStrategy):
 
     def translate(self, world_size: int) -> Translation:
         """The plugin's stage, and its defaults for what it does not say."""
-        sheet = Sheet()
+        settings = TranslatedSettings()
         given = {"type": self._plugin} if isinstance(self._plugin, str) else dict(self._plugin)
         name = str(given.pop("type", "gemini"))
         kind = _NAMES.get(name, name)
         key = "strategy.plugin"
         if kind not in _PLUGINS:
-            sheet.report.add(KeyOutcome.REFUSED, key, name, f"write one of {', '.join((*_NAMES, *_PLUGINS))}")
-            return Translation(sheet.sections, sheet.report)
+            settings.refused(key, name, f"write one of {', '.join((*_NAMES, *_PLUGINS))}")
+            return settings.translation()
         stage = 3 if kind == "GeminiPlugin" else 1
-        sheet.put("strategy.zero", stage)
-        sheet.put("precision.compute", "fp16")
-        sheet.put("precision.scaler", {"initial_power": 16 if stage == 3 else 32, "window": 1000})
-        sheet.report.add(
-            KeyOutcome.MAPPED, key, name, f"strategy.zero: {stage}, in fp16 unless `precision` says another"
-        )
-        sheet.walk(key, given, _PLUGINS[kind])
+        settings.set("strategy.zero", stage)
+        settings.set("precision.compute", "fp16")
+        settings.set("precision.scaler", {"initial_power": 16 if stage == 3 else 32, "window": 1000})
+        settings.mapped(key, name, f"strategy.zero: {stage}, in fp16 unless `precision` says another")
+        settings.read(given, _PLUGINS[kind], key)
         if self._mixed is not None:
-            _format(sheet, "strategy.mixed_precision", self._mixed)
-        if sheet.sections["precision"]["compute"] != "fp16":
-            del sheet.sections["precision"]["scaler"]
+            _format(settings, "strategy.mixed_precision", self._mixed)
+        if settings.sections["precision"]["compute"] != "fp16":
+            del settings.sections["precision"]["scaler"]
         if self._config is not None:
             remedy = "ColossalAI itself no longer reads one: leave it out"
-            sheet.report.add(KeyOutcome.REFUSED, "strategy.config", self._config, remedy)
+            settings.refused("strategy.config", self._config, remedy)
         if self._wrapper is not None:
             text = "the model is not wrapped: its blocks are sharded in place"
-            sheet.report.add(KeyOutcome.UNNEEDED, "strategy.model_wrapper", self._wrapper, text)
-        return Translation(sheet.sections, sheet.report)
+            settings.unneeded("strategy.model_wrapper", self._wrapper, text)
+        return settings.translation()
 
 
 # `DeepSpeedStrategy`: the keys of a ds_config, translated where the DeepSpeed front end translates them.
@@ -355,24 +295,25 @@ class DeepSpeedStrategy(BaseStrategy):
         self._half, self._exclude = inputs_to_half, exclude_frozen_parameters
 
     def translate(self, world_size: int) -> Translation:
-        """What the DeepSpeed front end makes of the keys."""
-        told = [key for key in _MONITORS if dict(self._keys.get(key) or {}).get("enabled")]
-        keys = {key: value for key, value in self._keys.items() if key not in (*_RUNNERS, *told)}
-        found = translate(keys, world_size=world_size)
-        account = KeyReport(list(found.report.entries))
-        for key, remedy in {**_RUNNERS, **dict.fromkeys(told, _SINKS)}.items():
+        """Translate the keys with the DeepSpeed front end."""
+        monitors = [key for key in _MONITORS if dict(self._keys.get(key) or {}).get("enabled")]
+        keys = {key: value for key, value in self._keys.items() if key not in (*_RUNNERS, *monitors)}
+        translation = translate(keys, world_size=world_size)
+        settings = TranslatedSettings()
+        settings.sections.update(translation.sections)
+        settings.report.entries += translation.report.entries
+        for key, remedy in {**_RUNNERS, **dict.fromkeys(monitors, _SINKS)}.items():
             if key in self._keys:
-                account.add(KeyOutcome.REFUSED, f"strategy.{key}", self._keys[key], remedy)
-        sections = dict(found.sections)
+                settings.refused(f"strategy.{key}", self._keys[key], remedy)
         if self._half is not None:
-            if sections.get("precision", {}).get("compute", "fp32") != "fp32":
-                sections["precision"] = {**sections["precision"], "cast_inputs": True}
+            if settings.get("precision.compute") not in (None, "fp32"):
+                settings.set("precision.cast_inputs", True)
             text = "precision.cast_inputs: every floating-point input is cast, these among them"
-            account.add(KeyOutcome.MAPPED, "strategy.inputs_to_half", self._half, text)
+            settings.mapped("strategy.inputs_to_half", self._half, text)
         if self._exclude:
             remedy = "a checkpoint holds all parameters: leave it out"
-            account.add(KeyOutcome.REFUSED, "strategy.exclude_frozen_parameters", self._exclude, remedy)
-        return Translation(sections, account)
+            settings.refused("strategy.exclude_frozen_parameters", self._exclude, remedy)
+        return settings.translation()
 
 
 # `FSDPStrategy`: torch's FullyShardedDataParallel, in the words of its first version.
@@ -384,25 +325,25 @@ _WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SH
 _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def _policy(sheet: Sheet, key: str, value: Any) -> None:
+def _policy(settings: TranslatedSettings, key: str, value: Any) -> None:
     policy, options = _taken_apart(value)
     # By name: importing torch's own would load much that a run without it does not need.
     kind = type(policy).__name__
     name = getattr(policy, "__name__", str(policy)).rpartition(".")[2]
     if policy is None:
-        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "the units are the model's own blocks")
+        settings.unneeded(key, value, "the units are the model's own blocks")
     elif name == "size_based_auto_wrap_policy":
         least = int(options.get("min_num_params", _SIZE))
-        sheet.put("strategy.wrap.min_params", least)
-        sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.wrap.min_params: {least}")
+        settings.set("strategy.wrap.min_params", least)
+        settings.honoured(key, value, f"strategy.wrap.min_params: {least}")
     elif kind == "ModuleWrapPolicy" or name == "transformer_auto_wrap_policy":
         kinds = module_wrap_classes(policy) if kind == "ModuleWrapPolicy" else options.get("transformer_layer_cls", ())
         names = sorted(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
-        sheet.put("strategy.wrap.classes", names)
-        sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.wrap.classes: {', '.join(names)}")
+        settings.set("strategy.wrap.classes", names)
+        settings.honoured(key, value, f"strategy.wrap.classes: {', '.join(names)}")
     else:
         remedy = "units are found by size or by class: size_based_auto_wrap_policy or transformer_auto_wrap_policy"
-        sheet.report.add(KeyOutcome.REFUSED, key, value, remedy)
+        settings.refused(key, value, remedy)
 
 
 def _taken_apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -414,16 +355,16 @@ def _taken_apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
     return value, {}
 
 
-def _sharding(sheet: Sheet, key: str, value: Any) -> None:
+def _sharding(settings: TranslatedSettings, key: str, value: Any) -> None:
     word = getattr(value, "name", str(value)).rpartition(".")[2]
     if word not in _WORDS:
-        sheet.report.add(KeyOutcome.REFUSED, key, value, f"write one of {', '.join(_WORDS)}")
+        settings.refused(key, value, f"write one of {', '.join(_WORDS)}")
         return
-    sheet.put("strategy.sharding", word)
-    sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.sharding: {word}")
+    settings.set("strategy.sharding", word)
+    settings.honoured(key, value, f"strategy.sharding: {word}")
 
 
-def _mixed(sheet: Sheet, key: str, value: Any) -> None:
+def _mixed(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value is None:
         return
     given = dict(value) if isinstance(value, Mapping) else dict(vars(value))
@@ -433,36 +374,36 @@ def _mixed(sheet: Sheet, key: str, value: Any) -> None:
             continue
         word = _FORMATS.get(str(dtype).removeprefix("torch."))
         if word is None:
-            sheet.report.add(KeyOutcome.REFUSED, f"{key}.{name}", dtype, f"write one of {', '.join(_FORMATS)}")
+            settings.refused(f"{key}.{name}", dtype, f"write one of {', '.join(_FORMATS)}")
             continue
-        sheet.put(path, word)
-        sheet.report.add(KeyOutcome.HONOURED, f"{key}.{name}", dtype, f"{path}: {word}")
+        settings.set(path, word)
+        settings.honoured(f"{key}.{name}", dtype, f"{path}: {word}")
     if given.get("buffer_dtype") is not None:
         text = "buffers keep their format: running statistics need it"
-        sheet.report.add(KeyOutcome.MAPPED, f"{key}.buffer_dtype", given["buffer_dtype"], text)
+        settings.mapped(f"{key}.buffer_dtype", given["buffer_dtype"], text)
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         if name in given:
             text = "inputs are cast once, gradients are summed in `precision.reduce`"
-            sheet.report.add(KeyOutcome.UNNEEDED, f"{key}.{name}", given[name], text)
+            settings.unneeded(f"{key}.{name}", given[name], text)
 
 
-def _offload(sheet: Sheet, key: str, value: Any) -> None:
+def _offload(settings: TranslatedSettings, key: str, value: Any) -> None:
     wanted = getattr(value, "offload_params", value.get("offload_params") if isinstance(value, Mapping) else value)
     if wanted:
-        sheet.put("strategy.offload", {"optimizer": "cpu", "params": "cpu"})
-        sheet.report.add(KeyOutcome.MAPPED, key, value, "strategy.offload: parameters and optimizer in host memory")
+        settings.set("strategy.offload", {"optimizer": "cpu", "params": "cpu"})
+        settings.mapped(key, value, "strategy.offload: parameters and optimizer in host memory")
     else:
-        sheet.report.add(KeyOutcome.UNNEEDED, key, value, "nothing is offloaded")
+        settings.unneeded(key, value, "nothing is offloaded")
 
 
-def _forward_prefetch(sheet: Sheet, key: str, value: Any) -> None:
+def _forward_prefetch(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value:
-        sheet.put("strategy.forward_prefetch", 1)
-    sheet.report.add(KeyOutcome.HONOURED, key, value, f"strategy.forward_prefetch: {int(bool(value))}")
+        settings.set("strategy.forward_prefetch", 1)
+    settings.honoured(key, value, f"strategy.forward_prefetch: {int(bool(value))}")
 
 
 _GROUP = "the groups follow from strategy.layout: leave it out"
-_FSDP_WRAPPER: dict[str, Row] = {
+_FSDP_WRAPPER: dict[str, Reader] = {
     "type": unneeded("`fully_shard`, the second version of FSDP, does the work; the model is not wrapped"),
     "auto_wrap_policy": _policy,
     "sharding_strategy": _sharding,
@@ -474,12 +415,12 @@ _FSDP_WRAPPER: dict[str, Row] = {
     "limit_all_gathers": unneeded("`fully_shard` holds at most two units at a time by itself"),
     "sync_module_states": unneeded("all ranks always start from rank 0's values"),
     "device_id": unneeded("a rank has one device"),
-    "process_group": refused(_GROUP),
-    "device_mesh": refused(_GROUP),
-    "param_init_fn": refused("give values in the model's `init_weights`"),
-    "ignored_modules": refused("every parameter is sharded; a module that must not be can be frozen"),
-    "ignored_parameters": refused("every parameter is sharded"),
-    "ignored_states": refused("every parameter is sharded"),
+    "process_group": refused_unless(_GROUP),
+    "device_mesh": refused_unless(_GROUP),
+    "param_init_fn": refused_unless("give values in the model's `init_weights`"),
+    "ignored_modules": refused_unless("every parameter is sharded; a module that must not be can be frozen"),
+    "ignored_parameters": refused_unless("every parameter is sharded"),
+    "ignored_states": refused_unless("every parameter is sharded"),
 }
 
 
@@ -507,21 +448,21 @@ class FSDPStrategy(BaseStrategy):
 
     def translate(self, world_size: int) -> Translation:
         """Stage 3, unless `sharding_strategy` says otherwise."""
-        sheet = Sheet()
-        sheet.walk("strategy.model_wrapper", self._wrapper, _FSDP_WRAPPER)
-        if "sharding" not in sheet.sections.get("strategy", {}):
-            sheet.put("strategy.sharding", "FULL_SHARD")
+        settings = TranslatedSettings()
+        settings.read(self._wrapper, _FSDP_WRAPPER, "strategy.model_wrapper")
+        if "sharding" not in settings.sections.get("strategy", {}):
+            settings.set("strategy.sharding", "FULL_SHARD")
         text = "each rank writes its part, and any number of ranks reads the whole"
-        sheet.report.add(KeyOutcome.UNNEEDED, "strategy.state_dict_cfg", self._state_dict_cfg, text)
+        settings.unneeded("strategy.state_dict_cfg", self._state_dict_cfg, text)
         if self._recompute is not None:
-            self._recompute_units(sheet, dict(self._recompute))
-        return Translation(sheet.sections, sheet.report)
+            self._recompute_units(settings, dict(self._recompute))
+        return settings.translation()
 
-    def _recompute_units(self, sheet: Sheet, given: dict[str, Any]) -> None:
+    def _recompute_units(self, settings: TranslatedSettings, given: dict[str, Any]) -> None:
         key = "strategy.activation_checkpointing"
         if given.get("check_fn") is not None:
             remedy = "blocks are chosen by strategy.model_wrapper.auto_wrap_policy: leave it out"
-            sheet.report.add(KeyOutcome.REFUSED, f"{key}.check_fn", given["check_fn"], remedy)
+            settings.refused(f"{key}.check_fn", given["check_fn"], remedy)
             return
-        sheet.put("strategy.recompute", "full")
-        sheet.report.add(KeyOutcome.MAPPED, key, given, "strategy.recompute: full")
+        settings.set("strategy.recompute", "full")
+        settings.mapped(key, given, "strategy.recompute: full")

@@ -22,7 +22,7 @@ from plait.config import RunConfig, check, choose, parse_sections
 from plait.distributed import Ranks, detect_ranks, make_deterministic, on_main, open_world, restore_rng_state, rng_state
 from plait.engine import ManualEngine, Preparation, prepare_manual
 from plait.errors import ConfigError, ModelError, Problem, TrainingError, WorldError
-from plait.frontends import KeyOutcome
+from plait.frontends import KeyOutcome, TranslatedSettings, honoured, honoured_as, refused_unless, unneeded
 from plait.frontends.mmengine import hooks as hooks_module
 from plait.frontends.mmengine.config import as_config
 from plait.frontends.mmengine.dataset import worker_init_fn
@@ -46,22 +46,22 @@ from plait.frontends.mmengine.registry import (
 )
 from plait.frontends.mmengine.runner.loops import RunnerLoops, by_epoch, wanted_phases
 from plait.frontends.mmengine.runner.saving import Checkpoints, MMEngineSaver
-from plait.frontends.mmengine.strategy import BaseStrategy, Row, Sheet, honoured, noted, refused, unneeded
+from plait.frontends.mmengine.strategy import BaseStrategy, Reader
 from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
 from plait.launch import Phase
 from plait.precision import make_policy
 
-# From a runner's arguments to one run description, with the account of every translated key.
+# From a runner's arguments to one run description, with a report on every translated key.
 
 
-_COMPILE: dict[str, Row] = {
-    "backend": honoured("strategy.compile.backend"),
-    "mode": honoured("strategy.compile.mode"),
-    "dynamic": honoured("strategy.compile.dynamic"),
-    "fullgraph": honoured("strategy.compile.fullgraph"),
-    "target": refused("`forward` is compiled; the rest of a step is the engine's", "forward"),
-    "options": refused("write a `mode` instead"),
-    "disable": refused("write compile=False", False),
+_COMPILE: dict[str, Reader] = {
+    "backend": honoured_as("strategy.compile.backend"),
+    "mode": honoured_as("strategy.compile.mode"),
+    "dynamic": honoured_as("strategy.compile.dynamic"),
+    "fullgraph": honoured_as("strategy.compile.fullgraph"),
+    "target": refused_unless("`forward` is compiled; the rest of a step is the engine's", "forward"),
+    "options": refused_unless("write a `mode` instead"),
+    "disable": refused_unless("write compile=False", False),
 }
 
 
@@ -75,27 +75,29 @@ def build_strategy(cfg: Any) -> BaseStrategy:
     return made
 
 
-def read_compile(compile_cfg: Any, sheet: Sheet) -> None:
+def read_compile(compile_cfg: Any, settings: TranslatedSettings) -> None:
     """`compile=True`, or a dict with what `torch.compile` takes."""
     if not compile_cfg:
         return
-    sheet.put("strategy.compile.enabled", True)
+    settings.set("strategy.compile.enabled", True)
     if isinstance(compile_cfg, Mapping):
-        sheet.walk("compile", compile_cfg, _COMPILE)
-    sheet.report.add(KeyOutcome.HONOURED, "compile", compile_cfg, "strategy.compile")
+        settings.read(compile_cfg, _COMPILE, "compile")
+    settings.honoured("compile", compile_cfg, "strategy.compile")
 
 
-def read_wrapper(wrapper: BaseOptimWrapper, strategy: BaseStrategy, sheet: Sheet, device: torch.device) -> None:
+def read_wrapper(
+    wrapper: BaseOptimWrapper, strategy: BaseStrategy, settings: TranslatedSettings, device: torch.device
+) -> None:
     """What an optim wrapper says about formats, clipping and accumulation."""
     kind = type(wrapper).__name__
     if strategy.own_wrapper and not isinstance(wrapper, DeepSpeedOptimWrapper):
         message = f"{kind} does not go with {type(strategy).__name__}, which says itself how is trained"
         raise ConfigError(Problem("optim_wrapper.type", message, f"Write type={strategy.default_wrapper!r}."))
     if isinstance(wrapper, DeepSpeedOptimWrapper):
-        wrapper.accumulate(int(sheet.sections.get("batch", {}).get("accumulation", 1)))
+        wrapper.accumulate(int(settings.sections.get("batch", {}).get("accumulation", 1)))
     if wrapper.clip:
-        sheet.sections.setdefault("train", {}).update(wrapper.clip)
-        sheet.report.add(KeyOutcome.HONOURED, "optim_wrapper.clip_grad", wrapper.clip, f"train: {wrapper.clip}")
+        settings.sections.setdefault("train", {}).update(wrapper.clip)
+        settings.honoured("optim_wrapper.clip_grad", wrapper.clip, f"train: {wrapper.clip}")
     if wrapper.precision is None:
         return
     wanted = dict(wrapper.precision)
@@ -104,20 +106,21 @@ def read_wrapper(wrapper: BaseOptimWrapper, strategy: BaseStrategy, sheet: Sheet
         wanted["compute"] = "bf16" if torch.get_autocast_dtype(device.type) == torch.bfloat16 else "fp16"
     if wanted["compute"] != "fp16":
         wanted.pop("scaler")
-    before = sheet.sections.get("precision", {}).get("compute")
+    before = settings.sections.get("precision", {}).get("compute")
     if before not in (None, wanted["compute"]):
         message = f"{wanted['compute']}, but the strategy computes in {before}"
         raise ConfigError(Problem("optim_wrapper.dtype", message, "Leave one of them out."))
-    sheet.sections.setdefault("precision", {}).update(wanted)
+    settings.sections.setdefault("precision", {}).update(wanted)
     text = f"precision.compute: {wanted['compute']}; fp32 weights stay with the optimizer"
-    sheet.report.add(KeyOutcome.MAPPED, "optim_wrapper.type", kind, text)
+    settings.mapped("optim_wrapper.type", kind, text)
 
 
-def finish(sheet: Sheet, **more: Any) -> RunConfig:
+def finish(settings: TranslatedSettings, **more: Any) -> RunConfig:
     """The run description that the sections make, checked."""
-    sheet.report.raise_refusals()
+    settings.raise_problems()
+    settings.report.raise_refusals()
     sections = {
-        key: value for key, value in sheet.sections.items() if key != "batch"
+        key: value for key, value in settings.sections.items() if key != "batch"
     }  # the loader's, and the wrapper's
     config = parse_sections(**{**sections, **more}).config
     if config.checkpoint.node_local:
@@ -193,42 +196,43 @@ def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
     )
 
 
-def _backend(sheet: Sheet, key: str, value: Any) -> None:
+def _backend(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value not in ("nccl", "gloo", "mpi"):
-        refused("write nccl, gloo or mpi")(sheet, key, value)
+        refused_unless("write nccl, gloo or mpi")(settings, key, value)
     elif value == "nccl" and not torch.cuda.is_available():  # it stands in every script, those for CPU among them
-        sheet.report.add(KeyOutcome.MAPPED, key, value, "backend: gloo, as there is no CUDA device")
+        settings.mapped(key, value, "backend: gloo, as there is no CUDA device")
     else:
-        honoured("backend")(sheet, key, value)
+        honoured_as("backend")(settings, key, value)
 
 
 def _seconds(value: Any) -> float:
     return float(value.total_seconds() if hasattr(value, "total_seconds") else value)
 
 
-_DISTRIBUTED: dict[str, Row] = {
+_DISTRIBUTED: dict[str, Reader] = {
     "backend": _backend,
-    "timeout": honoured("timeout_s", _seconds),
-    "init_backend": refused("leave it out", "torch"),
+    "timeout": honoured_as("timeout_s", _seconds),
+    "init_backend": refused_unless("leave it out", "torch"),
 }
 _THREADS = unneeded("libraries keep their own number of threads; the launcher sets OMP_NUM_THREADS")
-_PROCESSES: dict[str, Row] = {
-    "mp_start_method": noted("workers of loaders are started so"),
+_PROCESSES: dict[str, Reader] = {
+    "mp_start_method": honoured("workers of loaders are started so"),
     "opencv_num_threads": _THREADS,
     "omp_num_threads": _THREADS,
     "mkl_num_threads": _THREADS,
 }
-_ENVIRONMENT: dict[str, Row] = {
-    "cudnn_benchmark": noted("torch.backends.cudnn.benchmark"),
-    "resource_limit": noted("files that this process may have open"),
-    "mp_cfg": lambda sheet, key, value: sheet.walk(key, value, _PROCESSES),
-    "dist_cfg": lambda sheet, key, value: sheet.walk(key, value, _DISTRIBUTED),
+_ENVIRONMENT: dict[str, Reader] = {
+    "cudnn_benchmark": honoured("torch.backends.cudnn.benchmark"),
+    "resource_limit": honoured("files that this process may have open"),
+    "mp_cfg": lambda settings, key, value: settings.read(value, _PROCESSES, key),
+    "dist_cfg": lambda settings, key, value: settings.read(value, _DISTRIBUTED, key),
 }
 
 
-def read_environment(env_cfg: Mapping[str, Any], sheet: Sheet) -> str | None:
+def read_environment(env_cfg: Mapping[str, Any], settings: TranslatedSettings) -> str | None:
     """Put `env_cfg` into sections, and do at once what concerns this process; returns how workers are started."""
-    sheet.walk("env_cfg", env_cfg, _ENVIRONMENT)
+    settings.read(env_cfg, _ENVIRONMENT, "env_cfg")
+    settings.raise_problems()
     torch.backends.cudnn.benchmark = bool(env_cfg.get("cudnn_benchmark", False))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(max(int(env_cfg.get("resource_limit", 4096)), soft), hard)
@@ -546,19 +550,19 @@ class BaseRunner(Checkpoints):
     # ---- before the model
 
     def _open(self, launcher: str | None, env_cfg: Mapping[str, Any], randomness: Mapping[str, Any]) -> None:
-        self._sheet = Sheet()
+        self._settings = TranslatedSettings()
         self.launcher = launcher
-        self._start_method = read_environment(env_cfg, self._sheet)
+        self._start_method = read_environment(env_cfg, self._settings)
         self._randomness = Randomness.read(randomness)
         check_launcher(launcher)
         size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else detect_ranks().size
         found = self.strategy.translate(size)
         for section, value in found.sections.items():
-            self._sheet.sections.setdefault(section, value)
-        self._sheet.report.entries += found.report.entries
-        read_compile(self._compile, self._sheet)
+            self._settings.sections.setdefault(section, value)
+        self._settings.report.entries += found.report.entries
+        read_compile(self._compile, self._settings)
         # How is computed, the optim wrapper says too, and there is none before there is a model.
-        self.world = open_world(finish(self._sheet, work_dir=self.work_dir, precision=None))
+        self.world = open_world(finish(self._settings, work_dir=self.work_dir, precision=None))
         self.device = self.world.device
         self.seed = self._randomness.start(self.world.rank)
         self.deterministic = self._randomness.deterministic
@@ -602,7 +606,7 @@ class BaseRunner(Checkpoints):
         """Make the model and its optimizer ready, unless that was done; what a user calls does it first."""
         if self._engine is not None:
             return
-        model, sheet = self.model, self._sheet
+        model, settings = self.model, self._settings
         if self.strategy.sync_bn is not None:
             model = self._with_sync_bn(model)
         if takes_nothing(getattr(model, "init_weights", None)) and not self.strategy.skip_init_weights:
@@ -611,14 +615,14 @@ class BaseRunner(Checkpoints):
         if self.phases.has("train"):
             wrapper = build_optim_wrapper(self.optim_wrapper, model, default=self.strategy.default_wrapper)
             self.optim_wrapper = wrapper
-            read_wrapper(wrapper, self.strategy, sheet, self.device)
+            read_wrapper(wrapper, self.strategy, settings, self.device)
             optimizer = wrapper.optimizer
             replicas = self.world.layout.data_parallel
-            check_batch(sheet.sections.get("batch", {}), self.batch_total // replicas, replicas)
+            check_batch(settings.sections.get("batch", {}), self.batch_total // replicas, replicas)
             if self._auto_scale is not None:
                 scale_rates(self, wrapper, self._auto_scale)
         self.config = finish(
-            sheet, work_dir=self.work_dir, seed=self.seed, deterministic=self.deterministic, log={"console": "none"}
+            settings, work_dir=self.work_dir, seed=self.seed, deterministic=self.deterministic, log={"console": "none"}
         )
         generators = rng_state(self.device)
         given = Preparation(self.config, self.world, model=model, optimizer=optimizer, say=self.logger.warning)
@@ -706,7 +710,7 @@ class BaseRunner(Checkpoints):
         self.world.close()
 
     def _tell(self) -> None:
-        for entry in self._sheet.report.of(KeyOutcome.MAPPED, KeyOutcome.UNNEEDED):
+        for entry in self._settings.report.of(KeyOutcome.MAPPED, KeyOutcome.UNNEEDED):
             self.logger.info(f"{entry.key}: {entry.outcome}: {entry.text}")
         self.logger.info(f"Hooks will be executed in the following order:\n{self._hooks.info()}")
         if self.world.is_main and len(self.cfg):
