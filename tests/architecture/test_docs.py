@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -100,3 +101,25 @@ def test_run_descriptions_shown_on_a_page_parse(page: Path, tmp_path: Path, monk
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_example_run_descriptions_parse(path: Path) -> None:
     assert parse(path).config.model is not None
+
+
+def test_files_that_pages_and_comments_name_are_there() -> None:
+    """`engine/prepare.py` is the end of a path, `prepare.py` a name that some file has."""
+    files = [path for name in ("src", "tests", "docs", "examples", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    paths = [path.relative_to(ROOT).as_posix() for path in files]
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    missing = []
+    for path in (*files, *pages):
+        for name in re.findall(r"`((?:[\w.-]+/)*\w+\.py)`", path.read_text(encoding="utf-8")):
+            if not any(f"/{each}".endswith(f"/{name}") for each in paths):
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert missing == []
+
+
+def test_the_map_of_the_source_has_its_folders_and_layers() -> None:
+    tree, order = re.findall(r"```\n(.*?)```", (DOCS / "architecture.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    folders = {path.parent.name for path in (ROOT / "src" / "plait").glob("*/__init__.py")}
+    assert set(re.findall(r"(?m)^  (\w+)/ ", tree)) == folders
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = contracts["contracts"][0]["layers"][1:]  # `__main__` is above all
+    assert [" | ".join(layer.split(" | ")) for layer in re.split(r"\s*>\s*", order.strip())] == layers

@@ -1,6 +1,6 @@
 """Elastic training: who takes part, and when torch's elastic agent is the one to start ranks.
 
-Plait starts ranks again itself (`reform.py`). torch's agent does it where the flags are torchrun's own, and name a
+Plait starts ranks again itself (`membership.py`). torch's agent does it where the flags are torchrun's own, and name a
 meeting place that other hosts come to by themselves.
 """
 
