@@ -105,7 +105,8 @@ def test_example_run_descriptions_parse(path: Path) -> None:
 
 def test_files_that_pages_and_comments_name_are_there() -> None:
     """`engine/prepare.py` is the end of a path, `prepare.py` a name that some file has."""
-    files = [path for name in ("src", "tests", "docs", "examples", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    folders = ("src", "tests", "docs", "examples", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     paths = [path.relative_to(ROOT).as_posix() for path in files]
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
     missing = []
