@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from plait.config import TensorPlanPart, choose
-from plait.distributed import tensor_styles
+from plait.distributed import tensor_parallel_styles
 from plait.distributed.tensor_parallel_styles import (
     PLAN_KEY,
     SEQUENCE_KEY,
@@ -150,10 +150,10 @@ class ResidualBlock(Style):
 
     def _cut(self, x: Tensor) -> Tensor:
         check_sequence(x.shape[1], self.site.size)
-        return tensor_styles.cut(x, 1, self.site.group)
+        return tensor_parallel_styles.cut(x, 1, self.site.group)
 
     def _join(self, x: Tensor) -> Tensor:
-        return tensor_styles.join(x, 1, self.site.group)
+        return tensor_parallel_styles.join(x, 1, self.site.group)
 
 
 class Sequence(Style):
@@ -190,7 +190,7 @@ class WholeSequence(Style):
             around(self.site.module, enter=self._join, leave=self._cut)
 
     def _join(self, x: Tensor) -> Tensor:
-        joined = tensor_styles.join(x, 1, self.site.group)
+        joined = tensor_parallel_styles.join(x, 1, self.site.group)
         self._rows, self._tokens = joined.shape[:2]
         return joined
 
@@ -202,7 +202,7 @@ class WholeSequence(Style):
                     f"{tuple(x.shape)}, of which no dimension is the tokens; set {SEQUENCE_KEY}: false"
                 )
             x = x.view(self._rows, self._tokens, *x.shape[1:])
-        return tensor_styles.cut(x, 1, self.site.group)
+        return tensor_parallel_styles.cut(x, 1, self.site.group)
 
 
 def check_sequence(length: int, size: int) -> None:
