@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import plait
+from plait.checkpoint.convert.conversion import convert
 from plait.checkpoint.convert.deepspeed import DeepSpeedSource, write_deepspeed
 from plait.checkpoint.convert.detect import open_source
-from plait.checkpoint.convert.sinks import convert
 from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.engine.base import Engine, StepResult
 from plait.errors import CheckpointError

@@ -4,35 +4,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.checkpoint import convert as convert
+    from plait.checkpoint.convert.conversion import Format as Format
     from plait.checkpoint.convert.deepspeed import DeepSpeedSource as DeepSpeedSource
     from plait.checkpoint.convert.deepspeed import find_files as find_files
     from plait.checkpoint.convert.detect import kind_of as kind_of
     from plait.checkpoint.convert.detect import newest_tag as newest_tag
     from plait.checkpoint.convert.detect import open_source as open_source
-    from plait.checkpoint.convert.files import Found as Found
+    from plait.checkpoint.convert.files import FileTensor as FileTensor
     from plait.checkpoint.convert.files import PickledTensor as PickledTensor
     from plait.checkpoint.convert.files import TorchFile as TorchFile
     from plait.checkpoint.convert.files import load_values as load_values
     from plait.checkpoint.convert.files import open_file as open_file
-    from plait.checkpoint.convert.files import read_found as read_found
+    from plait.checkpoint.convert.files import read_file_tensor as read_file_tensor
     from plait.checkpoint.convert.huggingface import Description as Description
     from plait.checkpoint.convert.huggingface import companions as companions
     from plait.checkpoint.convert.huggingface import read_description as read_description
     from plait.checkpoint.convert.megatron import without_padding as without_padding
     from plait.checkpoint.convert.plait import PlaitSource as PlaitSource
-    from plait.checkpoint.convert.sinks import Kind as Kind
     from plait.checkpoint.convert.source import Recipe as Recipe
     from plait.checkpoint.convert.source import Source as Source
     from plait.checkpoint.convert.source import TensorEntry as TensorEntry
     from plait.checkpoint.convert.source import View as View
     from plait.checkpoint.convert.source import translated as translated
     from plait.checkpoint.convert.source import with_state as with_state
-    from plait.checkpoint.convert.summary import parts as parts
-    from plait.checkpoint.convert.summary import rows as rows
+    from plait.checkpoint.convert.summary import group_totals as group_totals
+    from plait.checkpoint.convert.summary import summary_rows as summary_rows
     from plait.checkpoint.fingerprint import fingerprint as fingerprint
     from plait.checkpoint.folder import CheckpointFolder as CheckpointFolder
     from plait.checkpoint.load import Fetch as Fetch
-    from plait.checkpoint.load import Misfit as Misfit
+    from plait.checkpoint.load import Mismatch as Mismatch
     from plait.checkpoint.load import entries as entries
     from plait.checkpoint.load import load_into as load_into
     from plait.checkpoint.load import matches as matches
@@ -44,29 +44,29 @@ if TYPE_CHECKING:
     from plait.checkpoint.manifest import open_checkpoint as open_checkpoint
     from plait.checkpoint.manifest import read_manifest as read_manifest
     from plait.checkpoint.manifest import saved_at as saved_at
-    from plait.checkpoint.need import WRITERS as WRITERS
-    from plait.checkpoint.need import Kept as Kept
-    from plait.checkpoint.need import kept as kept
-    from plait.checkpoint.need import need as need
-    from plait.checkpoint.need import workers as workers
+    from plait.checkpoint.memory import WRITERS as WRITERS
+    from plait.checkpoint.memory import SavedTensor as SavedTensor
+    from plait.checkpoint.memory import checkpoint_memory as checkpoint_memory
+    from plait.checkpoint.memory import saved_tensor as saved_tensor
+    from plait.checkpoint.memory import thread_count as thread_count
+    from plait.checkpoint.node_local import find_node_local as find_node_local
     from plait.checkpoint.pieces import STRIP as STRIP
     from plait.checkpoint.pieces import Entry as Entry
     from plait.checkpoint.pieces import Later as Later
-    from plait.checkpoint.pieces import Shares as Shares
+    from plait.checkpoint.pieces import WriteAssignment as WriteAssignment
     from plait.checkpoint.pieces import held_pieces as held_pieces
     from plait.checkpoint.ranks import attempt as attempt
-    from plait.checkpoint.ranks import together as together
+    from plait.checkpoint.ranks import raise_on_all_ranks as raise_on_all_ranks
     from plait.checkpoint.save import CheckpointWriter as CheckpointWriter
     from plait.checkpoint.save import Saved as Saved
     from plait.checkpoint.save import save_checkpoint as save_checkpoint
-    from plait.checkpoint.save import write_alone as write_alone
-    from plait.checkpoint.scattered import find_scattered as find_scattered
+    from plait.checkpoint.save import write_single_process as write_single_process
     from plait.checkpoint.storage import Storage as Storage
     from plait.checkpoint.storage import build_storage as build_storage
     from plait.checkpoint.tensorfile import BLOCK as BLOCK
     from plait.checkpoint.tensorfile import as_bytes as as_bytes
+    from plait.checkpoint.tensorfile import contiguous_bytes as contiguous_bytes
     from plait.checkpoint.tensorfile import digest as digest
-    from plait.checkpoint.tensorfile import in_a_row as in_a_row
 else:
     from plait.lazy import attach_names
 
@@ -76,23 +76,30 @@ else:
             ".": ["convert"],
             "convert.deepspeed": ["DeepSpeedSource", "find_files"],
             "convert.detect": ["kind_of", "newest_tag", "open_source"],
-            "convert.files": ["Found", "PickledTensor", "TorchFile", "load_values", "open_file", "read_found"],
+            "convert.files": [
+                "FileTensor",
+                "PickledTensor",
+                "TorchFile",
+                "load_values",
+                "open_file",
+                "read_file_tensor",
+            ],
             "convert.huggingface": ["Description", "companions", "read_description"],
             "convert.megatron": ["without_padding"],
             "convert.plait": ["PlaitSource"],
-            "convert.sinks": ["Kind"],
+            "convert.conversion": ["Format"],
             "convert.source": ["Recipe", "Source", "TensorEntry", "View", "translated", "with_state"],
-            "convert.summary": ["parts", "rows"],
+            "convert.summary": ["group_totals", "summary_rows"],
             "fingerprint": ["fingerprint"],
             "folder": ["CheckpointFolder"],
-            "load": ["Fetch", "Misfit", "entries", "load_into", "matches", "nothing_to_fetch", "verify"],
+            "load": ["Fetch", "Mismatch", "entries", "load_into", "matches", "nothing_to_fetch", "verify"],
             "manifest": ["Checkpoint", "MANIFEST_NAME", "Manifest", "open_checkpoint", "read_manifest", "saved_at"],
-            "need": ["Kept", "WRITERS", "kept", "need", "workers"],
-            "pieces": ["Entry", "Later", "STRIP", "Shares", "held_pieces"],
-            "ranks": ["attempt", "together"],
-            "save": ["CheckpointWriter", "Saved", "save_checkpoint", "write_alone"],
-            "scattered": ["find_scattered"],
+            "memory": ["SavedTensor", "WRITERS", "saved_tensor", "checkpoint_memory", "thread_count"],
+            "pieces": ["Entry", "Later", "STRIP", "WriteAssignment", "held_pieces"],
+            "ranks": ["attempt", "raise_on_all_ranks"],
+            "save": ["CheckpointWriter", "Saved", "save_checkpoint", "write_single_process"],
+            "node_local": ["find_node_local"],
             "storage": ["Storage", "build_storage"],
-            "tensorfile": ["BLOCK", "as_bytes", "digest", "in_a_row"],
+            "tensorfile": ["BLOCK", "as_bytes", "digest", "contiguous_bytes"],
         },
     )

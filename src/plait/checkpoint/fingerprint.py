@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.checkpoint.pieces import Held
+from plait.checkpoint.pieces import HeldPiece
 from plait.distributed import Channel
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -17,40 +17,40 @@ _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 """Odd numbers with their bits well spread, as signed 64-bit integers."""
 
 
-def fingerprint(held: Sequence[Held], channel: Channel) -> str:
+def fingerprint(pieces: Sequence[HeldPiece], channel: Channel) -> str:
     """Of all tensors that the ranks hold together; `held` has each piece on one rank only. Every rank must call it.
 
     Every element adds a number made of its bits and its place in the whole; sums do not mind who adds.
     """
     total = 0
-    for each in held:
-        seed = sum(byte * 257**place for place, byte in enumerate(each.piece.name.encode())) % 2**63
-        total += _sum(each, seed)
+    for held in pieces:
+        seed = sum(byte * 257**index for index, byte in enumerate(held.piece.name.encode())) % 2**63
+        total += _sum(held, seed)
     return f"{sum(channel.all_gather(total % 2**64)) % 2**64:016x}"
 
 
-def _sum(each: Held, seed: int) -> int:
+def _sum(held: HeldPiece, seed: int) -> int:
     """The sum over one piece, in parts that fit into a little memory."""
-    piece, flat = each.piece, each.tensor.reshape(-1)
+    piece, flat = held.piece, held.tensor.reshape(-1)
     strides = [math.prod(piece.whole[dim + 1 :]) for dim in range(len(piece.whole))]
     total = 0
     for begin in range(0, flat.numel(), _AT_ONCE):
         values = flat[begin : begin + _AT_ONCE]
         bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)
         local = torch.arange(begin, begin + values.numel(), device=flat.device)
-        total += int(_mixed(bits, _places(local, piece.start, piece.shape, strides) + seed).sum())
+        total += int(_mixed(bits, _global_indices(local, piece.start, piece.shape, strides) + seed).sum())
     return total
 
 
-def _places(local: Tensor, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+def _global_indices(local: Tensor, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """Numbers of elements in the whole tensor, from their numbers in a piece of it."""
-    place = torch.zeros_like(local)
+    index = torch.zeros_like(local)
     for first, length, stride in reversed(list(zip(start, shape, strides, strict=True))):
-        place += (local % length + first) * stride
+        index += (local % length + first) * stride
         local = local // length
-    return place
+    return index
 
 
-def _mixed(bits: Tensor, place: Tensor) -> Tensor:
-    mixed = (bits * _MIX[0]) ^ (place * _MIX[1])
+def _mixed(bits: Tensor, index: Tensor) -> Tensor:
+    mixed = (bits * _MIX[0]) ^ (index * _MIX[1])
     return (mixed ^ (mixed >> 29)) * _MIX[0]

@@ -31,8 +31,8 @@ class CheckpointFolder:
         """
         if not self.root.is_dir():
             return []
-        found = [p for p in self.root.iterdir() if _STEP.match(p.name) and not p.is_symlink() and is_complete(p)]
-        return sorted(found, key=lambda path: (saved_at(path), path.name))
+        checkpoints = [p for p in self.root.iterdir() if _STEP.match(p.name) and not p.is_symlink() and is_complete(p)]
+        return sorted(checkpoints, key=lambda path: (saved_at(path), path.name))
 
     def newest(self, before: int | None = None) -> Path | None:
         """The newest complete checkpoint, of step `before` or earlier where that is given.
@@ -53,7 +53,7 @@ class CheckpointFolder:
             newest = CheckpointFolder(root).newest()
             if newest is not None:
                 return newest
-        raise nothing_at(wanted)
+        raise no_checkpoint_at(wanted)
 
     def candidates(self, wanted: str) -> list[Path]:
         """Every checkpoint that `find` would choose from."""
@@ -103,20 +103,20 @@ class CheckpointFolder:
 
 
 def _step_of(path: Path) -> int:
-    found = _STEP.match(path.name)
-    assert found is not None
-    return int(found[1])
+    match = _STEP.match(path.name)
+    assert match is not None
+    return int(match[1])
 
 
-def nothing_at(wanted: str) -> CheckpointError:
-    """The error for a place without a checkpoint."""
+def no_checkpoint_at(wanted: str) -> CheckpointError:
+    """Return the error for a path without a checkpoint."""
     from plait.checkpoint.convert.detect import kind_of  # late: it knows this module
 
-    kind = kind_of(Path(wanted))
-    if kind not in (None, "plait"):
+    format = kind_of(Path(wanted))
+    if format not in (None, "plait"):
         return CheckpointError(
-            f"{wanted!r} is a checkpoint of the kind {kind!r}; `plait convert {wanted} NEW --to plait` makes one of it "
-            "that can be resumed"
+            f"{wanted!r} is a checkpoint in the format {format!r}, which cannot be resumed; convert it first: "
+            f"`plait convert {wanted} NEW --to plait`"
         )
     return CheckpointError(
         f"there is no complete checkpoint at {wanted!r}; name a folder with a {MANIFEST_NAME}, or the work_dir of a run"

@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from plait.checkpoint.manifest import Checkpoint, Index, StoredPiece, leads_out, remedy
-from plait.checkpoint.need import READERS, WRITERS, workers
-from plait.checkpoint.pieces import Entry, Held, held_pieces
+from plait.checkpoint.manifest import Checkpoint, Index, StoredPiece, is_outside, remedy
+from plait.checkpoint.memory import READERS, WRITERS, thread_count
+from plait.checkpoint.pieces import Entry, HeldPiece, held_pieces
 from plait.checkpoint.read import PieceReader, try_to_read
 from plait.checkpoint.tensorfile import digest
 from plait.distributed import World
@@ -28,39 +28,39 @@ _SHOWN = 16
 """Rows of the table: the whole message has to fit on a screen."""
 
 
-class Misfit(NamedTuple):
+class Mismatch(NamedTuple):
     """A tensor's name, its shape in the checkpoint and its shape in the model; `-` where there is none."""
 
     name: str
-    there: str
-    here: str
+    saved: str
+    expected: str
 
 
-def misfits(index: Index, shapes: Mapping[str, tuple[int, ...]], ignore: Iterable[str] = ()) -> list[Misfit]:
+def mismatches(index: Index, shapes: Mapping[str, tuple[int, ...]], ignore: Iterable[str] = ()) -> list[Mismatch]:
     """Every tensor that is on one side only or has two shapes; `shapes` are those of the model.
 
     Entries of the checkpoint whose names start with one of `ignore` may be left unread.
     """
-    found = []
+    rows = []
     starts = tuple(ignore)
     for name in sorted(shapes.keys() | index.tensors.keys()):
-        here, there = shapes.get(name), index.tensors.get(name)
-        if here is None and name.startswith(starts):
+        expected, saved = shapes.get(name), index.tensors.get(name)
+        if expected is None and name.startswith(starts):
             continue
-        ours = "-" if here is None else str(here)
-        theirs = "-" if there is None else str(there.shape)
-        if ours != theirs:
-            found.append(Misfit(name, theirs, ours))
-    return found
+        expected_text = "-" if expected is None else str(expected)
+        saved_text = "-" if saved is None else str(saved.shape)
+        if expected_text != saved_text:
+            rows.append(Mismatch(name, saved_text, expected_text))
+    return rows
 
 
-def table(rows: list[Misfit]) -> str:
-    """The misfits, as lines of text."""
+def table(rows: list[Mismatch]) -> str:
+    """The mismatches, as lines of text."""
     # What the optimizer keeps follows the parameters: it is news only where they are right.
     rows = [row for row in rows if row.name.startswith("model.")] or rows
-    shown = [Misfit("tensor", "in the checkpoint", "in the model"), *rows[:_SHOWN]]
-    names, theirs = max(len(row.name) for row in shown), max(len(row.there) for row in shown)
-    lines = [f"  {name:<{names}}  {there:<{theirs}}  {here}" for name, there, here in shown]
+    shown = [Mismatch("tensor", "in the checkpoint", "in the model"), *rows[:_SHOWN]]
+    name_width, saved_width = max(len(row.name) for row in shown), max(len(row.saved) for row in shown)
+    lines = [f"  {name:<{name_width}}  {saved:<{saved_width}}  {expected}" for name, saved, expected in shown]
     if len(rows) > _SHOWN:
         lines.append(f"  … and {len(rows) - _SHOWN} more")
     return "\n".join(lines)
@@ -71,8 +71,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-_Given = TypeVar("_Given")
-_Found = TypeVar("_Found")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class LoadRegion(NamedTuple):
@@ -89,7 +89,7 @@ Fetch = Callable[[list[LoadRegion]], AbstractContextManager[Mapping[str, Path]]]
 """Gets hold of the files that are needed and not in the checkpoint's folder: their names, and where they are."""
 
 
-def nothing_to_fetch(parts: list[LoadRegion]) -> AbstractContextManager[Mapping[str, Path]]:
+def nothing_to_fetch(regions: list[LoadRegion]) -> AbstractContextManager[Mapping[str, Path]]:
     """All files are in the folder."""
     return nullcontext({})
 
@@ -102,28 +102,28 @@ def load_into(
     ignore: Iterable[str] = (),
     partial: Iterable[str] = (),
     fetch: Fetch = nothing_to_fetch,
-) -> list[Misfit]:
+) -> list[Mismatch]:
     """Fill the tensors from a checkpoint; each rank reads, and checks, only what its part needs.
 
     Strict: every name must be on both sides, with the same shape. Entries of the checkpoint whose names start
     with one of `ignore` may be left unread; a tensor that fits one of the patterns of `partial` may differ, and
     is then left as it is. Returns what was left out by those patterns. If one rank finds damage, all raise.
     """
-    left_out = agree_on_fit(checkpoint, _shapes(tensors, world), ignore=ignore, partial=partial)
+    left_out = check_shapes(checkpoint, _shapes(tensors, world), ignore=ignore, partial=partial)
     skipped = {row.name for row in left_out}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
     held, index = held_pieces(wanted), checkpoint.index
-    here = parts_of(index, (each for each in held if each.later is None))
-    lates = [each for each in held if each.later is not None]
+    regions = regions_to_read(index, (piece for piece in held if piece.deferred is None))
+    held = [piece for piece in held if piece.deferred is not None]
     with (
-        fetch([*here, *parts_of(index, lates)]) as elsewhere,
+        fetch([*regions, *regions_to_read(index, held)]) as elsewhere,
         PieceReader(checkpoint.folder, elsewhere, checkpoint) as reader,
     ):
-        found = [
-            *_at_once(lambda part: _copy(reader, part), here, READERS, world),
-            *_at_once(lambda each: _read_later(reader, index, each), lates, WRITERS, world),
+        problems = [
+            *_at_once(lambda region: _copy(reader, region), regions, READERS, world),
+            *_at_once(lambda piece: _read_later(reader, index, piece), held, WRITERS, world),
         ]
-        _raise_together(checkpoint.folder, [problem for problem in found if problem is not None], world)
+        _raise_together(checkpoint.folder, [problem for problem in problems if problem is not None], world)
     return left_out
 
 
@@ -132,13 +132,13 @@ def _shapes(tensors: Mapping[str, Entry], world: World) -> dict[str, tuple[int, 
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if world.size == 1:
         return mine
-    return {name: shape for part in world.gather(mine) for name, shape in part.items()}
+    return {name: shape for shapes in world.gather(mine) for name, shape in shapes.items()}
 
 
-def agree_on_fit(
+def check_shapes(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], *, ignore: Iterable[str], partial: Iterable[str]
-) -> list[Misfit]:
-    """The misfits that the patterns of `partial` allow; any other is an error, as is a pattern that fits nothing."""
+) -> list[Mismatch]:
+    """The mismatches that the patterns of `partial` allow; any other is an error, as is a pattern that fits nothing."""
     patterns = tuple(partial)
     names = shapes.keys() | checkpoint.index.tensors.keys()
     idle = [pattern for pattern in patterns if not any(matches(name, (pattern,)) for name in names)]
@@ -147,7 +147,7 @@ def agree_on_fit(
             f"checkpoint.partial: {', '.join(map(repr, idle))} fits no tensor of {checkpoint.folder} or of the model; "
             "names look like `model.<parameter>` and `optim.<parameter>.<key>`"
         )
-    rows = misfits(checkpoint.index, shapes, ignore)
+    rows = mismatches(checkpoint.index, shapes, ignore)
     wrong = [row for row in rows if not matches(row.name, patterns)]
     if wrong:
         raise CheckpointError(
@@ -157,11 +157,11 @@ def agree_on_fit(
     return rows
 
 
-def parts_of(index: Index, held: Iterable[Held]) -> list[LoadRegion]:
+def regions_to_read(index: Index, pieces: Iterable[HeldPiece]) -> list[LoadRegion]:
     """What has to be read, and from where, to fill what this rank holds."""
-    parts = []
-    for each in held:
-        piece, record = each.piece, index.tensors[each.piece.name]
+    regions = []
+    for held in pieces:
+        piece, record = held.piece, index.tensors[held.piece.name]
         end = tuple(a + n for a, n in zip(piece.start, piece.shape, strict=True))
         covered = 0
         for stored in record.pieces:
@@ -170,10 +170,10 @@ def parts_of(index: Index, held: Iterable[Held]) -> list[LoadRegion]:
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, piece.start, strict=True))
-            target = each.tensor[inside] if inside else each.tensor
+            target = held.tensor[inside] if inside else held.tensor
             covered += target.numel()
             offset = stored.start
-            parts.append(
+            regions.append(
                 LoadRegion(
                     stored,
                     record.dtype,
@@ -182,9 +182,9 @@ def parts_of(index: Index, held: Iterable[Held]) -> list[LoadRegion]:
                     target,
                 )
             )
-        if covered != each.tensor.numel():
+        if covered != held.tensor.numel():
             raise CheckpointError(f"the pieces of {piece.name} in the checkpoint do not make up the whole tensor")
-    return parts
+    return regions
 
 
 def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
@@ -200,7 +200,7 @@ def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
         path = folder / name
         if not path.exists():
             problems.append(f"{path} is missing")
-        elif leads_out(folder, name):
+        elif is_outside(folder, name):
             problems.append(f"{path} is a link that leads out of the checkpoint; copy the file itself")
         elif path.stat().st_size != record.bytes:
             problems.append(f"{path} has {path.stat().st_size} bytes, {record.bytes} were written")
@@ -224,25 +224,25 @@ def _head(path: Path) -> bytes:
         return length + file.read(min(int.from_bytes(length, "little"), path.stat().st_size))
 
 
-def _copy(reader: PieceReader, part: LoadRegion) -> str | None:
-    return try_to_read(reader.copy, *part)
+def _copy(reader: PieceReader, region: LoadRegion) -> str | None:
+    return try_to_read(reader.copy, *region)
 
 
-def _read_later(reader: PieceReader, index: Index, each: Held) -> str | None:
+def _read_later(reader: PieceReader, index: Index, held: HeldPiece) -> str | None:
     """Read one that training holds in another form, and let it have it; what is wrong with it."""
-    assert each.later is not None
-    for rows in each.rows_at_once():
-        strip = each.piece.rows(rows.start, rows.stop)
-        room = torch.empty(strip.shape, dtype=strip.dtype)
-        for part in parts_of(index, [Held(strip, room)]):
-            if (problem := _copy(reader, part)) is not None:
+    assert held.deferred is not None
+    for rows in held.rows_at_once():
+        strip = held.piece.rows(rows.start, rows.stop)
+        buffer = torch.empty(strip.shape, dtype=strip.dtype)
+        for region in regions_to_read(index, [HeldPiece(strip, buffer)]):
+            if (problem := _copy(reader, region)) is not None:
                 return problem
-        each.later.take(rows.start, room)
+        held.deferred.take(rows.start, buffer)
     return None
 
 
-def _at_once(work: Callable[[_Given], _Found], items: list[_Given], most: int, world: World) -> list[_Found]:
-    threads = workers(most, cores=os.cpu_count() or 1, ranks=world.ranks.local_size)
+def _at_once(work: Callable[[_Item], _Result], items: list[_Item], most: int, world: World) -> list[_Result]:
+    threads = thread_count(most, cores=os.cpu_count() or 1, ranks=world.ranks.local_size)
     if threads == 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:
@@ -250,10 +250,10 @@ def _at_once(work: Callable[[_Given], _Found], items: list[_Given], most: int, w
 
 
 def _raise_together(folder: Path, problems: list[str], world: World | None) -> None:
-    everyones = [problems] if world is None else world.gather(problems)
-    found = dict.fromkeys(problem for part in everyones for problem in part)
-    if found:
-        raise CheckpointError("the checkpoint is damaged:\n  " + "\n  ".join(found) + f"\n{remedy(folder)}")
+    gathered = [problems] if world is None else world.gather(problems)
+    distinct = dict.fromkeys(problem for messages in gathered for problem in messages)
+    if distinct:
+        raise CheckpointError("the checkpoint is damaged:\n  " + "\n  ".join(distinct) + f"\n{remedy(folder)}")
 
 
 def entries(index: Index, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -89,13 +89,13 @@ class Index:
 
     def slots(self) -> dict[str, dict[str, Slot]]:
         """For each file what its head must say: the pieces in it, by their names there."""
-        found: dict[str, dict[str, Slot]] = {}
+        slots: dict[str, dict[str, Slot]] = {}
         for name, record in self.tensors.items():
             for stored in record.pieces:
                 piece = Piece(name, record.dtype, record.shape, stored.start, stored.shape)
                 slot = Slot(record.dtype, stored.shape, stored.begin, piece.bytes)
-                found.setdefault(stored.file, {})[piece.key] = slot
-        return found
+                slots.setdefault(stored.file, {})[piece.key] = slot
+        return slots
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -103,14 +103,18 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()
 
 def _record(name: str, fields: Any, sizes: Mapping[str, int]) -> TensorRecord:
     match fields:
-        case {"dtype": str(word), "shape": [*shape], "pieces": [*pieces]} if word in _DTYPES and _are_lengths(shape):
-            dtype, whole = _DTYPES[word], tuple(shape)
+        case {"dtype": str(dtype_name), "shape": [*shape], "pieces": [*pieces]} if (
+            dtype_name in _DTYPES and _are_lengths(shape)
+        ):
+            dtype, whole = _DTYPES[dtype_name], tuple(shape)
         case _:
             raise ValueError(f"{name} is described by {fields!r:.80}, expected dtype, shape and pieces")
     if math.prod(max(length, 1) for length in whole) * dtype.itemsize >= 1 << 63:
         raise ValueError(f"{name} has the shape {whole}, which no memory holds")
     record = TensorRecord(dtype, whole, tuple(_stored(name, piece, dtype, whole, sizes) for piece in pieces))
-    if reason := untiled([(piece.start, piece.shape) for piece in record.pieces if 0 not in piece.shape], whole):
+    if reason := coverage_problem(
+        [(piece.start, piece.shape) for piece in record.pieces if 0 not in piece.shape], whole
+    ):
         raise ValueError(f"the pieces of {name} do not make up its shape {whole}: {reason}")
     return record
 
@@ -125,7 +129,7 @@ def _stored(
             "start": [*start],
             "shape": [*shape],
             "digests": [*digests],
-        } if _are_lengths([begin, *start, *shape]) and all(isinstance(each, str) for each in digests):
+        } if _are_lengths([begin, *start, *shape]) and all(isinstance(text, str) for text in digests):
             pass
         case _:
             raise ValueError(
@@ -154,7 +158,7 @@ def _are_lengths(values: Sequence[Any]) -> bool:
 # whose pieces overlap, leave a hole or point at the bytes of another tensor would be loaded without a complaint. So
 # the index is checked when it is read: cut along one dimension after the other, every place of a tensor must be in one
 # piece. And when a file is opened, its own head must name the same tensors with the same shapes at the same bytes.
-def untiled(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
+def coverage_problem(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
     """Why rectangles (first index, shape) do not cover a whole exactly once; None where they do."""
     if 0 in whole:
         return None
@@ -165,13 +169,13 @@ def untiled(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tu
     cuts = sorted({0, whole[0], *(start[0] for start, _ in pieces), *(start[0] + shape[0] for start, shape in pieces)})
     number = {cut: at for at, cut in enumerate(cuts)}
     slabs: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[] for _ in cuts[1:]]
-    room = sum(math.prod(shape) for _, shape in pieces) - math.prod(whole)
-    if room:
-        return f"{room} elements are in several" if room > 0 else f"{-room} elements are in none"
+    excess = sum(math.prod(shape) for _, shape in pieces) - math.prod(whole)
+    if excess:
+        return f"{excess} elements are in several" if excess > 0 else f"{-excess} elements are in none"
     for start, shape in pieces:
         for at in range(number[start[0]], number[start[0] + shape[0]]):
             slabs[at].append((start[1:], shape[1:]))
-    return next((reason for slab in slabs if (reason := untiled(slab, whole[1:]))), None)
+    return next((reason for slab in slabs if (reason := coverage_problem(slab, whole[1:]))), None)
 
 
 def _start(piece: StoredPiece) -> tuple[int, ...]:
@@ -202,7 +206,7 @@ class Manifest:
     """Everything that is no tensor: counters, schedule, data position, hook state, config."""
     versions: dict[str, str]
     saved_at: float
-    """Seconds since 1970 (`moment_of_saving`): of two checkpoints the later one is the newer, whatever their steps."""
+    """Seconds since 1970 (`save_time`): of two checkpoints the later one is the newer, whatever their steps."""
     format: int = FORMAT
 
     @property
@@ -225,7 +229,7 @@ class Checkpoint:
     index: Index
 
 
-def leads_out(folder: Path, name: str) -> bool:
+def is_outside(folder: Path, name: str) -> bool:
     """Whether a file of a folder is a link to somewhere else."""
     return (folder / name).resolve().parent != folder.resolve()
 
@@ -264,7 +268,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read what a checkpoint says about itself; its tensors stay on the disk."""
     manifest = read_manifest(folder)
     path = folder / INDEX_NAME
-    if out := [name for name in (MANIFEST_NAME, INDEX_NAME) if leads_out(folder, name)]:
+    if out := [name for name in (MANIFEST_NAME, INDEX_NAME) if is_outside(folder, name)]:
         raise CheckpointError(f"{folder / out[0]} is a link that leads out of the checkpoint; copy the file itself")
     try:
         content = path.read_bytes()
@@ -290,9 +294,9 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     if INDEX_NAME not in files:
         raise ValueError(f"it does not list {INDEX_NAME}")
     manifest = Manifest(files=files, **raw)
-    for key, kind in _KINDS.items():
-        if not isinstance(value := getattr(manifest, key), kind) or isinstance(value, bool):
-            raise ValueError(f"{key} is {value!r:.80}, expected {kind.__name__}")
+    for key, expected_type in _FIELD_TYPES.items():
+        if not isinstance(value := getattr(manifest, key), expected_type) or isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r:.80}, expected {expected_type.__name__}")
     if manifest.step < 0 or manifest.world_size < 1 or not math.isfinite(manifest.saved_at):
         raise ValueError(f"step {manifest.step}, world_size {manifest.world_size}, saved_at {manifest.saved_at}")
     for key, is_right in _STATE.items():
@@ -301,7 +305,7 @@ def _manifest(raw: dict[str, Any]) -> Manifest:
     return manifest
 
 
-_KINDS: dict[str, type] = {"step": int, "world_size": int, "state": dict, "versions": dict, "saved_at": float}
+_FIELD_TYPES: dict[str, type] = {"step": int, "world_size": int, "state": dict, "versions": dict, "saved_at": float}
 
 
 def _is_count(value: Any) -> bool:
@@ -344,7 +348,7 @@ def saved_at(folder: Path) -> float:
         return path.stat().st_mtime
 
 
-def moment_of_saving(root: Path) -> float:
+def save_time(root: Path) -> float:
     """Now, but later than every checkpoint in the folder.
 
     A clock that was set back, or another host's, would otherwise make the new one the oldest, and the first to go.

@@ -71,21 +71,21 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPiece:
     """A piece, and the memory in which this rank holds it."""
 
     piece: Piece
     tensor: Tensor
-    """Without memory where there is a `later`."""
-    later: Later | None = None
+    """Without memory where there is a `deferred`."""
+    deferred: Later | None = None
 
     def strips(self) -> Iterator[Tensor]:
-        """Its values, some rows after others; see [Note: a few rows at a time] in `spec.later`."""
-        if self.later is None:
+        """Its values, some rows after others; see [Note: a few rows at a time] in `spec.deferred`."""
+        if self.deferred is None:
             yield self.tensor
             return
         for rows in self.rows_at_once():
-            yield self.later.make(rows.start, rows.stop)
+            yield self.deferred.make(rows.start, rows.stop)
 
     def rows_at_once(self) -> Iterator[slice]:
         """The rows of each strip."""
@@ -94,41 +94,41 @@ class Held:
         return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
 
-def held_pieces(entries: Mapping[str, Entry]) -> list[Held]:
+def held_pieces(entries: Mapping[str, Entry]) -> list[HeldPiece]:
     """What this rank holds of each tensor; a rank without a share of a tensor holds no piece of it."""
     held = _held({name: entry.like if isinstance(entry, Later) else entry for name, entry in entries.items()})
-    found = ((each, entries[each.piece.name]) for each in held)
-    return [_held_later(each.piece, entry) if isinstance(entry, Later) else each for each, entry in found]
+    pairs = ((piece, entries[piece.piece.name]) for piece in held)
+    return [_held_later(piece.piece, entry) if isinstance(entry, Later) else piece for piece, entry in pairs]
 
 
-def _held_later(piece: Piece, later: Later) -> Held:
+def _held_later(piece: Piece, later: Later) -> HeldPiece:
     """The same piece of a tensor that is not there yet."""
     piece = piece._replace(dtype=later.dtype)
-    return Held(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)
+    return HeldPiece(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)
 
 
-def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
-    found = []
+def _held(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
+    pieces = []
     sharded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if is_sharded(tensor):
             sharded[name] = tensor
             continue
         shape = tuple(tensor.shape)
-        found.append(Held(Piece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor.detach()))
+        pieces.append(HeldPiece(Piece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor.detach()))
     if sharded:
-        found.extend(_held_shards(sharded))
-    return found
+        pieces.extend(_held_shards(sharded))
+    return pieces
 
 
-def _held_shards(tensors: Mapping[str, Tensor]) -> list[Held]:
+def _held_shards(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
     # Late: [Note: DTensor is loaded late]
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     # Torch's own planner knows where a shard lies in the whole, for every placement there is.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=True)
-    found = []
+    shards = []
     for item in planner.create_local_plan().items:
         data = item.tensor_data
         assert data is not None
@@ -138,11 +138,11 @@ def _held_shards(tensors: Mapping[str, Tensor]) -> list[Held]:
             continue
         local = planner.resolve_data(item)
         assert isinstance(local, Tensor)
-        found.append(Held(Piece(name, data.properties.dtype, tuple(data.size), start, shape), local.detach()))
-    return found
+        shards.append(HeldPiece(Piece(name, data.properties.dtype, tuple(data.size), start, shape), local.detach()))
+    return shards
 
 
-class Shares:
+class WriteAssignment:
     """Decides which rank writes a piece that several of them hold. The decision is kept while nothing changes."""
 
     def __init__(self, channel: Channel) -> None:
@@ -150,17 +150,17 @@ class Shares:
         self._known: list[Piece] | None = None
         self._mine: list[int] = []
 
-    def mine(self, held: Sequence[Held]) -> list[Held]:
+    def mine(self, held: Sequence[HeldPiece]) -> list[HeldPiece]:
         """The pieces that this rank writes; together the ranks write every piece once. Every rank must call it."""
-        pieces = [each.piece for each in held]
+        pieces = [piece.piece for piece in held]
         if self._channel.any(pieces != self._known):
             gathered = self._channel.gather(pieces)
-            self._mine = self._channel.scatter(None if gathered is None else share_out(gathered))
+            self._mine = self._channel.scatter(None if gathered is None else assign_writes(gathered))
             self._known = pieces
         return [held[index] for index in self._mine]
 
 
-def share_out(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
+def assign_writes(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
     """For each rank, the numbers of those of its pieces that it writes; each rank gets about as many bytes."""
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     for rank, pieces in enumerate(held):
@@ -174,14 +174,14 @@ def share_out(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
         load[rank] += held[rank][index].bytes
 
     shared = []
-    for places in holders.values():
-        if len(places) == 1:
-            assign(*places[0])
+    for candidates in holders.values():
+        if len(candidates) == 1:
+            assign(*candidates[0])
         else:
-            shared.append(places)
-    shared.sort(key=lambda places: -held[places[0][0]][places[0][1]].bytes)
-    for places in shared:
-        assign(*min(places, key=lambda place: load[place[0]]))
+            shared.append(candidates)
+    shared.sort(key=lambda candidates: -held[candidates[0][0]][candidates[0][1]].bytes)
+    for candidates in shared:
+        assign(*min(candidates, key=lambda candidate: load[candidate[0]]))
     return [sorted(numbers) for numbers in mine]
 
 
@@ -200,31 +200,31 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._room: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, held: Sequence[Held]) -> list[Held]:
+    def copy(self, pieces: Sequence[HeldPiece]) -> list[HeldPiece]:
         """The same pieces, in host memory. When it returns, the originals may change."""
         device = None
         copies = []
-        for each in held:
-            room = self._room_for(each)
-            if each.later is None:
-                room.copy_(each.tensor, non_blocking=True)
+        for held in pieces:
+            buffer = self._buffer(held)
+            if held.deferred is None:
+                buffer.copy_(held.tensor, non_blocking=True)
             else:
-                for rows, strip in zip(each.rows_at_once(), each.strips(), strict=True):
-                    room[rows] = strip
-            copies.append(Held(each.piece, room))
-            if each.tensor.is_cuda:
-                device = each.tensor.device
+                for rows, strip in zip(held.rows_at_once(), held.strips(), strict=True):
+                    buffer[rows] = strip
+            copies.append(HeldPiece(held.piece, buffer))
+            if held.tensor.is_cuda:
+                device = held.tensor.device
         if device is not None:
             torch.cuda.current_stream(device).synchronize()
-        keys = {each.piece.key for each in held}
-        self._room = {key: room for key, room in self._room.items() if key in keys}
+        keys = {held.piece.key for held in pieces}
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in keys}
         return copies
 
-    def _room_for(self, each: Held) -> Tensor:
-        room = self._room.get(each.piece.key)
-        if room is None or room.shape != each.tensor.shape or room.dtype != each.tensor.dtype:
-            room = torch.empty(each.tensor.shape, dtype=each.tensor.dtype, pin_memory=each.tensor.is_cuda)
-            self._room[each.piece.key] = room
-        return room
+    def _buffer(self, held: HeldPiece) -> Tensor:
+        buffer = self._buffers.get(held.piece.key)
+        if buffer is None or buffer.shape != held.tensor.shape or buffer.dtype != held.tensor.dtype:
+            buffer = torch.empty(held.tensor.shape, dtype=held.tensor.dtype, pin_memory=held.tensor.is_cuda)
+            self._buffers[held.piece.key] = buffer
+        return buffer

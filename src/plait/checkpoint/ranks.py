@@ -24,12 +24,12 @@ def attempt(action: Callable[[], Any]) -> str | None:
     return None
 
 
-def together(channel: Channel, failure: str | None, what: str) -> None:
+def raise_on_all_ranks(channel: Channel, failure: str | None, what: str) -> None:
     """Raise on every rank if one has a failure to tell. Every rank must call it."""
     if not channel.any(failure is not None):
         return
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(channel.all_gather(failure)) if text is not None]
-    raise CheckpointError(f"{what}.\n  " + "\n  ".join(told))
+    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(channel.all_gather(failure)) if text is not None]
+    raise CheckpointError(f"{what}.\n  " + "\n  ".join(reasons))
 
 
 # Which ranks see the same folder: one on a shared file system, one a node without it.
@@ -71,7 +71,7 @@ def find_disks(root: Path, channel: Channel, ranks: Ranks, *, node_local: bool) 
         root.mkdir(parents=True, exist_ok=True)
         mine.touch()
 
-    together(channel, attempt(show) if first[channel.rank] else None, "the checkpoint folder cannot be used")
+    raise_on_all_ranks(channel, attempt(show) if first[channel.rank] else None, "the checkpoint folder cannot be used")
     try:
         seen = [rank for rank, is_first in enumerate(first) if is_first and (root / f".seen-{token}-{rank}").exists()]
         leads = channel.all_gather(seen[0] if seen else None)
@@ -83,7 +83,7 @@ def find_disks(root: Path, channel: Channel, ranks: Ranks, *, node_local: bool) 
         )
     disks = Disks(leads[channel.rank], tuple(sorted(set(leads))), channel.rank)
     if not disks.shared and not node_local:
-        where = "; ".join(f"ranks {[r for r, lead in enumerate(leads) if lead == each]}" for each in disks.leads)
+        where = "; ".join(f"ranks {[r for r, lead in enumerate(leads) if lead == leader]}" for leader in disks.leads)
         raise CheckpointError(
             f"{root} is not the same folder everywhere ({where} each see their own); put work_dir on a file system "
             "that all nodes share, or write `checkpoint.node_local: true`: each node then keeps its own shards"

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from plait.checkpoint.manifest import INDEX_NAME, Checkpoint, StoredPiece, leads_out
+from plait.checkpoint.manifest import INDEX_NAME, Checkpoint, StoredPiece, is_outside
 from plait.checkpoint.tensorfile import (
     BLOCK,
     Slot,
@@ -25,7 +25,7 @@ from plait.checkpoint.tensorfile import (
 
 _GROUP = 4 * BLOCK
 """Bytes read at once where a rectangle has to be cut out of what is read."""
-ROOM = _GROUP + 2 * BLOCK
+READ_BUFFER = _GROUP + 2 * BLOCK
 """Bytes of memory for that, of each thread: with the rest of the blocks in which it begins and ends."""
 
 
@@ -88,8 +88,8 @@ class PieceReader:
         rows = max(1, _GROUP // max(span.row, 1))
         for first in range(span.first, span.last, rows):
             last = min(first + rows, span.last)
-            room = self._group(stored, dtype, first * span.row, last * span.row, pinned=target.is_cuda)
-            group = room.view(dtype).view(last - first, *stored.shape[1:])
+            buffer = self._group(stored, dtype, first * span.row, last * span.row, pinned=target.is_cuda)
+            group = buffer.view(dtype).view(last - first, *stored.shape[1:])
             target[first - span.first : last - span.first].copy_(group[(slice(None), *inner)])
 
     def _straight(self, stored: StoredPiece, wanted: tuple[int, int], size: int, target: memoryview) -> None:
@@ -100,42 +100,44 @@ class PieceReader:
             if begin <= block and block_end <= end:
                 self._read(stored, block, target[block - begin : block_end - begin])
                 continue
-            room = memoryview(bytearray(block_end - block))
-            self._read(stored, block, room)
+            buffer = memoryview(bytearray(block_end - block))
+            self._read(stored, block, buffer)
             low, high = max(begin, block), min(end, block_end)
-            target[low - begin : high - begin] = room[low - block : high - block]
+            target[low - begin : high - begin] = buffer[low - block : high - block]
 
     def _group(self, stored: StoredPiece, dtype: torch.dtype, begin: int, end: int, *, pinned: bool) -> Tensor:
         """The bytes from `begin` to `end`, in memory that the next call of this thread uses again."""
         low, high = blocks_of(stored, _size(stored, dtype), begin, end)
-        room: Tensor | None = getattr(self._bounce, "room", None)
-        if room is None or room.numel() < high - low:
-            room = self._bounce.room = torch.empty(max(high - low, ROOM), dtype=torch.uint8, pin_memory=pinned)
-        view = view_bytes(room)
+        buffer: Tensor | None = getattr(self._bounce, "buffer", None)
+        if buffer is None or buffer.numel() < high - low:
+            buffer = self._bounce.buffer = torch.empty(
+                max(high - low, READ_BUFFER), dtype=torch.uint8, pin_memory=pinned
+            )
+        view = view_bytes(buffer)
         for block in range(low, high, BLOCK):
             self._read(stored, block, view[block - low : min(block + BLOCK, high) - low])
-        return room[begin - low : end - low]
+        return buffer[begin - low : end - low]
 
     def check(self, stored: StoredPiece, dtype: torch.dtype) -> None:
         """Read a whole piece only to compare it."""
         size = _size(stored, dtype)
-        room = memoryview(bytearray(min(BLOCK, size)))
+        buffer = memoryview(bytearray(min(BLOCK, size)))
         for block in range(0, size, BLOCK):
-            self._read(stored, block, room[: min(BLOCK, size - block)])
+            self._read(stored, block, buffer[: min(BLOCK, size - block)])
 
-    def _read(self, stored: StoredPiece, block: int, room: memoryview) -> None:
+    def _read(self, stored: StoredPiece, block: int, buffer: memoryview) -> None:
         """Fill `room` with one whole block of a piece, and compare it with its digest."""
         try:
-            filled = read_all(self._open(stored.file), room, stored.begin + block)
+            filled = read_all(self._open(stored.file), buffer, stored.begin + block)
         except OSError as error:
             raise DamagedError(f"{self._path(stored.file)} cannot be read: {error.strerror}") from error
         if not filled:
             raise DamagedError(f"{self._path(stored.file)} is shorter than what was written")
-        if digest(room) != stored.digests[block // BLOCK]:
+        if digest(buffer) != stored.digests[block // BLOCK]:
             at = stored.begin + block
             raise DamagedError(
                 f"{self._path(stored.file)} was changed after it was written (its checksum differs, "
-                f"in bytes {at} to {at + len(room)})"
+                f"in bytes {at} to {at + len(buffer)})"
             )
 
     def _path(self, name: str) -> Path:
@@ -145,7 +147,7 @@ class PieceReader:
         with self._opening:
             if name not in self._files:
                 path = self._path(name)
-                if name not in self._elsewhere and leads_out(self._folder, name):
+                if name not in self._elsewhere and is_outside(self._folder, name):
                     raise DamagedError(f"{path} is a link that leads out of the checkpoint; copy the file itself")
                 try:
                     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # what is no file is not waited for
@@ -175,9 +177,8 @@ class PieceReader:
             raise DamagedError(f"{path} is not a whole safetensors file: {error}") from error
         if slots != expected:
             wrong = min(key for key in slots.keys() | expected.keys() if slots.get(key) != expected.get(key))
-            raise DamagedError(
-                f"{path} says of {wrong} {_told(slots.get(wrong))}, and {INDEX_NAME} {_told(expected.get(wrong))}"
-            )
+            in_file, in_index = _describe_slot(slots.get(wrong)), _describe_slot(expected.get(wrong))
+            raise DamagedError(f"{path}: its header has {wrong} as {in_file}, but {INDEX_NAME} has it as {in_index}")
 
     def close(self) -> None:
         """Let go of the files."""
@@ -192,9 +193,9 @@ class PieceReader:
         self.close()
 
 
-def _told(slot: Slot | None) -> str:
+def _describe_slot(slot: Slot | None) -> str:
     if slot is None:
-        return "nothing"
+        return "absent"
     return f"{str(slot.dtype).removeprefix('torch.')} {slot.shape} at byte {slot.begin}"
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint import manifest as index_file
-from plait.checkpoint.manifest import FileRecord, Index, Manifest, StoredPiece, moment_of_saving, write_text
-from plait.checkpoint.need import WRITERS, workers
-from plait.checkpoint.pieces import Entry, Held, Piece, Shares, Staging, held_pieces
-from plait.checkpoint.ranks import Disks, attempt, find_disks, together
+from plait.checkpoint.manifest import FileRecord, Index, Manifest, StoredPiece, save_time, write_text
+from plait.checkpoint.memory import WRITERS, thread_count
+from plait.checkpoint.pieces import Entry, HeldPiece, Piece, Staging, WriteAssignment, held_pieces
+from plait.checkpoint.ranks import Disks, attempt, find_disks, raise_on_all_ranks
 from plait.checkpoint.read import PieceReader
 from plait.checkpoint.storage import StoredCheckpoints
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
@@ -67,7 +67,7 @@ class CheckpointWriter:
         self._reopen = reopen
         # Files travel between nodes as tensors of the host, which not every backend carries.
         self.channel = Channel(world, own=background or node_local)
-        self._shares = Shares(self.channel)
+        self._shares = WriteAssignment(self.channel)
         self._staging = Staging() if background else None
         self._thread: threading.Thread | None = None
         self._outcome: Saved | BaseException | None = None
@@ -99,7 +99,7 @@ class CheckpointWriter:
         mine = self._shares.mine(held_pieces(tensors))
         job = _Job(target, dict(state), step, self._world.size, self.channel, disks, self._reopen, self._storage, tidy)
         if self._staging is None:
-            threads = workers(WRITERS, cores=os.cpu_count() or 1, ranks=self._world.ranks.local_size)
+            threads = thread_count(WRITERS, cores=os.cpu_count() or 1, ranks=self._world.ranks.local_size)
             size = job.run(mine, threads=threads)
             seconds = time.perf_counter() - start
             return Saved(target, size, seconds, blocked=seconds)
@@ -156,7 +156,7 @@ def save_checkpoint(
     return saved.bytes
 
 
-def write_alone(
+def write_single_process(
     target: Path,
     tensors: Mapping[str, tuple[Sequence[int], torch.dtype]],
     read: Callable[[str], Tensor],
@@ -206,22 +206,20 @@ class _Job:
     storage: StoredCheckpoints | None
     tidy: Callable[[], None] | None
 
-    def run(self, mine: Sequence[Held], *, threads: int) -> int:
+    def run(self, mine: Sequence[HeldPiece], *, threads: int) -> int:
         """Write this rank's part and see the whole through; returns its size."""
         channel, staging = self.channel, self.target.with_name(f".{self.target.name}.tmp")
         try:
-            needed = sum(each.piece.bytes for each in mine)
-            parts_here = [
-                size for lead, size in channel.all_gather((self.disks.lead, needed)) if lead == self.disks.rank
-            ]
-            self._lead(lambda: _make_staging(staging, sum(parts_here)))
+            needed = sum(piece.piece.bytes for piece in mine)
+            sizes = [size for lead, size in channel.all_gather((self.disks.lead, needed)) if lead == self.disks.rank]
+            self._lead(lambda: _make_staging(staging, sum(sizes)))
             written: list[_Written] = []
             self._together(attempt(lambda: written.append(self._write_part(staging, mine, threads))))
-            parts = channel.gather(written[0])
+            written_by_rank = channel.gather(written[0])
             described: list[tuple[Manifest, str]] = []
-            if parts is not None:
+            if written_by_rank is not None:
                 describe = partial(
-                    _describe, self.target, parts, self.state, step=self.step, world_size=self.world_size
+                    _describe, self.target, written_by_rank, self.state, step=self.step, world_size=self.world_size
                 )
                 self._together(attempt(lambda: described.append(describe())))
             else:
@@ -239,27 +237,31 @@ class _Job:
             self._copy_to(self.storage)
         if self.tidy is not None:
             text = f"{self.target} is saved, but its folder cannot be kept in order"
-            together(channel, attempt(self.tidy) if self.disks.is_lead else None, text)
+            raise_on_all_ranks(channel, attempt(self.tidy) if self.disks.is_lead else None, text)
         return int(channel.broadcast(None if manifest is None else manifest.bytes))
 
     def _copy_to(self, storage: StoredCheckpoints) -> None:
         """Put the checkpoint into a storage; see [Note: local first], `plait.checkpoint.storage`."""
         text = f"{self.target} is saved, but could not be copied to `checkpoint.storage`"
         first = self.channel.rank == 0
-        together(self.channel, attempt(lambda: storage.clear(self.target)) if first else None, text)
-        together(self.channel, attempt(lambda: storage.put(self.target)) if self.disks.is_lead else None, text)
-        together(self.channel, attempt(lambda: storage.seal(self.target)) if first else None, text)
+        raise_on_all_ranks(self.channel, attempt(lambda: storage.clear(self.target)) if first else None, text)
+        raise_on_all_ranks(
+            self.channel, attempt(lambda: storage.put(self.target)) if self.disks.is_lead else None, text
+        )
+        raise_on_all_ranks(self.channel, attempt(lambda: storage.seal(self.target)) if first else None, text)
 
     def _lead(self, action: Callable[[], None]) -> None:
         self._together(attempt(action) if self.disks.is_lead else None)
 
     def _together(self, failure: str | None) -> None:
-        together(self.channel, failure, f"{self.target} was not written; the checkpoints before it are untouched")
+        raise_on_all_ranks(
+            self.channel, failure, f"{self.target} was not written; the checkpoints before it are untouched"
+        )
 
-    def _write_part(self, staging: Path, mine: Sequence[Held], threads: int) -> _Written:
+    def _write_part(self, staging: Path, mine: Sequence[HeldPiece], threads: int) -> _Written:
         path = staging / _file_name(self.channel.rank)
-        tensors = [(each.piece, each.strips) for each in mine]
-        written = _write(path, tensors, [each.piece for each in mine], threads=threads)
+        tensors = [(piece.piece, piece.strips) for piece in mine]
+        written = _write(path, tensors, [piece.piece for piece in mine], threads=threads)
         if self.reopen:
             _compare(path, written)
         return written
@@ -278,13 +280,13 @@ def _write(
 ) -> _Written:
     with TensorFileWriter(path, [(piece.key, piece.dtype, piece.shape) for piece in pieces]) as file:
 
-        def write(each: tuple[Piece, Callable[[], Iterable[Tensor]]]) -> tuple[Piece, StoredPiece]:
-            piece, strips = each
+        def write(item: tuple[Piece, Callable[[], Iterable[Tensor]]]) -> tuple[Piece, StoredPiece]:
+            piece, strips = item
             digests = tuple(file.write_strips(piece.key, strips()))
             return piece, StoredPiece(path.name, file.slots[piece.key].begin, piece.start, piece.shape, digests)
 
         if threads == 1:
-            stored = [write(each) for each in tensors]
+            stored = [write(item) for item in tensors]
         else:
             with ThreadPoolExecutor(threads) as pool:
                 stored = list(pool.map(write, tensors))
@@ -303,13 +305,13 @@ def _compare(path: Path, written: _Written) -> None:
 
 
 def _describe(
-    target: Path, parts: Sequence[_Written], state: dict[str, Any], *, step: int, world_size: int
+    target: Path, written: Sequence[_Written], state: dict[str, Any], *, step: int, world_size: int
 ) -> tuple[Manifest, str]:
-    text = Index.of(pair for part in parts for pair in part.pieces).text()
-    files = {part.file: part.record for part in parts}
+    text = Index.of(pair for rank_files in written for pair in rank_files.pieces).text()
+    files = {rank_files.file: rank_files.record for rank_files in written}
     files[index_file.INDEX_NAME] = FileRecord(len(text.encode()), digest(text.encode()))
     versions = {"plait": _own_version(), "torch": torch.__version__}
-    return Manifest(step, world_size, files, state, versions, moment_of_saving(target.parent)), text
+    return Manifest(step, world_size, files, state, versions, save_time(target.parent)), text
 
 
 def _own_version() -> str:
@@ -343,10 +345,10 @@ def _seal(staging: Path, manifest: Manifest | None, text: str | None) -> None:
 def _name(staging: Path, target: Path) -> None:
     if target.exists():
         # The same step, saved again: the old one steps aside until the new one has its name.
-        aside = target.with_name(f".{target.name}.old.tmp")
-        os.replace(target, aside)
+        previous = target.with_name(f".{target.name}.old.tmp")
+        os.replace(target, previous)
         os.replace(staging, target)
-        shutil.rmtree(aside)
+        shutil.rmtree(previous)
     else:
         os.replace(staging, target)
     _sync(target.parent)

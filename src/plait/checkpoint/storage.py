@@ -79,8 +79,8 @@ class FolderStorage:
 
     def names(self, prefix: str) -> list[str]:
         """Every file whose name begins so."""
-        found = (path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file())
-        return [name for name in found if name.startswith(prefix)]
+        files = (path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file())
+        return [name for name in files if name.startswith(prefix)]
 
     def delete(self, name: str) -> None:
         """Remove a file, and its folder with the last one."""
@@ -104,7 +104,9 @@ def build_storage(config: StorageConfig | None, folder: CheckpointFolder) -> Sto
     if config is None:
         return None
     storage = build(config, _KEY, accepts=Storage)
-    missing = [each for each in ("write", "read", "names", "delete") if not callable(getattr(storage, each, None))]
+    missing = [
+        method for method in ("write", "read", "names", "delete") if not callable(getattr(storage, method, None))
+    ]
     if getattr(storage, "atomic_rename", False) and not callable(getattr(storage, "rename", None)):
         missing.append("rename")
     if missing:
@@ -126,7 +128,7 @@ class StoredCheckpoints:
 
     def clear(self, target: Path) -> None:
         """Make way for a checkpoint: no file of an earlier one stays, and no part of one that was interrupted."""
-        self._remove(self._place(target))
+        self._remove(self._write_folder(target))
         if not self._renames:
             self._remove(target.name)
 
@@ -134,32 +136,32 @@ class StoredCheckpoints:
         """Copy the files that this file system has, all but the manifest."""
         for path in sorted(target.iterdir()):
             if path.name != MANIFEST_NAME:
-                self._storage.write(f"{self._place(target)}/{path.name}", path)
+                self._storage.write(f"{self._write_folder(target)}/{path.name}", path)
 
     def seal(self, target: Path) -> None:
         """Copy the manifest, once all else is there; only with it a checkpoint is one."""
-        place = self._place(target)
-        there = set(self._storage.names(f"{place}/"))
-        lacking = [name for name in read_manifest(target).files if f"{place}/{name}" not in there]
+        folder = self._write_folder(target)
+        there = set(self._storage.names(f"{folder}/"))
+        lacking = [name for name in read_manifest(target).files if f"{folder}/{name}" not in there]
         if lacking:
             raise CheckpointError(f"{self._name} does not have {lacking[0]!r}, which was written to it")
-        self._storage.write(f"{place}/{MANIFEST_NAME}", target / MANIFEST_NAME)
+        self._storage.write(f"{folder}/{MANIFEST_NAME}", target / MANIFEST_NAME)
         if self._renames:
             self._remove(target.name)
-            self._storage.rename(place, target.name)
+            self._storage.rename(folder, target.name)
 
     def prune(self, keep: int, keep_every: int | None, best: str | None) -> None:
         """Keep what `CheckpointFolder.prune` would, and nothing that is incomplete."""
         complete = self._complete()
         newest = sorted(complete, key=lambda name: (complete[name], name))[-keep:]
-        for name in {each.partition("/")[0] for each in self._storage.names(".step-")}:
+        for name in {file.partition("/")[0] for file in self._storage.names(".step-")}:
             self._remove(name)
-        for name in {each.partition("/")[0] for each in self._storage.names("step-")}:
+        for name in {file.partition("/")[0] for file in self._storage.names("step-")}:
             milestone = keep_every is not None and int(name.removeprefix("step-")) % keep_every == 0
             if name not in complete or not (name in newest or name == best or milestone):
                 self._remove(name)
 
-    def _place(self, target: Path) -> str:
+    def _write_folder(self, target: Path) -> str:
         return f".{target.name}.tmp" if self._renames else target.name
 
     def _remove(self, name: str) -> None:
@@ -169,19 +171,19 @@ class StoredCheckpoints:
 
     def _complete(self) -> dict[str, float]:
         """The complete checkpoints there, and when each was saved."""
-        found = {}
+        saved_times = {}
         with TemporaryDirectory() as folder:
             for file in list(self._storage.names("step-")):
                 if (match := _MANIFEST.match(file)) is not None:
                     self._storage.read(file, Path(folder) / MANIFEST_NAME)
-                    found[match[1]] = saved_at(Path(folder))
-        return found
+                    saved_times[match[1]] = saved_at(Path(folder))
+        return saved_times
 
     # ---- reading, on the first rank of each file system
 
     def newest(self) -> str | None:
         """The name of the checkpoint that was saved last."""
-        complete = self._asked(self._complete)
+        complete = self._translate_errors(self._complete)
         return max(complete, key=lambda name: (complete[name], name), default=None)
 
     def fetch(self, wanted: str) -> str:
@@ -189,17 +191,17 @@ class StoredCheckpoints:
 
         Returns what names it there. With `auto` that is the newest, where the folder has none as new.
         """
-        complete = self._asked(self._complete)
+        complete = self._translate_errors(self._complete)
         if wanted == "auto":
-            here = self._folder.newest()
+            newest_here = self._folder.newest()
             newest = max(complete, key=lambda name: (complete[name], name), default=None)
-            if newest is not None and (here is None or saved_at(here) < complete[newest]):
-                self._asked(lambda: self._fetch(newest))
+            if newest is not None and (newest_here is None or saved_at(newest_here) < complete[newest]):
+                self._translate_errors(lambda: self._fetch(newest))
             return wanted
         if Path(wanted).exists() or wanted not in complete:
             return wanted
         if not is_complete(self._folder.root / wanted):
-            self._asked(lambda: self._fetch(wanted))
+            self._translate_errors(lambda: self._fetch(wanted))
         return str(self._folder.root / wanted)
 
     def _fetch(self, name: str) -> None:
@@ -212,7 +214,7 @@ class StoredCheckpoints:
             self._storage.read(f"{name}/{file}", unfinished / file)
         os.replace(unfinished, target)
 
-    def _asked(self, question: Callable[[], T]) -> T:
+    def _translate_errors(self, question: Callable[[], T]) -> T:
         try:
             return question()
         except PlaitError:

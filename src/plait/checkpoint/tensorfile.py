@@ -21,7 +21,7 @@ from torch import Tensor
 BLOCK = 16 << 20
 """Bytes under one digest. A part of a tensor is read and checked without reading the rest."""
 
-_WORDS = {
+_DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -39,7 +39,7 @@ _WORDS = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-DTYPES = {word: dtype for dtype, word in _WORDS.items()}
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 """The dtypes that safetensors knows, by its words."""
 
 
@@ -67,7 +67,7 @@ def lay_out(
         size = dtype.itemsize
         for length in shape:
             size *= length
-        fields[key] = {"dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        fields[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         slots[key] = Slot(dtype, tuple(shape), offset, size)
         offset += size
     text = json.dumps(fields, separators=(",", ":")).encode()
@@ -83,10 +83,10 @@ def read_head(file: int) -> bytes:
     count = int.from_bytes(length, "little")
     if len(length) < 8 or 8 + count > size:
         raise ValueError(f"truncated: {size} bytes do not hold its head")
-    room = bytearray(count)
-    if not read_all(file, memoryview(room), 8):
+    content = bytearray(count)
+    if not read_all(file, memoryview(content), 8):
         raise ValueError(f"truncated: {size} bytes do not hold its head")
-    return length + bytes(room)
+    return length + bytes(content)
 
 
 def slots_in(head: bytes, size: int) -> dict[str, Slot]:
@@ -125,23 +125,25 @@ def read_slots(path: Path) -> dict[str, Slot]:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a name stands twice in its head")
-    return found
+    return fields
 
 
 def _slot(name: str, field: object, head: int) -> Slot:
     match field:
-        case {"dtype": str(word), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
+        case {"dtype": str(dtype_name), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
             type(length) is int and length >= 0 for length in shape
         ):
-            if word not in DTYPES:
-                raise ValueError(f"{name} has the dtype {word}, which is not known; known are {', '.join(DTYPES)}")
-            size = math.prod(shape) * DTYPES[word].itemsize
+            if dtype_name not in DTYPES:
+                raise ValueError(
+                    f"{name} has the dtype {dtype_name}, which is not known; known are {', '.join(DTYPES)}"
+                )
+            size = math.prod(shape) * DTYPES[dtype_name].itemsize
             if end - begin != size:
-                raise ValueError(f"{name} has {end - begin} bytes, and its shape {shape} of {word} takes {size}")
-            return Slot(DTYPES[word], tuple(shape), head + begin, size)
+                raise ValueError(f"{name} has {end - begin} bytes, and its shape {shape} of {dtype_name} takes {size}")
+            return Slot(DTYPES[dtype_name], tuple(shape), head + begin, size)
     raise ValueError(f"{name} is described by {field!r:.80}, expected dtype, shape and data_offsets")
 
 
@@ -160,7 +162,7 @@ def view_bytes(flat: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def in_a_row(tensor: Tensor) -> Tensor:
+def contiguous_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, on its device: its own memory where that is contiguous, else a copy."""
     if not tensor.numel():
         return tensor.new_empty(0).view(torch.uint8)
@@ -210,28 +212,28 @@ class TensorFileWriter:
         for strip in strips:
             assert strip.dtype == slot.dtype, f"{key}: {strip.dtype}, not {slot.dtype}"
             assert tuple(strip.shape[1:]) == slot.shape[1:], f"{key}: rows of {tuple(strip.shape)}, not {slot.shape}"
-            part = flat = in_a_row(strip)
+            chunk = flat = contiguous_bytes(strip)
             at = 0
             while at < flat.numel():
                 size = min(BLOCK, left)
-                part = flat[at : at + size - len(begun)]
-                at += len(part)
-                if len(begun) or len(part) < size:
-                    begun = torch.cat([begun, part.cpu()])
+                chunk = flat[at : at + size - len(begun)]
+                at += len(chunk)
+                if len(begun) or len(chunk) < size:
+                    begun = torch.cat([begun, chunk.cpu()])
                 else:
-                    begun = part if part.device.type == "cpu" else self._on_host(part)
+                    begun = chunk if chunk.device.type == "cpu" else self._on_host(chunk)
                 if len(begun) == size:
                     left -= size
                     yield view_bytes(begun)
                     begun = begun[:0].clone()
-            del strip, flat, part  # or two strips would be held
+            del strip, flat, chunk  # or two strips would be held
 
-    def _on_host(self, part: Tensor) -> Tensor:
+    def _on_host(self, block: Tensor) -> Tensor:
         """A block on its way from the device; one per thread, so the memory this takes does not grow with the file."""
-        room: Tensor | None = getattr(self._bounce, "room", None)
-        if room is None:
-            room = self._bounce.room = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
-        return room[: part.numel()].copy_(part)
+        buffer: Tensor | None = getattr(self._bounce, "buffer", None)
+        if buffer is None:
+            buffer = self._bounce.buffer = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+        return buffer[: block.numel()].copy_(block)
 
     def close(self) -> None:
         """Force everything to the disk. Call it only when all is written."""
@@ -247,8 +249,8 @@ class TensorFileWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
+        if error_type is None:
             self.close()
         else:
             self.abandon()

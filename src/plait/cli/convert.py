@@ -16,7 +16,7 @@ import typer
 
 from plait.checkpoint import (
     Description,
-    Kind,
+    Format,
     Source,
     companions,
     read_description,
@@ -121,14 +121,14 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
     with room.open_source(Path(src), options.from_) as opened:
         source = room.averaged(opened) if options.weights == "ema" else opened
         source, description = prepared(
-            room.part_for(source, to, optimizer=options.optimizer), to, options.model, trust_code=options.trust_code
+            room.select_for(source, to, optimizer=options.optimizer), to, options.model, trust_code=options.trust_code
         )
         dtype = _DTYPES[options.dtype]
         if dtype is not None:
             source = room.cast(source, getattr(torch, dtype))
         with _progress(source) as told:
             written = room.convert(
-                room.Watched(source, told),
+                room.ProgressSource(source, told),
                 Path(dst),
                 to,
                 description=description,
@@ -160,7 +160,7 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from plait.checkpoint import open_source, parts, rows
+    from plait.checkpoint import group_totals, open_source, summary_rows
     from plait.monitor import compact, size
 
     with open_source(Path(path), from_) as source:
@@ -176,14 +176,14 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
         for heading, side in (("tensor", "left"), ("count", "right"), ("shape", "left"), ("dtype", "left")):
             table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]  # both are justifications
         table.add_column("size", justify="right", no_wrap=True)
-        for row in rows(source.entries, every=every):
+        for row in summary_rows(source.entries, every=every):
             count = "" if row.tensors == 1 else f"× {row.tensors}"
             table.add_row(row.name, count, " × ".join(map(str, row.shape)) or "scalar", row.dtype, size(row.bytes))
         totals = Table(box=None, pad_edge=False, header_style="bold")
         totals.add_column("part")
         for heading in ("tensors", "elements", "size"):
             totals.add_column(heading, justify="right")
-        for part in parts(source.entries):
+        for part in group_totals(source.entries):
             totals.add_row(part.name, str(part.tensors), compact(part.elements), size(part.bytes))
     # A pipe has no width: rows stay whole there.
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 400, highlight=False, markup=False)
@@ -273,7 +273,7 @@ FAMILIES = ("gpt", "llama", "moe")
 
 
 def prepared(
-    source: Source, to: Kind | str, model: str | None, *, trust_code: bool = False
+    source: Source, to: Format | str, model: str | None, *, trust_code: bool = False
 ) -> tuple[Source, Description | None]:
     """The source under the names that the target wants, and what stands beside the weights of an `hf` folder."""
     if to == "hf":

@@ -15,8 +15,8 @@ from plait.checkpoint import (
     CheckpointFolder,
     Entry,
     Fetch,
-    Misfit,
-    Shares,
+    Mismatch,
+    WriteAssignment,
     entries,
     fingerprint,
     held_pieces,
@@ -54,7 +54,7 @@ class FrozenPart:
         here = sorted(tensors.keys() & set(names))
         held = held_pieces({name: tensors[name] for name in here})
         everywhere = frozenset(name for part in channel.all_gather(here) for name in part)
-        return cls(everywhere, fingerprint(Shares(channel).mine(held), channel))
+        return cls(everywhere, fingerprint(WriteAssignment(channel).mine(held), channel))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -108,7 +108,7 @@ def resume_engine(
     fetch: Fetch = nothing_to_fetch,
     channel: Channel | None = None,
     warn: Callable[[str], None],
-) -> list[Misfit]:
+) -> list[Mismatch]:
     """Continue from a checkpoint: weights, optimizer, counters, loss scale and, on as many ranks, random state.
 
     `more` are further tensors to fill. The names that `partial` allows may differ; returns those that did. `channel`

@@ -16,7 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.checkpoint import BLOCK, STRIP, WRITERS, Entry, Kept, Later, in_a_row, kept, need, workers
+from plait.checkpoint import (
+    BLOCK,
+    STRIP,
+    WRITERS,
+    Entry,
+    Later,
+    SavedTensor,
+    checkpoint_memory,
+    contiguous_bytes,
+    saved_tensor,
+    thread_count,
+)
 from plait.config import (
     OWN_MODEL,
     AdamW8bitConfig,
@@ -48,9 +59,9 @@ from plait.torch_internals import in_backward_pass
 #
 # [Note: files that a plan does not write] The engine brings the model up to date as after loading, makes room for the
 # optimizer's state, and collects its state for a save: that is the code which runs, and the recorder sees it. What lies
-# between memory and files cannot run without files. It is reckoned from the same tensors by `plait.checkpoint.need`,
-# from which those who write and read have their numbers. What an offloaded optimizer has on the host is reckoned from
-# its buckets: a plan makes no states there.
+# between memory and files cannot run without files. It is computed from the same tensors by
+# `plait.checkpoint.checkpoint_memory`, which writing and reading take their numbers from. What an offloaded optimizer
+# has on the host is computed from its buckets: a plan makes no states there.
 
 
 COPY = "checkpoint copy"
@@ -62,7 +73,7 @@ _SINCE_A_SAVE = (Phase.FORWARD, Phase.BACKWARD, END, Phase.REDUCE, Phase.STEP, P
 class _Away(NamedTuple):
     """Optimizer state that lives off the device."""
 
-    entries: list[Kept]
+    entries: list[SavedTensor]
     """As a checkpoint has it."""
     held: float = 0.0
     """Bytes of host memory that it has between steps."""
@@ -106,22 +117,22 @@ class SimulatedCheckpoints:
             with replaced(recorder, "paused", not self.saves):
                 tensors = engine.state_entries()
                 entries = {name: _kept(entry, self._ranks) for name, entry in tensors.items()}
-            entries |= {name: entries[name]._replace(in_a_row=True) for name in away.in_files}
+            entries |= {name: entries[name]._replace(contiguous=True) for name in away.in_files}
             numbers = {"state": sum(each.bytes for each in (*entries.values(), *away.entries))}
             if not self.loads:
                 return numbers
             frozen = {f"model.{name}" for name in engine.frozen()} if self._settings.trainable_only else set()
             written = [entry for name, entry in entries.items() if name not in frozen] + away.entries
             host = {"cores": self._cores, "ranks": self._local_ranks}
-            needed = need(written, **host, background=self._settings.async_save)
+            needed = checkpoint_memory(written, **host, background=self._settings.async_save)
             separate = engine.world.device.type != "cpu"  # otherwise the recorder sees the host
-            at_once = workers(WRITERS, **host)
+            at_once = thread_count(WRITERS, **host)
             lates = [entries[name].bytes for name, entry in tensors.items() if isinstance(entry, Later)]
             largest = max([*lates, away.largest])
-            # See [Note: a few rows at a time] in `spec.later`; a block may have to be put together from two strips.
+            # See [Note: a few rows at a time] in `spec.deferred`; a block may have to be put together from two strips.
             wide = (min(largest, STRIP) + 2 * BLOCK * (largest > STRIP) + PASSING) * at_once if largest else 0.0
             if self.saves:
-                loose = [each for name, each in tensors.items() if not entries[name].in_a_row]
+                loose = [each for name, each in tensors.items() if not entries[name].contiguous]
                 _copy_in_rows((each for each in loose if isinstance(each, Tensor)), engine.world.device.type, at_once)
                 numbers |= {"written": needed.written, "host_copy": needed.copied}
                 numbers["host_saving"] = needed.writing + wide
@@ -154,7 +165,9 @@ class SimulatedCheckpoints:
             if bucket.span.home != "device":
                 on_host += bucket.numel if bucket.span.home == "cpu" else 0
                 for index, master, _ in bucket.items():
-                    entries.append(Kept(master.numel() * wide, kept(views.params[index], self._ranks).holders))
+                    entries.append(
+                        SavedTensor(master.numel() * wide, saved_tensor(views.params[index], self._ranks).holders)
+                    )
                     largest = max(largest, master.numel())
             if bucket.span.home == "nvme":
                 in_files |= {f"model.{views.names[index]}" for index in bucket.span.indices}
@@ -168,15 +181,15 @@ def _copy_in_rows(tensors: Iterable[Tensor], device: str, writers: int) -> None:
     for tensor in tensors:
         local = local_part(tensor)
         if local.device.type == device:
-            under_way.append(in_a_row(local))
+            under_way.append(contiguous_bytes(local))
 
 
-def _kept(entry: Entry, ranks: int) -> Kept:
+def _kept(entry: Entry, ranks: int) -> SavedTensor:
     """What a checkpoint holds of an entry, in the form that it has there."""
     if isinstance(entry, Tensor):
-        return kept(entry, ranks)
+        return saved_tensor(entry, ranks)
     size = local_part(entry.like.detach()).numel() * entry.dtype.itemsize
-    return kept(entry.like, ranks)._replace(bytes=size, on_device=False, in_a_row=True)
+    return saved_tensor(entry.like, ranks)._replace(bytes=size, on_device=False, contiguous=True)
 
 
 def completed(numbers: dict[str, float], *, one_memory: bool) -> dict[str, float]:
@@ -396,8 +409,8 @@ def simulate(
         step()
         timing.stop()
         example = make_example(config, batch.micro)
-        kept = keeping.save()
-        numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation) | kept
+        saved = keeping.save()
+        numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation) | saved
         numbers["micro_batches"] = batch.accumulation
         if isinstance(engine.views, OffloadedParams):
             numbers |= _update(engine.views.store, config, hardware, world.layout)

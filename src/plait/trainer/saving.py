@@ -25,10 +25,10 @@ from plait.checkpoint import (
     attempt,
     build_storage,
     entries,
-    find_scattered,
+    find_node_local,
     nothing_to_fetch,
     open_checkpoint,
-    together,
+    raise_on_all_ranks,
 )
 from plait.config import RunConfig, listed, show, to_dict, to_yaml
 from plait.distributed import on_main
@@ -113,16 +113,18 @@ def _find_one(runner: Runner, saver: RunSaver, wanted: str) -> tuple[Checkpoint,
         on_main(runner.world, lambda: open_checkpoint(path))  # what is wrong with it is said once
         return open_checkpoint(path), nothing_to_fetch
     channel, disks = saver.writer.channel, saver.writer.disks
-    together(channel, attempt(saver.folder.sweep) if disks.is_lead else None, "the checkpoint folder cannot be used")
+    raise_on_all_ranks(
+        channel, attempt(saver.folder.sweep) if disks.is_lead else None, "the checkpoint folder cannot be used"
+    )
     if (storage := saver.storage) is not None:
         name = [wanted]
 
         def fetch() -> None:
             name.append(storage.fetch(wanted))
 
-        together(channel, attempt(fetch) if disks.is_lead else None, "the checkpoint storage cannot be used")
+        raise_on_all_ranks(channel, attempt(fetch) if disks.is_lead else None, "the checkpoint storage cannot be used")
         wanted = name[-1]
-    scattered = find_scattered(saver.folder, wanted, channel, disks)
+    scattered = find_node_local(saver.folder, wanted, channel, disks)
     return None if scattered is None else (scattered.checkpoint, scattered.fetch)
 
 
@@ -349,7 +351,7 @@ class RunSaver:
             found.append(self._newest_of_earlier_run() or "")
 
         failure = attempt(look) if self.writer.disks.is_lead else None
-        together(channel, failure, "the folder of checkpoints cannot be looked into")
+        raise_on_all_ranks(channel, failure, "the folder of checkpoints cannot be looked into")
         held = [(name, rank) for rank, name in enumerate(channel.all_gather(found[-1])) if name]
         return (held[0][0], f" on the node of rank {held[0][1]}") if held else (None, "")
 
@@ -364,7 +366,7 @@ class RunSaver:
         root = self.folder.root
         failure = attempt(lambda: try_to_write(root)) if self.writer.disks.is_lead else None
         remedy = "make it writable, move what is in the way, or choose another work_dir"
-        together(self.writer.channel, failure, f"checkpoints cannot be written to {root}: {remedy}")
+        raise_on_all_ranks(self.writer.channel, failure, f"checkpoints cannot be written to {root}: {remedy}")
 
     # ---- writing
 
@@ -382,7 +384,7 @@ class RunSaver:
             if best:
                 link = partial(self.folder.link, "best", target)
                 failure = attempt(link) if self.writer.disks.is_lead else None
-                together(self.writer.channel, failure, f"{target} cannot be linked as the best one")
+                raise_on_all_ranks(self.writer.channel, failure, f"{target} cannot be linked as the best one")
             return
         runner.engine.settle()  # a run that is to end because of the step under way ends here
         for hook in runner.hooks.before_save:

@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.checkpoint.convert.source import Source
 from plait.checkpoint.manifest import MANIFEST_NAME
 from plait.checkpoint.pieces import Piece
-from plait.checkpoint.save import _describe, _seal, _write, write_alone
+from plait.checkpoint.save import _describe, _seal, _write, write_single_process
 from plait.checkpoint.tensorfile import digest
 
 DESCRIPTION = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
@@ -84,7 +84,7 @@ def write_fsdp(folder: Path, state: Mapping[str, Tensor]) -> Path:
 def write_plait(folder: Path, state: Mapping[str, Tensor], **more: Any) -> Path:
     entries = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
     about = {"engine": {"steps": STEPS, "skips_in_a_row": 0, "scaler": None}, **more}
-    write_alone(folder, entries, state.__getitem__, about, step=STEPS)
+    write_single_process(folder, entries, state.__getitem__, about, step=STEPS)
     return folder
 
 

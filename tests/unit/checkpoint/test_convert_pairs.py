@@ -26,10 +26,10 @@ from tests.unit.checkpoint.samples import (
 )
 from torch import Tensor
 
+from plait.checkpoint.convert.conversion import Format, convert, select_for
 from plait.checkpoint.convert.deepspeed import write_deepspeed
 from plait.checkpoint.convert.detect import open_source
 from plait.checkpoint.convert.huggingface import Description
-from plait.checkpoint.convert.sinks import Kind, convert, part_for
 from plait.checkpoint.convert.source import averaged, cast, translated
 from plait.errors import CheckpointError
 
@@ -51,9 +51,9 @@ SOURCES: dict[str, Callable[[Path, State], Path]] = {
 }
 
 
-def run(path: Path, target: Path, to: Kind, **options: Any) -> None:
+def run(path: Path, target: Path, to: Format, **options: Any) -> None:
     with open_source(path) as opened:
-        source = part_for(opened, to, optimizer=options.get("optimizer", False))
+        source = select_for(opened, to, optimizer=options.get("optimizer", False))
         convert(source, target, to, description=Description(DESCRIPTION), **options)
 
 
@@ -63,7 +63,7 @@ def weights(state: State) -> State:
 
 @pytest.mark.parametrize("to", ["plait", "torch", "hf", "deepspeed"])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_pair(tmp_path: Path, kind: str, to: Kind) -> None:
+def test_every_pair(tmp_path: Path, kind: str, to: Format) -> None:
     state = some_state()
     if "deepspeed" in (kind, to):  # it keeps one fp32 copy of every weight
         state = {name: tensor.float() for name, tensor in state.items()}
@@ -106,7 +106,7 @@ def test_a_dtype_is_for_the_weights_alone_and_the_description_tells_it(tmp_path:
         source = cast(opened, torch.float16)
         convert(source, tmp_path / "all.pt", "torch", optimizer=True)
         found = torch.load(tmp_path / "all.pt", weights_only=True)
-        convert(part_for(source, "hf", optimizer=False), tmp_path / "hf", "hf", description=Description(DESCRIPTION))
+        convert(select_for(source, "hf", optimizer=False), tmp_path / "hf", "hf", description=Description(DESCRIPTION))
     expected = {n: t.half() if t.is_floating_point() else t for n, t in model_of(state).items()}
     assert_same(found["model"], expected)
     assert all(t.dtype == torch.float32 for pieces in found["optim"]["state"].values() for t in pieces.values())

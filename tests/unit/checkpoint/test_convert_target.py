@@ -14,16 +14,16 @@ from tests.refusals import refused
 from tests.unit.checkpoint.samples import some_state, write_hf, write_plait
 from torch import Tensor
 
+from plait.checkpoint.convert.conversion import convert
 from plait.checkpoint.convert.detect import open_source
 from plait.checkpoint.convert.huggingface import Description
-from plait.checkpoint.convert.sinks import convert
-from plait.checkpoint.convert.source import Source, Watched
+from plait.checkpoint.convert.source import ProgressSource, Source
 from plait.errors import CheckpointError
 
 TARGETS = ["hf", "torch", "plait", "deepspeed"]
 
 
-class Failing(Watched):
+class Failing(ProgressSource):
     """A source whose third tensor cannot be read."""
 
     def __init__(self, source: Source) -> None:
@@ -158,8 +158,8 @@ def test_a_target_that_cannot_be_made_is_an_error_in_plain_words(tmp_path: Path,
 
 
 def test_an_empty_checkpoint_is_nothing_to_convert(tmp_path: Path) -> None:
-    from plait.checkpoint.convert.sinks import part_for
+    from plait.checkpoint.convert.conversion import select_for
 
     write_plait(tmp_path / "from", {"rng.0.torch": torch.zeros(3)})
     with open_source(tmp_path / "from") as source, refused(CheckpointError, tmp_path / "from"):
-        part_for(source, "hf", optimizer=False)
+        select_for(source, "hf", optimizer=False)

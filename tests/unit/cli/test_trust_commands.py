@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.refusals import refused
 
-from plait.checkpoint.save import write_alone
+from plait.checkpoint.save import write_single_process
 from plait.cli.main import main
 from plait.config import parse, to_dict
 
@@ -49,7 +49,7 @@ def checkpoint(folder: Path, **sections: Any) -> str:
     state = {"config": {**to_dict(parse({}).config), **sections}}
     weight = torch.zeros(1, 4)
     tensors = {"model.head.weight": ((1, 4), torch.float32)}
-    write_alone(folder / "step-00000001", tensors, lambda _: weight, state, step=1)
+    write_single_process(folder / "step-00000001", tensors, lambda _: weight, state, step=1)
     return str(folder / "step-00000001")
 
 

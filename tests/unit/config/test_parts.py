@@ -15,8 +15,8 @@ from tests.refusals import refused
 
 import plait
 from plait import plugins
+from plait.checkpoint.convert.conversion import FORMATS, WRITERS
 from plait.checkpoint.convert.detect import OPENERS, open_source
-from plait.checkpoint.convert.sinks import KINDS, WRITERS
 from plait.config import ENGINES, EnginePart, Imported, SinkPart, load_code, parse, parse_sections
 from plait.config.base import Section
 from plait.config.draft import items, literals, open_part, sections
@@ -132,7 +132,7 @@ def test_plaits_own_parts_come_in_by_the_same_door() -> None:
         (REWARDS, RewardPart.own),
         (POLICIES, RecomputePart.own),
         (STARTERS, set(LAUNCHERS) - {"local", "ssh"}),
-        (WRITERS, KINDS),
+        (WRITERS, FORMATS),
         (OPENERS, OPENERS),
     ],
     ids=["engine", "sink", "reward", "recompute", "launcher", "converter to", "converter from"],
@@ -278,13 +278,13 @@ def test_section_objects_take_parts(mine: Any) -> None:
         plait.Grpo(reward=plait.part(mine.reward)).reward,
     ]
     assert [type(each) for each in made if not isinstance(each, Part)] == []
-    parts: list[Any] = made
-    assert [parts[0].arguments, parts[4].arguments, parts[7].arguments] == [
+    group_totals: list[Any] = made
+    assert [group_totals[0].arguments, group_totals[4].arguments, group_totals[7].arguments] == [
         {"bucket_mb": 3},
         {"steps": 4},
         {"url": "x"},
     ]
-    assert [parts[1].given, parts[6].given] == [mine.every_second, mine.pad]
+    assert [group_totals[1].given, group_totals[6].given] == [mine.every_second, mine.pad]
 
 
 def test_a_part_is_what_a_mapping_says() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plait.checkpoint import load_into, open_checkpoint
 from plait.checkpoint.convert.detect import open_source
-from plait.checkpoint.convert.summary import parts, rows
+from plait.checkpoint.convert.summary import group_totals, summary_rows
 from plait.checkpoint.load import verify
 from plait.checkpoint.tensorfile import digest
 from plait.config import parse
@@ -62,8 +62,8 @@ def looked_into(path: Path) -> None:
     """What `plait convert --inspect --verify` does."""
     with open_source(path) as source:
         source.verify()
-        assert all(len(row.name) > 0 for row in rows(source.entries))
-        parts(source.entries)
+        assert all(len(row.name) > 0 for row in summary_rows(source.entries))
+        group_totals(source.entries)
 
 
 # ---- damage

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.refusals import missing
 
-from plait.checkpoint.need import WRITERS
+from plait.checkpoint.memory import WRITERS
 from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.kernels.adam8bit import PASSING

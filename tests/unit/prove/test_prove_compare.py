@@ -10,7 +10,7 @@ import torch
 from tests.refusals import missing
 from torch import Tensor
 
-from plait.checkpoint import CheckpointFolder, write_alone
+from plait.checkpoint import CheckpointFolder, write_single_process
 from plait.prove.compare import LARGE, TRIMMED, SavedState, compare, deviation
 
 
@@ -69,7 +69,7 @@ def write(folder: Path, step: int, tensors: dict[str, Tensor]) -> Path:
     path = CheckpointFolder(folder).path_of(step)
     folder.mkdir(exist_ok=True)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    write_alone(path, shapes, tensors.__getitem__, {}, step=step)
+    write_single_process(path, shapes, tensors.__getitem__, {}, step=step)
     return path
 
 

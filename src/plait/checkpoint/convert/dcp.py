@@ -15,7 +15,7 @@ from torch import Tensor
 from plait.checkpoint.convert.files import refusal
 from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.convert.torchfile import STEP_WORDS, engine_state, guessed_paths, plait_name, without_wrapper
-from plait.checkpoint.manifest import untiled
+from plait.checkpoint.manifest import coverage_problem
 from plait.config import is_below, read_json_object
 from plait.errors import CheckpointError
 
@@ -26,26 +26,26 @@ Known = Callable[[str, str], Any]
 """Takes a module and a name, and gives what stands for it, or None where it is unknown."""
 
 
-class _Closed(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, known: Known, path: Path) -> None:
         super().__init__(file)
         self._known, self._path = known, path
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._known(module, name)
-        if found is None:
+        allowed = self._known(module, name)
+        if allowed is None:
             raise CheckpointError(
                 f"{self._path} asks for {module}.{name}, which has no place in such a file; nothing of it was run. "
                 "It was made by something else than it seems, or by somebody with ill intent"
             )
-        return found
+        return allowed
 
 
 def unpickle(path: Path, known: Known) -> Any:
     """The object in a pickle; names that `known` does not know are a `CheckpointError`, and so is a damaged file."""
     try:
         with path.open("rb") as file:
-            return _Closed(file, known, path).load()
+            return _RestrictedUnpickler(file, known, path).load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises anything
@@ -129,21 +129,21 @@ class Chunks:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        found = unpickle(path / METADATA, _known)
+        metadata = unpickle(path / METADATA, _known)
         try:
-            self._records: dict[str, Any] = found.state_dict_metadata
-            self._places = {key._key(): info for key, info in (found.storage_data or {}).items()}
-            self.paths: Mapping[str, Sequence[Any]] = getattr(found, "planner_data", None) or {}
+            self._records: dict[str, Any] = metadata.state_dict_metadata
+            self._locations = {key._key(): info for key, info in (metadata.storage_data or {}).items()}
+            self.paths: Mapping[str, Sequence[Any]] = getattr(metadata, "planner_data", None) or {}
             """How names were nested, where the writer says so."""
             described = {name: record for name, record in self._records.items() if hasattr(record, "chunks")}
             self.tensors = {n: TensorEntry(torch.Size(r.size), _dtype(r.properties)) for n, r in described.items()}
             for name, record in described.items():
                 _check_chunks(name, record)
             if wrong := [
-                str(info.relative_path) for info in self._places.values() if not is_below(str(info.relative_path))
+                str(info.relative_path) for info in self._locations.values() if not is_below(str(info.relative_path))
             ]:
                 raise ValueError(f"it names the file {wrong[0]!r}, which is not in this folder")
-            if any(_is_no_stretch(info) for info in self._places.values()):
+            if any(_is_bad_range(info) for info in self._locations.values()):
                 raise ValueError("what it says of a file's bytes are no numbers")
         except (AttributeError, TypeError, KeyError, ValueError, RuntimeError, OverflowError) as error:
             raise CheckpointError(
@@ -159,10 +159,10 @@ class Chunks:
     @property
     def files(self) -> int:
         """How many files it has."""
-        return len({info.relative_path for info in self._places.values()})
+        return len({info.relative_path for info in self._locations.values()})
 
     def _missing_files(self) -> None:
-        wanted = sorted({str(info.relative_path) for info in self._places.values()})
+        wanted = sorted({str(info.relative_path) for info in self._locations.values()})
         lost = [name for name in wanted if not (self._path / name).is_file()]
         if lost:
             shown = ", ".join(lost[:8]) + (", …" if len(lost) > 8 else "")
@@ -180,15 +180,15 @@ class Chunks:
             first = tuple(at - begin for at, begin in zip(index, begins, strict=False))
             if all(0 <= at < size for at, size in zip(first, sizes, strict=False)):
                 rest = zip(begins[len(index) :], sizes[len(index) :], strict=True)
-                part = tuple(slice(begin, begin + size) for begin, size in rest)
-                wanted[part].copy_(self._chunk(stored, chunk, entry)[first])
+                region = tuple(slice(begin, begin + size) for begin, size in rest)
+                wanted[region].copy_(self._chunk(stored, chunk, entry)[first])
                 covered += math.prod(sizes[len(index) :])
         if covered != wanted.numel():
             raise CheckpointError(f"{self._path}: of {stored} {covered} of {wanted.numel()} elements were saved")
         return wanted
 
     def _chunk(self, stored: str, chunk: Any, entry: TensorEntry) -> Tensor:
-        info = self._places.get((stored, tuple(chunk.offsets))) or self._places.get((stored, None))
+        info = self._locations.get((stored, tuple(chunk.offsets))) or self._locations.get((stored, None))
         if info is None:
             raise CheckpointError(f"{self._path / METADATA} does not say where {stored} lies; copy it again")
         tensor = self._load(info, stored)
@@ -198,7 +198,7 @@ class Chunks:
 
     def value(self, stored: str) -> Any:
         """Something that is no tensor; None where there is no such thing."""
-        info = self._places.get((stored, None))
+        info = self._locations.get((stored, None))
         if info is None or hasattr(self._records.get(stored), "chunks"):
             return None
         return self._load(info, stored)
@@ -210,8 +210,8 @@ class Chunks:
             raise CheckpointError(f"{path} is stored through an extension ({how}), which cannot be read here")
         try:
             with path.open("rb") as file:
-                part = io.BufferedReader(_Part(file, info.offset, info.length))
-                return torch.load(part, map_location="cpu", weights_only=True)
+                section = io.BufferedReader(_FileSection(file, info.offset, info.length))
+                return torch.load(section, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises whatever the unpickler and the archive reader did
             raise refusal(path, error, stored) from error
 
@@ -225,15 +225,15 @@ def _check_chunks(name: str, record: Any) -> None:
             raise ValueError(f"a chunk of {name} from {start} with the shape {shape} is not of its shape {whole}")
         if any(a < 0 or n < 0 or a + n > most for a, n, most in zip(start, shape, whole, strict=True)):
             raise ValueError(f"a chunk of {name} from {start} with the shape {shape} leaves its shape {whole}")
-    if reason := untiled([piece for piece in pieces if 0 not in piece[1]], whole):
+    if reason := coverage_problem([piece for piece in pieces if 0 not in piece[1]], whole):
         raise ValueError(f"the chunks of {name} do not make up its shape {whole}: {reason}")
 
 
-def _is_no_stretch(info: Any) -> bool:
+def _is_bad_range(info: Any) -> bool:
     return not all(type(number) is int and number >= 0 for number in (info.offset, info.length))
 
 
-class _Part(io.RawIOBase):
+class _FileSection(io.RawIOBase):
     """A stretch of a file, as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
@@ -251,18 +251,18 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer)[: max(self._length - self._at, 0)]
+        target = memoryview(buffer)[: max(self._length - self._at, 0)]
         self._file.seek(self._begin + self._at)
-        count = self._file.readinto(room)  # type: ignore[attr-defined]  # a buffered reader, which has it
+        count = self._file.readinto(target)  # type: ignore[attr-defined]  # a buffered reader, which has it
         self._at += count
         return int(count)
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    found = properties.args[0] if isinstance(properties.args, tuple) and properties.args else properties.dtype
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{found!r} is no dtype")
-    return found
+    dtype = properties.args[0] if isinstance(properties.args, tuple) and properties.args else properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{dtype!r} is no dtype")
+    return dtype
 
 
 class DcpSource(Source):
@@ -308,8 +308,8 @@ class DcpSource(Source):
 
     def _steps(self) -> int | None:
         """What a number beside the tensors says."""
-        for word in STEP_WORDS:
-            value = self._chunks.value(word)
+        for key in STEP_WORDS:
+            value = self._chunks.value(key)
             if value is not None:
                 return value if isinstance(value, int) else None
         return None
@@ -331,5 +331,5 @@ def _old_manifest(path: Path) -> dict[str, Any] | None:
     file = path / "manifest.json"
     if not file.is_file():
         return None
-    found = read_json_object(file, CheckpointError)
-    return found if found.get("format") == 1 else None
+    manifest = read_json_object(file, CheckpointError)
+    return manifest if manifest.get("format") == 1 else None

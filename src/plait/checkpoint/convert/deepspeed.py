@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from plait.checkpoint.convert.conversion import replacing
 from plait.checkpoint.convert.files import Inert, PickledTensor, field, open_file
 from plait.checkpoint.convert.source import Source, TensorEntry
-from plait.checkpoint.convert.target import replacing
 from plait.config import read_name
 from plait.errors import CheckpointError
 
@@ -44,16 +44,16 @@ class Files:
         """The folder of whole parameters, in a universal checkpoint."""
         return self.folder / "zero" if (self.folder / "zero").is_dir() else None
 
-    def of_ranks(self, found: dict[int, Path], count: int, what: str) -> list[Path]:
+    def of_ranks(self, files: dict[int, Path], count: int, what: str) -> list[Path]:
         """One file from each of `count` ranks; a missing one is named."""
-        missing = [rank for rank in range(count) if rank not in found]
-        if missing or len(found) != count:
-            names = ", ".join(path.name for path in list(found.values())[:8]) or "none"
-            told = f"those of ranks {missing[:16]} are missing" if missing else "there are more, of another save"
+        missing = [rank for rank in range(count) if rank not in files]
+        if missing or len(files) != count:
+            names = ", ".join(path.name for path in list(files.values())[:8]) or "none"
+            reason = f"those of ranks {missing[:16]} are missing" if missing else "there are more, of another save"
             raise CheckpointError(
-                f"{self.folder}: {count} ranks wrote {what}, and {told}. Found: {names}. Copy the whole folder again"
+                f"{self.folder}: {count} ranks wrote {what}, and {reason}. Found: {names}. Copy the whole folder again"
             )
-        return [found[rank] for rank in range(count)]
+        return [files[rank] for rank in range(count)]
 
 
 def is_deepspeed(path: Path) -> bool:
@@ -72,17 +72,17 @@ def find_files(path: Path) -> Files:
     shards: dict[int, Path] = {}
     for file in sorted(folder.iterdir()):
         _refuse_parallel(file)
-        for pattern, found in ((_MODEL, models), (_OPTIM, shards)):
+        for pattern, files in ((_MODEL, models), (_OPTIM, shards)):
             match = pattern.fullmatch(file.name)
             if match is None:
                 continue
             rank = int(match[1] or 0)
-            if rank in found and not (folder / "zero").is_dir():
+            if rank in files and not (folder / "zero").is_dir():
                 raise CheckpointError(
-                    f"{folder} holds {found[rank].name} and {file.name}: two checkpoints were saved into one folder. "
+                    f"{folder} holds {files[rank].name} and {file.name}: two checkpoints were saved into one folder. "
                     "Remove the files of the older"
                 )
-            found.setdefault(rank, file)
+            files.setdefault(rank, file)
     if not models:
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(
@@ -97,23 +97,23 @@ def _tag_of(path: Path) -> Path | None:
     folders = [path / read_name(pointer, CheckpointError) for pointer in pointers]
     there = [folder for folder in folders if folder.is_dir()]
     if folders and not there:
-        found = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "none"
-        raise CheckpointError(f"{pointers[0]} names {folders[0].name!r}, which is not there; folders found: {found}")
+        names = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "none"
+        raise CheckpointError(f"{pointers[0]} names {folders[0].name!r}, which is not there; folders found: {names}")
     return there[0] if there else None
 
 
 def _refuse_parallel(file: Path) -> None:
     name = file.name
-    kind = None
+    parallelism = None
     if re.match(r"(layer_\d+_)?expert_\d+_|expp_rank_", name):
-        kind = "mixture of experts, spread over ranks"
+        parallelism = "mixture of experts, spread over ranks"
     elif re.match(r"layer_\d+-model", name):
-        kind = "pipeline parallel (a file for every layer)"
+        parallelism = "pipeline parallel (a file for every layer)"
     elif (match := _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)) and int(match[2]) > 0:
-        kind = "tensor or pipeline parallel (more than one mp_rank)"
-    if kind is not None:
+        parallelism = "tensor or pipeline parallel (more than one mp_rank)"
+    if parallelism is not None:
         raise CheckpointError(
-            f"{file.parent} is a DeepSpeed checkpoint of another kind: {kind}; {name} says so. Only those of "
+            f"{file.parent} is a DeepSpeed checkpoint of another kind: {parallelism}; {name} says so. Only those of "
             "data-parallel ranks are read: make it universal with DeepSpeed's ds_to_universal, load that with "
             "`load_universal` on data-parallel ranks alone, and save it again"
         )
@@ -156,10 +156,10 @@ def joined(name: str, shape: torch.Size, flats: Sequence[PickledTensor], cuts: C
 
     def read() -> Tensor:
         pieces = list(cuts())
-        found = sum(max(0, min(count, flats[rank].numel - start)) for rank, start, count in pieces)
-        if found != shape.numel():
+        available = sum(max(0, min(count, flats[rank].numel - start)) for rank, start, count in pieces)
+        if available != shape.numel():
             raise CheckpointError(
-                f"{name}: the files of {len(flats)} ranks hold {found} of its {shape.numel()} elements; "
+                f"{name}: the files of {len(flats)} ranks hold {available} of its {shape.numel()} elements; "
                 "they are not all of one checkpoint"
             )
         tensor = torch.empty(shape, dtype=flats[0].dtype)
@@ -184,21 +184,21 @@ def flat_group(
 
     `states` are the ranks' optimizer states of that tensor; `step` counts where these do not.
     """
-    parts = {f"model.{name}": joined(f"model.{name}", shape, masters, cuts)}
+    entries = {f"model.{name}": joined(f"model.{name}", shape, masters, cuts)}
     for key, first in states[0].items():
         entry = f"optim.{name}.{key}"
         if isinstance(first, PickledTensor) and len(first.shape) == 1 and first.numel >= masters[0].numel:
-            parts[entry] = joined(entry, shape, [state[key] for state in states], cuts)
-        elif (part := number(first)) is not None:
-            parts[entry] = part
+            entries[entry] = joined(entry, shape, [state[key] for state in states], cuts)
+        elif (scalar := number(first)) is not None:
+            entries[entry] = scalar
         elif isinstance(first, PickledTensor):
             raise CheckpointError(
                 f"{entry}: DeepSpeed's optimizer keeps {tuple(first.shape)} for a partition of "
                 f"{masters[0].numel} elements, and that cannot be divided among its parameters"
             )
-    if states[0] and f"optim.{name}.step" not in parts and (part := number(step)) is not None:
-        parts[f"optim.{name}.step"] = part
-    return parts
+    if states[0] and f"optim.{name}.step" not in entries and (scalar := number(step)) is not None:
+        entries[f"optim.{name}.step"] = scalar
+    return entries
 
 
 # The layouts of ZeRO: which rank keeps which elements of a parameter.
@@ -219,7 +219,7 @@ def stage_1_and_2(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries
     these addresses are of another order than that of the tensors: DeepSpeed 0.19.8 then gives scrambled values from
     `safe_get_full_fp32_param`, and `ds_to_universal` writes them. The order of `param_shapes` is right in all cases.
     """
-    parts: DeepSpeedEntries = {}
+    entries: DeepSpeedEntries = {}
     paddings = shards[0].get("param_alignment_paddings")
     for group, shapes in enumerate(model["param_shapes"]):
         masters = [shard["single_partition_of_fp32_groups"][group] for shard in shards]
@@ -230,19 +230,19 @@ def stage_1_and_2(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries
         for (name, given), padding in zip(shapes.items(), paddings[group] if paddings else repeat(0), strict=False):
             shape = torch.Size(given)
             cuts = _across(begin, begin + shape.numel(), length)
-            parts |= flat_group(name, shape, masters, states, step, cuts)
+            entries |= flat_group(name, shape, masters, states, step, cuts)
             begin += shape.numel() + padding
-    return parts
+    return entries
 
 
 def _state_of_group(shard: Pickled, group: int) -> Mapping[str, Any]:
     base = shard.get("base_optimizer_state") or {}
     if isinstance(base, Mapping):
         groups = base.get("param_groups")
-        found = base["state"].get(groups[group]["params"][0], {}) if groups else {}
+        state = base["state"].get(groups[group]["params"][0], {}) if groups else {}
     else:
-        found = base[group]  # an elastic checkpoint: a list, without the padding
-    return found if isinstance(found, Mapping) else {}
+        state = base[group]  # an elastic checkpoint: a list, without the padding
+    return state if isinstance(state, Mapping) else {}
 
 
 def _step_of_group(shard: Pickled, group: int) -> Any:
@@ -267,23 +267,23 @@ def _across(begin: int, end: int, length: int) -> Cuts:
 
 def stage_3(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
     """Trained parameters of stage 3: each one is cut evenly among the ranks, and padded at its end."""
-    parts: DeepSpeedEntries = {}
+    entries: DeepSpeedEntries = {}
     for group, shapes in enumerate(model["param_shapes"]):
         masters = [shard["fp32_flat_groups"][group] for shard in shards]
         states = [_state_of_subgroup(shard, group) for shard in shards]
         begin = 0
         for name, given in shapes.items():
             shape = torch.Size(given)
-            each = math.ceil(shape.numel() / len(shards))
-            parts |= flat_group(name, shape, masters, states, None, evenly(begin, shape.numel(), each, len(shards)))
-            begin += each
+            share = math.ceil(shape.numel() / len(shards))
+            entries |= flat_group(name, shape, masters, states, None, evenly(begin, shape.numel(), share, len(shards)))
+            begin += share
         if masters[0].numel < begin:
             raise CheckpointError(
                 f"the fp32 weights of parameter group {group} have {masters[0].numel} of {begin} elements: "
                 "DeepSpeed kept them on NVMe, in files that only it can read back. Load the checkpoint once with "
                 "`offload_optimizer` on the CPU or off, and save it again"
             )
-    return parts
+    return entries
 
 
 def _state_of_subgroup(shard: Pickled, index: int) -> Mapping[str, Any]:
@@ -291,16 +291,16 @@ def _state_of_subgroup(shard: Pickled, index: int) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         return {}
     numbered = [number for group in inner["param_groups"] for number in group["params"]]
-    found = inner["state"].get(numbered[index] if index < len(numbered) else index, {})
-    return found if isinstance(found, Mapping) else {}
+    state = inner["state"].get(numbered[index] if index < len(numbered) else index, {})
+    return state if isinstance(state, Mapping) else {}
 
 
-def evenly(begin: int, size: int, each: int, ranks: int) -> Cuts:
+def evenly(begin: int, size: int, share: int, ranks: int) -> Cuts:
     """Every rank has `each` elements from `begin` on, until `size` of them are given out."""
 
     def cuts() -> Iterator[tuple[int, int, int]]:
         for rank in range(ranks):
-            yield rank, begin, max(0, min(each, size - rank * each))
+            yield rank, begin, max(0, min(share, size - rank * share))
 
     return cuts
 
@@ -338,7 +338,7 @@ def untrained(models: Sequence[Pickled], trained: Container[str]) -> DeepSpeedEn
     `models` are the model-states files of all ranks at stage 3, else the only one.
     """
     model = models[0]
-    parts: DeepSpeedEntries = {}
+    entries: DeepSpeedEntries = {}
     tied = tied_of(model)
     frozen = model.get("frozen_param_shapes") or {}
     kept = set(model.get("buffer_names") or ())
@@ -348,26 +348,26 @@ def untrained(models: Sequence[Pickled], trained: Container[str]) -> DeepSpeedEn
         if f"model.{name}" in trained or name in tied:
             continue
         if name in frozen:
-            parts[f"model.{name}"] = _frozen(name, torch.Size(frozen[name]), models)
+            entries[f"model.{name}"] = _frozen(name, torch.Size(frozen[name]), models)
         elif name in kept or not spread:
-            parts[f"model.{name}"] = whole(tensor)
-    return parts
+            entries[f"model.{name}"] = whole(tensor)
+    return entries
 
 
 def _frozen(name: str, shape: torch.Size, models: Sequence[Pickled]) -> DeepSpeedEntry:
     flats = [model["frozen_param_fragments"][name] for model in models]
     if flats[0].shape == shape:
         return whole(flats[0])
-    each = math.ceil(shape.numel() / len(flats))
-    return joined(f"model.{name}", shape, flats, evenly(0, shape.numel(), each, len(flats)))
+    share = math.ceil(shape.numel() / len(flats))
+    return joined(f"model.{name}", shape, flats, evenly(0, shape.numel(), share, len(flats)))
 
 
 def dtype_of(model: Pickled) -> str:
     """`fp32`, `bf16` or `fp16`: what the model computed in."""
-    words = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     buffers = set(model.get("buffer_names") or ())
-    found = {tensor.dtype for name, tensor in module_of(model).items() if name not in buffers}
-    return next((word for dtype, word in words.items() if dtype in found), "fp32")
+    dtypes = {tensor.dtype for name, tensor in module_of(model).items() if name not in buffers}
+    return next((name for dtype, name in names.items() if dtype in dtypes), "fp32")
 
 
 def scaler_of(optimizer: Any) -> dict[str, float] | None:
@@ -406,25 +406,25 @@ def stage_0(model: Pickled, order: Sequence[str] | None) -> DeepSpeedEntries:
     weights = {name: tensor for name, tensor in module_of(model).items() if name not in buffers and name not in tied}
     inner = optimizer.get("optimizer_state_dict", optimizer)
     states, groups = inner["state"], inner["param_groups"]
-    told = list(order) if order is not None else _named(groups)
-    if told is not None and (unknown := [name for name in told if name not in weights]):
+    given = list(order) if order is not None else _named(groups)
+    if given is not None and (unknown := [name for name in given if name not in weights]):
         raise CheckpointError(f"order names {unknown[:4]}, which the model does not have")
     if "fp32_groups_flat" in optimizer:
-        return _flat(weights, optimizer["fp32_groups_flat"], states, groups, told)
+        return _flat(weights, optimizer["fp32_groups_flat"], states, groups, given)
     numbers = [number for group in groups for number in group["params"]]
     if "fp32_groups" in optimizer:
         masters = [list(group) for group in optimizer["fp32_groups"]]
-        names = told or _by_value(weights, masters)
+        names = given or _by_value(weights, masters)
         values = [master for group in masters for master in group]
     else:
-        names = told or _by_shape(weights, groups, states)
+        names = given or _by_shape(weights, groups, states)
         values = [weights[name] for name in names]
     if len(names) != len(numbers):
         raise CheckpointError(f"the optimizer has {len(numbers)} parameters, and {len(names)} names were given for it")
-    parts: DeepSpeedEntries = {}
+    entries: DeepSpeedEntries = {}
     for name, value, index in zip(names, values, numbers, strict=True):
-        parts |= _one(name, value, states.get(index, {}))
-    return parts
+        entries |= _one(name, value, states.get(index, {}))
+    return entries
 
 
 def _named(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
@@ -435,12 +435,12 @@ def _named(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
 
 
 def _one(name: str, value: PickledTensor, state: Mapping[str, Any]) -> DeepSpeedEntries:
-    parts = {f"model.{name}": whole(value)}
+    entries = {f"model.{name}": whole(value)}
     for key, kept in state.items():
-        part = whole(kept) if isinstance(kept, PickledTensor) else number(kept)
-        if part is not None:
-            parts[f"optim.{name}.{key}"] = part
-    return parts
+        value_entry = whole(kept) if isinstance(kept, PickledTensor) else number(kept)
+        if value_entry is not None:
+            entries[f"optim.{name}.{key}"] = value_entry
+    return entries
 
 
 def _by_shape(
@@ -501,22 +501,22 @@ def _flat(
     flats: Sequence[PickledTensor],
     states: Mapping[int, Any],
     groups: Sequence[Mapping[str, Any]],
-    told: list[str] | None,
+    given: list[str] | None,
 ) -> DeepSpeedEntries:
-    parts: DeepSpeedEntries = {}
-    free = dict(weights) if told is None else {name: weights[name] for name in told}
+    entries: DeepSpeedEntries = {}
+    free = dict(weights) if given is None else {name: weights[name] for name in given}
     for flat, group in zip(flats, groups, strict=True):
         state = states.get(group["params"][0], {})
         begin = 0
         while begin < flat.numel:
-            name = next((n for n, t in free.items() if told is not None or _rounds_to(flat, begin, t)), None)
+            name = next((n for n, t in free.items() if given is not None or _rounds_to(flat, begin, t)), None)
             if name is None:
                 _give_up(flat.shape, list(free), 1, 1)
             tensor = free.pop(name)
             cuts = evenly(begin, tensor.numel, tensor.numel, 1)
-            parts |= flat_group(name, tensor.shape, [flat], [state], group.get("step"), cuts)
+            entries |= flat_group(name, tensor.shape, [flat], [state], group.get("step"), cuts)
             begin += tensor.numel
-    return parts
+    return entries
 
 
 def _rounds_to(flat: PickledTensor, begin: int, tensor: PickledTensor) -> bool:
@@ -546,20 +546,20 @@ def universal(folder: Path, model: Pickled, common: Any, besides: Container[str]
     there = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and (path / "fp32.pt").is_file()]
     if missing := [name for name in shapes if name not in set(there)]:
         raise CheckpointError(f"{folder} lacks the folder, or the fp32.pt in it, of {', '.join(missing[:8])}")
-    parts: DeepSpeedEntries = {}
+    entries: DeepSpeedEntries = {}
     other = [name for name in there if name not in shapes and name not in tied and f"model.{name}" not in besides]
     for name in [*shapes, *other]:
         files = sorted((folder / name).glob("*.pt"))
         states = {path.stem: path for path in files if path.stem not in ("fp32", "step")}
         weights = _tensor(folder / name / "fp32.pt", shapes.get(name))
         assert weights is not None, "weights are never fresh"
-        parts[f"model.{name}"] = weights
+        entries[f"model.{name}"] = weights
         kept = {key: _tensor(path, weights.shape) for key, path in states.items()}
-        parts |= {f"optim.{name}.{key}": part for key, part in kept.items() if part is not None}
+        entries |= {f"optim.{name}.{key}": state for key, state in kept.items() if state is not None}
         step = _step(folder / name / "step.pt", common)
-        if step is not None and any(part is not None for part in kept.values()):
-            parts[f"optim.{name}.step"] = step
-    return parts
+        if step is not None and any(state is not None for state in kept.values()):
+            entries[f"optim.{name}.step"] = step
+    return entries
 
 
 def _tensor(path: Path, shape: torch.Size | None) -> DeepSpeedEntry | None:
@@ -610,12 +610,12 @@ class DeepSpeedSource(Source):
         if not isinstance(model, Mapping) or "global_steps" not in model:
             raise CheckpointError(f"{first} is no model-states file of DeepSpeed: it lacks `global_steps`")
         try:
-            self._parts, stage, ranks, optimizer = _open(files, model, order)
+            self._entries, stage, ranks, optimizer = _open(files, model, order)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{files.folder} is laid out in a way that is not known of DeepSpeed: {type(error).__name__} {error}"
             ) from error
-        self.entries = {name: TensorEntry(part.shape, part.dtype) for name, part in self._parts.items()}
+        self.entries = {name: TensorEntry(entry.shape, entry.dtype) for name, entry in self._entries.items()}
         steps, dtype = int(model["global_steps"]), dtype_of(model)
         self.state = {
             "engine": {
@@ -636,7 +636,7 @@ class DeepSpeedSource(Source):
 
     def read(self, name: str) -> Tensor:
         """One whole tensor, in memory of its own."""
-        return self._parts[name].read()
+        return self._entries[name].read()
 
     def close(self) -> None:
         """Nothing to do: files are open only while they are read."""
@@ -649,27 +649,27 @@ def _open(files: Files, model: Pickled, order: Sequence[str] | None) -> tuple[De
         # What is not trained lies there too, but in fp32; the model has it as it was.
         models = [open_file(files.models[rank]) for rank in sorted(files.models)]
         rest = untrained(models, {f"model.{name}" for name in shapes_of(model)})
-        parts = universal(files.universal, model, common, rest)
+        entries = universal(files.universal, model, common, rest)
         ranks = int(model.get("dp_world_size") or 1)
-        return rest | parts, "universal", ranks, common
+        return rest | entries, "universal", ranks, common
     if not files.shards:
         if model.get("param_shapes") is not None:
             raise CheckpointError(
                 f"{files.folder} was saved with ZeRO, and there is no *_optim_states.pt in it: the fp32 weights and "
                 "the optimizer state are in these. Copy the whole folder again"
             )
-        parts = stage_0(model, order)
-        return untrained([model], parts) | parts, "0", int(model.get("dp_world_size") or 1), model.get("optimizer")
+        entries = stage_0(model, order)
+        return untrained([model], entries) | entries, "0", int(model.get("dp_world_size") or 1), model.get("optimizer")
     first = files.shards[min(files.shards)]
     optimizer = open_file(first)["optimizer_state_dict"]
     ranks = _ranks(optimizer)
     shards = [open_file(path)["optimizer_state_dict"] for path in files.of_ranks(files.shards, ranks, "optim_states")]
     if "fp32_flat_groups" not in optimizer:
-        parts = stage_1_and_2(model, shards)
-        return untrained([model], parts) | parts, str(_number(optimizer.get("zero_stage")) or 1), ranks, optimizer
+        entries = stage_1_and_2(model, shards)
+        return untrained([model], entries) | entries, str(_number(optimizer.get("zero_stage")) or 1), ranks, optimizer
     models = [open_file(path) for path in files.of_ranks(files.models, ranks, "model_states")]
-    parts = stage_3(model, shards)
-    return untrained(models, parts) | parts, "3", ranks, optimizer
+    entries = stage_3(model, shards)
+    return untrained(models, entries) | entries, "3", ranks, optimizer
 
 
 def _if_there(path: Path) -> Any:
@@ -683,8 +683,8 @@ def _ranks(optimizer: Pickled) -> int:
 
 def _number(value: Any) -> int | None:
     """The number of an enum's member, which is what it was to be made from."""
-    found = value.args[0] if isinstance(value, Inert) and value.args else value
-    return found if isinstance(found, int) else None
+    number = value.args[0] if isinstance(value, Inert) and value.args else value
+    return number if isinstance(number, int) else None
 
 
 # Write a checkpoint that DeepSpeed resumes from.

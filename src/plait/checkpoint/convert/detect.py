@@ -55,17 +55,17 @@ def open_source(path: Path, reader: str | None = None) -> Source:
     if path.is_file():
         return _open_file(path)
     path = newest_tag(path, "plait") or path
-    kind = kind_of(path)
-    if kind is not None:
-        return _open(kind, path)
+    format = kind_of(path)
+    if format is not None:
+        return _open(format, path)
     newest = _newest_of_run(path)
     if newest is not None:
         return _open("plait" if kind_of(newest) == "plait" else "dcp", newest)
     raise CheckpointError(f"{path} is no checkpoint: {_contents(path)}. What can be read:\n{UNDERSTOOD}")
 
 
-def _open(kind: str, path: Path) -> Source:
-    opened: Source = find("converter", OPENERS[kind], _KEY)(path)
+def _open(format: str, path: Path) -> Source:
+    opened: Source = find("converter", OPENERS[format], _KEY)(path)
     return opened
 
 
@@ -79,11 +79,11 @@ class Reader(Protocol):
 class MappingSource(Source):
     """Weights that a reader of the user's own returned."""
 
-    def __init__(self, path: Path, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        self.path, self.kind, self.state = path, kind, {}
+    def __init__(self, path: Path, reader: str, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.kind, self.state = path, reader, {}
         self._tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
         self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
-        self.facts = {"holds": f"weights, as {kind} reads them"}
+        self.facts = {"holds": f"weights, as {reader} reads them"}
 
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
@@ -121,11 +121,11 @@ def kind_of(path: Path) -> str | None:
     return None
 
 
-def newest_tag(path: Path, kind: str) -> Path | None:
+def newest_tag(path: Path, format: str) -> Path | None:
     """The newest of a folder of tags as DeepSpeed names them; None where there are none, or it is of another kind."""
     latest = path / "latest"
     tagged = path / read_name(latest, CheckpointError) if latest.is_file() else path
-    return tagged if tagged != path and kind_of(tagged) == kind else None
+    return tagged if tagged != path and kind_of(tagged) == format else None
 
 
 def _open_file(path: Path) -> Source:
@@ -151,7 +151,7 @@ def _newest_of_run(path: Path) -> Path | None:
 def _contents(path: Path) -> str:
     if not path.is_dir():
         return "it is neither a file nor a folder"
-    names = sorted(each.name + ("/" if each.is_dir() else "") for each in path.iterdir())
+    names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in path.iterdir())
     if not names:
         return "the folder is empty"
     return f"it holds {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -213,7 +213,7 @@ def _first(data: Any, *_: Any) -> Any:
     return data
 
 
-def _call_inner(function: Any, _kind: Any, args: tuple[Any, ...], _state: Any) -> Any:
+def _call_inner(function: Any, _type: Any, args: tuple[Any, ...], _state: Any) -> Any:
     return function(*args)
 
 
@@ -237,18 +237,18 @@ def open_file(path: Path, *, strict: bool = False) -> Any:
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            places = {record.filename.partition("/")[2]: record for record in archive.infolist()}
-            if any(record.compress_type != zipfile.ZIP_STORED for record in places.values()):
+            records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records.values()):
                 raise ValueError("it is compressed, as torch.save never does")
-            order = archive.read(places["byteorder"]).decode() if "byteorder" in places else "little"
+            order = archive.read(records["byteorder"]).decode() if "byteorder" in records else "little"
             if order != sys.byteorder:
                 raise ValueError(f"its numbers are {order}-endian, and this machine's are not")
             offsets = {
                 name.removeprefix("data/"): (data_begins(file, record.header_offset), record.file_size)
-                for name, record in places.items()
+                for name, record in records.items()
                 if name.startswith("data/")
             }
-            return _Unpickler(archive.read(places["data.pkl"]), path, offsets, strict=strict).load()
+            return _Unpickler(archive.read(records["data.pkl"]), path, offsets, strict=strict).load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may fail in any way
@@ -266,8 +266,8 @@ def data_begins(file: BinaryIO, header: int) -> int:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    found = sorted(p.name for p in path.parent.glob("*.pt")) if path.parent.is_dir() else []
-    some = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    names = sorted(p.name for p in path.parent.glob("*.pt")) if path.parent.is_dir() else []
+    some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     if not path.exists():
         return f"{path} is missing; {path.parent} holds {some or 'no .pt file'}"
     return (
@@ -300,7 +300,7 @@ class SafetensorsFile:
         os.close(self._file)
 
 
-Found = PickledTensor | Tensor
+FileTensor = PickledTensor | Tensor
 """A tensor of a file of `torch.save`: where it lies, or, in the oldest format, itself."""
 
 
@@ -316,9 +316,9 @@ class TorchFile:
         """Nothing is open between two reads."""
 
 
-def read_found(found: Found) -> Tensor:
+def read_file_tensor(tensor: FileTensor) -> Tensor:
     """The values of a tensor."""
-    return found.detach() if isinstance(found, Tensor) else found.read()
+    return tensor.detach() if isinstance(tensor, Tensor) else tensor.read()
 
 
 def load_values(path: Path) -> Any:
@@ -336,21 +336,21 @@ def load_values(path: Path) -> Any:
 
 def refusal(path: Path, error: Exception, what: str = "it") -> CheckpointError:
     """What to say where torch did not open a file, or a part of one."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    if found:
-        return asks_for(path, found[1])
+    match = re.search(r"GLOBAL (\S+)", str(error))
+    if match:
+        return asks_for(path, match[1])
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CheckpointError(f"{path}: {what} is not whole, or not of torch.save ({first}); copy it again")
 
 
-def tensors_in(content: Any) -> list[Found]:
+def tensors_in(content: Any) -> list[FileTensor]:
     """Every tensor in nested containers."""
-    if isinstance(content, Found):
+    if isinstance(content, FileTensor):
         return [content]
     if isinstance(content, Mapping):
         content = list(content.values())
     if isinstance(content, (list, tuple)):
-        return [tensor for part in content for tensor in tensors_in(part)]
+        return [tensor for value in content for tensor in tensors_in(value)]
     return []
 
 

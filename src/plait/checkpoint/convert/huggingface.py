@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, read_found
+from plait.checkpoint.convert.files import FileTensor, SafetensorsFile, TorchFile, read_file_tensor
 from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.tensorfile import DTYPES, TensorFileWriter
 from plait.config import read_json_object, weight_map
@@ -51,18 +51,18 @@ class HuggingFaceSource(Source):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        places = _places(path)
+        files_of = _tensor_files(path)
         self._files: dict[Path, SafetensorsFile | TorchFile] = {}
         self._homes: dict[str, Path] = {}
         self.entries: dict[str, TensorEntry] = {}
         try:
-            for file in dict.fromkeys(places.values()):
+            for file in dict.fromkeys(files_of.values()):
                 self._files[file] = TorchFile(file) if file.suffix == ".bin" else SafetensorsFile(file)
-            for name, file in places.items():
-                found = _entries(self._files[file])
-                if name not in found:
+            for name, file in files_of.items():
+                entries = _entries(self._files[file])
+                if name not in entries:
                     raise CheckpointError(f"{path / INDEX} says that {name} lies in {file.name}, and it does not")
-                self.entries[f"model.{name}"] = found[name]
+                self.entries[f"model.{name}"] = entries[name]
                 self._homes[f"model.{name}"] = file
         except BaseException:
             self.close()
@@ -84,7 +84,7 @@ class HuggingFaceSource(Source):
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
         file, stored = self._files[self._homes[name]], name.removeprefix("model.")
-        return read_found(file.content[stored]) if isinstance(file, TorchFile) else file.read(stored)
+        return read_file_tensor(file.content[stored]) if isinstance(file, TorchFile) else file.read(stored)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -100,16 +100,16 @@ def read_description(folder: Path) -> dict[str, Any] | None:
     return read_json_object(path, CheckpointError)
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     for name in (INDEX, OLD_INDEX):
         index = folder / name
         if index.is_file():
-            found = {tensor: folder / file for tensor, file in weight_map(index, CheckpointError).items()}
-            lost = sorted({file.name for file in found.values() if not file.is_file()})
+            files = {tensor: folder / file for tensor, file in weight_map(index, CheckpointError).items()}
+            lost = sorted({file.name for file in files.values() if not file.is_file()})
             if lost:
                 raise CheckpointError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")
-            return found
+            return files
     single = next(folder / name for name in (SINGLE, OLD_SINGLE) if (folder / name).is_file())
     file = TorchFile(single) if single.suffix == ".bin" else SafetensorsFile(single)
     try:
@@ -123,7 +123,7 @@ def _entries(file: SafetensorsFile | TorchFile) -> Mapping[str, TensorEntry]:
         return file.entries
     if not isinstance(file.content, Mapping):
         raise CheckpointError(f"{file.path} holds a {type(file.content).__name__}, and a state dict was expected")
-    return {str(k): TensorEntry(t.shape, t.dtype) for k, t in file.content.items() if isinstance(t, Found)}
+    return {str(k): TensorEntry(t.shape, t.dtype) for k, t in file.content.items() if isinstance(t, FileTensor)}
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def write_huggingface(source: Source, target: Path, description: Description, *,
     )
     for file, names in zip(files, shards, strict=True):
         contents = [(name, entries[name].dtype, entries[name].shape) for name in names]
-        with TensorFileWriter(target / file, contents, about={"format": "pt"}) as writer:
+        with TensorFileWriter(target / file, contents, about={"format": "pt"}) as output:
             for name in names:
-                writer.write(name, source.read(f"model.{name}").contiguous())
+                output.write(name, source.read(f"model.{name}").contiguous())
     if width > 1:
         index = {
             "metadata": {"total_size": sum(entry.bytes for entry in entries.values())},

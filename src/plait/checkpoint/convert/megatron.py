@@ -40,20 +40,20 @@ def iteration(path: Path) -> Path:
     if not (path / TRACKER).is_file():
         return path
     named = read_name(path / TRACKER, CheckpointError)
-    found = path / (f"iter_{int(named):07d}" if named.isdigit() else named)
-    if not found.is_dir():
-        raise CheckpointError(f"{path / TRACKER} names {named}, and there is no {found.name} beside it; copy it too")
-    return found
+    folder = path / (f"iter_{int(named):07d}" if named.isdigit() else named)
+    if not folder.is_dir():
+        raise CheckpointError(f"{path / TRACKER} names {named}, and there is no {folder.name} beside it; copy it too")
+    return folder
 
 
 def rank_files(path: Path) -> dict[Coordinates, Path]:
     """The files of all ranks, where each rank wrote its own."""
-    found = {}
+    files = {}
     for folder in path.glob("mp_rank_*"):
         named = _RANK.fullmatch(folder.name)
         if named is not None and (folder / RANK_FILE).is_file():
-            found[(int(named[1]), *(int(number) for number in named[2].split("_")[1:]))] = folder / RANK_FILE
-    return found
+            files[(int(named[1]), *(int(number) for number in named[2].split("_")[1:]))] = folder / RANK_FILE
+    return files
 
 
 def check_backend(path: Path) -> None:
@@ -130,15 +130,15 @@ class Arguments:
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """One of them; `default` where it is absent or None."""
-        found = field(self._saved, name)
-        return default if found is None else found
+        value = field(self._saved, name)
+        return default if value is None else value
 
     def count(self, name: str) -> int:
         """One that must be a whole number."""
-        found = self(name)
-        if not isinstance(found, int):
+        value = self(name)
+        if not isinstance(value, int):
             raise CheckpointError(f"{self._path}: its arguments say nothing of {name}, which is needed to read it")
-        return found
+        return value
 
 
 # How a model of `transformers` is made of Megatron's tensors: what every family needs for it.
@@ -160,13 +160,13 @@ class AttentionHeads(NamedTuple):
     groups: int
     size: int
 
-    def part(self, which: int) -> Callable[[Tensor], Tensor]:
+    def select(self, which: int) -> Callable[[Tensor], Tensor]:
         """What takes the queries (0), keys (1) or values (2) out of that matrix, or out of its bias."""
-        own = self.queries // self.groups
-        rows = [slice(0, own), slice(own, own + 1), slice(own + 1, own + 2)][which]
+        per_group = self.queries // self.groups
+        rows = [slice(0, per_group), slice(per_group, per_group + 1), slice(per_group + 1, per_group + 2)][which]
 
         def take(joined: Tensor) -> Tensor:
-            grouped = joined.reshape(self.groups, own + 2, self.size, *joined.shape[1:])
+            grouped = joined.reshape(self.groups, per_group + 2, self.size, *joined.shape[1:])
             return grouped[:, rows].flatten(0, 2)
 
         return take
@@ -193,13 +193,13 @@ class Recipes:
 
     def shape(self, *names: str) -> tuple[int, ...]:
         """That of the tensor with the first of these names that there is."""
-        return tuple(self._whole.entries[f"model.{self._found(names)}"].shape)
+        return tuple(self._whole.entries[f"model.{self._stored_name(names)}"].shape)
 
     def make(self, target: str, *names: str, by: Callable[[Tensor], Tensor] | None = None) -> None:
         """One tensor of `transformers`, from the first of these names that there is."""
-        self.all[f"model.{target}"] = (f"model.{self._found(names)}",), by or _same
+        self.all[f"model.{target}"] = (f"model.{self._stored_name(names)}",), by or _same
 
-    def _found(self, names: tuple[str, ...]) -> str:
+    def _stored_name(self, names: tuple[str, ...]) -> str:
         for name in names:
             if self.has(name):
                 return name
@@ -214,10 +214,10 @@ def layers_of(whole: MegatronWeights) -> Iterator[tuple[int, str]]:
 def refuse(whole: MegatronWeights, expected: Mapping[str, Any]) -> None:
     """Refuse a model whose arguments say that it computes something else than is known here."""
     for name, value in expected.items():
-        found = whole.args(name, value)
-        if found != value:
+        actual = whole.args(name, value)
+        if actual != value:
             raise CheckpointError(
-                f"{whole.path} was trained with {name} {found!r}, and can be read where that is {value!r}"
+                f"{whole.path} was trained with {name} {actual!r}, and can be read where that is {value!r}"
             )
 
 
@@ -234,7 +234,7 @@ _STACK = re.compile(r"decoder\.layers\.(?!\d)")
 _EXPERTS = ".mlp.experts.experts."
 _NOT_MODEL = re.compile(rf"^(?:optimizer|rng_state|rerun_state_machine|chained_\d+)\b|{IGNORED}")
 
-Place = tuple[str, tuple[int, ...]]
+StackIndex = tuple[str, tuple[int, ...]]
 """The tensor that was saved, and where in its first dimensions one of ours lies."""
 
 
@@ -242,35 +242,35 @@ def read_distributed(path: Path) -> MegatronWeights:
     """Open an iteration; each layer and each expert is a tensor of its own, wherever it lies."""
     chunks = Chunks(path)
     common = open_file(path / COMMON)
-    places: dict[str, Place] = {}
+    locations: dict[str, StackIndex] = {}
     for stored, entry in chunks.tensors.items():
         if not _NOT_MODEL.search(stored):
-            places |= _unstacked(stored, entry)
+            locations |= _unstacked(stored, entry)
     entries = {
         name: TensorEntry(chunks.tensors[stored].shape[len(index) :], chunks.tensors[stored].dtype)
-        for name, (stored, index) in places.items()
+        for name, (stored, index) in locations.items()
     }
     facts = {"format": "torch_dist", "step": str(common.get("iteration", "unknown")), "files": str(chunks.files)}
     args = Arguments(common.get("args"), path / COMMON)
-    return MegatronWeights(path, entries, lambda name: chunks.read(*places[name]), args, facts)
+    return MegatronWeights(path, entries, lambda name: chunks.read(*locations[name]), args, facts)
 
 
-def _unstacked(stored: str, entry: TensorEntry) -> dict[str, Place]:
+def _unstacked(stored: str, entry: TensorEntry) -> dict[str, StackIndex]:
     """Our tensors in one that was saved."""
     if _STACK.match(stored):
         rest = stored.removeprefix("decoder.layers.")
-        layers: list[Place] = [(f"decoder.layers.{layer}.{rest}", (layer,)) for layer in range(entry.shape[0])]
+        layers: list[StackIndex] = [(f"decoder.layers.{layer}.{rest}", (layer,)) for layer in range(entry.shape[0])]
     else:
         layers = [(stored, ())]
-    found: dict[str, Place] = {}
+    tensors: dict[str, StackIndex] = {}
     for name, index in layers:
         if _EXPERTS not in name:
-            found[name] = stored, index
+            tensors[name] = stored, index
             continue
         before, after = name.split(_EXPERTS)
         for expert in range(entry.shape[len(index)]):
-            found[f"{before}.mlp.experts.local_experts.{expert}.{after}"] = stored, (*index, expert)
-    return found
+            tensors[f"{before}.mlp.experts.local_experts.{expert}.{after}"] = stored, (*index, expert)
+    return tensors
 
 
 # The GPT that Megatron began with: learned positions, LayerNorm, biases everywhere; as GPT-2.
@@ -298,15 +298,15 @@ def as_gpt2(whole: MegatronWeights) -> HFDescription:
     recipes.make("transformer.wpe.weight", "embedding.position_embeddings.weight")
     if not whole.tied:
         recipes.make("lm_head.weight", "output_layer.weight")
-    for kind in ("weight", "bias"):
-        recipes.make(f"transformer.ln_f.{kind}", f"decoder.final_layernorm.{kind}")
+    for suffix in ("weight", "bias"):
+        recipes.make(f"transformer.ln_f.{suffix}", f"decoder.final_layernorm.{suffix}")
         for layer, theirs in layers_of(whole):
-            _layer(recipes, f"transformer.h.{layer}.", theirs, kind, heads)
+            _layer(recipes, f"transformer.h.{layer}.", theirs, suffix, heads)
     args = whole.args
-    words, width = recipes.shape("embedding.word_embeddings.weight")
+    vocab_size, width = recipes.shape("embedding.word_embeddings.weight")
     config = {
         "model_type": "gpt2",
-        "vocab_size": words,
+        "vocab_size": vocab_size,
         "n_positions": recipes.shape("embedding.position_embeddings.weight")[0],
         "n_embd": width,
         "n_layer": args.count("num_layers"),
@@ -322,23 +322,23 @@ def as_gpt2(whole: MegatronWeights) -> HFDescription:
     return HFDescription(config, recipes.all)
 
 
-def _layer(recipes: Recipes, ours: str, theirs: str, kind: str, heads: AttentionHeads) -> None:
-    turn = torch.t if kind == "weight" else None
+def _layer(recipes: Recipes, ours: str, theirs: str, suffix: str, heads: AttentionHeads) -> None:
+    turn = torch.t if suffix == "weight" else None
 
     def sorted_heads(joined: Tensor) -> Tensor:
-        whole = torch.cat([heads.part(which)(joined) for which in range(3)])
+        whole = torch.cat([heads.select(which)(joined) for which in range(3)])
         return whole if turn is None else turn(whole)
 
     norms = {
-        "ln_1": (f"self_attention.linear_qkv.layer_norm_{kind}", f"input_layernorm.{kind}"),
-        "ln_2": (f"mlp.linear_fc1.layer_norm_{kind}", f"pre_mlp_layernorm.{kind}"),
+        "ln_1": (f"self_attention.linear_qkv.layer_norm_{suffix}", f"input_layernorm.{suffix}"),
+        "ln_2": (f"mlp.linear_fc1.layer_norm_{suffix}", f"pre_mlp_layernorm.{suffix}"),
     }
     for target, names in norms.items():
-        recipes.make(f"{ours}{target}.{kind}", *(theirs + name for name in names))
-    recipes.make(f"{ours}attn.c_attn.{kind}", f"{theirs}self_attention.linear_qkv.{kind}", by=sorted_heads)
-    recipes.make(f"{ours}attn.c_proj.{kind}", f"{theirs}self_attention.linear_proj.{kind}", by=turn)
-    recipes.make(f"{ours}mlp.c_fc.{kind}", f"{theirs}mlp.linear_fc1.{kind}", by=turn)
-    recipes.make(f"{ours}mlp.c_proj.{kind}", f"{theirs}mlp.linear_fc2.{kind}", by=turn)
+        recipes.make(f"{ours}{target}.{suffix}", *(theirs + name for name in names))
+    recipes.make(f"{ours}attn.c_attn.{suffix}", f"{theirs}self_attention.linear_qkv.{suffix}", by=sorted_heads)
+    recipes.make(f"{ours}attn.c_proj.{suffix}", f"{theirs}self_attention.linear_proj.{suffix}", by=turn)
+    recipes.make(f"{ours}mlp.c_fc.{suffix}", f"{theirs}mlp.linear_fc1.{suffix}", by=turn)
+    recipes.make(f"{ours}mlp.c_proj.{suffix}", f"{theirs}mlp.linear_fc2.{suffix}", by=turn)
 
 
 # Llama and its kin: rotated positions, RMSNorm, gated layers; as Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE.
@@ -369,20 +369,20 @@ def as_llama(whole: MegatronWeights) -> HFDescription:
     recipes.make("model.norm.weight", "decoder.final_layernorm.weight")
     if not whole.tied:
         recipes.make("lm_head.weight", "output_layer.weight")
-    experts, kind = _experts(recipes), _kind(recipes)
+    experts, model_type = _experts(recipes), _model_type(recipes)
     for layer, theirs in layers_of(whole):
         ours = f"model.layers.{layer}."
         _attention(recipes, ours, theirs, heads)
-        if kind == "mixtral":
+        if model_type == "mixtral":
             _mixture(recipes, f"{ours}block_sparse_moe.", theirs, ("w1", "w3", "w2"), experts)
-        elif kind == "qwen3_moe":
+        elif model_type == "qwen3_moe":
             _mixture(recipes, f"{ours}mlp.", theirs, ("gate_proj", "up_proj", "down_proj"), experts)
         else:
             _gated(recipes, f"{ours}mlp.", f"{theirs}mlp.", ("gate_proj", "up_proj", "down_proj"))
-    return HFDescription(_config(whole, recipes, heads, kind, experts), recipes.all)
+    return HFDescription(_config(whole, recipes, heads, model_type, experts), recipes.all)
 
 
-def _kind(recipes: Recipes) -> str:
+def _model_type(recipes: Recipes) -> str:
     """The `model_type`."""
     normed = recipes.has("decoder.layers.0.self_attention.q_layernorm.weight")
     if recipes.has("decoder.layers.0.mlp.router.weight"):
@@ -403,15 +403,15 @@ def _attention(recipes: Recipes, ours: str, theirs: str, heads: AttentionHeads) 
     recipes.make(
         f"{ours}input_layernorm.weight", f"{inside}linear_qkv.layer_norm_weight", f"{theirs}input_layernorm.weight"
     )
-    for which, part in enumerate("qkv"):
-        for kind in ("weight", "bias"):
-            if kind == "weight" or recipes.has(f"{inside}linear_qkv.bias"):
-                target = f"{ours}self_attn.{part}_proj.{kind}"
-                recipes.make(target, f"{inside}linear_qkv.{kind}", by=heads.part(which))
+    for which, projection in enumerate("qkv"):
+        for suffix in ("weight", "bias"):
+            if suffix == "weight" or recipes.has(f"{inside}linear_qkv.bias"):
+                target = f"{ours}self_attn.{projection}_proj.{suffix}"
+                recipes.make(target, f"{inside}linear_qkv.{suffix}", by=heads.select(which))
     recipes.make(f"{ours}self_attn.o_proj.weight", f"{inside}linear_proj.weight")
-    for part in "qk":
-        if recipes.has(f"{inside}{part}_layernorm.weight"):
-            recipes.make(f"{ours}self_attn.{part}_norm.weight", f"{inside}{part}_layernorm.weight")
+    for projection in "qk":
+        if recipes.has(f"{inside}{projection}_layernorm.weight"):
+            recipes.make(f"{ours}self_attn.{projection}_norm.weight", f"{inside}{projection}_layernorm.weight")
     recipes.make(
         f"{ours}post_attention_layernorm.weight",
         f"{theirs}mlp.linear_fc1.layer_norm_weight",
@@ -440,14 +440,16 @@ def _second_half(joined: Tensor) -> Tensor:
     return joined.chunk(2)[1]
 
 
-def _config(whole: MegatronWeights, recipes: Recipes, heads: AttentionHeads, kind: str, experts: int) -> dict[str, Any]:
+def _config(
+    whole: MegatronWeights, recipes: Recipes, heads: AttentionHeads, model_type: str, experts: int
+) -> dict[str, Any]:
     args = whole.args
-    words, width = recipes.shape("embedding.word_embeddings.weight")
+    vocab_size, width = recipes.shape("embedding.word_embeddings.weight")
     inner = "decoder.layers.0.mlp.experts.local_experts.0." if experts else "decoder.layers.0.mlp."
     hidden = recipes.shape(f"{inner}linear_fc2.weight")[1]
-    found: dict[str, Any] = {
-        "model_type": kind,
-        "vocab_size": words,
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": vocab_size,
         "hidden_size": width,
         "intermediate_size": hidden,
         "num_hidden_layers": args.count("num_layers"),
@@ -461,19 +463,19 @@ def _config(whole: MegatronWeights, recipes: Recipes, heads: AttentionHeads, kin
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if kind.startswith("qwen3") or heads.size != width // heads.queries:
-        found["head_dim"] = heads.size
+    if model_type.startswith("qwen3") or heads.size != width // heads.queries:
+        config["head_dim"] = heads.size
     if experts:
-        count = "num_local_experts" if kind == "mixtral" else "num_experts"
-        found |= {count: experts, "num_experts_per_tok": args.count("moe_router_topk")}
-    if kind == "qwen3_moe":
-        found |= {
+        count = "num_local_experts" if model_type == "mixtral" else "num_experts"
+        config |= {count: experts, "num_experts_per_tok": args.count("moe_router_topk")}
+    if model_type == "qwen3_moe":
+        config |= {
             "moe_intermediate_size": hidden,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    return found
+    return config
 
 
 def _rope(whole: MegatronWeights) -> dict[str, Any]:
@@ -492,28 +494,28 @@ _COLUMNS = re.compile(r"(?:linear_proj|linear_fc2)\.weight$")
 """Cut along their second one."""
 _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)\.")
 
-Parts = dict[str, list[PickledTensor]]
+TensorParallelParts = dict[str, list[PickledTensor]]
 """Of each tensor, what the ranks along the tensor axis hold."""
 
 
 def read_ranks(path: Path) -> MegatronWeights:
     """Open an iteration, and put together what its ranks hold."""
     files = rank_files(path)
-    contents = {place: _content(file) for place, file in sorted(files.items())}
+    contents = {coordinates: _content(file) for coordinates, file in sorted(files.items())}
     args = Arguments(next(iter(contents.values())).get("args"), path)
     shape = _Shape(args)
-    missing = [place for place in shape.places() if place not in contents]
+    missing = [coordinates for coordinates in shape.all_coordinates() if coordinates not in contents]
     if missing:
         sizes = f"{shape.tensor} × {shape.pipeline} × {shape.experts} ranks (tensor, pipeline, experts)"
         raise CheckpointError(
             f"{path} was saved by {sizes}, and {_folder(missing[0])} is not there; copy all of its folders"
         )
-    parts = _collect(contents, shape)
+    tensors = _collect(contents, shape)
     gated = bool(args("swiglu", False))
-    entries = {name: _entry(name, pieces) for name, pieces in parts.items()}
+    entries = {name: _entry(name, pieces) for name, pieces in tensors.items()}
 
     def read(name: str) -> Tensor:
-        return _join(name, [piece.read() for piece in parts[name]], gated=gated)
+        return _join(name, [piece.read() for piece in tensors[name]], gated=gated)
 
     step = str(next(iter(contents.values())).get("iteration", "unknown"))
     return MegatronWeights(path, entries, read, args, {"format": "torch", "step": step, "files": str(len(files))})
@@ -533,35 +535,35 @@ class _Shape:
                 "--ckpt-format torch_dist, which can be read"
             )
 
-    def place(self, tensor: int, stage: int, expert: int) -> Coordinates:
+    def coordinates(self, tensor: int, stage: int, expert: int) -> Coordinates:
         """As the name of a rank's folder has them."""
         stages = (stage,) if self.pipeline > 1 else ()
         return (tensor, *stages, *((expert,) if self.experts > 1 else ()))
 
-    def places(self) -> list[Coordinates]:
+    def all_coordinates(self) -> list[Coordinates]:
         """Those of all ranks."""
         return [
-            self.place(tensor, stage, expert)
+            self.coordinates(tensor, stage, expert)
             for tensor in range(self.tensor)
             for stage in range(self.pipeline)
             for expert in range(self.experts)
         ]
 
 
-def _folder(place: Coordinates) -> str:
-    first, *others = place
+def _folder(coordinates: Coordinates) -> str:
+    first, *others = coordinates
     return "_".join([f"mp_rank_{first:02d}", *(f"{number:03d}" for number in others)])
 
 
 def _content(file: Path) -> Mapping[str, Any]:
-    found = open_file(file)
-    if not isinstance(found, Mapping) or not _models(found):
+    content = open_file(file)
+    if not isinstance(content, Mapping) or not _models(content):
         raise CheckpointError(f"{file} holds no model of Megatron: it lacks `model`")
-    if any("language_model" in model for model in _models(found)):
+    if any("language_model" in model for model in _models(content)):
         raise CheckpointError(
             f"{file} holds a model from before Megatron Core; convert it with Megatron-LM's tools/checkpoint/convert.py"
         )
-    return found
+    return content
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -572,34 +574,34 @@ def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [content[name] for name in names]
 
 
-def _collect(contents: Mapping[Coordinates, Mapping[str, Any]], shape: _Shape) -> Parts:
-    parts: Parts = {}
+def _collect(contents: Mapping[Coordinates, Mapping[str, Any]], shape: _Shape) -> TensorParallelParts:
+    tensors: TensorParallelParts = {}
     first_layer = 0
     pieces = len(_models(next(iter(contents.values()))))
     for piece in range(pieces):  # all ranks' first pieces come before any second one
         for stage in range(shape.pipeline):
             layers = 0
             for expert in range(shape.experts):
-                ranks = [_models(contents[shape.place(t, stage, expert)])[piece] for t in range(shape.tensor)]
-                found = _of_stage(ranks, first_layer, expert, shape)
-                parts |= {name: held for name, held in found.items() if name not in parts}
+                ranks = [_models(contents[shape.coordinates(t, stage, expert)])[piece] for t in range(shape.tensor)]
+                stage_tensors = _of_stage(ranks, first_layer, expert, shape)
+                tensors |= {name: shards for name, shards in stage_tensors.items() if name not in tensors}
                 layers = _layers(ranks[0])
             first_layer += layers
-    return parts
+    return tensors
 
 
 def _layers(model: Mapping[str, Any]) -> int:
     """How many layers a stage has."""
-    return len({found[1] for name in model if (found := re.match(LAYER, name))})
+    return len({match[1] for name in model if (match := re.match(LAYER, name))})
 
 
-def _of_stage(ranks: Sequence[Mapping[str, Any]], first_layer: int, expert: int, shape: _Shape) -> Parts:
+def _of_stage(ranks: Sequence[Mapping[str, Any]], first_layer: int, expert: int, shape: _Shape) -> TensorParallelParts:
     """What the ranks of one stage hold, under the names of the whole model."""
-    here = {found[2] for name in ranks[0] if (found := _EXPERT.search(name))}
+    local_experts = {match[2] for name in ranks[0] if (match := _EXPERT.search(name))}
 
     def of_model(name: str) -> str:
-        name = re.sub(LAYER, lambda found: f"decoder.layers.{first_layer + int(found[1])}.", name)
-        return _EXPERT.sub(lambda found: f"{found[1]}{expert * len(here) + int(found[2])}.", name)
+        name = re.sub(LAYER, lambda match: f"decoder.layers.{first_layer + int(match[1])}.", name)
+        return _EXPERT.sub(lambda match: f"{match[1]}{expert * len(local_experts) + int(match[2])}.", name)
 
     named = [
         name for name, held in ranks[0].items() if isinstance(held, PickledTensor) and not re.search(IGNORED, name)
@@ -607,28 +609,30 @@ def _of_stage(ranks: Sequence[Mapping[str, Any]], first_layer: int, expert: int,
     return {of_model(name): [rank[name] for rank in ranks] for name in named}
 
 
-def _entry(name: str, parts: Sequence[PickledTensor]) -> TensorEntry:
-    first = parts[0]
+def _entry(name: str, shards: Sequence[PickledTensor]) -> TensorEntry:
+    first = shards[0]
     shape = list(first.shape)
     if _ROWS.search(name):
-        shape[0] = sum(part.shape[0] for part in parts)
+        shape[0] = sum(shard.shape[0] for shard in shards)
     elif _COLUMNS.search(name):
-        shape[1] = sum(part.shape[1] for part in parts)
+        shape[1] = sum(shard.shape[1] for shard in shards)
     return TensorEntry(torch.Size(shape), first.dtype)
 
 
-def _join(name: str, parts: Sequence[Tensor], *, gated: bool) -> Tensor:
+def _join(name: str, shards: Sequence[Tensor], *, gated: bool) -> Tensor:
     if _COLUMNS.search(name):
-        return torch.cat(list(parts), dim=1)
+        return torch.cat(list(shards), dim=1)
     if not _ROWS.search(name):
-        return parts[0]
+        return shards[0]
     if gated and "linear_fc1" in name:  # each rank has its part of the gate, and below it its part of the rest
-        return torch.cat([half for halves in zip(*(part.chunk(2) for part in parts), strict=True) for half in halves])
-    return torch.cat(list(parts))
+        return torch.cat(
+            [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
+        )
+    return torch.cat(list(shards))
 
 
 _POSITIONS = "embedding.position_embeddings.weight"
-_WORDS = ("model.model.embed_tokens.weight", "model.transformer.wte.weight", "model.lm_head.weight")
+_VOCAB_TENSORS = ("model.model.embed_tokens.weight", "model.transformer.wte.weight", "model.lm_head.weight")
 """What has a row for each word."""
 
 
@@ -644,7 +648,7 @@ def open_megatron(path: Path) -> Source:
         check_backend(folder)
         whole = read_distributed(folder)
     described = as_gpt2(whole) if f"model.{_POSITIONS}" in whole.entries else as_llama(whole)
-    _refuse_the_rest(whole, {part for parts, _ in described.recipes.values() for part in parts})
+    _refuse_the_rest(whole, {name for names, _ in described.recipes.values() for name in names})
     model = {"type": "hf", "config": described.config}
     return View(whole, described.recipes, state={"config": {"model": model}})
 
@@ -657,6 +661,6 @@ def _refuse_the_rest(whole: MegatronWeights, used: set[str]) -> None:
         raise CheckpointError(f"{whole.path} holds what no model has that is known here: {shown}")
 
 
-def without_padding(source: Source, words: int) -> Source:
+def without_padding(source: Source, vocab_size: int) -> Source:
     """The first so many rows of the vocabulary: Megatron adds some, so that ranks can share it evenly."""
-    return first_rows(source, [name for name in _WORDS if name in source.entries], words)
+    return first_rows(source, [name for name in _VOCAB_TENSORS if name in source.entries], vocab_size)

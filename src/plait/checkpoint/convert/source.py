@@ -93,26 +93,26 @@ class View(Source):
 
     def read(self, name: str) -> Tensor:
         """Make one tensor."""
-        parts, make = self._recipes[name]
-        return make(*(self._source.read(part) for part in parts))
+        names, make = self._recipes[name]
+        return make(*(self._source.read(name) for name in names))
 
     def close(self) -> None:
         """Close what lies beneath."""
         self._source.close()
 
 
-class Watched(Source):
+class ProgressSource(Source):
     """A source that tells how much of it was read."""
 
-    def __init__(self, source: Source, told: Callable[[int], None]) -> None:
+    def __init__(self, source: Source, on_read: Callable[[int], None]) -> None:
         self.kind, self.path, self.facts, self.state = source.kind, source.path, source.facts, source.state
         self.entries = source.entries
-        self._source, self._told = source, told
+        self._source, self._on_read = source, on_read
 
     def read(self, name: str) -> Tensor:
         """Read one tensor and tell its size."""
         tensor = self._source.read(name)
-        self._told(self.entries[name].bytes)
+        self._on_read(self.entries[name].bytes)
         return tensor
 
     def close(self) -> None:
@@ -122,13 +122,13 @@ class Watched(Source):
 
 def with_state(source: Source, state: Mapping[str, Any]) -> Source:
     """The same tensors, with other state beside them."""
-    return View(source, {name: _as_it_is(name) for name in source.entries}, state=state)
+    return View(source, {name: _unchanged(name) for name in source.entries}, state=state)
 
 
-def only(source: Source, *parts: str) -> Source:
+def only(source: Source, *sections: str) -> Source:
     """The entries of some parts: `model`, `optim`, …"""
-    kept = tuple(f"{part}." for part in parts)
-    return View(source, {name: _as_it_is(name) for name in source.entries if name.startswith(kept)})
+    kept = tuple(f"{section}." for section in sections)
+    return View(source, {name: _unchanged(name) for name in source.entries if name.startswith(kept)})
 
 
 def averaged(source: Source) -> Source:
@@ -143,7 +143,7 @@ def averaged(source: Source) -> Source:
             "leave --weights out to take the weights themselves"
         )
     weights = [name.removeprefix("model.") for name in source.entries if name.startswith("model.")]
-    recipes = {f"model.{n}": _as_it_is(f"{_EMA}{n}" if n in averages else f"model.{n}") for n in weights}
+    recipes = {f"model.{n}": _unchanged(f"{_EMA}{n}" if n in averages else f"model.{n}") for n in weights}
     return View(source, recipes, state={key: value for key, value in source.state.items() if key == "config"})
 
 
@@ -152,7 +152,7 @@ def first_rows(source: Source, names: Iterable[str], count: int) -> Source:
     cut = frozenset(names)
 
     def recipe(name: str) -> Recipe:
-        return ((name,), lambda tensor: tensor[:count]) if name in cut else _as_it_is(name)
+        return ((name,), lambda tensor: tensor[:count]) if name in cut else _unchanged(name)
 
     return View(source, {name: recipe(name) for name in source.entries})
 
@@ -163,7 +163,7 @@ def cast(source: Source, dtype: torch.dtype) -> Source:
     def recipe(name: str) -> Recipe:
         if name.startswith("model.") and source.entries[name].dtype.is_floating_point:
             return (name,), lambda tensor: tensor.to(dtype)
-        return _as_it_is(name)
+        return _unchanged(name)
 
     return View(source, {name: recipe(name) for name in source.entries})
 
@@ -176,7 +176,7 @@ def translated(source: Source, made: Mapping[str, Recipe], *, unused: Iterable[s
     optimizer stay as they are.
     """
     names = {name.removeprefix("model.") for name in source.entries if name.startswith("model.")}
-    used = {part for parts, _ in made.values() for part in parts}
+    used = {source_name for sources, _ in made.values() for source_name in sources}
     left = sorted(name for name in names - used if not any(re.search(pattern, name) for pattern in unused))
     problems = [(name, "missing") for name in sorted(used - names)] + [(name, "no place for it") for name in left]
     if problems:
@@ -186,40 +186,40 @@ def translated(source: Source, made: Mapping[str, Recipe], *, unused: Iterable[s
         more = [f"  … and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
         raise CheckpointError("\n".join([f"{source.path} does not hold the model as described:", *lines, *more]))
     made = {target: recipe for target, recipe in made.items() if not _matches(recipe, unused)}
-    recipes = {name: _as_it_is(name) for name in source.entries if not name.startswith(("model.", "optim."))}
+    recipes = {name: _unchanged(name) for name in source.entries if not name.startswith(("model.", "optim."))}
     keys: dict[str, set[str]] = {}
     for name in source.entries:
         if name.startswith("optim."):
             parameter, _, key = name.removeprefix("optim.").rpartition(".")
             keys.setdefault(parameter, set()).add(key)
-    for target, (parts, make) in made.items():
-        recipes[f"model.{target}"] = tuple(f"model.{part}" for part in parts), make
-        for key in sorted(set.intersection(*(keys.get(part, set()) for part in parts))):
-            recipes[f"optim.{target}.{key}"] = _optimizer_recipe(source, parts, key, make)
+    for target, (sources, make) in made.items():
+        recipes[f"model.{target}"] = tuple(f"model.{source_name}" for source_name in sources), make
+        for key in sorted(set.intersection(*(keys.get(source_name, set()) for source_name in sources))):
+            recipes[f"optim.{target}.{key}"] = _optimizer_recipe(source, sources, key, make)
     return View(source, recipes)
 
 
 def _matches(recipe: Recipe, patterns: Iterable[str]) -> bool:
-    return all(any(re.search(pattern, part) for pattern in patterns) for part in recipe[0])
+    return all(any(re.search(pattern, name) for pattern in patterns) for name in recipe[0])
 
 
-def _optimizer_recipe(source: Source, parts: tuple[str, ...], key: str, make: Callable[..., Tensor]) -> Recipe:
-    names = tuple(f"optim.{part}.{key}" for part in parts)
-    if all(source.entries[n].shape == source.entries[f"model.{p}"].shape for n, p in zip(names, parts, strict=True)):
+def _optimizer_recipe(source: Source, sources: tuple[str, ...], key: str, make: Callable[..., Tensor]) -> Recipe:
+    names = tuple(f"optim.{source_name}.{key}" for source_name in sources)
+    if all(source.entries[n].shape == source.entries[f"model.{p}"].shape for n, p in zip(names, sources, strict=True)):
         return names, make
     if all(source.entries[name].shape.numel() == 1 for name in names):
-        return _as_it_is(names[0])  # a count of steps, which joined parameters have in common
+        return _unchanged(names[0])  # a count of steps, which joined parameters have in common
     raise CheckpointError(
         f"{source.path}: {names[0]} has the shape {tuple(source.entries[names[0]].shape)} and not its parameter's, "
         "so it cannot follow the parameter to another layout; `--to torch` and `--to hf` take the weights alone"
     )
 
 
-def _as_it_is(name: str) -> Recipe:
+def _unchanged(name: str) -> Recipe:
     return (name,), lambda tensor: tensor
 
 
 def _expected(source: Source, recipe: Recipe) -> TensorEntry:
-    parts, make = recipe
-    made = make(*(torch.empty(e.shape, dtype=e.dtype, device="meta") for e in (source.entries[part] for part in parts)))
+    names, make = recipe
+    made = make(*(torch.empty(e.shape, dtype=e.dtype, device="meta") for e in (source.entries[name] for name in names)))
     return TensorEntry(made.shape, made.dtype)

@@ -37,7 +37,7 @@ class SummaryGroup(NamedTuple):
     bytes: int
 
 
-def rows(entries: Mapping[str, TensorEntry], *, every: bool = False) -> list[SummaryRow]:
+def summary_rows(entries: Mapping[str, TensorEntry], *, every: bool = False) -> list[SummaryRow]:
     """The table, part by part in the order of the checkpoint: `every` tensor in its own row, or alike ones together.
 
     Together are: layers (`{0..31}`), the states of one parameter (`{exp_avg,exp_avg_sq}`), and all counts of an
@@ -51,16 +51,16 @@ def rows(entries: Mapping[str, TensorEntry], *, every: bool = False) -> list[Sum
     for name, entry in entries.items():
         stem, key = _split(name, entry)
         alike.setdefault((_NUMBER.sub("{}", stem), entry), {}).setdefault(stem, []).append(key)
-    found: list[SummaryRow] = []
+    result: list[SummaryRow] = []
     for (pattern, entry), stems in alike.items():
-        for keys in dict.fromkeys(tuple(dict.fromkeys(each)) for each in stems.values()):
-            same = [stem for stem, each in stems.items() if tuple(dict.fromkeys(each)) == keys]
+        for keys in dict.fromkeys(tuple(dict.fromkeys(keys_of_stem)) for keys_of_stem in stems.values()):
+            same = [stem for stem, keys_of_stem in stems.items() if tuple(dict.fromkeys(keys_of_stem)) == keys]
             tail = "" if keys == ("",) else "." + (keys[0] if len(keys) == 1 else "{" + ",".join(keys) + "}")
             sizes = {_numbers(stem): len(stems[stem]) for stem in same}
             for numbers in _products(list(sizes)):
                 name = _pattern(pattern, numbers) + tail
-                found.append(_row(name, sum(sizes[each] for each in numbers), entry))
-    return found
+                result.append(_row(name, sum(sizes[keys_of_stem] for keys_of_stem in numbers), entry))
+    return result
 
 
 def _numbers(stem: str) -> Numbers:
@@ -75,14 +75,14 @@ def _split(name: str, entry: TensorEntry) -> tuple[str, str]:
     return ("optim.*" if not entry.shape else stem), key
 
 
-def parts(entries: Mapping[str, TensorEntry]) -> list[SummaryGroup]:
+def group_totals(entries: Mapping[str, TensorEntry]) -> list[SummaryGroup]:
     """The total of each part."""
-    found: dict[str, list[TensorEntry]] = {}
+    groups: dict[str, list[TensorEntry]] = {}
     for name, entry in entries.items():
-        found.setdefault(name.partition(".")[0], []).append(entry)
+        groups.setdefault(name.partition(".")[0], []).append(entry)
     return [
-        SummaryGroup(name, len(each), sum(e.shape.numel() for e in each), sum(e.bytes for e in each))
-        for name, each in found.items()
+        SummaryGroup(name, len(members), sum(e.shape.numel() for e in members), sum(e.bytes for e in members))
+        for name, members in groups.items()
     ]
 
 
@@ -90,26 +90,26 @@ def _row(name: str, tensors: int, entry: TensorEntry) -> SummaryRow:
     return SummaryRow(name, tensors, tuple(entry.shape), str(entry.dtype).removeprefix("torch."), entry.bytes * tensors)
 
 
-def _products(found: list[Numbers]) -> Iterable[list[Numbers]]:
+def _products(combinations: list[Numbers]) -> Iterable[list[Numbers]]:
     """Groups in which every number of one place goes with every number of the next, so that ranges tell them all."""
-    columns = [set(column) for column in zip(*found, strict=True)]
-    if math.prod(len(column) for column in columns) == len(found):
-        yield found
+    columns = [set(column) for column in zip(*combinations, strict=True)]
+    if math.prod(len(column) for column in columns) == len(combinations):
+        yield combinations
         return
-    for place in range(len(columns)):
+    for column in range(len(columns)):
         # Numbers that go with the same others belong together.
         others: dict[int, set[Numbers]] = {}
-        for numbers in found:
-            others.setdefault(numbers[place], set()).add(numbers[:place] + numbers[place + 1 :])
-        alike = dict.fromkeys(frozenset(each) for each in others.values())
+        for numbers in combinations:
+            others.setdefault(numbers[column], set()).add(numbers[:column] + numbers[column + 1 :])
+        alike = dict.fromkeys(frozenset(others_of) for others_of in others.values())
         if len(alike) > 1:
             for company in alike:
-                yield from _products([numbers for numbers in found if others[numbers[place]] == company])
+                yield from _products([numbers for numbers in combinations if others[numbers[column]] == company])
             return
 
 
-def _pattern(pattern: str, found: list[Numbers]) -> str:
-    columns = iter([sorted(set(column)) for column in zip(*found, strict=True)])
+def _pattern(pattern: str, combinations: list[Numbers]) -> str:
+    columns = iter([sorted(set(column)) for column in zip(*combinations, strict=True)])
     return re.sub(r"\{\}", lambda _: _range(next(columns)), pattern)
 
 
@@ -122,5 +122,5 @@ def _range(values: Sequence[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}{',' if len(run) == 2 else '..'}{run[-1]}" for run in runs]
-    return "{" + ",".join(words) + "}"
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}{',' if len(run) == 2 else '..'}{run[-1]}" for run in runs]
+    return "{" + ",".join(texts) + "}"

@@ -14,7 +14,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from plait.checkpoint.convert.files import Found, SafetensorsFile, TorchFile, data_begins, read_found, tensors_in
+from plait.checkpoint.convert.files import (
+    FileTensor,
+    SafetensorsFile,
+    TorchFile,
+    data_begins,
+    read_file_tensor,
+    tensors_in,
+)
 from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.tensorfile import BLOCK, as_bytes
 from plait.errors import CheckpointError
@@ -51,8 +58,8 @@ def plait_name(path: Sequence[Any]) -> str | None:
 
 
 def _optimizer(text: str) -> str | None:
-    found = _PIECE.fullmatch(text)
-    return f"optim.{clean(found['parameter'])}.{found['key']}" if found else None
+    match = _PIECE.fullmatch(text)
+    return f"optim.{clean(match['parameter'])}.{match['key']}" if match else None
 
 
 def clean(name: str) -> str:
@@ -74,16 +81,16 @@ def guessed_paths(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     `model.` may be the key of a whole state dict or the beginning of its own names; the first is meant where an
     optimizer stands beside it, or nothing else does.
     """
-    parts = {name: name.partition(".") for name in names}
-    heads = {head for head, _, _ in parts.values()}
+    split = {name: name.partition(".") for name in names}
+    heads = {head for head, _, _ in split.values()}
     nested = bool(heads & OPTIMIZER_WORDS) or (bool(heads) and heads <= MODEL_WORDS)
-    words = OPTIMIZER_WORDS | (MODEL_WORDS if nested else frozenset())
-    return {name: (head, rest) if rest and head in words else (name,) for name, (head, _, rest) in parts.items()}
+    nesting_keys = OPTIMIZER_WORDS | (MODEL_WORDS if nested else frozenset())
+    return {name: (head, rest) if rest and head in nesting_keys else (name,) for name, (head, _, rest) in split.items()}
 
 
 def steps_of(content: Mapping[Any, Any]) -> int | None:
     """How many steps were made, where a key says so."""
-    values = (content.get(word) for word in STEP_WORDS)
+    values = (content.get(key) for key in STEP_WORDS)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
@@ -132,16 +139,18 @@ class TorchSource(Source):
         self._file = TorchFile(path)
         content = self._file.content
         if not isinstance(content, Mapping) or not tensors_in(content):
-            raise CheckpointError(f"{path} holds {_kind_of(content)}, and a state dict was expected: names and tensors")
+            raise CheckpointError(
+                f"{path} holds {_type_name(content)}, and a state dict was expected: names and tensors"
+            )
         model = _model_in(content)
-        optimizer = next((content[word] for word in content if word in OPTIMIZER_WORDS), None)
+        optimizer = next((content[key] for key in content if key in OPTIMIZER_WORDS), None)
         names = without_wrapper({name: f"model.{clean(name)}" for name in model})
-        self._tensors: dict[str, Found] = {names[name]: tensor for name, tensor in model.items()}
+        self._tensors: dict[str, FileTensor] = {names[name]: tensor for name, tensor in model.items()}
         self.facts = {"holds": "a state dict, in a file of torch.save"}
         if optimizer is not None:
-            found = dict(_optimizer_state(model, names, optimizer))
-            self._tensors.update(found)
-            if not found:
+            states = dict(_optimizer_state(model, names, optimizer))
+            self._tensors.update(states)
+            if not states:
                 self.facts["optimizer"] = "its parameters are numbered in an order that the file does not tell"
         self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
         ours = content.get("state")
@@ -152,29 +161,29 @@ class TorchSource(Source):
 
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
-        return read_found(self._tensors[name])
+        return read_file_tensor(self._tensors[name])
 
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
 
 
-def _kind_of(content: Any) -> str:
-    if isinstance(content, Found):
+def _type_name(content: Any) -> str:
+    if isinstance(content, FileTensor):
         return "a single tensor"
     return f"a {type(content).__name__}" + (" without tensors" if isinstance(content, Mapping) else "")
 
 
-def _model_in(content: Mapping[Any, Any]) -> dict[str, Found]:
-    for word in content:
-        if word in MODEL_WORDS and isinstance(content[word], Mapping) and tensors_in(content[word]):
-            return _model_in(content[word])
-    return {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Found)}
+def _model_in(content: Mapping[Any, Any]) -> dict[str, FileTensor]:
+    for key in content:
+        if key in MODEL_WORDS and isinstance(content[key], Mapping) and tensors_in(content[key]):
+            return _model_in(content[key])
+    return {str(name): tensor for name, tensor in content.items() if isinstance(tensor, FileTensor)}
 
 
 def _optimizer_state(
-    model: Mapping[str, Found], names: Mapping[str, str], optimizer: Any
-) -> Iterator[tuple[str, Found]]:
+    model: Mapping[str, FileTensor], names: Mapping[str, str], optimizer: Any
+) -> Iterator[tuple[str, FileTensor]]:
     """`optim.<parameter>.<key>`: by name where the file has names, by number where the order is beyond doubt."""
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
         return
@@ -185,10 +194,10 @@ def _optimizer_state(
     for key, pieces in per_parameter.items():
         if key in owner and isinstance(pieces, Mapping):
             parameter = names[owner[key]].removeprefix("model.")
-            yield from ((f"optim.{parameter}.{k}", t) for k, t in pieces.items() if isinstance(t, Found))
+            yield from ((f"optim.{parameter}.{k}", t) for k, t in pieces.items() if isinstance(t, FileTensor))
 
 
-def _numbered(model: Mapping[str, Found], optimizer: Mapping[Any, Any]) -> dict[Any, str]:
+def _numbered(model: Mapping[str, FileTensor], optimizer: Mapping[Any, Any]) -> dict[Any, str]:
     """The name of each number: as the groups tell it, or in the model's order where there is one group of all."""
     groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
@@ -196,13 +205,17 @@ def _numbered(model: Mapping[str, Found], optimizer: Mapping[Any, Any]) -> dict[
         names = [str(name) for group in groups for name in group["param_names"]]
     else:
         names = list(model) if len(groups) == 1 else []
-    found = dict(zip(numbers, names, strict=True)) if len(numbers) == len(names) else {}
+    names_of = dict(zip(numbers, names, strict=True)) if len(numbers) == len(names) else {}
     for number, pieces in optimizer["state"].items():
         average = pieces.get("exp_avg", pieces.get("momentum_buffer"))
-        name = found.get(number)
-        if name is None or name not in model or (isinstance(average, Found) and average.shape != model[name].shape):
+        name = names_of.get(number)
+        if (
+            name is None
+            or name not in model
+            or (isinstance(average, FileTensor) and average.shape != model[name].shape)
+        ):
             return {}
-    return found
+    return names_of
 
 
 def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
@@ -230,9 +243,9 @@ def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: b
     state: dict[str, dict[str, Tensor]] = {}
     with _hollow(target, max((source.entries[name].bytes for name in names), default=0)) as make:
         for name in names:
-            part, _, rest = name.partition(".")
+            section, _, rest = name.partition(".")
             tensor = make(source.entries[name])
-            if part == "model":
+            if section == "model":
                 model[rest] = tensor
             else:
                 parameter, _, key = rest.rpartition(".")
@@ -246,9 +259,9 @@ def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: b
 
 
 @contextmanager
-def _hollow(beside: Path, size: int) -> Iterator[Callable[[TensorEntry], Tensor]]:
+def _hollow(target: Path, size: int) -> Iterator[Callable[[TensorEntry], Tensor]]:
     """Makes tensors of any size that take no memory: each is a map of one file that is nothing but a hole."""
-    hole = beside.with_name(f".{beside.name}.hole")
+    hole = target.with_name(f".{target.name}.hole")
     try:
         hole.touch()
         os.truncate(hole, size)
@@ -267,8 +280,8 @@ def _hollow(beside: Path, size: int) -> Iterator[Callable[[TensorEntry], Tensor]
 def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     """What the run description says of the optimizer, under torch's keys."""
     described = (state.get("config") or {}).get("optim") or {}
-    found = {key: described[key] for key in ("lr", "betas", "eps", "weight_decay") if described.get(key) is not None}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
+    settings = {key: described[key] for key in ("lr", "betas", "eps", "weight_decay") if described.get(key) is not None}
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
 def _fill(source: Source, file: BinaryIO, records: list[zipfile.ZipInfo], names: list[str]) -> Iterator[int]:
@@ -298,6 +311,6 @@ def _correct_directory(file: BinaryIO, archive: zipfile.ZipFile, checksums: Mapp
         if info.filename in checksums:
             file.seek(at + 16)
             file.write(checksums[info.filename].to_bytes(4, "little"))
-        at += 46 + sum(int.from_bytes(head[place : place + 2], "little") for place in (28, 30, 32))
+        at += 46 + sum(int.from_bytes(head[offset : offset + 2], "little") for offset in (28, 30, 32))
     file.flush()
     os.fsync(file.fileno())

@@ -30,7 +30,7 @@ from plait.checkpoint import (
     PickledTensor,
     entries,
     find_files,
-    find_scattered,
+    find_node_local,
     kind_of,
     load_into,
     nothing_to_fetch,
@@ -321,7 +321,7 @@ class DeepSpeedSaver:
             on_main(self._world, lambda: open_checkpoint(path))  # what is wrong with it is said once
             return open_checkpoint(path), nothing_to_fetch
         writer = self._writer_for(path.parent)
-        found = find_scattered(CheckpointFolder(path.parent), str(path), writer.channel, writer.disks)
+        found = find_node_local(CheckpointFolder(path.parent), str(path), writer.channel, writer.disks)
         if found is None:
             raise CheckpointError(f"no node has the checkpoint {path}")
         return found.checkpoint, found.fetch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint import (
     DeepSpeedSource,
-    Found,
+    FileTensor,
     TensorEntry,
     TorchFile,
     entries,
@@ -23,7 +23,7 @@ from plait.checkpoint import (
     newest_tag,
     open_checkpoint,
     open_source,
-    read_found,
+    read_file_tensor,
     save_checkpoint,
 )
 from plait.config import read_json_object, to_dict
@@ -119,13 +119,13 @@ def _take(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
     except (KeyError, TypeError):
         raise CheckpointError(f"{checkpoint / OPTIMIZER} is no state_dict of an optimizer") from None
     _check_groups(checkpoint, groups, accelerator)
-    found: dict[str, Found] = {}
+    found: dict[str, FileTensor] = {}
     for group, names in zip(groups, accelerator.trained_names, strict=True):
         for number, name in zip(group["params"], names, strict=True):
             for key, value in states.get(number, {}).items():
-                found[f"{name}.{key}"] = value if isinstance(value, Found) else torch.tensor(float(value))
+                found[f"{name}.{key}"] = value if isinstance(value, FileTensor) else torch.tensor(float(value))
     entries = {name: TensorEntry(value.shape, value.dtype) for name, value in found.items()}
-    _fill(engine, checkpoint, entries, lambda name: read_found(found[name]))
+    _fill(engine, checkpoint, entries, lambda name: read_file_tensor(found[name]))
     settings = [{key: value for key, value in group.items() if key not in PLACED} for group in groups]
     restore_groups(engine.optimizer, settings)
     _count(engine, checkpoint, {})

@@ -1,0 +1,211 @@
+"""One conversion, from an open source to a target under its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+from plait.atomic_write import drafting
+from plait.checkpoint.convert.huggingface import Description
+from plait.checkpoint.convert.source import Source, only
+from plait.checkpoint.save import write_single_process
+from plait.errors import CheckpointError, ConfigError, Problem
+from plait.plugins import call, find
+
+Format = Literal["hf", "torch", "plait", "deepspeed"]
+FORMATS: tuple[Format, ...] = ("hf", "torch", "plait", "deepspeed")
+"""What can be written."""
+
+WRITERS: Mapping[str, str] = MappingProxyType(
+    {
+        "hf": "plait.checkpoint.convert.huggingface:write_huggingface",
+        "torch": "plait.checkpoint.convert.torchfile:write_torch",
+        "plait": "plait.checkpoint.convert.conversion:write_plait",
+        "deepspeed": "plait.checkpoint.convert.deepspeed:write_deepspeed",
+    }
+)
+"""What writes each of them; it comes in as a writer of the user's own does, and returns the bytes that it wrote."""
+
+_KEY = "--to"
+
+SHARD_SIZE = 5 * 10**9
+"""Bytes of one file of a Hugging Face folder, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a conversion wrote."""
+
+    tensors: int
+    bytes: int
+
+
+class Writer(Protocol):
+    """What `plait convert --to` may name: a function that writes another kind of checkpoint."""
+
+    def __call__(self, source: Source, target: Path, /) -> None:
+        """Write all that it takes of a source to a file or folder, which gets its name once this has returned."""
+
+
+def _write_with(writer: str, source: Source, staging: Path) -> int:
+    call(find("converter", writer, _KEY), _KEY, source, staging, name=writer, arguments={})
+    if staging.is_file():
+        return staging.stat().st_size
+    files = [path for path in staging.rglob("*") if path.is_file()]
+    if not files:
+        raise ConfigError(Problem(_KEY, f"{writer!r} wrote nothing", "Write to the path that it is given."))
+    return sum(path.stat().st_size for path in files)
+
+
+def write_plait(source: Source, target: Path) -> int:
+    """Write a checkpoint of Plait's; returns its size."""
+    return write_single_process(target, source.entries, source.read, source.state, step=steps(source))
+
+
+def select_for(source: Source, to: Format | str, *, optimizer: bool) -> Source:
+    """What of a source goes into such a target; `optimizer` is asked for by name for `torch` alone."""
+    if not any(name.startswith("model.") for name in source.entries):
+        raise CheckpointError(f"{source.path} holds no weights: there is nothing to convert")
+    if to == "hf":
+        return only(source, "model")
+    if to == "torch":
+        return only(source, "model", *(["optim"] if optimizer else []))
+    return only(source, "model", "optim") if to == "deepspeed" else source
+
+
+def convert(
+    source: Source,
+    target: Path,
+    to: Format | str,
+    *,
+    description: Description | None = None,
+    shard_size: int = SHARD_SIZE,
+    optimizer: bool = False,
+    overwrite: bool = False,
+) -> ConversionResult:
+    """Write all of a source (see `select_for`) in another form; one tensor after another, and all or nothing.
+
+    `to` may name a `Writer` of the user's own. `description` is needed for `hf` alone.
+    """
+    assert to != "hf" or description is not None
+    needed = sum(entry.bytes for entry in source.entries.values())
+    with replacing(target, source=source.path, needed=needed, overwrite=overwrite) as staging:
+        if to in WRITERS:
+            options: dict[str, dict[str, Any]] = {
+                "hf": {"description": description, "shard_size": shard_size},
+                "torch": {"optimizer": optimizer},
+            }
+            size: int = find("converter", WRITERS[to], _KEY)(source, staging, **options.get(to, {}))
+        else:
+            size = _write_with(to, source, staging)
+    return ConversionResult(len(source.entries), size)
+
+
+def steps(source: Source) -> int:
+    """How many optimizer steps a checkpoint is the result of; 0 where it does not say."""
+    return int((source.state.get("engine") or {}).get("steps") or 0)
+
+
+# The target: all of it under its name, or nothing.
+
+
+@contextmanager
+def replacing(target: Path, *, source: Path, needed: int, overwrite: bool) -> Iterator[Path]:
+    """A hidden path beside `target` to write a file or a folder to; it gets its name when the block ends well.
+
+    Before: an existing target is refused, unless it may be overwritten, and so is a disk without `needed` bytes.
+    After a failure nothing is left, and what was there is as it was.
+    """
+    target = Path(os.path.abspath(target))
+    try:
+        _put_back(target)
+        _refuse(target, source, overwrite=overwrite)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < needed:
+            raise CheckpointError(f"{target} needs {_gib(needed)}, and {target.parent} has {_gib(free)} free")
+        with drafting(target) as staging:
+            yield staging
+            _sync_all(staging)
+            _publish(staging, target)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {error}") from error
+
+
+def _refuse(target: Path, source: Path, *, overwrite: bool) -> None:
+    if not (target.exists() or target.is_symlink()):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists; choose another name, or give --overwrite to replace it")
+    if target.is_symlink():
+        raise CheckpointError(f"{target} is a link; name what it points at to replace that")
+    if not (target.is_file() or target.is_dir()):
+        raise CheckpointError(f"{target} is neither a file nor a folder; choose another name")
+    inside = source.resolve()
+    if target.resolve() in inside.parents:
+        raise CheckpointError(f"{target} holds {source}, which is to be converted; choose another name")
+    if target.is_dir() and any(target.iterdir()):
+        from plait.checkpoint.convert.detect import kind_of
+
+        if kind_of(target) is None:
+            raise CheckpointError(f"{target} is a folder of other things than a checkpoint; choose another name")
+
+
+def _publish(staging: Path, target: Path) -> None:
+    if target.is_dir() or (target.exists() and staging.is_dir()):
+        # Only a file can take the place of another thing in one step.
+        os.replace(target, _backup_path(target))
+        try:
+            os.replace(staging, target)
+        finally:
+            _put_back(target)
+    else:
+        os.replace(staging, target)
+    _sync(target.parent)
+
+
+def _backup_path(target: Path) -> Path:
+    """Where the old one waits until the new one has its name."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _put_back(target: Path) -> None:
+    """Where the old one still waits, the new one did not come, or there was no time to remove the old one."""
+    backup = _backup_path(target)
+    if not backup.exists():
+        return
+    if target.exists():
+        _remove(backup)
+    else:
+        os.replace(backup, target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_all(path: Path) -> None:
+    for entry in [*path.rglob("*"), path]:
+        if not entry.is_symlink():
+            _sync(entry)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
