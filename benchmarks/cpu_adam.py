@@ -69,7 +69,7 @@ def _plait(case: str, numel: int) -> Callable[[], None]:
 
     from plait.kernels.adam import AdamNumbers, ThreadPool, adam_step
 
-    crew = ThreadPool(torch.get_num_threads())
+    pool = ThreadPool(torch.get_num_threads())
     weight, grad, place = _tensors(case, numel)
     mean, square = torch.zeros(numel), torch.zeros(numel)
     count = 0
@@ -78,7 +78,7 @@ def _plait(case: str, numel: int) -> Callable[[], None]:
         nonlocal count
         count += 1
         numbers = AdamNumbers(count, lr=1e-3, weight_decay=0.01, scale=FACTOR if case == "clipped" else 1.0)
-        adam_step(numbers, [weight], [grad], [mean], [square], [place], crew=crew)
+        adam_step(numbers, [weight], [grad], [mean], [square], [place], pool=pool)
 
     return step
 

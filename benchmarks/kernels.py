@@ -90,7 +90,7 @@ def rotation(given: argparse.Namespace) -> Pair:
     """Queries and keys of heads of 64, forward and backward."""
     import torch
 
-    from plait.kernels.rotate import rotate, rotate_plain
+    from plait.kernels.rotary import apply_rotary, apply_rotary_plain
 
     heads = max(1, given.dim // 64)
     q = torch.randn(1, given.tokens, heads, 64, device=given.device).bfloat16()
@@ -99,10 +99,10 @@ def rotation(given: argparse.Namespace) -> Pair:
     cos, sin = angles.cos(), angles.sin()
 
     def plain(q: Any, k: Any) -> Any:
-        return rotate_plain(q.transpose(1, 2), cos, sin), rotate_plain(k.transpose(1, 2), cos, sin)
+        return apply_rotary_plain(q.transpose(1, 2), cos, sin), apply_rotary_plain(k.transpose(1, 2), cos, sin)
 
     def fused(q: Any, k: Any) -> Any:
-        return rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return apply_rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
     return Pair(_both_ways(plain, [q, k]), _both_ways(fused, [q, k]), 4 * 2 * (q.numel() + k.numel()))
 
@@ -198,46 +198,46 @@ def fp8_ffn(given: argparse.Namespace) -> Pair:
     return Pair(_both_ways(plain, [x, *weights]), _both_ways(eight, [x, *weights]), 10 * inner + 17 * inner)
 
 
-def fp8_cast(given: argparse.Namespace, *, earlier: bool) -> Pair:
+def fp8_copies(given: argparse.Namespace, *, earlier: bool) -> Pair:
     """A tensor's scale, and its copies in 8 bits both ways. `earlier`: the scale is known, the next one is noted."""
     import torch
 
-    from plait.kernels.fp8 import E4M3, cast, cast_plain, peaks_of, peaks_plain
+    from plait.kernels.fp8 import E4M3, amax_of, amax_plain, fp8_cast, fp8_cast_plain
 
     x = [torch.randn(given.tokens, given.dim, device=given.device).bfloat16()]
 
     def plain() -> Any:
-        return cast_plain(x, peaks_plain(x), E4M3, rows=True, columns=True)
+        return fp8_cast_plain(x, amax_plain(x), E4M3, rows=True, columns=True)
 
-    known, notes = peaks_of(x).amax(0, keepdim=True), torch.zeros(1, dtype=torch.int32, device=given.device)
+    known, notes = amax_of(x).amax(0, keepdim=True), torch.zeros(1, dtype=torch.int32, device=given.device)
 
     def fused() -> Any:
         if earlier:
-            return cast(x, known, E4M3, rows=True, columns=True, notes=notes, saturates=True)
-        return cast(x, peaks_of(x), E4M3, rows=True, columns=True)
+            return fp8_cast(x, known, E4M3, rows=True, columns=True, amax_bits=notes, saturates=True)
+        return fp8_cast(x, amax_of(x), E4M3, rows=True, columns=True)
 
     return Pair(plain, fused, (4 if earlier else 6) * x[0].numel())
 
 
 def fp8_slopes(given: argparse.Namespace, *, earlier: bool) -> Pair:
-    """The backward pass between the products of a gated feed-forward in 8 bits. `earlier`: as in `fp8_cast`."""
+    """The backward pass between the products of a gated feed-forward in 8 bits. `earlier`: as in `fp8_copies`."""
     import torch
 
-    from plait.kernels.fp8_gated import cast_slopes, cast_slopes_plain, gate_peaks, gate_peaks_plain
+    from plait.kernels.fp8_gated import cast_slopes, cast_slopes_plain, gate_amax, gate_amax_plain
 
     inputs = [torch.randn(given.tokens, 4 * given.dim, device=given.device).bfloat16() for _ in range(3)]
-    known = gate_peaks(*inputs[:2])
+    known = gate_amax(*inputs[:2])
 
     def plain() -> Any:
-        return cast_slopes_plain(*inputs, (known, gate_peaks_plain(*inputs)), rows=True)
+        return cast_slopes_plain(*inputs, (known, gate_amax_plain(*inputs)), rows=True)
 
-    both = known.amax(0, keepdim=True), gate_peaks(*inputs).amax(0, keepdim=True)
+    both = known.amax(0, keepdim=True), gate_amax(*inputs).amax(0, keepdim=True)
     notes = torch.zeros(2, dtype=torch.int32, device=given.device)
 
     def fused() -> Any:
         if earlier:
-            return cast_slopes(*inputs, both, rows=True, notes=notes, saturates=True)
-        return cast_slopes(*inputs, (known, gate_peaks(*inputs)), rows=True)
+            return cast_slopes(*inputs, both, rows=True, amax_bits=notes, saturates=True)
+        return cast_slopes(*inputs, (known, gate_amax(*inputs)), rows=True)
 
     return Pair(plain, fused, (11 if earlier else 17) * inputs[0].numel())
 
@@ -270,8 +270,8 @@ ROWS: dict[str, tuple[str, Callable[[argparse.Namespace], Pair]]] = {
     "scaling": ("fp32 times a number, in bf16", scaling),
     "fp8": ("linear layer in fp8, tensorwise, both ways", partial(fp8, rowwise=False)),
     "fp8-ffn": ("gated feed-forward in fp8, both ways", fp8_ffn),
-    "fp8-cast": ("scale and copies in fp8", partial(fp8_cast, earlier=False)),
-    "fp8-cast-earlier": ("copies in fp8, scale known", partial(fp8_cast, earlier=True)),
+    "fp8-cast": ("scale and copies in fp8", partial(fp8_copies, earlier=False)),
+    "fp8-cast-earlier": ("copies in fp8, scale known", partial(fp8_copies, earlier=True)),
     "fp8-slopes": ("gradients of a gate in fp8", partial(fp8_slopes, earlier=False)),
     "fp8-slopes-earlier": ("gradients of a gate in fp8, scales known", partial(fp8_slopes, earlier=True)),
     "fp8-head": ("head and loss, backward in fp8", fp8_head),

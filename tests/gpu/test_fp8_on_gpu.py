@@ -11,15 +11,15 @@ from torch import Tensor
 from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
-from plait.kernels.fp8 import E4M3, E5M2, Fp8Matrix, cast, cast_plain, fp8_linears, peaks_of, peaks_plain
+from plait.kernels.fp8 import E4M3, E5M2, Fp8Matrix, amax_of, amax_plain, fp8_cast, fp8_cast_plain, fp8_linears
 from plait.kernels.fp8_gated import (
     cast_product,
     cast_product_plain,
     cast_slopes,
     cast_slopes_plain,
     fp8_feed_forward,
-    gate_peaks,
-    gate_peaks_plain,
+    gate_amax,
+    gate_amax_plain,
 )
 from plait.models.common.loss_kernels import write_others, write_others_plain
 from plait.models.common.losses import WAITING, Fp8Head, linear_cross_entropy
@@ -54,11 +54,11 @@ def bits(small: Fp8Matrix) -> list[Tensor]:
 )
 def test_casts_are_those_of_the_twin_bit_for_bit(dtype: torch.dtype, shapes: list[tuple[int, int]], dim: int) -> None:
     tensors = [random(*shape) for shape in shapes]
-    peaks, plain = peaks_of(tensors), peaks_plain(tensors)
+    peaks, plain = amax_of(tensors), amax_plain(tensors)
     assert torch.equal(peaks.max(), plain.max())
     for rows, columns in ((True, True), (True, False), (False, True)):
-        found = cast(tensors, peaks, dtype, dim=dim, rows=rows, columns=columns)
-        wanted = cast_plain(tensors, plain, dtype, dim=dim, rows=rows, columns=columns)
+        found = fp8_cast(tensors, peaks, dtype, dim=dim, rows=rows, columns=columns)
+        wanted = fp8_cast_plain(tensors, plain, dtype, dim=dim, rows=rows, columns=columns)
         assert all(torch.equal(a, b) for a, b in zip(bits(found), bits(wanted), strict=True))
 
 
@@ -69,8 +69,8 @@ def test_casts_with_peaks_of_others_cut_and_note_as_the_twin_does(dtype: torch.d
     peaks = torch.rand(3, device=CUDA) * 100
     notes, plain = (torch.zeros(3, dtype=torch.int32, device=CUDA) for _ in range(2))
     given: dict[str, Any] = {"dim": 1, "rows": True, "columns": True, "saturates": True}
-    found = cast(tensors, peaks, dtype, **given, notes=notes)
-    wanted = cast_plain(tensors, peaks, dtype, **given, notes=plain)
+    found = fp8_cast(tensors, peaks, dtype, **given, amax_bits=notes)
+    wanted = fp8_cast_plain(tensors, peaks, dtype, **given, amax_bits=plain)
     assert torch.equal(notes[1], plain[1])
     assert not notes.view(torch.float32)[[0, 2]].isfinite().any()
     for ours, twins in ((found.rows, wanted.rows), (found.columns, wanted.columns)):
@@ -94,8 +94,8 @@ def test_what_is_not_finite_stays_visible(bad: float) -> None:
 @pytest.mark.parametrize("tokens", [1024, 37])
 def test_the_middle_of_a_feed_forward_is_that_of_the_twin(tokens: int) -> None:
     gate, up, grad = (torch.randn(tokens, 272, device=CUDA).bfloat16() for _ in range(3))
-    peaks = gate_peaks(gate, up), gate_peaks(gate, up, grad)
-    for found, wanted in zip(peaks, (gate_peaks_plain(gate, up), gate_peaks_plain(gate, up, grad)), strict=True):
+    peaks = gate_amax(gate, up), gate_amax(gate, up, grad)
+    for found, wanted in zip(peaks, (gate_amax_plain(gate, up), gate_amax_plain(gate, up, grad)), strict=True):
         torch.testing.assert_close(found.max(), wanted.max(), rtol=2**-7, atol=0.0)
     ours = [cast_product(gate, up, peaks[0]), *cast_slopes(gate, up, grad, peaks, rows=True)]
     plain = [cast_product_plain(gate, up, peaks[0]), *cast_slopes_plain(gate, up, grad, peaks, rows=True)]
@@ -110,11 +110,11 @@ def test_the_middle_of_a_feed_forward_is_that_of_the_twin(tokens: int) -> None:
 
 def test_the_middle_of_a_feed_forward_notes_what_its_peaks_would_be() -> None:
     gate, up, grad = (torch.randn(1000, 272, device=CUDA).bfloat16() for _ in range(3))
-    peaks = gate_peaks(gate, up), gate_peaks(gate, up, grad)
+    peaks = gate_amax(gate, up), gate_amax(gate, up, grad)
     notes = torch.zeros(3, dtype=torch.int32, device=CUDA)
     low = peaks[0].max()[None] / 4, peaks[1].max().repeat(2) / 4
-    product = cast_product(gate, up, low[0], notes=notes[:1], saturates=True)
-    turned, slopes = cast_slopes(gate, up, grad, low, rows=True, notes=notes[1:], saturates=True)
+    product = cast_product(gate, up, low[0], amax_bits=notes[:1], saturates=True)
+    turned, slopes = cast_slopes(gate, up, grad, low, rows=True, amax_bits=notes[1:], saturates=True)
     found = notes.view(torch.float32)
     for ours, largest in ((found[0], peaks[0].max()), (found[1:].max(), peaks[1].max())):
         torch.testing.assert_close(ours, largest, rtol=2**-7, atol=0.0)

@@ -17,8 +17,8 @@ from plait.kernels.adam import AdamNumbers
 from plait.kernels.fp8 import fp8_linear
 from plait.kernels.fused_adam import Tables, WeightPointers, adam_many, adam_many_plain
 from plait.kernels.linears import feed_forward, gated_down, linears
-from plait.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
-from plait.kernels.rotate import rotate
+from plait.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
+from plait.kernels.rotary import apply_rotary
 from plait.kernels.scaled import scaled
 from plait.kernels.swiglu import swiglu
 from plait.optim.fused_adam import OnePassAdam
@@ -68,7 +68,7 @@ def test_adamw_over_many_tensors_is_its_plain_twin(grad_dtype: torch.dtype, deco
     for found, wanted in zip(ours, exact, strict=True):
         for a, b in zip(found[:1] + found[2:4], wanted[:1] + wanted[2:4], strict=True):
             torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=1e-6)
-        assert found.room is None or torch.equal(found.room, found.weight.bfloat16())
+        assert found.rounded is None or torch.equal(found.rounded, found.weight.bfloat16())
     before = ours[1].weight.clone()
     adam_many(numbers, ours, counts[0], scale=scale, found_inf=torch.ones((), device=CUDA), tables=tables)
     assert torch.equal(ours[1].weight, before)
@@ -99,7 +99,7 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
     weight = 1 + 0.1 * torch.randn(width, device=CUDA)
     agrees(lambda x, w: rms_norm(x, w, 1e-5), [x, weight], dtype)
     agrees(lambda x, y, w: add_rms_norm(x, y, w, 1e-5), [x, y, weight], dtype)
-    agrees(lambda x, w: rms_norm_beside(x, w, 1e-5), [x, weight], dtype)
+    agrees(lambda x, w: rms_norm_and_input(x, w, 1e-5), [x, weight], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,7 +107,7 @@ def test_norms(dtype: torch.dtype, width: int) -> None:
 def test_rotations(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     angles = torch.rand(1, 77, dim // 2, device=CUDA) * 50
     q, k = torch.randn(2, 77, heads, dim, device=CUDA), torch.randn(2, 77, kv_heads, dim, device=CUDA)
-    agrees(lambda q, k: rotate(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin()), [q, k], dtype)
+    agrees(lambda q, k: apply_rotary(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin()), [q, k], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

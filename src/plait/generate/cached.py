@@ -122,8 +122,8 @@ class QuickStep:
     def __init__(self, model: nn.Module, slots: int, *, ahead: int | None = None, early: bool = EARLY) -> None:
         """`model`: one that `takes_model` takes; `slots`: places of the cache.
 
-        `ahead` are the bytes of [Note: looking ahead], 0 for none; absent: `AHEAD` for `MANY` rows. `early` is for
-        [Note: early loads].
+        `ahead` are the bytes of [Note: prefetching for the next kernel], 0 for none; absent: `AHEAD` for `MANY` rows.
+        `early` is for [Note: early loads].
         """
         self._model = cast(Llama, model)
         self._ahead, self._early = ahead, early

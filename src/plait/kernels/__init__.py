@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from plait.kernels.adam import ThreadPool as ThreadPool
     from plait.kernels.adam import adam_step as adam_step
     from plait.kernels.adam import adam_step_plain as adam_step_plain
-    from plait.kernels.adam8bit import PASSING as PASSING
+    from plait.kernels.adam8bit import WORKSPACE_BYTES as WORKSPACE_BYTES
     from plait.kernels.adam8bit import Levels as Levels
     from plait.kernels.adam8bit import Packed as Packed
     from plait.kernels.adam8bit import adam8bit_step as adam8bit_step
@@ -49,37 +49,37 @@ if TYPE_CHECKING:
     from plait.kernels.direct_io import FileQueue as FileQueue
     from plait.kernels.direct_io import FileTransfer as FileTransfer
     from plait.kernels.direct_io import TensorFile as TensorFile
-    from plait.kernels.fp8 import AT_ONCE as AT_ONCE
+    from plait.kernels.fp8 import CURRENT_SCALES as CURRENT_SCALES
     from plait.kernels.fp8 import E4M3 as E4M3
     from plait.kernels.fp8 import E5M2 as E5M2
     from plait.kernels.fp8 import FORMATS as FORMATS
     from plait.kernels.fp8 import MULTIPLE as MULTIPLE
-    from plait.kernels.fp8 import Earlier as Earlier
+    from plait.kernels.fp8 import DelayedScales as DelayedScales
     from plait.kernels.fp8 import Fp8Matrix as Fp8Matrix
-    from plait.kernels.fp8 import cast as cast
+    from plait.kernels.fp8 import amax_of as amax_of
+    from plait.kernels.fp8 import fp8_cast as fp8_cast
     from plait.kernels.fp8 import fp8_linears as fp8_linears
-    from plait.kernels.fp8 import is_fused as is_fused
-    from plait.kernels.fp8 import pair as pair
-    from plait.kernels.fp8 import peaks_of as peaks_of
+    from plait.kernels.fp8 import has_fp8_kernels as has_fp8_kernels
+    from plait.kernels.fp8 import pack_pair as pack_pair
     from plait.kernels.fp8 import scaled_product as scaled_product
-    from plait.kernels.fp8 import turn as turn
+    from plait.kernels.fp8 import store_transposed as store_transposed
     from plait.kernels.fp8_gated import fp8_feed_forward as fp8_feed_forward
     from plait.kernels.fused_adam import Tables as Tables
     from plait.kernels.fused_adam import WeightPointers as WeightPointers
     from plait.kernels.fused_adam import adam_many as adam_many
+    from plait.kernels.linears import apply_linears as apply_linears
+    from plait.kernels.linears import bypassed_layers as bypassed_layers
     from plait.kernels.linears import feed_forward as feed_forward
     from plait.kernels.linears import is_plain as is_plain
     from plait.kernels.linears import is_untouched as is_untouched
-    from plait.kernels.linears import spoken_for as spoken_for
-    from plait.kernels.linears import through_all as through_all
     from plait.kernels.pinned import copy_gbps as copy_gbps
     from plait.kernels.pinned import host_empty as host_empty
     from plait.kernels.pinned import link_gbps as link_gbps
     from plait.kernels.pinned import rounded as rounded
     from plait.kernels.rms_norm import add_rms_norm as add_rms_norm
     from plait.kernels.rms_norm import rms_norm as rms_norm
-    from plait.kernels.rms_norm import rms_norm_beside as rms_norm_beside
-    from plait.kernels.rotate import rotate as rotate
+    from plait.kernels.rms_norm import rms_norm_and_input as rms_norm_and_input
+    from plait.kernels.rotary import apply_rotary as apply_rotary
     from plait.kernels.scaled import scaled as scaled
     from plait.kernels.scaled import scaled_plain as scaled_plain
     from plait.kernels.swiglu import swiglu as swiglu
@@ -99,7 +99,7 @@ else:
             "adam": ["AdamNumbers", "ThreadPool", "adam_step", "adam_step_plain"],
             "adam8bit": [
                 "Levels",
-                "PASSING",
+                "WORKSPACE_BYTES",
                 "Packed",
                 "adam8bit_step",
                 "make_levels",
@@ -137,27 +137,27 @@ else:
             "decode.tokens": ["TokenRecords", "record_tokens"],
             "direct_io": ["FileQueue", "FileTransfer", "TensorFile"],
             "fp8": [
-                "AT_ONCE",
+                "CURRENT_SCALES",
                 "E4M3",
                 "E5M2",
-                "Earlier",
+                "DelayedScales",
                 "FORMATS",
                 "Fp8Matrix",
                 "MULTIPLE",
-                "cast",
+                "fp8_cast",
                 "fp8_linears",
-                "is_fused",
-                "pair",
-                "peaks_of",
+                "has_fp8_kernels",
+                "pack_pair",
+                "amax_of",
                 "scaled_product",
-                "turn",
+                "store_transposed",
             ],
             "fp8_gated": ["fp8_feed_forward"],
             "fused_adam": ["Tables", "WeightPointers", "adam_many"],
-            "linears": ["feed_forward", "is_plain", "is_untouched", "spoken_for", "through_all"],
+            "linears": ["feed_forward", "is_plain", "is_untouched", "bypassed_layers", "through_all"],
             "pinned": ["copy_gbps", "host_empty", "link_gbps", "rounded"],
-            "rms_norm": ["add_rms_norm", "rms_norm", "rms_norm_beside"],
-            "rotate": ["rotate"],
+            "rms_norm": ["add_rms_norm", "rms_norm", "rms_norm_and_input"],
+            "rotary": ["apply_rotary"],
             "scaled": ["scaled", "scaled_plain"],
             "swiglu": ["swiglu"],
             "token_mixers": ["attends_both_ways", "blocks_without_registry", "mixer_without_mask"],

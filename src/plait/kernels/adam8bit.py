@@ -1,4 +1,4 @@
-"""One step of AdamW whose moments are kept in 8 bits: in one kernel on CUDA, piece by piece elsewhere."""
+"""One step of AdamW with 8-bit moments: one kernel on CUDA, piece by piece elsewhere."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from plait.fake_tensors import on_fake_tensors
 from plait.kernels.adam import AdamNumbers, adam_step, adam_step_plain
 from plait.kernels.triton import HAS_TRITON, has_kernels
 
-# Tensors in 8 bits a number: codes into a table of levels, and one fp32 scale for each block.
+# Blockwise 8-bit quantization: codes into a table of levels, and one fp32 scale per block.
 #
-# [Note: blocks lie in rows] A block is 256 neighbours of one row, where a row is everything behind the first dim. Ranks
-# share parameters by rows, so a rank has whole blocks, whatever its share: the codes, and with them all numbers that
-# follow, do not depend on the number of ranks. (Tensor parallelism may cut rows; where a part of a row is no multiple
-# of 256, blocks end there, and rounding differs.)
+# [Note: blocks lie in rows] A block is 256 neighbours of one row, where a row is everything behind the first dim. FSDP
+# shards parameters by rows, so a rank has whole blocks: the codes, and with them all numbers that follow, do not depend
+# on the number of ranks. (Tensor parallelism may cut rows; where the shard of a row is not a multiple of 256, blocks
+# end there, and rounding differs.)
 #
 # [Note: levels] The levels are dense where numbers are large and reach far down: seven decades for unsigned numbers,
 # six for signed ones, each decade with half as many levels as the one above it (Dettmers et al., 2022). The largest
@@ -27,10 +27,10 @@ from plait.kernels.triton import HAS_TRITON, has_kernels
 
 
 BLOCK = 256
-AT_ONCE = 1 << 18
-"""Numbers that are turned from one form into the other at a time, where what that takes must not grow with them."""
-PASSING = 16 * AT_ONCE
-"""Bytes that it takes."""
+CHUNK_NUMBERS = 1 << 18
+"""Elements that are packed or unpacked at a time where the temporary memory must not grow with the tensor."""
+WORKSPACE_BYTES = 16 * CHUNK_NUMBERS
+"""The temporary memory that this takes."""
 
 
 class Levels(NamedTuple):
@@ -39,66 +39,66 @@ class Levels(NamedTuple):
     values: Tensor
     """256 levels."""
     bounds: Tensor
-    """The middles between neighbours, infinity last: a number's code is how many of them are smaller."""
+    """The midpoints between neighbours, infinity last: a number's code is the count of smaller bounds."""
     first: Tensor
-    """For the upper 16 bits of an fp32 number: the least code that numbers which begin so have. It is theirs, or the
-    next: no two bounds are so near to each other."""
+    """For each value of an fp32 number's upper 16 bits, the lowest code of such numbers. A number has this code or the
+    next one: no two bounds share their upper 16 bits."""
     zero: int
     """The code of zero."""
     least: int
-    """The code that a number above zero has at least: a moment that vanished must not be divided by."""
+    """The lowest code of a positive number: a second moment that is not zero must not become zero."""
 
 
 def make_levels(device: torch.device, *, signed: bool) -> Levels:
-    """The table for signed numbers in [-1, 1], or for unsigned ones in [0, 1]."""
+    """Return the table for signed numbers in [-1, 1], or for unsigned numbers in [0, 1]."""
     top = 6 if signed else 7
     positive: list[float] = []
     for decade in range(top, -1, -1):
         count = 2 ** (top - decade)
         positive += [10.0**-decade * (0.1 + 0.9 * (step + 1) / count) for step in range(count)]
     values = [*(-value for value in reversed(positive)), 0.0, *positive] if signed else [0.0, *positive]
-    values += [float("inf")] * (256 - len(values))  # a code that nothing has
+    values += [float("inf")] * (256 - len(values))  # codes that are not used
     exact = torch.tensor(values, dtype=torch.float64)
     bounds = torch.cat([(exact[1:] + exact[:-1]) / 2, exact.new_tensor([float("inf")])]).float()
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32)
-    ends = torch.stack([(upper << 16).view(torch.float32), (upper << 16 | 0xFFFF).view(torch.float32)])
-    first = torch.bucketize(ends.nan_to_num_(0.0).amin(0), bounds, out_int32=True).clamp_(max=255)
+    edges = torch.stack([(upper << 16).view(torch.float32), (upper << 16 | 0xFFFF).view(torch.float32)])
+    first = torch.bucketize(edges.nan_to_num_(0.0).amin(0), bounds, out_int32=True).clamp_(max=255)
     return Levels(exact.float().to(device), bounds.to(device), first.to(device), values.index(0.0), 0 if signed else 1)
 
 
 class Packed(NamedTuple):
-    """A tensor in 8 bits."""
+    """A tensor quantized to 8 bits."""
 
     codes: Tensor
     """uint8, in the shape of the tensor."""
     scales: Tensor
-    """fp32, (rows, blocks of a row): the largest magnitude in each block."""
+    """fp32, (rows, blocks per row): the largest magnitude in each block."""
     levels: Levels
 
     @property
     def nbytes(self) -> int:
-        """What it takes up."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def rows(self, begin: int, end: int) -> Packed:
-        """Some of its rows, sharing its memory."""
+        """A view of some rows."""
         return Packed(self.codes[begin:end], self.scales[begin:end], self.levels)
 
 
 def width_of(tensor: Tensor) -> int:
-    """How many numbers a row has."""
+    """Elements per row."""
     return 1 if tensor.ndim < 2 else tensor.shape[1:].numel()
 
 
 def zeros(like: Tensor, levels: Levels) -> Packed:
-    """A tensor of zeros, shaped like another."""
+    """Return packed zeros in the shape of another tensor."""
     codes = torch.full(like.shape, levels.zero, dtype=torch.uint8, device=like.device)
     scales = torch.zeros(like.shape[0], -(-width_of(like) // BLOCK), device=like.device)
     return Packed(codes, scales, levels)
 
 
 def pack_into(packed: Packed, tensor: Tensor) -> None:
-    """Overwrite with the nearest levels of `tensor`."""
+    """Overwrite `packed` with the nearest levels of `tensor`."""
     codes, scales, levels = packed
     if tensor.numel() == 0:
         return
@@ -106,15 +106,15 @@ def pack_into(packed: Packed, tensor: Tensor) -> None:
     blocks = _in_blocks(tensor.reshape(rows, width).float())
     torch.amax(blocks.abs(), -1, out=scales)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
-    inverse = inverse.where(inverse.isfinite(), 0.0)  # of a subnormal scale: a block that is zero to all purposes
-    found = _nearest((blocks * inverse[..., None]).view(-1), levels)
+    inverse = inverse.where(inverse.isfinite(), 0.0)  # a subnormal scale: the block counts as zero
+    nearest = _nearest((blocks * inverse[..., None]).view(-1), levels)
     if levels.least:
-        found.clamp_(min=levels.least).mul_(blocks.view(-1) > 0)
-    codes.copy_(found.view(rows, -1)[:, :width].view(codes.shape))
+        nearest.clamp_(min=levels.least).mul_(blocks.view(-1) > 0)
+    codes.copy_(nearest.view(rows, -1)[:, :width].view(codes.shape))
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The fp32 tensor that the codes stand for."""
+    """Return the fp32 tensor that the codes stand for."""
     codes, scales, levels = packed
     rows, width = codes.shape[0], width_of(codes)
     if codes.numel() == 0:
@@ -124,30 +124,30 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def unpack_on_host(packed: Packed, begin: int = 0, end: int | None = None) -> Tensor:
-    """`unpack` of some rows in host memory; on the way it takes `PASSING` bytes more, there or on the device."""
+    """`unpack` some rows into host memory, with `WORKSPACE_BYTES` of temporary memory on the device."""
     packed = packed.rows(begin, len(packed.codes) if end is None else end)
-    room = torch.empty(packed.codes.shape, dtype=torch.float32)
+    out = torch.empty(packed.codes.shape, dtype=torch.float32)
     for rows in _rows_at_once(packed):
-        room[rows].copy_(unpack(packed.rows(rows.start, rows.stop)))
-    return room
+        out[rows].copy_(unpack(packed.rows(rows.start, rows.stop)))
+    return out
 
 
 def pack_from_host(packed: Packed, begin: int, tensor: Tensor) -> None:
-    """`pack_into` of rows from `begin` on, from host memory, with as little more."""
+    """`pack_into` rows from `begin` on, from host memory, with as little temporary memory."""
     packed = packed.rows(begin, begin + len(tensor))
     for rows in _rows_at_once(packed):
         pack_into(packed.rows(rows.start, rows.stop), tensor[rows].to(packed.codes.device))
 
 
 def _rows_at_once(packed: Packed) -> Iterator[slice]:
-    rows, step = len(packed.codes), max(1, AT_ONCE // max(1, width_of(packed.codes)))
+    rows, step = len(packed.codes), max(1, CHUNK_NUMBERS // max(1, width_of(packed.codes)))
     return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
 
 def _nearest(numbers: Tensor, levels: Levels) -> Tensor:
-    """What `torch.bucketize` finds, in two look-ups rather than eight."""
-    found = levels.first.index_select(0, (numbers.view(torch.int32) >> 16).add_(2**15))
-    return found.add_(levels.bounds.index_select(0, found) < numbers)
+    """Return what `torch.bucketize` would, with two look-ups rather than eight."""
+    codes = levels.first.index_select(0, (numbers.view(torch.int32) >> 16).add_(2**15))
+    return codes.add_(levels.bounds.index_select(0, codes) < numbers)
 
 
 def _in_blocks(flat: Tensor) -> Tensor:
@@ -155,11 +155,6 @@ def _in_blocks(flat: Tensor) -> Tensor:
     if width % BLOCK:
         flat = F.pad(flat, (0, -width % BLOCK))
     return flat.view(rows, -1, BLOCK)
-
-
-# The Triton twin of `adam8bit`: a block's moments are widened, moved and packed again without leaving the chip.
-#
-# On tensors without values nothing is launched, so that a plan sees the memory that the kernel takes: none.
 
 
 if HAS_TRITON:
@@ -171,7 +166,7 @@ if HAS_TRITON:
         """Store the nearest codes of one block, and its scale."""
         scale = tl.max(tl.where(inside, tl.abs(x), 0.0), 0)
         inverse = 1.0 / scale
-        # No inverse where the block is zero, or so small that it might as well be.
+        # A block of zeros, or with a subnormal scale, has no inverse.
         relative = tl.where((scale > 0) & (inverse < float("inf")), x * inverse, 0.0)
         code = tl.zeros_like(at).to(tl.int32)
         for bit in tl.static_range(8):
@@ -207,7 +202,7 @@ if HAS_TRITON:
         rate,
         block: tl.constexpr,
     ):
-        """One program a block."""
+        """One program per block: its moments are unpacked, updated and packed without a pass through memory."""
         block_at = tl.program_id(0).to(tl.int64)
         row = block_at // blocks
         column = (block_at % blocks) * block + tl.arange(0, block)
@@ -231,7 +226,7 @@ if HAS_TRITON:
 
 
 def is_fused(tensor: Tensor) -> bool:
-    """Whether the kernel is for such tensors."""
+    """Whether the kernel supports this tensor."""
     return tensor.is_cuda and has_kernels(tensor)
 
 
@@ -241,12 +236,12 @@ def _nothing(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, s
 
 @on_fake_tensors(_nothing, argument=1)
 def adam8bit_step_triton(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
-    """The twin of `adam8bit_step_plain`."""
+    """`adam8bit_step_plain` in one kernel; on fake tensors a plan sees the memory that it takes: none."""
     assert weight.is_contiguous(), "tensors are contiguous"
     blocks = mean.scales.shape[1]
     beta1, beta2 = numbers.betas
     decay = numbers.weight_decay
-    # What is close to 1 is worked out here: the kernel gets its numbers in fp32.
+    # Numbers close to 1 are computed here in float64: the kernel gets its arguments in fp32.
     with torch.cuda.device(weight.device):
         _kernel[(weight.shape[0] * blocks,)](
             weight,
@@ -276,13 +271,13 @@ def adam8bit_step_triton(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mea
 
 
 _PIECE = 1 << 18
-"""Numbers whose moments are wide at one time on the CPU: they stay in the cache."""
+"""Elements whose moments are unpacked at a time on the CPU: they stay in the cache."""
 _DEVICE_PIECE = 1 << 24
-"""The same elsewhere, where many are needed to keep the device busy."""
+"""The same on other devices, which need many elements to be busy."""
 
 
 def adam8bit_step(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
-    """Update a weight of any floating-point format and its packed moments in place."""
+    """Update a weight of any floating-point dtype and its packed moments in place."""
     if weight.numel() == 0:
         return
     if is_fused(weight):
@@ -293,7 +288,7 @@ def adam8bit_step(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Pack
 
 @torch.no_grad()
 def adam8bit_step_plain(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
-    """The plain twin: widen, step, pack. The memory it takes does not grow with the tensor."""
+    """Unpack, step, pack, in torch operations. The temporary memory does not grow with the tensor."""
     on_host = weight.device.type == "cpu"
     step = adam_step if on_host else adam_step_plain
     rows = max(1, (_PIECE if on_host else _DEVICE_PIECE) // width_of(weight))

@@ -1,7 +1,6 @@
-"""Work of the device recorded as a CUDA graph: asked for once, repeated at once, without Python in between.
+"""CUDA graphs: kernels are captured once and replayed with a single launch.
 
-What is recorded must read and write the same tensors each time, and must not ask the device for anything that the host
-would have to wait for.
+What is captured must read and write the same tensors each time, and must not synchronize with the host.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from functools import cache
 import torch
 
 ENOUGH = 8 << 30
-"""Bytes of free memory with which a recording needs none of what is kept unused."""
+"""With so many bytes of free memory, a capture does not need the allocator's cached memory."""
 
 
-def record(work: Callable[[], None], beside: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
-    """Some work as a graph; none of it is done yet, and the device goes on with what it was asked for before.
+def record(work: Callable[[], None], share_with: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
+    """Capture the kernels of `work` as a graph; none of them runs yet, and kernels in flight go on.
 
-    `torch.cuda.graph` waits for that and gives all unused memory back first, and whoever comes next would have to ask
-    for it again: that is done only where memory is short. A recording shares the memory of the one `beside` it; no two
-    that do may be under way at once.
+    `torch.cuda.graph` first synchronizes and empties the allocator's cache, which then has to be filled again; here
+    that is done only where memory is short. The graph uses the memory pool of `share_with`: graphs that share a pool
+    must not run at the same time.
     """
     if torch.cuda.mem_get_info()[0] < ENOUGH:
         torch.cuda.synchronize()
@@ -28,8 +27,8 @@ def record(work: Callable[[], None], beside: torch.cuda.CUDAGraph | None = None)
     graph, stream = torch.cuda.CUDAGraph(), recording_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # Other threads, such as the one that watches over collectives, may go on meanwhile.
-        graph.capture_begin(None if beside is None else beside.pool(), capture_error_mode="thread_local")
+        # "thread_local": other threads, such as NCCL's watchdog, may call CUDA meanwhile.
+        graph.capture_begin(None if share_with is None else share_with.pool(), capture_error_mode="thread_local")
         try:
             work()
         finally:
@@ -39,5 +38,5 @@ def record(work: Callable[[], None], beside: torch.cuda.CUDAGraph | None = None)
 
 @cache
 def recording_stream(device: int) -> torch.cuda.Stream:
-    """One for all recordings: libraries keep some memory for every stream that they meet."""
+    """One stream for all captures: libraries such as cuBLAS allocate a workspace per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

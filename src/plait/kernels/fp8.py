@@ -42,9 +42,9 @@ from plait.torch_internals import scaled_mm
 # word.
 
 
-PEAKS = 256
+AMAX_PROGRAMS = 256
 """At most so many programs look for a tensor's largest number; each leaves what it found. Two for a multiprocessor."""
-FEW = 4
+MOST_LAYERS = 4
 """Layers that are computed together, at most; each has a peak from earlier steps."""
 READ = 16384
 """Numbers that such a program reads at a time."""
@@ -61,24 +61,24 @@ if HAS_TRITON:
         return tl.abs(value).to(tl.int32, bitcast=True)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _peak_kernel(x, peaks, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _amax_kernel(x, amax, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """The largest absolute value of every so many blocks, from the last one to the first."""
         program = tl.program_id(0)
         blocks = tl.cdiv(count, block)
         at = tl.arange(0, block)
         largest = tl.zeros((block,), dtype=tl.int32)
         for index in range(program, blocks, tl.num_programs(0)):
-            here = (blocks - 1 - index).to(tl.int64) * block + at
-            value = tl.load(x + here, mask=here < count, other=0.0).to(tl.float32)
+            offset = (blocks - 1 - index).to(tl.int64) * block + at
+            value = tl.load(x + offset, mask=offset < count, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, size_bits(value))
-        tl.store(peaks + program, tl.max(largest, 0).to(tl.float32, bitcast=True))
+        tl.store(amax + program, tl.max(largest, 0).to(tl.float32, bitcast=True))
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def scale_from(peaks, count, smallest, limit, inverse, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    def scale_from(amax, count, smallest, limit, inverse, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """The scale that goes with these peaks; the first program stores its inverse."""
         at = tl.arange(0, block)
-        found = tl.load(peaks + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
-        peak = tl.max(found, 0).to(tl.float32, bitcast=True)
+        candidates = tl.load(amax + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
+        peak = tl.max(candidates, 0).to(tl.float32, bitcast=True)
         peak = tl.maximum(peak, smallest, propagate_nan=tl.PropagateNan.ALL)
         scale = tl.math.div_rn(1.0, peak) * limit
         if tl.program_id(0) == 0:
@@ -98,25 +98,25 @@ if HAS_TRITON:
         return scaled
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def note(bits, notes, count: tl.constexpr):  # type: ignore[no-untyped-def]
+    def record_amax(bits, amax_bits, count: tl.constexpr):  # type: ignore[no-untyped-def]
         """Raise so many notes to the largest of a tile, as `size_bits` has it."""
         if count > 0:
             largest = tl.max(tl.max(bits, 1), 0)
             for at in tl.static_range(count):
-                tl.atomic_max(notes + at, largest, sem="relaxed")
+                tl.atomic_max(amax_bits + at, largest, sem="relaxed")
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def pair(first, second, like, by_hand: tl.constexpr):  # type: ignore[no-untyped-def]
+    def pack_pair(first, second, like, by_hand: tl.constexpr):  # type: ignore[no-untyped-def]
         """Two numbers, in the format that `like` points to, in the lower half of a word, the first one lowest.
 
         `by_hand` is for the interpreter. On a device Triton 3.6 makes other bytes of these operations where the same
         numbers are stored, too.
         """
-        kind: tl.constexpr = like.dtype.element_ty
+        dtype: tl.constexpr = like.dtype.element_ty
         if by_hand:
-            low = first.to(kind).to(tl.uint8, bitcast=True).to(tl.int32)
-            both = low | (second.to(kind).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-        elif kind == tl.float8e5:
+            low = first.to(dtype).to(tl.uint8, bitcast=True).to(tl.int32)
+            both = low | (second.to(dtype).to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        elif dtype == tl.float8e5:
             both = tl.inline_asm_elementwise(
                 "{ .reg .b16 two; cvt.rn.satfinite.e5m2x2.f32 two, $2, $1; cvt.u32.u16 $0, two; }",
                 "=r,f,f",
@@ -137,24 +137,24 @@ if HAS_TRITON:
         return both
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def turn(  # type: ignore[no-untyped-def]
-        word, columns, stride, top, left, height, width, quarter: tl.constexpr, wide: tl.constexpr
+    def store_transposed(  # type: ignore[no-untyped-def]
+        packed, columns, stride, top, left, height, width, quarter: tl.constexpr, wide: tl.constexpr
     ):
         """Write a tile of words, turned over, where its numbers belong in `columns`, of a matrix (height, width)."""
         corner = (columns + left.to(tl.int64) * stride + top).to(tl.pointer_type(tl.int32))
         down, right = tl.arange(0, quarter)[None, :], tl.arange(0, wide)[:, None]
-        room = (right < width - left) & (down < (height - top) // 4)
-        tl.store(corner + right * (stride // 4) + down, tl.trans(word), mask=room)
+        inside = (right < width - left) & (down < (height - top) // 4)
+        tl.store(corner + right * (stride // 4) + down, tl.trans(packed), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _cast_kernel(  # type: ignore[no-untyped-def]
+    def _fp8_cast_kernel(  # type: ignore[no-untyped-def]
         x,
-        peaks,
-        peak_count,
+        amax,
+        amax_count,
         rows,
         columns,
         inverse,
-        notes,
+        amax_bits,
         height,
         width,
         padded,
@@ -164,9 +164,9 @@ if HAS_TRITON:
         limit,
         has_rows: tl.constexpr,
         has_columns: tl.constexpr,
-        note_count: tl.constexpr,
+        amax_bits_count: tl.constexpr,
         saturates: tl.constexpr,
-        peak_block: tl.constexpr,
+        amax_block: tl.constexpr,
         by_hand: tl.constexpr,
         tall: tl.constexpr,
         wide: tl.constexpr,
@@ -178,11 +178,11 @@ if HAS_TRITON:
         quarter: tl.constexpr = tall // 4
         down, right = 4 * tl.arange(0, quarter)[:, None], left + tl.arange(0, wide)[None, :]
         x, rows, below = x + top * width, rows + top * rows_stride, height - top
-        scale = scale_from(peaks, peak_count, smallest, limit, inverse, peak_block)
+        scale = scale_from(amax, amax_count, smallest, limit, inverse, amax_block)
         seen = tl.zeros((quarter, wide), dtype=tl.int32)
-        word = tl.zeros((quarter, wide), dtype=tl.int32)
-        for part in tl.static_range(4):
-            at = down + part
+        packed = tl.zeros((quarter, wide), dtype=tl.int32)
+        for step in tl.static_range(4):
+            at = down + step
             inside = (at < below) & (right < width)
             value = tl.load(x + at * width + right, mask=inside, other=0.0).to(tl.float32)
             # By a scale of its own it is above the limit by its last bit at most, which rounding takes away.
@@ -190,52 +190,52 @@ if HAS_TRITON:
             seen = tl.maximum(seen, size_bits(value))
             if has_rows:
                 tl.store(rows + at * rows_stride + right, scaled.to(rows.dtype.element_ty), mask=inside)
-            if part % 2 == 0:
+            if step % 2 == 0:
                 before = scaled
             else:
-                word |= pair(before, scaled, columns, by_hand) << (8 * (part - 1))
-        note(seen, notes, note_count)
+                packed |= pack_pair(before, scaled, columns, by_hand) << (8 * (step - 1))
+        record_amax(seen, amax_bits, amax_bits_count)
         if has_columns:
-            turn(word, columns, columns_stride, top, left, padded, width, quarter, wide)
+            store_transposed(packed, columns, columns_stride, top, left, padded, width, quarter, wide)
 
 
-def _peaks_fake(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([x.amax() for x in tensors]).float().repeat(PEAKS)
+def _amax_fake(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.amax() for x in tensors]).float().repeat(AMAX_PROGRAMS)
 
 
-@on_fake_tensors(_peaks_fake)
-def peaks_triton(tensors: Sequence[Tensor]) -> Tensor:
+@on_fake_tensors(_amax_fake)
+def amax_triton(tensors: Sequence[Tensor]) -> Tensor:
     """Numbers the largest of which is the largest absolute value in these contiguous tensors, fp32."""
     counts = [programs_for(x.numel(), READ) for x in tensors]
-    peaks = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
-    with on_device_of(peaks):
-        for x, count, found in zip(tensors, counts, peaks.split_with_sizes(counts), strict=True):
-            _peak_kernel[(count,)](x, found, x.numel(), block=READ, num_warps=16)
-    return peaks
+    amax = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
+    with on_device_of(amax):
+        for x, count, tensor_amax in zip(tensors, counts, amax.split_with_sizes(counts), strict=True):
+            _amax_kernel[(count,)](x, tensor_amax, x.numel(), block=READ, num_warps=16)
+    return amax
 
 
 def programs_for(numbers: int, block: int) -> int:
     """Programs that look for the largest of so many numbers, a block at a time."""
-    return min(PEAKS, max(1, -(-numbers // block)))
+    return min(AMAX_PROGRAMS, max(1, -(-numbers // block)))
 
 
-def room_for(peaks: Tensor) -> int:
+def amax_slots(amax: Tensor) -> int:
     """A power of two that peaks fit into: one for those of earlier steps, and one for tensors of all sizes.
 
     A kernel is compiled for each.
     """
-    return FEW if len(peaks) <= FEW else int(max(PEAKS, triton.next_power_of_2(len(peaks))))
+    return MOST_LAYERS if len(amax) <= MOST_LAYERS else int(max(AMAX_PROGRAMS, triton.next_power_of_2(len(amax))))
 
 
-def _cast_fake(
+def _fp8_cast_fake(
     x: Tensor,
-    peaks: Tensor,
+    amax: Tensor,
     rows: Tensor | None,
     columns: Tensor | None,
     inverse: Tensor,
     smallest: float,
     *,
-    notes: Tensor | None,
+    amax_bits: Tensor | None,
     saturates: bool,
 ) -> None:
     if rows is not None:
@@ -244,49 +244,49 @@ def _cast_fake(
         columns[:, : len(x)].copy_((x if rows is None else rows).t())
 
 
-@on_fake_tensors(_cast_fake)
-def cast_triton(
+@on_fake_tensors(_fp8_cast_fake)
+def fp8_cast_triton(
     x: Tensor,
-    peaks: Tensor,
+    amax: Tensor,
     rows: Tensor | None,
     columns: Tensor | None,
     inverse: Tensor,
     smallest: float,
     *,
-    notes: Tensor | None,
+    amax_bits: Tensor | None,
     saturates: bool,
 ) -> None:
     """Write a contiguous matrix in 8 bits into `rows` and, turned over, into `columns`.
 
     Both may be parts of larger ones. `columns` may be longer than `x` is high: what is left is zero. `inverse` is given
-    what the numbers are to be multiplied by, and all `notes` are raised to the largest one.
+    what the numbers are to be multiplied by, and all `amax_bits` are raised to the largest one.
     """
     height, width = x.shape
-    room = rows if columns is None else columns
-    assert room is not None
+    target = rows if columns is None else columns
+    assert target is not None
     padded = height if columns is None else columns.shape[1]
     programs = triton.cdiv(padded, _TALL) * triton.cdiv(width, _WIDE)
     with on_device_of(x):
-        _cast_kernel[(programs,)](
+        _fp8_cast_kernel[(programs,)](
             x,
-            peaks,
-            len(peaks),
-            room if rows is None else rows,
-            room,
+            amax,
+            len(amax),
+            target if rows is None else rows,
+            target,
             inverse,
-            peaks if notes is None else notes,
+            amax if amax_bits is None else amax_bits,
             height,
             width,
             padded,
-            room.stride(0) if rows is None else rows.stride(0),
-            room.stride(0),
+            target.stride(0) if rows is None else rows.stride(0),
+            target.stride(0),
             smallest,
-            torch.finfo(room.dtype).max,
+            torch.finfo(target.dtype).max,
             has_rows=rows is not None,
             has_columns=columns is not None,
-            note_count=0 if notes is None else len(notes),
+            amax_bits_count=0 if amax_bits is None else len(amax_bits),
             saturates=saturates,
-            peak_block=room_for(peaks),
+            amax_block=amax_slots(amax),
             by_hand=interprets(),
             tall=_TALL,
             wide=_WIDE,
@@ -321,7 +321,7 @@ class Fp8Matrix(NamedTuple):
     """What the numbers are to be multiplied by, fp32."""
 
 
-def is_fused(x: Tensor) -> bool:
+def has_fp8_kernels(x: Tensor) -> bool:
     """Whether there is a kernel for such a tensor; Triton rounds to these formats where the device does."""
     return has_kernels(x, (8, 9))
 
@@ -337,69 +337,75 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
 
 
-def peaks_of(tensors: Sequence[Tensor]) -> Tensor:
+def amax_of(tensors: Sequence[Tensor]) -> Tensor:
     """Numbers the largest of which is the largest absolute value in these tensors; NaN where one is in them."""
-    if is_fused(tensors[0]):
-        return peaks_triton([x.contiguous() for x in tensors])
-    return peaks_plain(tensors)
+    if has_fp8_kernels(tensors[0]):
+        return amax_triton([x.contiguous() for x in tensors])
+    return amax_plain(tensors)
 
 
-def peaks_plain(tensors: Sequence[Tensor]) -> Tensor:
-    """The plain twin of `peaks_of`."""
+def amax_plain(tensors: Sequence[Tensor]) -> Tensor:
+    """The plain twin of `amax_of`."""
     return torch.stack([torch.linalg.vector_norm(x, float("inf")) for x in tensors]).float()
 
 
-def cast(
+def fp8_cast(
     tensors: Sequence[Tensor],
-    peaks: Tensor,
+    amax: Tensor,
     dtype: torch.dtype,
     *,
     dim: int = 0,
     rows: bool,
     columns: bool,
-    notes: Tensor | None = None,
+    amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Fp8Matrix:
-    """These matrices, put together along `dim`, in 8 bits with one scale; `peaks` are from `peaks_of`.
+    """These matrices, put together along `dim`, in 8 bits with one scale; `amax` are from `amax_of`.
 
-    `saturates`: peaks of other tensors, and numbers beyond them are cut. `notes`, int32, are the bits of numbers that
-    are raised to the largest of these: one for each matrix, or all for the only one.
+    `saturates`: peaks of other tensors, and numbers beyond them are cut. `amax_bits`, int32, are the bits of numbers
+    that are raised to the largest of these: one for each matrix, or all for the only one.
     """
-    if not is_fused(tensors[0]):
-        return cast_plain(tensors, peaks, dtype, dim=dim, rows=rows, columns=columns, notes=notes, saturates=saturates)
+    if not has_fp8_kernels(tensors[0]):
+        return fp8_cast_plain(
+            tensors, amax, dtype, dim=dim, rows=rows, columns=columns, amax_bits=amax_bits, saturates=saturates
+        )
     sizes = [x.shape[dim] for x in tensors]
     other, total = tensors[0].shape[1 - dim], sum(sizes)
     height, width = (other, total) if dim else (total, other)
     by_row = tensors[0].new_empty((height, width) if rows else 0, dtype=dtype)
     by_column = tensors[0].new_empty((width, height + -height % MULTIPLE) if columns else 0, dtype=dtype)
-    inverse = peaks.new_empty(())
-    noted: Sequence[Tensor | None] = [None] * len(tensors) if notes is None else notes.chunk(len(tensors))
+    inverse = amax.new_empty(())
+    amax_bits_of_each: Sequence[Tensor | None] = (
+        [None] * len(tensors) if amax_bits is None else amax_bits.chunk(len(tensors))
+    )
     start = 0
-    for x, size, places in zip(tensors, sizes, noted, strict=True):
+    for x, size, bits in zip(tensors, sizes, amax_bits_of_each, strict=True):
         # Only one matrix alone, or several side by side, may be in need of padding.
-        room = size if len(tensors) > 1 or dim else by_column.shape[-1]
+        column_size = size if len(tensors) > 1 or dim else by_column.shape[-1]
         row_part = by_row.narrow(dim, start, size) if rows else None
-        column_part = by_column.narrow(1 - dim, start, room) if columns else None
+        column_part = by_column.narrow(1 - dim, start, column_size) if columns else None
         start += size
-        cast_triton(x.contiguous(), peaks, row_part, column_part, inverse, SMALLEST, notes=places, saturates=saturates)
+        fp8_cast_triton(
+            x.contiguous(), amax, row_part, column_part, inverse, SMALLEST, amax_bits=bits, saturates=saturates
+        )
     return Fp8Matrix(by_row, by_column, inverse)
 
 
-def cast_plain(
+def fp8_cast_plain(
     tensors: Sequence[Tensor],
-    peaks: Tensor,
+    amax: Tensor,
     dtype: torch.dtype,
     *,
     dim: int = 0,
     rows: bool,
     columns: bool,
-    notes: Tensor | None = None,
+    amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Fp8Matrix:
-    """The plain twin of `cast`."""
-    if notes is not None:
-        note_plain(tensors, notes)
-    scale = _scale(peaks.amax(), dtype)
+    """The plain twin of `fp8_cast`."""
+    if amax_bits is not None:
+        record_amax_plain(tensors, amax_bits)
+    scale = _scale(amax.amax(), dtype)
     whole = torch.cat(tuple(tensors), dim)
     if saturates:  # what is not finite must not be cut to something that is
         whole = whole.where(whole.isfinite(), torch.nan)
@@ -410,10 +416,10 @@ def cast_plain(
     return Fp8Matrix(small if rows else none, turned if columns else none, scale.reciprocal())
 
 
-def note_plain(tensors: Sequence[Tensor], notes: Tensor) -> None:
+def record_amax_plain(tensors: Sequence[Tensor], amax_bits: Tensor) -> None:
     """Raise notes, the bits of numbers, to the largest absolute value of each tensor, or of the only one."""
-    seen = notes.view(torch.float32)
-    seen.copy_(torch.maximum(seen, peaks_plain(tensors)))
+    seen = amax_bits.view(torch.float32)
+    seen.copy_(torch.maximum(seen, amax_plain(tensors)))
 
 
 def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -438,49 +444,49 @@ FORMATS: tuple[torch.dtype, ...] = (E4M3, E4M3, E5M2)
 """Of each kind."""
 
 
-class Earlier(NamedTuple):
+class DelayedScales(NamedTuple):
     """What is known of the tensors of some layers, and where to note what is seen: a row a kind, a column a layer."""
 
-    peaks: Tensor | None = None
+    amax: Tensor | None = None
     """Numbers that scales are made for, fp32; where there are none, scales are found at once."""
-    notes: Tensor | None = None
+    amax_bits: Tensor | None = None
     """The bits of the largest numbers of this step, int32; where there are none, nothing is noted."""
 
     @property
     def saturates(self) -> bool:
         """Whether a tensor may have larger numbers than its scale is made for."""
-        return self.peaks is not None
+        return self.amax is not None
 
-    def part(self, start: int, stop: int) -> Earlier:
+    def of_layers(self, start: int, stop: int) -> DelayedScales:
         """The same for some of the layers."""
-        peaks, notes = (None if each is None else each[:, start:stop] for each in self)
-        return Earlier(peaks, notes)
+        amax, amax_bits = (None if values is None else values[:, start:stop] for values in self)
+        return DelayedScales(amax, amax_bits)
 
-    def notes_of(self, kind: int) -> Tensor | None:
+    def amax_bits_of(self, operand: int) -> Tensor | None:
         """Where the largest numbers of this kind are noted."""
-        return None if self.notes is None else self.notes[kind]
+        return None if self.amax_bits is None else self.amax_bits[operand]
 
-    def peaks_of(self, kind: int, tensors: Sequence[Tensor]) -> Tensor:
+    def amax_of(self, operand: int, tensors: Sequence[Tensor]) -> Tensor:
         """Numbers the largest of which is what the scale of these tensors is made for."""
-        return peaks_of(tensors) if self.peaks is None else self.peaks[kind]
+        return amax_of(tensors) if self.amax is None else self.amax[operand]
 
-    def cast(
-        self, kind: int, tensors: Sequence[Tensor], peaks: Tensor, *, dim: int = 0, rows: bool, columns: bool
+    def fp8_cast(
+        self, operand: int, tensors: Sequence[Tensor], amax: Tensor, *, dim: int = 0, rows: bool, columns: bool
     ) -> Fp8Matrix:
         """`fp8_cast.cast` in the format of the kind, noting what it sees."""
-        return cast(
+        return fp8_cast(
             tensors,
-            peaks,
-            FORMATS[kind],
+            amax,
+            FORMATS[operand],
             dim=dim,
             rows=rows,
             columns=columns,
-            notes=self.notes_of(kind),
+            amax_bits=self.amax_bits_of(operand),
             saturates=self.saturates,
         )
 
 
-AT_ONCE = Earlier()
+CURRENT_SCALES = DelayedScales()
 """Every tensor's scale is its own."""
 
 
@@ -499,7 +505,7 @@ def fp8_linears(
     *,
     rowwise: bool,
     emulated: bool,
-    earlier: Earlier = AT_ONCE,
+    earlier: DelayedScales = CURRENT_SCALES,
 ) -> tuple[Tensor, ...]:
     """`fp8_linear` for layers that have one input; see [Note: layers of one input].
 
@@ -534,41 +540,41 @@ class _Fp8Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, keeps: bool, emulated: bool, earlier: Earlier, *weights: Tensor
+        ctx: Any, x: Tensor, keeps: bool, emulated: bool, earlier: DelayedScales, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         x = x.contiguous()
-        small = earlier.cast(INPUT, [x], earlier.peaks_of(INPUT, [x]), rows=True, columns=keeps)
-        peaks = earlier.peaks_of(WEIGHT, weights)
-        stacked = earlier.cast(WEIGHT, weights, peaks, rows=True, columns=False)
+        small = earlier.fp8_cast(INPUT, [x], earlier.amax_of(INPUT, [x]), rows=True, columns=keeps)
+        amax = earlier.amax_of(WEIGHT, weights)
+        stacked = earlier.fp8_cast(WEIGHT, weights, amax, rows=True, columns=False)
         # Weights are rounded again on the way back: a sharded one is not here all the time, and its copy would be.
-        ctx.save_for_backward(small.columns, small.inverse, peaks, *weights)
+        ctx.save_for_backward(small.columns, small.inverse, amax, *weights)
         ctx.emulated, ctx.earlier = emulated, earlier
         inverses = small.inverse, stacked.inverse
         return tuple(
-            scaled_product(small.rows, part.t(), inverses, x.dtype, fast=True, emulated=emulated)
-            for part in stacked.rows.split_with_sizes([len(weight) for weight in weights])
+            scaled_product(small.rows, stacked_weight.t(), inverses, x.dtype, fast=True, emulated=emulated)
+            for stacked_weight in stacked.rows.split_with_sizes([len(weight) for weight in weights])
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        columns, inverse, peaks, *weights = ctx.saved_tensors
+        columns, inverse, amax, *weights = ctx.saved_tensors
         needs_x, _, _, _, *needed = ctx.needs_input_grad
-        earlier: Earlier = ctx.earlier
+        earlier: DelayedScales = ctx.earlier
         grad_x: Tensor | None = None
         grad_weights: list[Tensor | None] = [None] * len(weights)
         grads = tuple(grad.contiguous() for grad in grads)
-        grad_peaks = earlier.peaks_of(GRADIENT, grads)
-        small = earlier.cast(GRADIENT, grads, grad_peaks, dim=1, rows=needs_x, columns=any(needed))
+        grad_amax = earlier.amax_of(GRADIENT, grads)
+        small = earlier.fp8_cast(GRADIENT, grads, grad_amax, dim=1, rows=needs_x, columns=any(needed))
         if needs_x:
-            stacked = cast(weights, peaks, E4M3, rows=False, columns=True, saturates=earlier.saturates)
+            stacked = fp8_cast(weights, amax, E4M3, rows=False, columns=True, saturates=earlier.saturates)
             inverses = small.inverse, stacked.inverse
             b = stacked.columns.t()
             grad_x = scaled_product(small.rows, b, inverses, grads[0].dtype, fast=False, emulated=ctx.emulated)
         if any(needed):
             inverses, dtype = (small.inverse, inverse), weights[0].dtype
             whole = scaled_product(small.columns, columns.t(), inverses, dtype, fast=False, emulated=ctx.emulated)
-            parts = whole.split_with_sizes([len(weight) for weight in weights])
-            grad_weights = [part if wanted else None for part, wanted in zip(parts, needed, strict=True)]
+            pieces = whole.split_with_sizes([len(weight) for weight in weights])
+            grad_weights = [piece if wanted else None for piece, wanted in zip(pieces, needed, strict=True)]
         return grad_x, None, None, None, *grad_weights
 
 

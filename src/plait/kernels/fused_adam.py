@@ -56,8 +56,8 @@ if HAS_TRITON:
         eps,
         weight_type: tl.constexpr,
         grad_type: tl.constexpr,
-        room_type: tl.constexpr,
-        has_room: tl.constexpr,
+        rounded_type: tl.constexpr,
+        has_rounded: tl.constexpr,
         has_scale: tl.constexpr,
         has_skip: tl.constexpr,
         aligned: tl.constexpr,
@@ -72,7 +72,7 @@ if HAS_TRITON:
         grad = _address(table, 1, count, index, grad_type, aligned)
         mean = _address(table, 2, count, index, weight_type, aligned)
         square = _address(table, 3, count, index, weight_type, aligned)
-        room = _address(table, 4, count, index, room_type, aligned)
+        rounded = _address(table, 4, count, index, rounded_type, aligned)
         length = tl.load(table + 5 * count + index)
         if has_skip:
             length = tl.where(tl.load(found_inf) == 0, length, 0)
@@ -97,16 +97,16 @@ if HAS_TRITON:
             tl.store(weight + at, w.to(weight_type), mask=inside)
             tl.store(mean + at, m.to(weight_type), mask=inside)
             tl.store(square + at, v.to(weight_type), mask=inside)
-            if has_room:
-                tl.store(room + at, w.to(room_type), mask=inside)
+            if has_rounded:
+                tl.store(rounded + at, w.to(rounded_type), mask=inside)
 
 
-class LaunchKind(NamedTuple):
+class LaunchGroup(NamedTuple):
     """What entries of one launch have in common."""
 
     weight: torch.dtype
     grad: torch.dtype
-    room: torch.dtype | None
+    rounded: torch.dtype | None
     aligned: bool
     """Whether all begin and end where wide accesses do."""
 
@@ -118,21 +118,23 @@ class WeightPointers(NamedTuple):
     grad: Tensor
     mean: Tensor
     square: Tensor
-    room: Tensor | None
+    rounded: Tensor | None
     """Where the new weight is also written, rounded."""
 
     @property
-    def kind(self) -> LaunchKind:
+    def group(self) -> LaunchGroup:
         """Which launch it belongs to."""
-        tensors = [self.weight, self.grad, self.mean, self.square, *([] if self.room is None else [self.room])]
+        tensors = [self.weight, self.grad, self.mean, self.square, *([] if self.rounded is None else [self.rounded])]
         aligned = self.weight.numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        return LaunchKind(self.weight.dtype, self.grad.dtype, None if self.room is None else self.room.dtype, aligned)
+        return LaunchGroup(
+            self.weight.dtype, self.grad.dtype, None if self.rounded is None else self.rounded.dtype, aligned
+        )
 
 
 class Launch(NamedTuple):
     """What the kernel has to know of the entries that it updates at once."""
 
-    kind: LaunchKind
+    group: LaunchGroup
     lengths: list[int]
     chosen: Tensor | None
     """Which of all entries they are; None where they are all."""
@@ -154,31 +156,31 @@ class Tables:
     def of(self, entries: Sequence[WeightPointers]) -> list[Launch]:
         """One for each kind of them."""
         seen: list[Any] = []
-        for weight, grad, mean, square, room in entries:
+        for weight, grad, mean, square, rounded in entries:
             seen += (weight.data_ptr(), grad.data_ptr(), mean.data_ptr(), square.data_ptr(), grad.dtype, weight.numel())
-            seen.append(0 if room is None else room.data_ptr())
+            seen.append(0 if rounded is None else rounded.data_ptr())
         if seen != self._seen:
-            kinds = [entry.kind for entry in entries]
-            self._launches = [self._launch(kind, kinds, entries) for kind in dict.fromkeys(kinds)]
+            groups = [entry.group for entry in entries]
+            self._launches = [self._launch(group, groups, entries) for group in dict.fromkeys(groups)]
             self._seen = seen
         return self._launches
 
-    def _launch(self, kind: LaunchKind, kinds: list[LaunchKind], entries: Sequence[WeightPointers]) -> Launch:
-        chosen = [index for index, found in enumerate(kinds) if found == kind]
-        part = [entries[index] for index in chosen]
-        device = part[0].weight.device
-        lengths = [entry.weight.numel() for entry in part]
-        rows = [entry.weight.data_ptr() for entry in part]
-        rows += [entry.grad.data_ptr() for entry in part]
-        rows += [entry.mean.data_ptr() for entry in part]
-        rows += [entry.square.data_ptr() for entry in part]
-        rows += [0 if entry.room is None else entry.room.data_ptr() for entry in part]
+    def _launch(self, group: LaunchGroup, groups: list[LaunchGroup], entries: Sequence[WeightPointers]) -> Launch:
+        chosen = [index for index, other in enumerate(groups) if other == group]
+        members = [entries[index] for index in chosen]
+        device = members[0].weight.device
+        lengths = [entry.weight.numel() for entry in members]
+        rows = [entry.weight.data_ptr() for entry in members]
+        rows += [entry.grad.data_ptr() for entry in members]
+        rows += [entry.mean.data_ptr() for entry in members]
+        rows += [entry.square.data_ptr() for entry in members]
+        rows += [0 if entry.rounded is None else entry.rounded.data_ptr() for entry in members]
         known = next((launch.pieces for launch in self._launches if launch.lengths == lengths), None)
         if known is None:
             pairs = [(index, piece) for index, n in enumerate(lengths) for piece in range(-(-n // PIECE))]
-            known = _sent(torch.tensor(pairs, dtype=torch.int32).view(-1, 2), device)
-        picked = None if len(chosen) == len(kinds) else _sent(torch.tensor(chosen), device)
-        return Launch(kind, lengths, picked, _sent(torch.tensor(rows + lengths), device), known)
+            known = _to_device(torch.tensor(pairs, dtype=torch.int32).view(-1, 2), device)
+        picked = None if len(chosen) == len(groups) else _to_device(torch.tensor(chosen), device)
+        return Launch(group, lengths, picked, _to_device(torch.tensor(rows + lengths), device), known)
 
 
 def adam_many_triton(
@@ -192,7 +194,7 @@ def adam_many_triton(
     launch: Launch,
 ) -> None:
     """Update entries of one kind. `rates` holds each one's rate and the root of its second correction, fp32."""
-    kind, lengths, _, table, pieces = launch
+    group, lengths, _, table, pieces = launch
     if len(pieces) == 0:
         return  # a rank may have no part of any of them
     # What is close to 1 is worked out here: the kernel gets its numbers in fp32.
@@ -210,13 +212,13 @@ def adam_many_triton(
             betas[1],
             1.0 - betas[1],
             eps,
-            weight_type=_TYPES[kind.weight],
-            grad_type=_TYPES[kind.grad],
-            room_type=_TYPES[kind.room or kind.weight],
-            has_room=kind.room is not None,
+            weight_type=_TYPES[group.weight],
+            grad_type=_TYPES[group.grad],
+            rounded_type=_TYPES[group.rounded or group.weight],
+            has_rounded=group.rounded is not None,
             has_scale=scale is not None,
             has_skip=found_inf is not None,
-            aligned=kind.aligned,
+            aligned=group.aligned,
             blocks=PIECE // BLOCK,
             block=BLOCK,
             num_warps=WARPS,
@@ -228,7 +230,7 @@ _TYPES: dict[torch.dtype, Any] = (
 )
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device, without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -273,10 +275,10 @@ def adam_many_plain(
     for entry, step in zip(entries, steps, strict=True):
         step += 1
         now = replace(numbers, step=int(step), scale=factor)
-        weight, grad, mean, square, room = entry
+        weight, grad, mean, square, rounded = entry
         on_host = all(t.device.type == "cpu" and t.is_contiguous() for t in (weight, grad, mean, square))
         update = adam_step if on_host and weight.dtype == torch.float32 else adam_step_plain
-        update(now, [weight], [grad], [mean], [square], [room])
+        update(now, [weight], [grad], [mean], [square], [rounded])
 
 
 def _rates(numbers: AdamNumbers, steps: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def is_untouched(layer: nn.Linear) -> bool:
     return class_of(layer.weight) in (nn.Parameter, Tensor) and not watched
 
 
-def through_all(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """What each layer makes of `x`. Plain ones are taken together; otherwise each is called."""
     if all(map(is_plain, layers)):
         return linears(x, *(layer.weight for layer in layers))  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in tensors)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
 class _SharedInputLinears(torch.autograd.Function):
@@ -94,14 +94,14 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def spoken_for(model: nn.Module) -> set[nn.Module]:
+def bypassed_layers(model: nn.Module) -> set[nn.Module]:
     """Layers that are not called: a module of the model, which names them in `together`, multiplies for them."""
-    found: set[nn.Module] = set()
+    bypassed: set[nn.Module] = set()
     for module in model.modules():
         for names in getattr(type(module), "together", ()):
             layers = [module.get_submodule(name) for name in names]
-            found.update(layers if all(map(is_plain, layers)) else ())
-    return found
+            bypassed.update(layers if all(map(is_plain, layers)) else ())
+    return bypassed
 
 
 # A gated feed-forward that keeps its two inner tensors, and not their product.
@@ -118,7 +118,7 @@ def spoken_for(model: nn.Module) -> set[nn.Module]:
 
 def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """`down(silu(gate(x)) * up(x))`. Layers that are not plain, as `linears.is_plain` has it, are called."""
-    g, u = through_all(x, (gate, up))
+    g, u = apply_linears(x, (gate, up))
     if is_plain(down) and g.dtype == u.dtype:
         return gated_down(g, u, down.weight)  # type: ignore[arg-type]
     return down(swiglu(g, u))  # type: ignore[no-any-return]

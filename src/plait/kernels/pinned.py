@@ -1,4 +1,4 @@
-"""Host memory for tensors that meet disks and devices: aligned to pages, pinned where asked."""
+"""Host memory for transfers to disks and devices: page-aligned, optionally pinned; and the speed of such transfers."""
 
 from __future__ import annotations
 
@@ -17,73 +17,69 @@ from plait.errors import TrainingError
 from plait.fake_tensors import on_fake_tensors
 
 ALIGNMENT = 4096
-"""What direct I/O asks of addresses, lengths and places in a file: enough for every disk in use."""
-
-
-_PART = 8 << 20
+"""What addresses, lengths and file offsets of direct I/O are multiples of: enough for all common disks."""
+_CLEAR_BYTES = 8 << 20
 """Bytes whose pages a thread clears at a time."""
-
-
 _PROBE = 32 << 20
-"""Bytes that show how fast a link is."""
+"""Bytes that are copied to measure a link."""
 
 
 def rounded(size: int) -> int:
-    """The bytes that `size` bytes take up in whole blocks of `ALIGNMENT`."""
+    """`size` rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def host_empty(*shape: int, dtype: torch.dtype = torch.float32, pinned: bool = False) -> Tensor:
-    """An unfilled CPU tensor that begins at a block and has all bytes of its last one to itself.
+    """Return an uninitialized CPU tensor that starts at a page boundary and shares no page with other tensors.
 
-    `pinned`: a CUDA device copies from and to it without waiting. torch's own pinned memory comes in powers of two, up
-    to twice what was asked for; this pins exactly what it needs.
+    `pinned`: a CUDA device copies from and to it asynchronously. torch's own pinned allocator rounds up to powers of
+    two, up to twice the size; this pins whole pages only.
     """
     size = prod(shape) * dtype.itemsize
     if pinned and size:
         return _pinned(size).view(dtype).view(shape)
-    room = torch.empty(rounded(size) + ALIGNMENT, dtype=torch.uint8)
-    skip = _to_next_block(room)
-    return room[skip : skip + size].view(dtype).view(shape)
+    buffer = torch.empty(rounded(size) + ALIGNMENT, dtype=torch.uint8)
+    skip = _to_next_block(buffer)
+    return buffer[skip : skip + size].view(dtype).view(shape)
 
 
-@on_fake_tensors(lambda room: 0)
-def _to_next_block(room: Tensor) -> int:
-    return -room.data_ptr() % ALIGNMENT
+@on_fake_tensors(lambda buffer: 0)
+def _to_next_block(buffer: Tensor) -> int:
+    return -buffer.data_ptr() % ALIGNMENT
 
 
 def _pinned(size: int) -> Tensor:
-    # Pages of our own rather than of torch's storage: that has no Python object which lives as long as it does, and
-    # would be unpinned while it is in use.
+    # An `mmap` of our own rather than torch's storage, which has no Python object of the same lifetime: it could be
+    # unpinned while it is in use.
     pages = _Pages(-1, rounded(size))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-    room = torch.frombuffer(pages, dtype=torch.uint8)
-    _touch(room)
-    pages.pin(room.data_ptr(), rounded(size))
-    return room[:size]
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    _touch(buffer)
+    pages.pin(buffer.data_ptr(), rounded(size))
+    return buffer[:size]
 
 
-def _touch(room: Tensor) -> None:
-    """Have every page cleared, by many threads: while it pins, CUDA would have that done to one after the other.
+def _touch(buffer: Tensor) -> None:
+    """Fault in every page, in many threads: `cudaHostRegister` would have them cleared one after another.
 
-    The system clears about a GB/s in a thread. torch's own threads would not share so few operations.
+    Linux clears about 1 GB/s per thread. torch would not parallelize an operation on so few elements.
     """
-    parts = torch.split(room, _PART)
-    if len(parts) == 1:
-        room[::ALIGNMENT].zero_()
+    chunks = torch.split(buffer, _CLEAR_BYTES)
+    if len(chunks) == 1:
+        buffer[::ALIGNMENT].zero_()
         return
-    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as threads:
-        for _ in threads.map(lambda part: part[::ALIGNMENT].zero_(), parts):
+    with ThreadPoolExecutor(min(len(chunks), os.cpu_count() or 1)) as threads:
+        for _ in threads.map(lambda chunk: chunk[::ALIGNMENT].zero_(), chunks):
             pass
 
 
 class _Pages(mmap.mmap):
-    """Pages that CUDA is told of, and told when they go.
+    """Anonymous memory that is registered with CUDA, and unregistered before it is unmapped.
 
-    [Note: pages that go] That must be before they are given back: pages that come later may lie at the same address,
-    and CUDA would copy from and to the old ones. A weak reference to a map is told only afterwards.
+    [Note: unregistered before unmapped] Memory that is mapped later may have the same address, and CUDA would copy from
+    and to the old pages. The callback of a weak reference to the map would come too late.
     """
 
     unpin: Callable[[], object] | None = None
@@ -91,7 +87,7 @@ class _Pages(mmap.mmap):
     def pin(self, address: int, size: int) -> None:
         _pin(address, size)
         unregister, owner = torch.cuda.cudart().cudaHostUnregister, os.getpid()  # type: ignore[no-untyped-call]
-        self.unpin = lambda: unregister(address) if os.getpid() == owner else None  # a fork has no CUDA
+        self.unpin = lambda: unregister(address) if os.getpid() == owner else None  # a forked child has no CUDA context
 
     def __del__(self) -> None:
         if self.unpin is not None and not sys.is_finalizing():
@@ -109,13 +105,13 @@ def _pin(address: int, size: int) -> None:
 
 
 def link_gbps(device: torch.device) -> float:
-    """GB/s that copies from pinned memory to a CUDA device reach, measured in a few hundredths of a second."""
+    """Measure the GB/s of copies from pinned memory to a CUDA device, in a few hundredths of a second."""
     there = torch.empty(_PROBE, dtype=torch.uint8, device=device)
     return copy_gbps(there, host_empty(_PROBE, dtype=torch.uint8, pinned=True), device, times=4)
 
 
 def copy_gbps(target: Tensor, source: Tensor, device: torch.device, *, times: int) -> float:
-    """GB/s of the fastest of some copies between a CUDA device and pinned memory, by the device's own clock."""
+    """Return the GB/s of the fastest of `times` copies between a CUDA device and pinned memory, by CUDA events."""
     best, stream = float("inf"), torch.cuda.current_stream(device)
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

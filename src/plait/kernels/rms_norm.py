@@ -30,18 +30,18 @@ if HAS_TRITON:
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, block)
         inside = at < width
-        here = row * width + at
-        value = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+        offset = row * width + at
+        value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
         if has_residual:
-            value += tl.load(residual + here, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
             # What goes on is the rounded sum, so that is what is normed.
             sum_rounded = value.to(total.dtype.element_ty)
-            tl.store(total + here, sum_rounded, mask=inside)
+            tl.store(total + offset, sum_rounded, mask=inside)
             value = sum_rounded.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
         tl.store(scales + row, scale)
         w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + here, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offset, (value * scale * w).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _backward_kernel(  # type: ignore[no-untyped-def]
@@ -64,17 +64,17 @@ if HAS_TRITON:
         w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         summed = tl.zeros((block,), dtype=tl.float32)
         for row in range(program, rows, tl.num_programs(0)):
-            here = row * width + at
-            value = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(grad + here, mask=inside, other=0.0).to(tl.float32)
+            offset = row * width + at
+            value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
             scale = tl.load(scales + row)
             normed = value * scale
             summed += up * normed
             weighted = up * w
             slope = (weighted - normed * (tl.sum(weighted * normed, 0) / width)) * scale
             if has_residual:
-                slope += tl.load(grad_total + here, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_x + here, slope.to(grad_x.dtype.element_ty), mask=inside)
+                slope += tl.load(grad_total + offset, mask=inside, other=0.0).to(tl.float32)
+            tl.store(grad_x + offset, slope.to(grad_x.dtype.element_ty), mask=inside)
         tl.store(grad_weights + program * width + at, summed, mask=inside)
 
 
@@ -161,7 +161,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rms_norm_beside(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x` as it is, and its norm. Who goes on with this `x` has its gradient added where the norm's is made."""
     if not _is_fused(x):
         return x, rms_norm_plain(x, weight, eps)
@@ -193,7 +193,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, beside: bool
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, returns_input: bool
     ) -> tuple[Tensor | None, Tensor]:
         given, x = x, x.contiguous()
         y = None if y is None else y.contiguous()
@@ -201,7 +201,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x if total is None else total, weight, scales)
         ctx.set_materialize_grads(False)
         ctx.adds = y is not None
-        return given if beside else total, out
+        return given if returns_input else total, out
 
     @staticmethod
     def backward(

@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.kernels import MULTIPLE, add_rms_norm, rms_norm, rms_norm_beside, rotate
+from plait.kernels import MULTIPLE, add_rms_norm, apply_rotary, rms_norm, rms_norm_and_input
 from plait.models.common.attention import Attention, Rotary, Shared
 from plait.models.common.losses import Fp8Head, LMHead
 from plait.models.hf import CausalLM, fuse_transformers, head_of
@@ -34,7 +34,7 @@ class FusedRMSNorm(nn.RMSNorm):
         eps = _EPS if self.eps is None else self.eps
         if added is not None:
             return add_rms_norm(x, added, self.weight, eps)
-        return rms_norm_beside(x, self.weight, eps) if beside else rms_norm(x, self.weight, eps)
+        return rms_norm_and_input(x, self.weight, eps) if beside else rms_norm(x, self.weight, eps)
 
 
 class FusedSwiGLU(SwiGLU):
@@ -96,7 +96,7 @@ def _along_one_dim(norm: nn.RMSNorm) -> bool:
 
 def rotate_together(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of `rope.rotate_both` in one operation."""
-    return rotate(q, k, rotary.cos.squeeze(1), rotary.sin.squeeze(1))
+    return apply_rotary(q, k, rotary.cos.squeeze(1), rotary.sin.squeeze(1))
 
 
 # Telling a language model's head to compute its backward products in 8 bits; see [Note: a head in 8 bits].

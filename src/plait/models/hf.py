@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from plait.config import HFConfig, read_json_object, transformers_code
 from plait.distributed import is_sharded
 from plait.errors import MissingExtraError, ModelError, PlaitError
-from plait.kernels import attends_both_ways, mixer_without_mask, rms_norm, rotate
+from plait.kernels import apply_rotary, attends_both_ways, mixer_without_mask, rms_norm
 from plait.models.common.attention import document_mask
 from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
 from plait.models.common.protocol import LossTerm
@@ -179,7 +179,7 @@ def _rotation(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
     def together(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim != 1 or cos.ndim != 3 or cos.shape[-1] != q.shape[-1]:
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return rotate(q, k, cos, sin)
+        return apply_rotary(q, k, cos, sin)
 
     return together
 

@@ -108,7 +108,7 @@ def _step_adam(
                 decoupled=type(optimizer) is AdamW or bool(group.get("decoupled_weight_decay")),
                 scale=factor,
             )
-            adam_step(numbers, [master], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [room], crew=crew)
+            adam_step(numbers, [master], [grad], [state["exp_avg"]], [state["exp_avg_sq"]], [room], pool=crew)
 
 
 def _step_any(optimizer: Any, bucket: Bucket, grads: Sequence[Tensor], factor: float, clip_value: float | None) -> None:

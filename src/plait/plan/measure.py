@@ -40,17 +40,17 @@ def measure_update(cores: int, seconds: float) -> float:
     """GB/s that AdamW reads and writes on the host with so many threads, the best of a few runs."""
     weight, mean, square = (torch.zeros(_NUMBERS) for _ in range(3))
     grad, narrow = (torch.ones(_NUMBERS, dtype=torch.bfloat16) for _ in range(2))
-    crew = ThreadPool(cores)
+    pool = ThreadPool(cores)
     best, count, end = float("inf"), 0, 0.0
     try:
         while count < 3 or time.perf_counter() < end:
             count += 1
             start = time.perf_counter()
-            adam_step(AdamNumbers(count, lr=1e-3), [weight], [grad], [mean], [square], [narrow], crew=crew)
+            adam_step(AdamNumbers(count, lr=1e-3), [weight], [grad], [mean], [square], [narrow], pool=pool)
             best = min(best, time.perf_counter() - start)
             end = end or start + seconds
     finally:
-        crew.close()
+        pool.close()
     return _NUMBERS * _BYTES / best / 1e9
 
 

@@ -44,7 +44,7 @@ from plait.config import (
 from plait.distributed import activations_on_host, fake_world, local_part, replaced
 from plait.engine import Length, NativeEngine, OffloadedParams, Preparation, described_loss, prepare_native
 from plait.errors import ConfigError, Problem
-from plait.kernels import PASSING
+from plait.kernels import WORKSPACE_BYTES
 from plait.launch import Phase
 from plait.optim import Offload
 from plait.plan.classify import Owners
@@ -130,7 +130,7 @@ class SimulatedCheckpoints:
             lates = [entries[name].bytes for name, entry in tensors.items() if isinstance(entry, Later)]
             largest = max([*lates, away.largest])
             # See [Note: a few rows at a time] in `spec.deferred`; a block may have to be put together from two strips.
-            wide = (min(largest, STRIP) + 2 * BLOCK * (largest > STRIP) + PASSING) * at_once if largest else 0.0
+            wide = (min(largest, STRIP) + 2 * BLOCK * (largest > STRIP) + WORKSPACE_BYTES) * at_once if largest else 0.0
             if self.saves:
                 loose = [each for name, each in tensors.items() if not entries[name].contiguous]
                 _copy_in_rows((each for each in loose if isinstance(each, Tensor)), engine.world.device.type, at_once)

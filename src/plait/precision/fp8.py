@@ -14,19 +14,19 @@ from plait.config import Fp8Config
 from plait.errors import ConfigError, ModelError, Problem
 from plait.fake_tensors import is_like, on_fake_tensors
 from plait.kernels import (
-    AT_ONCE,
+    CURRENT_SCALES,
     FORMATS,
     MULTIPLE,
-    Earlier,
+    DelayedScales,
     fp8_feed_forward,
     fp8_linears,
     is_plain,
     is_untouched,
     swiglu,
 )
+from plait.kernels import apply_linears as through_plain
+from plait.kernels import bypassed_layers as spoken_for_plain
 from plait.kernels import feed_forward as feed_forward_plain
-from plait.kernels import spoken_for as spoken_for_plain
-from plait.kernels import through_all as through_plain
 
 # The largest numbers of the last steps, kept for all layers that multiply in 8 bits, and the scales they lead to.
 #
@@ -53,15 +53,15 @@ class EarlierScales:
         self._steps = _steps_seen(self._history)
         self._peaks = self._reckon()
 
-    def of(self, rows: Sequence[int], x: Tensor) -> Earlier:
+    def of(self, rows: Sequence[int], x: Tensor) -> DelayedScales:
         """What is known of the layers with these numbers, for a pass of training over `x`."""
         first, count = rows[0], len(rows)
         # Layers of one module are neighbours here; for others, and for a count of activations, there is no view.
         if list(rows) != list(range(first, first + count)) or not is_like(x, self._notes):
-            return AT_ONCE
+            return CURRENT_SCALES
         peaks = self._peaks if self._steps == len(self._history) else None
-        whole = Earlier(peaks, self._notes if torch.is_grad_enabled() else None)
-        return whole.part(first, first + count)
+        whole = DelayedScales(peaks, self._notes if torch.is_grad_enabled() else None)
+        return whole.of_layers(first, first + count)
 
     @torch.no_grad()
     def after_step(self, group: dist.ProcessGroup | None) -> None:
@@ -155,10 +155,10 @@ def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear)
     return fp8_feed_forward(x.to(dtype), *weights, emulated=gate.emulated, earlier=_earlier(x, layers))
 
 
-def _earlier(x: Tensor, layers: Sequence[Fp8Linear]) -> Earlier:
+def _earlier(x: Tensor, layers: Sequence[Fp8Linear]) -> DelayedScales:
     scales = layers[0].scales
     if scales is None or not layers[0].training:  # what is evaluated may be unlike what the scales are from
-        return AT_ONCE
+        return CURRENT_SCALES
     return scales.of([layer.row for layer in layers], x)
 
 

@@ -50,10 +50,10 @@ def test_steps_are_those_of_float64_and_the_rounded_weights_follow(
     for entry, reference in zip(entries, exact, strict=True):
         for found, wanted in zip((entry.weight, entry.mean, entry.square), reference, strict=True):
             torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=1e-6)
-        if entry.room is not None:
+        if entry.rounded is not None:
             # The interpreter cuts digits off where a device rounds.
             near = 2**-7 if interprets() else 0.0
-            torch.testing.assert_close(entry.room, entry.weight.to(entry.room.dtype), rtol=near, atol=0.0)
+            torch.testing.assert_close(entry.rounded, entry.weight.to(entry.rounded.dtype), rtol=near, atol=0.0)
     assert [float(step) for step in steps] == [4.0] * len(SHAPES)
 
 

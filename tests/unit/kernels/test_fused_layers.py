@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.kernels.linears import gated_down, linears
-from plait.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_beside
-from plait.kernels.rotate import rotate
+from plait.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
+from plait.kernels.rotary import apply_rotary
 from plait.kernels.scaled import scaled
 from plait.kernels.swiglu import swiglu
 from plait.kernels.triton import interprets
@@ -56,7 +56,7 @@ def test_the_norm_of_a_sum_and_the_sum(dtype: torch.dtype) -> None:
 @DTYPES
 def test_a_norm_beside_its_input(dtype: torch.dtype) -> None:
     weight = 1.0 + 0.1 * torch.randn(48)
-    agrees(lambda x, w: rms_norm_beside(x, w, 1e-5), [torch.randn(4, 6, 48), weight], dtype)
+    agrees(lambda x, w: rms_norm_and_input(x, w, 1e-5), [torch.randn(4, 6, 48), weight], dtype)
 
 
 @DTYPES
@@ -64,7 +64,7 @@ def test_a_norm_beside_its_input(dtype: torch.dtype) -> None:
 def test_a_rotation_of_queries_and_keys_as_projections_leave_them(dtype: torch.dtype, batch_of_table: int) -> None:
     q, k = torch.randn(2, 5, 6, 16), torch.randn(2, 5, 2, 16)
     angles = torch.randn(batch_of_table, 5, 16)  # as `transformers` has it: both halves
-    turn = lambda q, k, c, s: rotate(q.transpose(1, 2), k.transpose(1, 2), c, s)  # noqa: E731
+    turn = lambda q, k, c, s: apply_rotary(q.transpose(1, 2), k.transpose(1, 2), c, s)  # noqa: E731
     agrees(turn, [q, k], dtype, [angles.cos(), angles.sin()])
 
 

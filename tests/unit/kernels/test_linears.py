@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.config.model import LlamaConfig
 from plait.kernels.linears import (
+    apply_linears,
+    bypassed_layers,
     feed_forward,
     gated_down,
     gated_down_plain,
     is_plain,
     linears,
     linears_plain,
-    spoken_for,
-    through_all,
 )
 from plait.models import build_model
 from plait.models.fused import fuse
@@ -183,20 +183,20 @@ def test_a_layer_that_does_more_than_multiply_is_called(strange: Callable[[int, 
     x, plain, other, last = some(3, 8), nn.Linear(8, 20, bias=False), strange(8, 20), strange(20, 8)
     assert is_plain(plain)
     assert not is_plain(other)
-    same(lambda: through_all(x, (plain, other)), lambda: [plain(x), other(x)], [x, *plain.parameters()])
+    same(lambda: apply_linears(x, (plain, other)), lambda: [plain(x), other(x)], [x, *plain.parameters()])
     same(lambda: feed_forward(x, plain, other, last), lambda: last(F.silu(plain(x)) * other(x)), [x])
 
 
 def test_looking_at_a_model_does_not_change_what_its_layers_do() -> None:
     sizes: dict[str, Any] = {"vocab_size": 20, "dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24}
     model = build_model(LlamaConfig(**sizes))
-    assert spoken_for(model) == set()
+    assert bypassed_layers(model) == set()
     fuse(model)
     block: Any = model.get_submodule("blocks.0")
     together = {block.attention.q, block.attention.k, block.attention.v, block.ffn.gate, block.ffn.up, block.ffn.down}
-    assert spoken_for(model) == together
+    assert bypassed_layers(model) == together
     with module_marks(model, ModuleStack()):
-        assert spoken_for(model) == together
+        assert bypassed_layers(model) == together
         assert not is_plain(block.attention.out)
     _with_hook(block.attention.q)
-    assert spoken_for(model) == {block.ffn.gate, block.ffn.up, block.ffn.down}
+    assert bypassed_layers(model) == {block.ffn.gate, block.ffn.up, block.ffn.down}

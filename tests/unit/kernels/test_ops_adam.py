@@ -30,7 +30,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ten_steps_are_those_of_float64(
     grad_dtype: torch.dtype, decoupled: bool, scale: float, publish: torch.dtype | None, threads: int | None
 ) -> None:
-    crew = None if threads is None else ThreadPool(threads)
+    pool = None if threads is None else ThreadPool(threads)
     weights = [torch.randn(size) for size in SIZES]
     states = [torch.zeros(size) for size in SIZES], [torch.zeros(size) for size in SIZES]
     exact = [w.double() for w in weights]
@@ -42,7 +42,7 @@ def test_ten_steps_are_those_of_float64(
         numbers = AdamNumbers(
             step, lr=1e-2, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, decoupled=decoupled, scale=scale
         )
-        adam_step(numbers, weights, grads, *states, places, crew=crew)
+        adam_step(numbers, weights, grads, *states, places, pool=pool)
         adam_step_plain(numbers, exact, exact_grads, *exact_states)
     pairs = zip([*weights, *states[0], *states[1]], [*exact, *exact_states[0], *exact_states[1]], strict=True)
     for found, reference in pairs:
@@ -55,17 +55,17 @@ def test_a_crew_leaves_torch_its_threads_and_hands_on_errors() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        crew = ThreadPool(3)
+        pool = ThreadPool(3)
         assert torch.get_num_threads() == 2
         seen: list[int] = []
-        crew.share(1, lambda _numbers: seen.append(torch.get_num_threads()))
+        pool.share(1, lambda _numbers: seen.append(torch.get_num_threads()))
         other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         other.start()
         other.join()
         assert seen == [1, 2]
         with pytest.raises(ZeroDivisionError):
-            crew.share(4, lambda numbers: [1 // number for number in numbers])  # type: ignore[arg-type,return-value]
-        crew.close()
+            pool.share(4, lambda numbers: [1 // number for number in numbers])  # type: ignore[arg-type,return-value]
+        pool.close()
     finally:
         torch.set_num_threads(before)
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from plait.config.model import HFConfig, LlamaConfig, MoeConfig
-from plait.kernels.linears import spoken_for
+from plait.kernels.linears import bypassed_layers
 from plait.models import build_model
 from plait.models.fused import fuse
 
@@ -67,7 +67,7 @@ def test_models_of_transformers_train_as_before_and_nobody_elses_change(family: 
     projections = 0 if family == "qwen2" else 3  # whose projections have a bias
     norms = 9 if family == "qwen3" else 5  # it norms queries and keys as well
     assert fuse(fused) == {"norms": norms, "gates": 2, "attentions": 2}
-    assert len(spoken_for(fused)) == 2 * (3 + projections)
+    assert len(bypassed_layers(fused)) == 2 * (3 + projections)
     same_training(model, fused)
     assert {type(m).__name__ for m in fused.modules()} == {type(m).__name__ for m in model.modules()}
     assert not any(type(m) in map(type, fused.modules()) for m in model.modules() if "RMSNorm" in type(m).__name__)
@@ -85,12 +85,12 @@ def test_sharded_blocks_gather_their_weights_for_both_passes() -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     model.bfloat16()
     found: list[int] = []
-    blocks[0].ffn.register_forward_pre_hook(lambda module, _: found.append(len(spoken_for(module))))
+    blocks[0].ffn.register_forward_pre_hook(lambda module, _: found.append(len(bypassed_layers(module))))
     tokens = torch.randint(50, (2, 9))
     for each in (model, fused):
         each(tokens, tokens).sum.backward()
     assert found == [3]
-    assert spoken_for(fused) == set()  # between passes the weights are parts
+    assert bypassed_layers(fused) == set()  # between passes the weights are parts
     for (name, param), whole in zip(fused.named_parameters(), model.parameters(), strict=True):
         assert (param.grad.full_tensor() - whole.grad).norm() < 0.05 * whole.grad.norm(), name  # type: ignore[union-attr]
 

@@ -13,7 +13,7 @@ from tests.refusals import missing
 from plait.checkpoint.memory import WRITERS
 from plait.config import parse_sections
 from plait.config.run import RunConfig
-from plait.kernels.adam8bit import PASSING
+from plait.kernels.adam8bit import WORKSPACE_BYTES
 from plait.launch import Phase
 from plait.models import build_model
 from plait.plan.gate import RunForecast, forecast
@@ -105,7 +105,7 @@ def largest_of(config: RunConfig) -> int:
 def test_moments_in_8_bits_come_to_the_host_in_fp32_to_be_saved_a_few_at_a_time() -> None:
     config = config_of(optim=EIGHT_BIT)
     account, host = on_host(config)
-    few = WRITERS * (4 * largest_of(config) + PASSING)
+    few = WRITERS * (4 * largest_of(config) + WORKSPACE_BYTES)
     assert host[Phase.SAVE] - host[Phase.STEP] == few + 64 * 2**20  # and blocks on their way from the device
     assert account.peaks()[Phase.LOAD] <= account.peaks()[Phase.IDLE] * 1.01  # they are packed as they are read
 
@@ -116,7 +116,7 @@ def test_moments_in_files_cost_the_host_nothing_to_save_unless_they_have_8_bits(
     _, plain = on_host(config_of(strategy), ranks=2)
     _, packed = on_host(config, ranks=2)
     assert plain[Phase.SAVE] == plain[Phase.STEP]
-    assert packed[Phase.SAVE] - packed[Phase.STEP] == WRITERS * (4 * largest_of(config) / 2 + PASSING)
+    assert packed[Phase.SAVE] - packed[Phase.STEP] == WRITERS * (4 * largest_of(config) / 2 + WORKSPACE_BYTES)
 
 
 def test_before_the_first_step_an_offloaded_run_has_no_gradients_and_states_on_the_host() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.kernels.decode.dependent_launch import Ahead, ahead_options, dependent_launch_options, is_chained
-from plait.kernels.rotate import rotate_plain
+from plait.kernels.rotary import apply_rotary_plain
 from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
 
 
@@ -268,7 +268,7 @@ def attend_cached_plain(
     vectors = mixed.view(rows, -1, 1, width)
     q, k, v = vectors[:, : -2 * kv_heads], vectors[:, -2 * kv_heads : -kv_heads], vectors[:, -kv_heads:]
     table = cos[places][:, None], sin[places][:, None]
-    q, k = rotate_plain(q, *table), rotate_plain(k, *table)
+    q, k = apply_rotary_plain(q, *table), apply_rotary_plain(k, *table)
     number = torch.arange(rows, device=mixed.device)
     keys[number, :, places], values[number, :, places] = k[:, :, 0], v[:, :, 0]
     seen = torch.arange(slots, device=mixed.device) <= places[:, None]

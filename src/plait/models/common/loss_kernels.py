@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.fake_tensors import on_fake_tensors
-from plait.kernels import HAS_TRITON, has_kernels, interprets, is_fused, on_device_of
+from plait.kernels import HAS_TRITON, has_fp8_kernels, has_kernels, interprets, on_device_of
 from plait.models.common.protocol import IGNORE_INDEX
 
 if HAS_TRITON:
@@ -153,7 +153,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels import pair, turn
+    from plait.kernels import pack_pair, store_transposed
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _fp8_slopes_kernel(  # type: ignore[no-untyped-def]
@@ -199,9 +199,9 @@ if HAS_TRITON:
             if part % 2 == 0:
                 before = scaled
             else:
-                word |= pair(before, scaled, columns, by_hand) << (8 * (part - 1))
+                word |= pack_pair(before, scaled, columns, by_hand) << (8 * (part - 1))
         if has_columns:
-            turn(word, columns, columns_stride, top, left, padded_height, width, quarter, wide)
+            store_transposed(word, columns, columns_stride, top, left, padded_height, width, quarter, wide)
 
 
 def write_others(
@@ -213,7 +213,7 @@ def write_others(
     sums of exponentials, fp32. `rows` may be wider than there are words, and `columns`, turned over and perhaps a part
     of a larger one, longer than there are tokens: what is left is zero.
     """
-    if not is_fused(logits):
+    if not has_fp8_kernels(logits):
         write_others_plain(logits, labels, log_totals, rows, columns)
         return
     _write_triton(logits, labels, log_totals, rows, columns)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.distributed import is_sharded
-from plait.kernels import E4M3, E5M2, MULTIPLE, Fp8Matrix, cast, peaks_of, scaled, scaled_plain, scaled_product
+from plait.kernels import E4M3, E5M2, MULTIPLE, Fp8Matrix, amax_of, fp8_cast, scaled, scaled_plain, scaled_product
 from plait.models.common.loss_kernels import (
     SCALE,
     is_loss_fused,
@@ -532,4 +532,4 @@ def _chunk(
 
 
 def _turned(x: Tensor) -> Fp8Matrix:
-    return cast([x], peaks_of([x]), E4M3, rows=False, columns=True)
+    return fp8_cast([x], amax_of([x]), E4M3, rows=False, columns=True)

@@ -15,7 +15,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _turn(  # type: ignore[no-untyped-def]
+    def _rotate_heads(  # type: ignore[no-untyped-def]
         x,
         out,
         batch,
@@ -41,9 +41,9 @@ if HAS_TRITON:
         out += batch * out_batch + token * out_token
         first = tl.load(x + head * x_head + at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(x + head * x_head + at + half, mask=inside, other=0.0).to(tl.float32)
-        kind = out.dtype.element_ty
-        tl.store(out + head * out_head + at, (first * cos - second * sin).to(kind), mask=inside)
-        tl.store(out + head * out_head + at + half, (second * cos + first * sin).to(kind), mask=inside)
+        dtype = out.dtype.element_ty
+        tl.store(out + head * out_head + at, (first * cos - second * sin).to(dtype), mask=inside)
+        tl.store(out + head * out_head + at + half, (second * cos + first * sin).to(dtype), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]
@@ -80,10 +80,10 @@ if HAS_TRITON:
         program = tl.program_id(0).to(tl.int64)
         batch, token = program // tokens, program % tokens
         at = tl.arange(0, half_block)[None, :]
-        here = batch * table_batch + token * table_token + at
-        c = tl.load(cos + here, mask=at < half, other=0.0).to(tl.float32)
-        s = tl.load(sin + here, mask=at < half, other=0.0).to(tl.float32) * direction
-        _turn(
+        offset = batch * table_batch + token * table_token + at
+        c = tl.load(cos + offset, mask=at < half, other=0.0).to(tl.float32)
+        s = tl.load(sin + offset, mask=at < half, other=0.0).to(tl.float32) * direction
+        _rotate_heads(
             q,
             q_out,
             batch,
@@ -101,7 +101,7 @@ if HAS_TRITON:
             q_block,
             half_block,
         )
-        _turn(
+        _rotate_heads(
             k,
             k_out,
             batch,
@@ -121,18 +121,18 @@ if HAS_TRITON:
         )
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Turn each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle; in fp32 inside.
 
     The tables are (batch or 1, tokens, at least head_dim / 2); only that many columns are looked at.
     """
     if not has_kernels(q) or q.dtype == torch.float64 or q.stride(-1) != 1 or k.stride(-1) != 1:
-        return rotate_plain(q, cos, sin), rotate_plain(k, cos, sin)
+        return apply_rotary_plain(q, cos, sin), apply_rotary_plain(k, cos, sin)
     turned_q, turned_k = _Rotate.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
     return turned_q, turned_k
 
 
-def rotate_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The plain twin, of one tensor."""
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -147,20 +147,20 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin, 1.0)
+        return _rotated(q, k, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return *_turned(_straight(grad_q), _straight(grad_k), cos, sin, -1.0), None, None
+        return *_rotated(_with_unit_stride(grad_q), _with_unit_stride(grad_k), cos, sin, -1.0), None, None
 
 
-def _turned_fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -> tuple[Tensor, Tensor]:
+def _rotated_fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -> tuple[Tensor, Tensor]:
     return q.clone(), k.clone()
 
 
-@on_fake_tensors(_turned_fake)
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -> tuple[Tensor, Tensor]:
+@on_fake_tensors(_rotated_fake)
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q), torch.empty_like(k)
     batch, q_heads, tokens, dim = q.shape
     k_heads = k.shape[1]
@@ -192,5 +192,5 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) ->
     return out
 
 
-def _straight(x: Tensor) -> Tensor:
+def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
