@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from plait.distributed.fsdp import exchange_directly
+from plait.distributed.fsdp import use_point_to_point_collectives
 from tests.multi.ranks import RankPool
 
 STEPS, BACKWARDS = 3, 2
@@ -35,7 +35,7 @@ def twins(rank: int, size: int, param_dtype: torch.dtype | None, keep: bool) -> 
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-    exchange_directly([part for part in ours.modules() if isinstance(part, FSDPModule)], mesh, keep=keep)
+    use_point_to_point_collectives([part for part in ours.modules() if isinstance(part, FSDPModule)], mesh, keep=keep)
     torch.manual_seed(100 + rank)
     for _ in range(STEPS):
         for _ in range(BACKWARDS):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from plait.distributed.context_parallel_attention import split_batch as split_batch
     from plait.distributed.ddp import GradientBuckets as GradientBuckets
     from plait.distributed.ddp import Gradients as Gradients
-    from plait.distributed.ddp import OwnGradients as OwnGradients
-    from plait.distributed.ddp import as_one as as_one
+    from plait.distributed.ddp import LocalGradients as LocalGradients
     from plait.distributed.ddp import average_buffers as average_buffers
+    from plait.distributed.ddp import combine_collectors as combine_collectors
     from plait.distributed.ddp import persistent_buffers as persistent_buffers
     from plait.distributed.deferred_init import ConstructionRecord as ConstructionRecord
     from plait.distributed.deferred_init import Replay as Replay
@@ -130,7 +130,14 @@ else:
             "compile": ["undo_compile", "why_not"],
             "context_parallel": ["apply_context_parallel"],
             "context_parallel_attention": ["split_batch"],
-            "ddp": ["GradientBuckets", "Gradients", "OwnGradients", "as_one", "average_buffers", "persistent_buffers"],
+            "ddp": [
+                "GradientBuckets",
+                "Gradients",
+                "LocalGradients",
+                "combine_collectors",
+                "average_buffers",
+                "persistent_buffers",
+            ],
             "device": ["device_in", "export_ranks", "open_group_of_one"],
             "dtensor": ["is_sharded", "local_part", "same_kind", "settled_part"],
             "expert_parallel": ["apply_expert_parallel", "check_experts", "expert_placement", "share_rows"],

@@ -1,10 +1,10 @@
-"""Replicated parameters: gradients collected in buckets, summed over ranks while the backward pass runs.
+"""DDP (data parallelism with replicated parameters): gradient buckets, all-reduced while the backward pass runs.
 
 [Note: why not DistributedDataParallel]
 Its reducer sums in the dtype of the parameters and hands the sum back in it; mixed precision here sums in
 `reduce` and keeps the sum ([Note: one meaning of mixed precision]). It also wraps the module, which renames
-every parameter, and has to be told about parameters that take no part in a step. The buckets below need
-neither, and cost the same: one copy of each gradient, and one all-reduce a bucket.
+every parameter, and needs `find_unused_parameters` where some are not used in a step. The buckets below need
+neither, and cost the same: one copy of each gradient, and one all-reduce per bucket.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from plait.distributed.dtensor import is_sharded, local_part, settled_part
 from plait.torch_internals import non_persistent_buffers
 
-# What every collector of gradients is told, however it collects them.
-#
-# Each technique brings its own: `ShardedGradients` (ZeRO), `GradientBuckets` (replicated parameters), `OwnGradients`
-# (one process), `StreamedGradients` (offload). The engine calls the two methods below at the same moments for all of
-# them.
+# The interface of what collects gradients: `ShardedGradients` (ZeRO), `GradientBuckets` (replicated parameters),
+# `LocalGradients` (one process), `StreamedGradients` (offload). The engine calls its two methods at the same moments
+# for all of them.
 
 
 class Gradients(Protocol):
@@ -38,57 +36,57 @@ class Gradients(Protocol):
         """Complete the step's gradients."""
 
 
-def as_one(collectors: Sequence[Gradients]) -> Gradients:
-    """The collectors of all stages that a rank holds, as one."""
-    return collectors[0] if len(collectors) == 1 else _Several(collectors)
+def combine_collectors(collectors: Sequence[Gradients]) -> Gradients:
+    """One collector that forwards to those of all pipeline stages on this rank."""
+    return collectors[0] if len(collectors) == 1 else _CollectorList(collectors)
 
 
-class _Several:
-    """Passes on to each what all are told."""
+class _CollectorList:
+    """Forwards each call to all collectors."""
 
-    def __init__(self, each: Sequence[Gradients]) -> None:
-        self._each = each
+    def __init__(self, collectors: Sequence[Gradients]) -> None:
+        self._collectors = collectors
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare for one micro-batch."""
-        for one in self._each:
-            one.before_backward(last=last)
+        for collector in self._collectors:
+            collector.before_backward(last=last)
 
     def finish(self) -> None:
         """Complete the step's gradients."""
-        for one in self._each:
-            one.finish()
+        for collector in self._collectors:
+            collector.finish()
 
 
-# Being told of gradients, without keeping parameters alive by it.
+# Hooks on gradients that do not keep parameters alive.
 
 
 def listen(params: Sequence[nn.Parameter], collect: Callable[[int, Tensor], None]) -> None:
-    """Call a method with the index of a parameter, and the parameter, whenever its gradient is there.
+    """Call a method with the index of a parameter, and the parameter, whenever its gradient has been accumulated.
 
     The method's object is held weakly. torch does not show a parameter's hooks to the garbage collector, so a hook that
     held an object that holds the parameters would keep all of them, for as long as the process lives.
     """
     method = weakref.WeakMethod(collect)
     for index, param in enumerate(params):
-        param.register_post_accumulate_grad_hook(partial(_tell, method, index))  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(partial(_call_if_alive, method, index))  # type: ignore[no-untyped-call]
 
 
-def _tell(method: weakref.WeakMethod[Callable[[int, Tensor], None]], index: int, param: Tensor) -> None:
+def _call_if_alive(method: weakref.WeakMethod[Callable[[int, Tensor], None]], index: int, param: Tensor) -> None:
     collect = method()
     if collect is not None:
         collect(index, param)
 
 
-# Gradients of one process that computes in a smaller format: left where and as they are, as long as that is exact.
+# Gradients of one process that computes in a smaller dtype: left in `.grad`, as long as that is exact.
 #
-# With one micro-batch a step there is nothing to sum: the gradient that the backward pass made is the gradient of the
-# step, and an optimizer that reads any format needs no wide copy of it. That spares four bytes for each parameter, and
-# a pass over them. Where a step has several micro-batches they are summed in the wider format, as everywhere else.
+# With one micro-batch per step there is nothing to sum: the gradient that the backward pass made is the gradient of the
+# step, and an optimizer that reads any dtype needs no wide copy of it. That saves four bytes per parameter, and a pass
+# over them. Where a step has several micro-batches they are summed in the wider dtype, as everywhere else.
 
 
-class OwnGradients:
-    """Each parameter's own gradient of a step with one micro-batch; the sum in `reduce` of a step with several."""
+class LocalGradients:
+    """Each parameter's `.grad` in a step with one micro-batch; the sum in `reduce` in a step with several."""
 
     def __init__(self, params: Sequence[nn.Parameter], reduce: torch.dtype) -> None:
         self._params = list(params)
@@ -103,7 +101,7 @@ class OwnGradients:
         if total is not None:
             return total
         if param.grad is None:
-            # Took no part in this step. A gradient of zero, as on many ranks, where another may have used it.
+            # Not used in this step. A gradient of zero, as with several ranks, of which another may have used it.
             param.grad = torch.zeros_like(param)
         return param.grad
 
@@ -135,19 +133,6 @@ class OwnGradients:
         self._summing = False
 
 
-# What a model keeps besides its parameters.
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a checkpoint holds, each under its first name; others are made from the configuration."""
-    passing = {
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules()
-        for key in non_persistent_buffers(module)
-    }
-    return ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
-
-
 class _GradientBucket:
     """A flat buffer, and the parameters whose gradients it holds."""
 
@@ -160,15 +145,15 @@ class _GradientBucket:
         self.views = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
         self.waiting = len(sizes)
         self.held: list[torch.Tensor] = []
-        """Gradients that were copied, until the step's end: on CPU, giving their memory back at once and taking it
-        anew costs more, in page faults, than the copy itself."""
+        """Gradients that were copied, kept until the step's end: on CPU, allocating their memory again costs more, in
+        page faults, than the copy itself."""
 
 
 class GradientBuckets:
-    """Collects each parameter's gradient in the reduce dtype, and sums it over the ranks that hold the same part.
+    """Collects each parameter's gradient in the reduce dtype, and sums it over the ranks with the same shard.
 
-    This rank's part of a parameter's gradient lands in its view of a bucket (`view_of`). Buckets are reduced strictly
-    in order, so ranks whose parameters become ready in different order, or not at all, still agree.
+    The gradient of this rank's shard of a parameter is stored in its view of a bucket (`view_of`). Buckets are reduced
+    strictly in order, so ranks whose gradients become ready in different order, or not at all, still agree.
     """
 
     def __init__(
@@ -179,10 +164,10 @@ class GradientBuckets:
         group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
         bucket_bytes: int,
     ) -> None:
-        """`group_of` names the ranks over which a parameter's gradient is summed; None: this one alone."""
+        """`group_of` gives the ranks over which a parameter's gradient is summed; None: this one alone."""
         self._params = list(params)
         self._buckets: list[_GradientBucket] = []
-        self._place: list[tuple[int, int]] = [(0, 0)] * len(self._params)
+        self._bucket_and_position: list[tuple[int, int]] = [(0, 0)] * len(self._params)
         self._fill_buckets(dtype_of, group_of, bucket_bytes)
         self._touched = [False] * len(self._params)
         self._ready = [False] * len(self._params)
@@ -192,43 +177,43 @@ class GradientBuckets:
         listen(self._params, self._collect)
 
     def view_of(self, index: int) -> torch.Tensor:
-        """Where the gradient of the parameter with this index is collected."""
-        bucket, position = self._place[index]
+        """The view of a bucket that holds the gradient of the parameter with this index."""
+        bucket, position = self._bucket_and_position[index]
         return self._buckets[bucket].views[position]
 
     def _fill_buckets(self, dtype_of: Any, group_of: Any, bucket_bytes: int) -> None:
         # The backward pass meets the last parameters first, so they share the first bucket.
         pending: list[int] = []
         size = 0
-        before: Any = None
+        previous: Any = None
         for index in reversed(range(len(self._params))):
             param = self._params[index]
-            kind = (dtype_of(param), param.device, group_of(param))
-            if pending and (size >= bucket_bytes or kind != before):
-                self._close_bucket(pending, *before)
+            key = (dtype_of(param), param.device, group_of(param))
+            if pending and (size >= bucket_bytes or key != previous):
+                self._close_bucket(pending, *previous)
                 pending, size = [], 0
-            before = kind
+            previous = key
             pending.append(index)
-            size += local_part(param.detach()).numel() * kind[0].itemsize
+            size += local_part(param.detach()).numel() * key[0].itemsize
         if pending:
-            self._close_bucket(pending, *before)
+            self._close_bucket(pending, *previous)
 
     def _close_bucket(
         self, indices: list[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         for position, index in enumerate(indices):
-            self._place[index] = (len(self._buckets), position)
+            self._bucket_and_position[index] = (len(self._buckets), position)
         sizes = [local_part(self._params[index].detach()).shape for index in indices]
         self._buckets.append(_GradientBucket(dtype, device, group, sizes))
 
     def _collect(self, index: int, param: torch.Tensor) -> None:
-        place, position = self._place[index]
-        bucket = self._buckets[place]
+        number, position = self._bucket_and_position[index]
+        bucket = self._buckets[number]
         view, grad = bucket.views[position], param.grad
         if grad is not view:
             assert grad is not None
-            spread = is_sharded(param)
-            if spread:
+            sharded = is_sharded(param)
+            if sharded:
                 with torch.no_grad():
                     grad = settled_part(grad, param)
             if self._touched[index]:
@@ -236,7 +221,7 @@ class GradientBuckets:
             else:
                 view.copy_(grad)
             # Further micro-batches accumulate straight into the bucket where the dtype allows it.
-            param.grad = view if view.dtype == param.dtype and not spread else None
+            param.grad = view if view.dtype == param.dtype and not sharded else None
             if view.device.type == "cpu":
                 bucket.held.append(grad)
         self._touched[index] = True
@@ -263,16 +248,16 @@ class GradientBuckets:
         self._works.append(work)
 
     def collected(self) -> Callable[[], None]:
-        """What tells anew, once the device has repeated this micro-batch by itself, whose gradients are here."""
+        """A function that records again which gradients exist, after a CUDA graph has replayed this micro-batch."""
         touched = list(self._touched)
 
-        def tell() -> None:
+        def restore() -> None:
             self._touched = list(touched)
 
-        return tell
+        return restore
 
     def finish(self) -> None:
-        """Complete the step's gradients: zeros for parameters that took no part, and wait for all sums."""
+        """Complete the step's gradients: zeros for unused parameters, and wait for all sums."""
         for index, touched in enumerate(self._touched):
             if not touched:
                 self.view_of(index).zero_()
@@ -290,11 +275,24 @@ class GradientBuckets:
             bucket.held.clear()
 
 
+# Buffers.
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a checkpoint holds, each under its first name; others are computed from the configuration."""
+    non_persistent = {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key in non_persistent_buffers(module)
+    }
+    return ((name, buffer) for name, buffer in model.named_buffers() if name not in non_persistent)
+
+
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup, ranks: int) -> None:
     """Make every rank's persistent buffers the same: floating-point ones their mean, others those of rank 0.
 
-    Buffers that no checkpoint holds are tables, made from the configuration and equal everywhere.
+    Other buffers are tables, computed from the configuration and equal everywhere.
     """
     for _, buffer in persistent_buffers(model):
         if buffer.is_floating_point():

@@ -70,7 +70,7 @@ class ManualEngine(NativeEngine):
         try:
             return self._forward.call(args, kwargs)
         finally:
-            self._wholes.let_go()
+            self._wholes.reshard()
 
     def open_entrances(self) -> None:
         """At stage 3: let parts of the model be called by themselves, too, and methods that go through them."""
@@ -105,7 +105,7 @@ class ManualEngine(NativeEngine):
         factor = self._share / self.accumulation * (1.0 if scaler is None else scaler.scale)
         # In fp32: a scaled fp16 loss would overflow before any gradient does.
         counted = loss.float() * factor if factor != 1.0 else loss
-        self._wholes.expect(counted)
+        self._wholes.expect_backward(counted)
         torch.autograd.backward(counted, retain_graph=retain_graph)
 
     @property
@@ -230,7 +230,7 @@ class LoopEngine(ManualEngine):
         if self._losses and self._gradients is not None:
             self._gradients.before_backward(last=True)
             self._gradients.finish()
-            self._wholes.renew()
+            self._wholes.refresh()
         self.views.clear_gradients()
         self._kept, self._losses = [], []
         self._reduced = self._complete = False

@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.distributed import GradientBuckets, Gradients, OwnGradients, is_sharded, local_part, same_kind, settled_part
+from plait.distributed import (
+    GradientBuckets,
+    Gradients,
+    LocalGradients,
+    is_sharded,
+    local_part,
+    same_kind,
+    settled_part,
+)
 from plait.engine.construction import round_parameters
 from plait.engine.preparation import Preparation
 from plait.errors import ModelError
@@ -280,7 +288,7 @@ class RoundedParams(MasterWeights):
         self,
         names: Sequence[str],
         params: Sequence[nn.Parameter],
-        gradients: OwnGradients,
+        gradients: LocalGradients,
         masters: Sequence[Tensor | None],
         frozen: Mapping[nn.Parameter, Tensor],
     ) -> None:
@@ -351,7 +359,7 @@ def replicate(
     frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
     alone = leaves and layout.size == 1 and given.config.train.clip_value is None
     if alone and is_one_pass(given.config.optim, [rounded.get(param, param) for param in params]):
-        own = OwnGradients(params, policy.reduce)
+        own = LocalGradients(params, policy.reduce)
         return own, RoundedParams(names, params, own, masters, frozen)
     buckets = make_buckets(given, params)
     return buckets, BucketParams(names, params, buckets, masters, frozen, elementwise=elementwise)

@@ -303,7 +303,7 @@ class NativeEngine(SteppingEngine):
         if scaler is not None and not scaler.at_minimum:
             return  # an overflow is part of the search for a scale, which ends by itself
         culprits = self.world.gather(find_culprit(self.model, self.views, done.again, done.norms))
-        self._wholes.let_go()
+        self._wholes.reshard()
         seen = f"{first_of(culprits)}{self.whose(done.step)}"
         self._say(f"step {done.step} skipped on every rank: not finite, first seen in {seen}")
         scale = None if scaler is None else scaler.scale
@@ -328,14 +328,14 @@ class NativeEngine(SteppingEngine):
     def _renew_wholes(self) -> None:
         if self._wholes.kept:
             self.views.settle()
-        self._wholes.renew()
+        self._wholes.refresh()
 
     @contextmanager
     def parts_shown(self) -> Iterator[None]:
         """While this lasts, the model holds parts, even if somebody called it past the engine, as `generate` does."""
         if not self._within_step:
-            self._wholes.let_go()
-        with self._wholes.hidden():
+            self._wholes.reshard()
+        with self._wholes.shards_shown():
             yield
 
     @property
@@ -382,7 +382,7 @@ class NativeEngine(SteppingEngine):
                 return Evaluation(float(loss.total()), float(loss.weight), outputs)
         finally:
             self.model.train(training)
-            self._wholes.let_go()
+            self._wholes.reshard()
 
     def bubble(self) -> Bubble | None:
         """How idle the ranks of this rank's pipeline were; None where there is none."""

@@ -20,7 +20,7 @@ from plait.distributed import (
     ParamStream,
     StreamedGradients,
     WrapUnit,
-    as_one,
+    combine_collectors,
     gathering_stream,
     is_sharded,
     listen_to_shards,
@@ -298,7 +298,7 @@ class Offloading:
                 store.publish()
             frozen = {param: same_kind(part, param) for param, part in self._kept.items() if not param.requires_grad}
         self._kept = {}
-        inner: Gradients | None = as_one(collectors) if collectors else buckets
+        inner: Gradients | None = combine_collectors(collectors) if collectors else buckets
         # In a pipeline, stages that share a weight add up its gradients first, and look for them in the parameters.
         streamed = buckets is None and self._world.layout.pp == 1
         views = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets)

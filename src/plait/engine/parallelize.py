@@ -201,7 +201,7 @@ def shard_part(given: Preparation, part: nn.Module, units: list[WrapUnit], exper
         peers = world.sharding_mesh("dp_shard", "cp")
         shared = fsdp.ExpertModules(experts, peers, expert_placement(peers.shape[-1]))
     mesh = world.sharding_mesh("dp_shard", "ep", "cp")
-    return fsdp.shard(
+    return fsdp.apply_fsdp(
         part,
         units,
         mesh=mesh,
@@ -209,7 +209,7 @@ def shard_part(given: Preparation, part: nn.Module, units: list[WrapUnit], exper
         policy=given.policy,
         options=options,
         experts=shared,
-        at_once=_is_one_message(part, config),
+        as_one_unit=_is_one_message(part, config),
     )
 
 

@@ -26,8 +26,8 @@ from plait.distributed import (
     World,
     WrapUnit,
     apply_recompute,
-    as_one,
     attributes_of,
+    combine_collectors,
     compile,
     find_wrap_units,
     give_attributes,
@@ -319,7 +319,10 @@ def _make_views(model: Assembly) -> tuple[Assembly, MasterWeights]:
         modules = [part.module for part in model.parts]
         gradients, views = away.views(model.module, modules, model.units, collectors, model.compiled)
     elif given.sharded:
-        gradients, views = as_one(collectors), ShardedParams(*trainable(model.module), elementwise=model.elementwise)
+        gradients, views = (
+            combine_collectors(collectors),
+            ShardedParams(*trainable(model.module), elementwise=model.elementwise),
+        )
     else:
         gradients, views = replicate(given, model.module, elementwise=model.elementwise, leaves=model.leaves)
     if model.sees == "wholes":
