@@ -91,7 +91,7 @@ def _drawn(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _unplanned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("planned") is None:
-        monkeypatch.setattr("plait.trainer.memory_plan.MemoryPlan.look", lambda *_: None)
+        monkeypatch.setattr("plait.trainer.memory_plan.MemoryPlan.make", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

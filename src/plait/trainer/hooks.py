@@ -80,8 +80,8 @@ class Hook:
     def after_save(self, runner: Runner) -> None:
         """A checkpoint was written; with `checkpoint.async_save`, it was copied and is being written."""
 
-    def make_room(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """A checkpoint with these tensors of this hook is about to be read: have as many in `tensors`."""
+    def allocate(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Called before a checkpoint with these tensors of this hook is read: make `tensors` return as many."""
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """Tensors that belong in a checkpoint, by any names; on resuming they are filled in place."""
@@ -265,10 +265,10 @@ class Rollback(Hook):
 
     def _go_back(self, runner: Runner) -> None:
         spikes, self._spikes, self._before = self._spikes, [], None
-        words = self._tell(runner, spikes)
+        message = self._describe(runner, spikes)
         if self._done == self._config.most:
             raise TrainingError(
-                f"{words}. The run went back {self._done} times already, which is all that the hook's `most` allows: "
+                f"{message}. The run went back {self._done} times already, which is all that the hook's `most` allows: "
                 "lower optim.lr, set train.clip_norm, or look at these samples"
             )
         self._done += 1
@@ -276,12 +276,12 @@ class Rollback(Hook):
         if path is None:
             self._done -= 1
             self._usual.clear()  # it is as it is: what comes is compared with what comes
-            runner.warn(f"{words}; there is no checkpoint from before it, so training goes on")
+            runner.warn(f"{message}; there is no checkpoint from before it, so training goes on")
             return
         times = f"{self._done} of at most {self._config.most} times"
-        runner.warn(f"{words}; went back to {path.name}, and on with the data that come next ({times})")
+        runner.warn(f"{message}; went back to {path.name}, and on with the data that come next ({times})")
 
-    def _tell(self, runner: Runner, spikes: list[_StepPosition]) -> str:
+    def _describe(self, runner: Runner, spikes: list[_StepPosition]) -> str:
         metric, usual = self._config.metric, median(self._usual) if self._usual else math.nan
         first = getattr(spikes[0].result, metric)
         samples = []
@@ -346,13 +346,13 @@ class EarlyStop(Hook):
 
     def __init__(self, config: EarlyStopConfig) -> None:
         self._best = Best(config.metric, config.mode, config.min_delta, path="hooks.early_stop.metric")
-        self._patience = config.patience
+        self._max_waited = config.patience
         self._waited = 0
 
     def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
         self._waited = 0 if self._best.improved(metrics) else self._waited + 1
-        if self._waited > self._patience:
+        if self._waited > self._max_waited:
             runner.stop(f"{self._best.metric} has not improved for {self._waited} validations")
 
     def state(self) -> dict[str, Any]:

@@ -67,9 +67,9 @@ def build_metrics(configs: Sequence[MetricConfig]) -> list[Metric]:
 
 def _label(inputs: Any, key: str) -> Tensor | None:
     if isinstance(inputs, Mapping):
-        found = inputs.get(key, inputs.get("labels"))
+        label = inputs.get(key, inputs.get("labels"))
     elif isinstance(inputs, tuple | list) and len(inputs) > 1:
-        found = inputs[1]
+        label = inputs[1]
     else:
-        found = None
-    return found if isinstance(found, Tensor) else None
+        label = None
+    return label if isinstance(label, Tensor) else None

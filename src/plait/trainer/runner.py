@@ -1,4 +1,4 @@
-"""The Runner: owns time. What a step is, is the engine's business; when things happen is decided here."""
+"""The Runner decides when things happen: steps, validations, checkpoints. The engine decides what a step is."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ from plait.trainer.memory_plan import MemoryPlan
 from plait.trainer.metrics import Metric, build_metrics
 from plait.trainer.saving import RunSaver, WorkDir
 from plait.trainer.sources import Data, GivenObjects, batch_of, is_section, make_loader, refuse_second_shift, settle
-from plait.trainer.watch import STOPPED, StepWatch, StopSignals, tell_of_lengths, whose
+from plait.trainer.watch import STOPPED, StepWatch, StopSignals, record_samples, warn_of_lengths
 
-# What a run will use, told before it starts, and how it ended, kept when it is over.
+# The table at the start of a run, and the file `report.json` at its end.
 
 
 _STAGES = {
@@ -126,7 +126,7 @@ def describe_run(runner: Runner) -> dict[str, Any]:
 
 
 def write_report(path: Path, ended: dict[str, Any]) -> str | None:
-    """Keep how a run ended beside its log. What went wrong is returned: the run's own end is of more weight."""
+    """Write `report.json`. Return the error, if any, instead of raising it: the run's own outcome matters more."""
     try:
         write_atomically(path, json.dumps(ended, indent=1) + "\n")
     except OSError as error:
@@ -137,15 +137,15 @@ def write_report(path: Path, ended: dict[str, Any]) -> str | None:
 def _segment(stage: int | None, layout: Layout) -> str:
     """`ddp`, `zero3`, `tp2`, `zero1 × pp2 × tp2`."""
     axes = [f"{axis}{size}" for axis, size in layout.sizes().items() if size > 1 and not axis.startswith("dp_")]
-    word = [] if stage is None and axes else ["single" if stage is None else "ddp" if stage == 0 else f"zero{stage}"]
-    return " × ".join([*word, *axes])
+    data = [] if stage is None and axes else ["single" if stage is None else "ddp" if stage == 0 else f"zero{stage}"]
+    return " × ".join([*data, *axes])
 
 
 _AXES = {
-    "pp": "pipeline of {} ({})",
-    "ep": "experts over {}",
-    "cp": "sequences over {} ({})",
-    "tp": "layers over {}{}",
+    "pp": "pipeline parallel {} ({})",
+    "ep": "expert parallel {}",
+    "cp": "context parallel {} ({})",
+    "tp": "tensor parallel {}{}",
 }
 
 
@@ -154,7 +154,7 @@ def _axes(strategy: StrategyConfig, layout: Layout) -> list[str]:
         "pp": str(strategy.pipeline.schedule),
         "ep": "",
         "cp": strategy.context.kind,
-        "tp": " (with the sequence)" if strategy.tensor.sequence_parallel else "",
+        "tp": " (sequence parallel)" if strategy.tensor.sequence_parallel else "",
     }
     sizes = layout.sizes()
     return [text.format(sizes[axis], details[axis]) for axis, text in _AXES.items() if sizes[axis] > 1]
@@ -163,21 +163,21 @@ def _axes(strategy: StrategyConfig, layout: Layout) -> list[str]:
 def _strategy(runner: Runner, stage: int | None) -> str:
     strategy, layout = runner.config.strategy, runner.world.layout
     axes = _axes(strategy, layout)
-    parts = [*axes, *([] if stage is None else [_STAGES[stage]])] or ["one process"]
+    entries = [*axes, *([] if stage is None else [_STAGES[stage]])] or ["one process"]
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        parts.append(f"{layout.dp_replicate} replicas × {layout.dp_shard} shards (HSDP)")
+        entries.append(f"{layout.dp_replicate} replicas × {layout.dp_shard} shards (HSDP)")
     if strategy.engine != "native":
         name = strategy.engine_name
-        parts.insert(0, name if strategy.plugin is None else f"{name} ({strategy.plugin})")
+        entries.insert(0, name if strategy.plugin is None else f"{name} ({strategy.plugin})")
     if strategy.offload.on:
-        places = {"optimizer": strategy.offload.optimizer, "weights": strategy.offload.params}
-        words = {"cpu": "host memory", "nvme": "files"}
-        parts += [f"{what} in {words[place]}" for what, place in places.items() if place != "none"]
+        tiers = {"optimizer": strategy.offload.optimizer, "weights": strategy.offload.params}
+        names = {"cpu": "host memory", "nvme": "files"}
+        entries += [f"{what} in {names[tier]}" for what, tier in tiers.items() if tier != "none"]
     if strategy.recompute.mode != "none":
-        parts.append(f"recompute {strategy.recompute.mode}")
+        entries.append(f"recompute {strategy.recompute.mode}")
     if strategy.compile.enabled:
-        parts.append(f"compile ({strategy.compile.backend})")
-    return ", ".join(parts)
+        entries.append(f"compile ({strategy.compile.backend})")
+    return ", ".join(entries)
 
 
 def _precision(runner: Runner) -> str:
@@ -190,7 +190,7 @@ def _precision(runner: Runner) -> str:
 
 def _length(runner: Runner) -> str:
     train, per_epoch = runner.config.train, runner.steps_per_epoch
-    epoch = "" if per_epoch is None else f", {_several(per_epoch, 'step')} an epoch"
+    epoch = "" if per_epoch is None else f", {_several(per_epoch, 'step')} per epoch"
     if train.max_steps is not None:
         return _several(train.max_steps, "step") + epoch
     return _several(train.max_epochs, "epoch") + epoch
@@ -201,7 +201,7 @@ def _several(count: int | None, what: str) -> str:
 
 
 def _model_name(model: nn.Module) -> str:
-    # Sharding derives a class of its own, FSDP<Name>, from the model's.
+    # `fully_shard` replaces the class of a model by FSDP<Name>.
     return type(model).__name__.removeprefix("FSDP")
 
 
@@ -236,10 +236,10 @@ def evaluate(
     role: str,
     limit: int | None = None,
 ) -> tuple[dict[str, float], int]:
-    """The mean loss and all metrics over the data, each sample counted once; and how many batches it took.
+    """Return the mean loss and all metrics over the data, each sample counted once, and the number of batches.
 
-    Ranks without a sample of their own in the last batch run a filler, so that sharded models stay in step;
-    it adds nothing to any number.
+    Ranks without a sample of their own in the last batch run a filler with weight 0, so that the collectives of a
+    sharded model match.
     """
     batches = 0
 
@@ -248,25 +248,25 @@ def evaluate(
         for batches, step in enumerate(islice(steps, limit), 1):  # noqa: B007
             yield from step
 
-    # A loader gives each rank equally many, fillers included.
+    # A loader gives every rank the same number of micro-batches, fillers included.
     results = evaluate_batches(engine, micro_batches(), metrics, role=role, even=True)
     return results, batches
 
 
-# With how many ranks a run can go on when some are gone or new ones have come.
+# The numbers of ranks with which an elastic run can resume.
 
 
 def possible_sizes(config: RunConfig, ranks: Ranks, data: Any, batch: ResolvedBatch) -> list[int]:
-    """The numbers of ranks under which the layout can be made and the global batch stays as it is.
+    """Return the numbers of ranks for which the layout is valid and the global batch stays the same.
 
-    Tried out with the same functions that decide at the start. Empty where the launcher starts nobody anew.
+    Each is tried with the functions that decide at the start. Empty if the launcher does not restart ranks.
     """
     sizes = range(1, ranks.most + 1)
     return [size for size in sizes if _total(config, size, min(ranks.local_size, size), data) == batch.total]
 
 
 def _total(config: RunConfig, size: int, local_size: int, data: Any) -> int | None:
-    """The global batch with so many ranks; None where there can be no such run."""
+    """Return the global batch for this number of ranks; None if such a run is not possible."""
     try:
         layout = resolve_layout(config.strategy, size=size, local_size=local_size)
         batch = batch_of(config, layout.data_parallel, data)
@@ -380,54 +380,54 @@ class Runner:
         metrics: Sequence[Metric] = (),
         hooks: Sequence[Hook] = (),
     ) -> Runner:
-        """A run described in a file or mapping, with dotted overrides (`optim.lr=3e-4`)."""
+        """Return the Runner of a run description: a file or mapping, with dotted overrides (`optim.lr=3e-4`)."""
         runner = cls.__new__(cls)
         runner.begin(parse(source, overrides), GivenObjects(hooks=hooks, metrics=metrics))
         return runner
 
     def begin(self, parsed: Parsed, given: GivenObjects) -> None:
-        """Take over a run description and the objects beside it. Constructors of subclasses call it in place of ours.
+        """Store a run description and the objects given beside it. Subclasses call it from their own constructors.
 
-        Nothing is built here: see `setup`.
+        It builds nothing; `setup` does.
         """
         parsed, given = settle(parsed, given)
         self.parsed = parsed
         self.config: RunConfig = parsed.config
         self.given = given
-        """What was given as objects."""
+        """Model, data, hooks and metrics that were given as objects."""
         if self.config.strategy.auto:
             message = "`auto` is resolved by `plait train` before the ranks start, and this run is not"
             remedy = "Start it with `plait train --nproc N`, or write what `plait plan --search` shows."
             raise ConfigError(Problem("strategy.auto", message, remedy))
         if self.config.plan.hardware is not None:
-            # A wrong name is an error, not a missing plan.
+            # A wrong name is an error now, not a run without a plan.
             find_hardware(self.config.plan.hardware, key="plan.hardware")
         check(self.config, has_val=self.has("val_data"), require_length=False, origins=parsed.origins)
         if given.model is None and self.config.model is None:
-            raise ConfigError(Problem("model", "there is none", "Give a module, or a section with a type."))
+            raise ConfigError(Problem("model", "missing", "Give a module, or a section with a type."))
         if given.model is not None and not callable(given.model):  # a module is callable too
-            message = f"a {type(given.model).__name__} is no model"
+            message = f"expected a model, found {type(given.model).__name__}"
             raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
         self._work_dir = WorkDir(self.config.work_dir)
         self.metrics = [*build_metrics(self.config.metrics), *given.metrics]
         self.hooks = HookTable([*build_hooks(self.config.hooks, self.config.profile), *given.hooks])
         self.saver = RunSaver(self)
-        self.foresight = MemoryPlan(self)
+        self.memory_plan = MemoryPlan(self)
         self.step_memory = StepMemory()
-        """GPU memory after the steps that were logged."""
+        """GPU memory after each logged step."""
         self.step_time: float | None = None
-        """Seconds of a step, as last logged."""
+        """Seconds per step, as last logged."""
         self.epoch = 0
         """Epochs that are complete."""
         self.step_in_epoch = 0
-        """Steps in the epoch that is not."""
+        """Steps done in the current epoch."""
         self.began: tuple[int, int, int] | None = None
-        """Steps, epoch and step in it, when the latest step began."""
+        """Step, epoch and step in the epoch at the start of the latest step."""
         self.stop_reason: str | None = None
         self.watch: StepWatch | None = None
-        """Counts the steps of the training under way, or of the latest one."""
+        """Watches the steps of the current call of `train`, or of the last one."""
         self.figures: dict[str, float] = {}
-        """What hooks have measured of the latest step; told with the next line of the log."""
+        """Numbers that hooks add to the next log line."""
         self._world: World | None = None
         self._engine: Engine | None = None
         self._monitor: Monitor | None = None
@@ -435,7 +435,7 @@ class Runner:
         self._closed = False
 
     def has(self, role: str) -> bool:
-        """Whether there are `data`, `val_data` or `test_data`."""
+        """Return whether `data`, `val_data` or `test_data` (the role) is given."""
         return getattr(self.config, role) is not None or getattr(self.given, role) is not None
 
     # ---- building, in the order in which it happens
@@ -443,28 +443,28 @@ class Runner:
     def setup(self) -> None:
         """Build everything: plan → world → data → model → prepare → resume. Every rank must call it.
 
-        `train`, `validate` and `test` do, where nobody did before; afterwards it does nothing. From then on there are
-        `world`, `engine` and `step`.
+        `train`, `validate` and `test` call it if the user did not; a second call does nothing. It makes `world`,
+        `engine` and `step` available.
         """
-        if self._closed:  # without the others, each rank would take its own part of the data for the whole
+        if self._closed:  # the process group is gone: each rank would take its part of the data for all of it
             raise TrainingError("this Runner is closed: train, validate and test inside `with`, or make another")
         if self._engine is not None:
             return
-        # The plan comes first: it plays a world of its own, which cannot be done in a process that has joined one.
-        # Then the world: everything below asks it which part of the work is this rank's.
+        # The plan first: it uses a fake process group, which a process that has joined a real one cannot.
+        # Then the world, which tells everything below what this rank's part is.
         self._plan_and_join()
-        self.foresight.agree()  # whether the run fits; nothing has been built or written yet
-        # The data before the model: its length decides the schedule, one of its batches what is recomputed, and what
-        # is wrong with it shows before minutes are spent on weights.
+        self.memory_plan.share()  # whether the run fits; nothing has been built or written yet
+        # The data before the model: its length decides the schedule, one of its batches decides what is recomputed,
+        # and errors in it show before minutes are spent on loading weights.
         self._open_data()
         self._open_log()
         report_progress(self.config.log, self.world.rank, "building the model")
         self._engine = self.prepare()
-        # The model of a pipeline was taken apart: nobody may hold on to it.
+        # A pipeline has split the model into stages: drop the reference to the whole.
         self.given = replace(self.given, model=None)
         refuse_second_shift(self._engine.model, self.config)
-        self._engine.whose = partial(whose, self)
-        # Resuming last: it writes into the engine's state, and moves the position in the data.
+        self._engine.whose = partial(record_samples, self)
+        # Resume last: it writes into the engine's state and sets the position in the data.
         self.enter(Phase.LOAD)
         self.resumed_from = self.saver.resume()
         self._follow_phases(self._engine)
@@ -474,18 +474,18 @@ class Runner:
         if self._world is not None:
             return
         ranks = detect_ranks()
-        if self.foresight.looks():
+        if self.memory_plan.is_planned_here():
             report_progress(self.config.log, ranks.rank, "planning the run")
-        self.foresight.look()
+        self.memory_plan.make()
         if ranks.size > 1:
             report_progress(self.config.log, ranks.rank, f"joining {ranks.size} ranks")
         self._world = open_world(self.config)
         if self._world.owns_processes:
-            atexit.register(self._leave)
+            atexit.register(self._at_exit)
 
-    def _leave(self) -> None:
-        # A process group ends its threads when the last reference to it goes. Left to the end of the interpreter,
-        # they may wake up in one that is half gone, and abort it.
+    def _at_exit(self) -> None:
+        # A process group joins its threads when its last reference is dropped. If that happens while the interpreter
+        # shuts down, they may wake up in a half-destroyed one and abort it.
         self.close()
         self._engine = None
         gc.collect()
@@ -505,7 +505,7 @@ class Runner:
         weakref.finalize(self, self._monitor.close).atexit = False  # few scripts close a Runner
 
     def _make_work_dir(self, world: World) -> None:
-        """Every rank writes there, each perhaps on a host of its own: all raise where one of them cannot."""
+        """Create the folder on every host that ranks run on; if one rank cannot write to it, all raise."""
         failure: PlaitError | None = None
         try:
             self._work_dir.make()
@@ -518,18 +518,18 @@ class Runner:
             raise ConfigError(Problem("work_dir", f"{text.removeprefix('work_dir: ')}{where}", "Choose another one."))
 
     def _follow_phases(self, engine: Engine) -> None:
-        if self.world.heartbeat.is_read:  # otherwise a step would tell nobody, six times
+        if self.world.heartbeat.is_read:  # otherwise each step would write six phases that nothing reads
             enter = self.world.heartbeat.enter
             engine.on_phase = lambda phase: enter(phase, engine.steps)
 
-    # ---- what a subclass may do in another way
+    # ---- what subclasses may override
 
     def prepare(self) -> Engine:
-        """Build the model and make it ready; a step of `setup`."""
+        """Build the model and return its engine; a step of `setup`."""
         return prepare_engine(self.preparation(example=self._example()))
 
     def preparation(self, *, example: Any = None) -> Preparation:
-        """What is to be prepared."""
+        """Return what `prepare` is asked for."""
         return Preparation(
             self.config,
             self.world,
@@ -538,16 +538,16 @@ class Runner:
             length=Length(self.total_steps, self.steps_per_epoch),
             accumulation=self.batch.accumulation,
             example=example,
-            say=self._say,
+            say=self._log,
         )
 
     def make_loader(self, role: str) -> Any:
-        """What gives the batches of `data`, `val_data` or `test_data`; None where there are no such data."""
+        """Return the loader of `data`, `val_data` or `test_data`; None if there is no such data."""
         given = getattr(self.given, role)
         return make_loader(role, self.config, self.world, self.batch, given=given, collate=self.given.collate_fn)
 
     def measure(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
-        """Measure on up to `limit` batches of `val_data` or `test_data`: the metrics, and how many batches it were."""
+        """Evaluate up to `limit` batches of `val_data` or `test_data`; return the metrics and the number of batches."""
         return evaluate(self.engine, self.eval_loader(role).epoch(0), self.metrics, role=role, limit=limit)
 
     def _example(self) -> Any:
@@ -557,7 +557,7 @@ class Runner:
             return None
         return next(iter(self.loader.epoch(0, 0)))[0].inputs
 
-    # ---- parts, once they are there
+    # ---- available after `setup`
 
     @property
     def world(self) -> World:
@@ -568,39 +568,39 @@ class Runner:
 
     @property
     def engine(self) -> Engine:
-        """The model, made ready."""
+        """The engine: the prepared model, its optimizer and its schedule."""
         if self._engine is None:
             raise TrainingError(_NOT_YET.format("engine"))
         return self._engine
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
+        """Optimizer steps done so far."""
         if self._engine is None:
             raise TrainingError(_NOT_YET.format("step"))
         return self._engine.steps
 
     def eval_loader(self, role: str) -> Any:
-        """The loader of `val_data` or `test_data`."""
+        """Return the loader of `val_data` or `test_data`, made once."""
         if role not in self._eval_loaders:
             self._eval_loaders[role] = self.make_loader(role)
         return self._eval_loaders[role]
 
     @property
     def by_epoch(self) -> bool:
-        """Whether intervals count epochs."""
+        """Whether intervals (`val_every`, `checkpoint.every`, …) count epochs."""
         train = self.config.train
         return train.by_epoch if train.by_epoch is not None else train.max_steps is None
 
     @property
     def total_steps(self) -> int | None:
-        """At which step the run will have come to its end, where that is known."""
+        """The step at which the run ends, if that is known."""
         train = self.config.train
         if train.max_steps is not None:
             return train.max_steps
         if train.max_epochs is None or self.steps_per_epoch is None:
             return None
-        # From here on: the steps before a resume may have been of another size.
+        # Counted from here: steps before a resume may have had another batch size.
         done = 0 if self._engine is None else self._engine.steps
         return done + (train.max_epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
 
@@ -609,22 +609,22 @@ class Runner:
     def train(self) -> None:
         """Train to the end, from the start or from the checkpoint that `checkpoint.resume` names."""
         if not self.has("data"):
-            raise ConfigError(Problem("data", "there is nothing to train on", "Give data, or a section `data`."))
+            raise ConfigError(Problem("data", "missing; nothing to train on", "Give data, or a section `data`."))
         if self.config.train.max_steps is None and self.config.train.max_epochs is None:
-            raise ConfigError(Problem("train", "there is no end", "Set train.max_steps or train.max_epochs."))
+            raise ConfigError(Problem("train", "the run has no end", "Set train.max_steps or train.max_epochs."))
         if not self._closed and (self._engine is None or self._engine.steps == 0):
             self._plan_and_join()
             self.saver.refuse_to_overwrite()  # before the log of an earlier run is written to
         self.setup()
         engine = self.engine
         if self.has("val_data"):
-            self.eval_loader("val_data")  # what is wrong with it shows now, not after the first epoch
+            self.eval_loader("val_data")  # its errors show now, not after the first epoch
         self.saver.check_folder()
-        on_main(self.world, lambda: self._work_dir.take(self.config))
+        on_main(self.world, lambda: self._work_dir.acquire(self.config))
         self.stop_reason = self.watch = None
         self.emit(EventKind.RUN_START, **describe_run(self))
-        self.foresight.tell()
-        tell_of_lengths(self)
+        self.memory_plan.log()
+        warn_of_lengths(self)
         start, first, reason = time.perf_counter(), engine.steps, "failed"
         measured: dict[str, Any] = {}
         try:
@@ -633,7 +633,7 @@ class Runner:
                 reason = self.stop_reason or "finished"
                 if engine.steps == first and reason not in STOPPED and self.world.is_main:
                     limits = "`train.max_steps`, `max_epochs` or `stop_after`"
-                    text = f"nothing was left to do at step {first}: raise {limits} to go on"
+                    text = f"nothing left to do at step {first}: raise {limits} to continue"
                     self.emit(EventKind.MESSAGE, level="info", text=text)
                 measured = self._measured()
                 if self.config.checkpoint.last:
@@ -650,34 +650,34 @@ class Runner:
             if self.world.is_main and (lost := write_report(Path(self.config.work_dir) / "report.json", ended)):
                 self.emit(EventKind.MESSAGE, level="warning", text=lost)
             self.emit(EventKind.RUN_END, **ended)
-            self._work_dir.let_go()
+            self._work_dir.release()
 
     def _measured(self) -> dict[str, Any]:
-        """What is known of a run at its end; every rank must ask."""
-        found = self.foresight.compare()
+        """Return the measurements of a finished run; every rank must call it."""
+        measured = self.memory_plan.compare()
         bubble = self.engine.bubble()
         if bubble is not None:
-            found["pipeline"] = asdict(bubble)
+            measured["pipeline"] = asdict(bubble)
             if self.world.is_main:
                 self.emit(EventKind.MESSAGE, level="info", text=str(bubble))
-        return found
+        return measured
 
     def validate(self) -> dict[str, float]:
-        """Measure on `val_data`."""
+        """Evaluate on `val_data` and return the metrics."""
         return self._validate("val_data", EventKind.VALIDATE)
 
     def test(self) -> dict[str, float]:
-        """Measure on `test_data`, or on `val_data` where there is no such thing."""
+        """Evaluate on `test_data` (or `val_data` if there is none) and return the metrics."""
         return self._validate("test_data" if self.has("test_data") else "val_data", EventKind.TEST)
 
-    def _validate(self, role: str, kind: EventKind) -> dict[str, float]:
+    def _validate(self, role: str, event: EventKind) -> dict[str, float]:
         if not self.has(role):
             remedy = f"Give {role}, or a section of that name."
-            raise ConfigError(Problem(role, "there are no data to measure on", remedy))
+            raise ConfigError(Problem(role, "there is no data to evaluate on", remedy))
         self.setup()
         self.engine.agree_on_buffers()
-        self.eval_loader(role)  # made before the clock starts
-        validating = kind is EventKind.VALIDATE
+        self.eval_loader(role)  # created outside the measured time
+        validating = event is EventKind.VALIDATE
         for hook in self.hooks.before_validate if validating else self.hooks.before_test:
             hook(self)
         start = time.perf_counter()
@@ -687,28 +687,28 @@ class Runner:
             metrics, batches = self.measure(role, limit)
         self.enter(Phase.IDLE)
         seconds, max_epochs = time.perf_counter() - start, self.config.train.max_epochs
-        self.emit(kind, metrics=metrics, batches=batches, time=seconds, by_epoch=self.by_epoch, max_epochs=max_epochs)
+        self.emit(event, metrics=metrics, batches=batches, time=seconds, by_epoch=self.by_epoch, max_epochs=max_epochs)
         for hook in self.hooks.after_validate if validating else self.hooks.after_test:
             hook(self, metrics)
         return metrics
 
     def stop(self, reason: str) -> None:
-        """End training as soon as every rank knows: now after a validation or epoch, else within a few steps.
+        """Ask every rank to end training: at once after a validation or epoch, otherwise within a few steps.
 
-        May be called on any rank, and from a signal handler.
+        It may be called on any rank, and from a signal handler.
         """
         self.stop_reason = self.stop_reason or reason
         self.engine.request_stop()
 
     def stopping(self) -> bool:
-        """Whether some rank asked to stop, and then why. Every rank must ask at the same time."""
+        """Return whether any rank asked to stop, and set `stop_reason`. A collective: every rank must call it."""
         reasons = [reason for reason in self.world.gather(self.stop_reason) if reason is not None]
         if reasons:
             self.stop_reason = reasons[0]
         return bool(reasons)
 
     def close(self) -> None:
-        """Let processes, files and worker processes go."""
+        """Close loaders, checkpoint writers, log sinks and the process group."""
         self._closed = True
         for loader in (getattr(self, "loader", None), *self._eval_loaders.values()):
             if loader is not None:
@@ -725,45 +725,45 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- for the parts of a run
+    # ---- called by the loop, hooks and savers
 
     def enter(self, phase: Phase) -> None:
-        """Say what this rank begins to do. A failure leaves it at that, so that its report names the phase."""
+        """Write this rank's phase to its heartbeat. A failure leaves it there, so that the report names the phase."""
         self.world.heartbeat.enter(phase, 0 if self._engine is None else self._engine.steps)
 
     def set_position(self, epoch: int, step_in_epoch: int, *, samples: int) -> None:
-        """Go on at a position of the data, given in steps of `samples` samples."""
+        """Set the position in the data, given in steps of `samples` samples each."""
         if samples != self.batch.total:
             done = step_in_epoch * samples
-            whole = None if self.loader is None else self.loader.samples_per_epoch
-            if whole is not None and done >= whole:  # the last batch of an epoch may be short
+            per_epoch = None if self.loader is None else self.loader.samples_per_epoch
+            if per_epoch is not None and done >= per_epoch:  # the last batch of an epoch may be short
                 epoch, done = epoch + 1, 0
             if done % self.batch.total:
                 raise TrainingError(
-                    f"the checkpoint was saved {done} samples into epoch {epoch + 1}, which is no whole number of "
-                    f"steps of batch.total={self.batch.total}; keep batch.total={samples}, or start at an epoch's end"
+                    f"the checkpoint was saved {done} samples into epoch {epoch + 1}, which is not a multiple of "
+                    f"batch.total={self.batch.total}; keep batch.total={samples}, or start at an epoch's end"
                 )
             step_in_epoch = done // self.batch.total
         self.epoch, self.step_in_epoch = epoch, step_in_epoch
 
-    def emit(self, kind: EventKind, **data: Any) -> None:
-        """Tell the sinks that something happened."""
+    def emit(self, event: EventKind, **data: Any) -> None:
+        """Send an event to the log sinks."""
         assert self._monitor is not None
         step = 0 if self._engine is None else self._engine.steps
-        if kind is EventKind.TRAIN:
+        if event is EventKind.TRAIN:
             self.step_time = data.get("time", self.step_time)
-        # The epoch that the latest step belongs to, counted from 1.
+        # The epoch of the latest step, counted from 1.
         epoch = self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
-        self._monitor.emit(Event(kind, step, epoch, data))
+        self._monitor.emit(Event(event, step, epoch, data))
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self.emit(EventKind.MESSAGE, level="info" if isinstance(text, MessageEvent) else "warning", text=text)
 
     def warn(self, text: str) -> None:
-        """Tell the sinks of something that somebody should look at."""
+        """Log a warning."""
         self.emit(EventKind.MESSAGE, level="warning", text=text)
 
     def tick(self, step: int) -> None:
-        """Move the progress bar."""
+        """Advance the progress bar."""
         assert self._monitor is not None
         self._monitor.tick(step)

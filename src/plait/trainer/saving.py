@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and when one is written."""
+"""Checkpoints of a run: what they contain, when they are written, how a run resumes; the lock of its folder."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ if TYPE_CHECKING:
     from plait.checkpoint import Fetch
     from plait.trainer.runner import Runner
 
-# How a run goes on from a checkpoint.
+# Resuming.
 
 
 _NOT_ORDER = frozenset({"workers", "pin_memory", "drop_last", "cache", "tokenizer", "document_mask", "augment"})
-"""Keys of `data` that decide neither which samples there are nor in which order they come."""
+"""Keys of `data` that change neither the samples nor their order."""
 
 
 def resume(runner: Runner, saver: RunSaver) -> Path | None:
-    """Continue from the checkpoint that `checkpoint.resume` names; returns it, or None if there is none."""
-    found = _find(runner, saver)
-    return None if found is None else _take_up(runner, saver, *found)
+    """Resume from the checkpoint that `checkpoint.resume` names. Return its folder, or None if there is none."""
+    source = _find(runner, saver)
+    return None if source is None else _load(runner, saver, *source)
 
 
 def go_back(runner: Runner, saver: RunSaver, path: Path) -> None:
-    """Take up a checkpoint of this very run, in the middle of it."""
-    found = _find_one(runner, saver, str(path))
-    assert found is not None  # a path that is named is there, or an error says that it is not
-    _take_up(runner, saver, *found)
+    """Load an earlier checkpoint of this run, while it is running."""
+    source = _find_one(runner, saver, str(path))
+    assert source is not None  # a path that does not exist has raised
+    _load(runner, saver, *source)
 
 
-def _take_up(runner: Runner, saver: RunSaver, checkpoint: Checkpoint, fetch: Fetch) -> Path:
+def _load(runner: Runner, saver: RunSaver, checkpoint: Checkpoint, fetch: Fetch) -> Path:
     state = checkpoint.manifest.state
     hooks, saved_hooks = runner.hooks.named(), state.get("hooks") or {}
     more: dict[str, Tensor] = {}
     for name in hooks.keys() & saved_hooks.keys():
-        hooks[name].make_room(runner, entries(checkpoint.index, f"hook.{name}."))
+        hooks[name].allocate(runner, entries(checkpoint.index, f"hook.{name}."))
         more.update(saver.hook_tensors(name, hooks[name]))
         with taken_from(checkpoint, f"hooks.{name}"):
             hooks[name].restore(saved_hooks[name])
@@ -89,15 +89,15 @@ def _take_up(runner: Runner, saver: RunSaver, checkpoint: Checkpoint, fetch: Fet
     _refuse_another_tokenizer(runner, checkpoint, patterns)
     with taken_from(checkpoint, "step_in_epoch and batch_total"):
         _set_position(runner, state)
-    _tell_another_order(runner, checkpoint)
+    _warn_of_changed_order(runner, checkpoint)
     if saver.best is not None:
         saver.best.value = state.get("best")
     return checkpoint.folder
 
 
 def _find(runner: Runner, saver: RunSaver) -> tuple[Checkpoint, Fetch] | None:
-    found = (_find_one(runner, saver, wanted) for wanted in saver.wanted)
-    return next((each for each in found if each is not None), None)
+    sources = (_find_one(runner, saver, wanted) for wanted in saver.wanted)
+    return next((source for source in sources if source is not None), None)
 
 
 def _find_one(runner: Runner, saver: RunSaver, wanted: str) -> tuple[Checkpoint, Fetch] | None:
@@ -110,7 +110,7 @@ def _find_one(runner: Runner, saver: RunSaver, wanted: str) -> tuple[Checkpoint,
         path = on_main(runner.world, find)
         if path is None:
             return None
-        on_main(runner.world, lambda: open_checkpoint(path))  # what is wrong with it is said once
+        on_main(runner.world, lambda: open_checkpoint(path))  # an error is raised once, by rank 0
         return open_checkpoint(path), nothing_to_fetch
     channel, disks = saver.writer.channel, saver.writer.disks
     raise_on_all_ranks(
@@ -150,12 +150,12 @@ def _set_position(runner: Runner, state: Mapping[str, Any]) -> None:
         runner.emit(EventKind.MESSAGE, level="warning", text=text)
 
 
-def _tell_another_order(runner: Runner, checkpoint: Checkpoint) -> None:
-    """Within an epoch a place in the data means something only where the samples and their order are the same."""
+def _warn_of_changed_order(runner: Runner, checkpoint: Checkpoint) -> None:
+    """Warn if the samples or their order have changed: then a position within an epoch means other samples."""
     if "epoch" not in checkpoint.manifest.state or runner.step_in_epoch in (0, runner.steps_per_epoch):
-        return  # without a place of its own, the checkpoint is warned of already
+        return  # _set_position has warned already
     before, now = checkpoint.manifest.state.get("config") or {}, to_dict(runner.config)
-    sections: list[Mapping[str, Any]] = [each.get("data") or {} for each in (before, now)]
+    sections: list[Mapping[str, Any]] = [config.get("data") or {} for config in (before, now)]
     keys = ["seed", *(f"data.{key}" for key in dict.fromkeys((*sections[0], *sections[1])) if key not in _NOT_ORDER)]
     values = {key: (stored_value(before, key), stored_value(now, key)) for key in keys}
     changed = [f"{key}: {show(was)}" for key, (was, is_now) in values.items() if was != is_now]
@@ -170,7 +170,7 @@ def _tell_another_order(runner: Runner, checkpoint: Checkpoint) -> None:
 
 
 def data_facts(runner: Runner) -> dict[str, Any]:
-    """What a checkpoint knows of the training data beside their description: the files themselves may change."""
+    """Return the facts about the training data that a checkpoint stores, since the files behind it may change."""
     dataset = getattr(runner.loader, "dataset", None)
     known = runner.steps_per_epoch is not None and hasattr(dataset, "__len__")
     return {
@@ -180,7 +180,7 @@ def data_facts(runner: Runner) -> dict[str, Any]:
 
 
 def _refuse_another_tokenizer(runner: Runner, checkpoint: Checkpoint, patterns: tuple[str, ...]) -> None:
-    """A tokenizer that is trained on the text is another one where the text has changed: every token means another."""
+    """Refuse a tokenizer other than the checkpoint's. One that is trained on the text changes with the text."""
     before, now = stored_value(checkpoint.manifest.state, "data.tokenizer"), data_facts(runner)["tokenizer"]
     if before is None or now is None or before == now:
         return
@@ -196,32 +196,32 @@ def _refuse_another_tokenizer(runner: Runner, checkpoint: Checkpoint, patterns: 
     runner.warn(message)
 
 
-# The folder of a run, which one run at a time writes into.
+# The folder of a run, which only one run at a time writes to.
 
 
 _MARK = ".running"
-"""Who writes here now: host and process. Gone when the run has ended; without a lock, a kill has left it."""
-_PATIENCE_S = 5.0
-"""How long to wait for the lock: a process that was killed a moment ago has not let go of everything yet."""
+"""Holds host and process id of the run that writes here. Without a lock on it, it is left over from a kill."""
+_LOCK_TIMEOUT_S = 5.0
+"""How long to wait for the lock: a process that was just killed may still hold it."""
 
 
 class WorkDir:
-    """`work_dir`, as rank 0 makes and holds it."""
+    """`work_dir`, created and locked by rank 0."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._mark: TextIO | None = None
 
     def make(self) -> None:
-        """Have it there, and be able to write to it. Raises `ConfigError` where that cannot be."""
+        """Create the folder if needed. Raise `ConfigError` if it cannot be written to."""
         with self._writing():
             try_to_write(self.path)
 
-    def take(self, config: RunConfig) -> None:
-        """Hold it until `let_go`, and write `config.yaml`. Another run that writes here is a `ConfigError`.
+    def acquire(self, config: RunConfig) -> None:
+        """Lock the folder until `release`, and write `config.yaml`. Raise `ConfigError` if another run holds the lock.
 
-        A lock belongs to the process and not to those that it forks, so it ends with rank 0, however that ends. Where
-        the lock is another host's, it may be what a lost host has left, and is not waited for.
+        The lock belongs to this process and not to its forks, so it ends with rank 0, however that ends. A lock of
+        another host may be what a lost host has left behind, and is ignored.
         """
         self.make()
         with self._writing():
@@ -239,8 +239,8 @@ class WorkDir:
                 self._mark = mark
             write_atomically(self.path / "config.yaml", to_yaml(config))
 
-    def let_go(self) -> None:
-        """Let others write here."""
+    def release(self) -> None:
+        """Unlock the folder."""
         if self._mark is not None:
             (self.path / _MARK).unlink(missing_ok=True)
             self._mark.close()
@@ -264,7 +264,7 @@ class WorkDir:
 
 
 def try_to_write(folder: Path) -> None:
-    """Make a folder, and find out by writing whether files can be written there. Raises `OSError` where not."""
+    """Create a folder and write a test file to it. Raise `OSError` if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"x")
@@ -272,13 +272,13 @@ def try_to_write(folder: Path) -> None:
 
 
 def _lock(mark: TextIO) -> None:
-    """Take the lock of a file, within `_PATIENCE_S`."""
-    until = time.monotonic() + _PATIENCE_S
+    """Lock a file, waiting up to `_LOCK_TIMEOUT_S`."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.lockf(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
         else:
@@ -301,11 +301,11 @@ class RunSaver:
         self._frozen: FrozenPart | None = None
         self._saved_step: int | None = None
         self._failures = 0
-        """How many saves in a row have failed."""
+        """Consecutive saves that have failed."""
 
     @property
     def writer(self) -> CheckpointWriter:
-        """Made when first needed; every rank must ask for it first at the same moment."""
+        """The writer, created on first use; a collective, so every rank must use it first at the same point."""
         if self._writer is None:
             self._writer = CheckpointWriter(
                 self.folder.root,
@@ -319,12 +319,12 @@ class RunSaver:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """What to go on from, the first that is there. Ranks that the launcher starts anew go on where they were."""
+        """Where to resume from, in order of preference. Ranks that the launcher restarted try `auto` first."""
         again = ["auto"] if self._runner.world.ranks.attempt else []
         return (*again, *([self._config.resume] if self._config.resume is not None else []))
 
     def refuse_to_overwrite(self) -> None:
-        """A run that starts over must not mix its checkpoints with those of an earlier one."""
+        """Raise if `work_dir` holds an earlier run and this one does not resume it."""
         if not self._config.node_local:
             held = on_main(self._runner.world, self._newest_of_earlier_run)
             where = ""
@@ -333,7 +333,7 @@ class RunSaver:
         if held is not None and not self.wanted:
             raise CheckpointError(
                 f"work_dir {self._runner.config.work_dir!r} already holds a run, saved at {held}{where}; "
-                "set checkpoint.resume=auto to go on with it, or choose another work_dir"
+                "set checkpoint.resume=auto to resume it, or choose another work_dir"
             )
 
     def _newest_of_earlier_run(self) -> str | None:
@@ -344,15 +344,15 @@ class RunSaver:
         return None if newest is None else newest.name
 
     def _newest_of_any_node(self) -> tuple[str | None, str]:
-        """What the folders hold that are not shared, and where; every rank must ask."""
-        channel, found = self.writer.channel, [""]
+        """Return the newest checkpoint in any node's own folder, and which node; a collective."""
+        channel, newest = self.writer.channel, [""]
 
         def look() -> None:
-            found.append(self._newest_of_earlier_run() or "")
+            newest.append(self._newest_of_earlier_run() or "")
 
         failure = attempt(look) if self.writer.disks.is_lead else None
         raise_on_all_ranks(channel, failure, "the folder of checkpoints cannot be looked into")
-        held = [(name, rank) for rank, name in enumerate(channel.all_gather(found[-1])) if name]
+        held = [(name, rank) for rank, name in enumerate(channel.all_gather(newest[-1])) if name]
         return (held[0][0], f" on the node of rank {held[0][1]}") if held else (None, "")
 
     def check_folder(self) -> None:
@@ -481,14 +481,14 @@ class RunSaver:
 
     @property
     def frozen(self) -> FrozenPart:
-        """What is not trained, by name and by value; every rank must ask for it first at the same moment."""
+        """Names and digests of the frozen parameters; a collective on first use."""
         if self._frozen is None:
             names = [f"model.{name}" for name in self._runner.engine.frozen()]
             self._frozen = FrozenPart.of(self._runner.engine, names, self.writer.channel)
         return self._frozen
 
     def hook_tensors(self, name: str, hook: Hook) -> dict[str, Tensor]:
-        """The tensors of a hook, under their names in a checkpoint."""
+        """Return the tensors of a hook by their names in a checkpoint."""
         return {f"hook.{name}.{key}": tensor for key, tensor in hook.tensors(self._runner).items()}
 
     def _state(self) -> dict[str, Any]:
@@ -507,20 +507,20 @@ class RunSaver:
             state["frozen"] = self.frozen.state()
         return state
 
-    # ---- going on
+    # ---- resuming
 
     def resume(self) -> Path | None:
-        """Continue from the checkpoint that `checkpoint.resume` names; returns it, or None if there is none."""
+        """Resume from the checkpoint that `checkpoint.resume` names. Return its folder, or None if there is none."""
         path = resume(self._runner, self)
         if path is not None and path.parent.resolve() == self.folder.root.resolve():
             self._saved_step = self._runner.step
         return path
 
     def go_back(self, before: int) -> Path | None:
-        """Take up the checkpoint that was saved last at step `before` or earlier; None if there is none.
+        """Load the last checkpoint saved at step `before` or earlier; return its folder, or None if there is none.
 
-        The place in the data stays. That is saved at once, so that a run which ends now does not meet the same data
-        again. Every rank must call it.
+        The position in the data stays as it is. The state is saved at once, so that a run that ends now does not
+        read the same data again. A collective: every rank must call it.
         """
         runner = self._runner
         runner.engine.settle()
@@ -528,10 +528,10 @@ class RunSaver:
         path = on_main(runner.world, lambda: self.folder.newest(before))
         if path is None:
             return None
-        place = runner.epoch, runner.step_in_epoch
+        position = runner.epoch, runner.step_in_epoch
         runner.enter(Phase.LOAD)
         go_back(runner, self, path)
-        runner.set_position(*place, samples=runner.batch.total)
+        runner.set_position(*position, samples=runner.batch.total)
         self._saved_step = None
         self.save()
         return path

@@ -185,8 +185,8 @@ def make_loader(
 def first_inputs(data: Any, micro: int, collate: Any) -> Any:
     """One micro-batch of data that were given as an object, for its shapes; None where looking would use it up."""
     if isinstance(data, DataLoader):
-        parts = adopt(data)
-        data, collate = parts.dataset, parts.collate
+        loader = adopt(data)
+        data, collate = loader.dataset, loader.collate
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
         return None
     return (collate or stack)([data[index % len(data)] for index in range(micro)])

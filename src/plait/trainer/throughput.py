@@ -31,7 +31,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in _PEAKS if part in name), None)
+    return next((tflops * 1e12 for model, tflops in _PEAKS if model in name), None)
 
 
 def memory_mib(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""Looks at every step, and says what nobody would see in a log line: spikes, steps without targets, skipped ones."""
+"""Watches every step for loss spikes, steps without targets and skipped steps; handles SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.monitor import EventKind
 if TYPE_CHECKING:
     from plait.trainer.runner import Runner
 
-# Which samples a step had that went wrong.
+# The samples of a step that went wrong.
 
 
 FILE = "suspects.jsonl"
@@ -29,18 +29,18 @@ _SHOWN = 8
 
 
 def samples_at(runner: Runner, epoch: int, step: int) -> list[int]:
-    """The samples of a step of an epoch, over all ranks: their numbers in the data set, or in the stream."""
+    """Return the indices of the samples of a step, over all ranks, in the data set or in the stream."""
     loader, total = runner.loader, runner.batch.total
     try:
         return [int(sample) for sample in loader.sample_ids(epoch, step)]
-    except DataError:  # a stream has only its own order
+    except DataError:  # the order of a stream is its own
         return list(range(step * total, (step + 1) * total))
 
 
-def whose(runner: Runner, step: int) -> str:
-    """The samples of the latest step or one shortly before it, noted in a file and shown in short.
+def record_samples(runner: Runner, step: int) -> str:
+    """Record the samples of the latest step or one shortly before it, and return them as the end of a sentence.
 
-    `step` counts from 0, as the engine does. Empty where nobody knows: another loop than the Runner's trains.
+    `step` counts from 0, as the engine does. Empty if a loop other than the Runner's trains.
     """
     if runner.began is None or not hasattr(runner.loader, "sample_ids"):
         return ""
@@ -54,7 +54,7 @@ def whose(runner: Runner, step: int) -> str:
 
 
 def record_suspect(runner: Runner, epoch: int, at: int, **facts: Any) -> str:
-    """Write down which samples a step had, and show the first of them."""
+    """Write the samples of a step to suspects.jsonl; return a text with the first of them."""
     samples = samples_at(runner, epoch, at)
     if runner.world.is_main:
         line = {**facts, "epoch": epoch + 1, "step_in_epoch": at + 1, "samples": samples}
@@ -69,13 +69,13 @@ def record_suspect(runner: Runner, epoch: int, at: int, **facts: Any) -> str:
 
 
 STOPPED: Mapping[str, int] = MappingProxyType(dict(zip(("Ctrl-C", "SIGTERM"), STOPPED_CODES, strict=True)))
-"""Reasons why a run was stopped from outside, and the exit codes of whoever ends by such a signal."""
+"""Reasons why a run was stopped from outside, and the exit code of each."""
 
 
 class StopSignals:
-    """While open, the first signal calls `ask`; a second Ctrl-C interrupts at once.
+    """A context in which the first signal calls `ask` and a second Ctrl-C interrupts at once.
 
-    A signal that was ignored when the process started (`nohup`, `trap '' INT`, what a script starts with `&`) stays so.
+    Signals that were ignored when the process started (`nohup`, `trap '' INT`, `command &` in a script) stay ignored.
     """
 
     def __init__(self, ask: Callable[[str], None]) -> None:
@@ -86,7 +86,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             numbers = (signal.SIGINT, signal.SIGTERM)
-            for number in (each for each in numbers if signal.getsignal(each) is not signal.SIG_IGN):
+            for number in (n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN):
                 self._previous[number] = signal.signal(number, self._received)
         return self
 
@@ -98,30 +98,30 @@ class StopSignals:
         self._ask("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
 
 _TO_DEVIATION = 1.4826
-"""Times the median distance from the median: the standard deviation, of normal numbers."""
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 _WINDOW, _LEAST = 100, 10
-"""How many losses a new one is compared with, and how many of them have to be known."""
+"""How many losses a new one is compared with, and how many of them are needed at least."""
 _LEAST_SPREAD = 0.05
-"""Of the median: a loss that hardly moves does not leap by moving a little."""
+"""The least spread, relative to the median: a flat loss does not spike by moving a little."""
 
 
 def spike_limit(usual: Iterable[float], threshold: float, least_spread: float) -> float:
-    """What lies above it is a spike: the median, and `threshold` times the usual distance from it."""
+    """Return the value above which a number is a spike: median + `threshold` × spread."""
     known = list(usual)
     middle = median(known)
-    spread = _TO_DEVIATION * median(abs(each - middle) for each in known)
+    spread = _TO_DEVIATION * median(abs(value - middle) for value in known)
     return middle + threshold * max(spread, least_spread * abs(middle))
 
 
 class _WatchedStep(NamedTuple):
-    """A step, and where in the data it was."""
+    """A step and its position in the data."""
 
     result: StepResult
     step: int
@@ -131,9 +131,9 @@ class _WatchedStep(NamedTuple):
 
 
 class StepWatch:
-    """One run's steps. What it looks at is equal on every rank, so all of them say, or raise, the same.
+    """The steps of one run. It looks only at numbers that are equal on all ranks, so all of them log or raise the same.
 
-    A step whose numbers are on their way is looked at after the next one, so that nobody waits.
+    A step whose numbers are still being computed on the device is looked at after the next one, without waiting.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -145,7 +145,7 @@ class StepWatch:
         self._usual: deque[float] = deque(maxlen=_WINDOW)
         self._limit = math.inf
         self._high = False
-        """Whether the step before was part of a spike, of which was spoken already."""
+        """Whether the previous step was part of a spike, which has been reported."""
         self.steps = 0
         self.skipped = 0
         self._empty = self._empty_in_a_row = 0
@@ -153,7 +153,7 @@ class StepWatch:
         self._skips_before = runner.engine.skips.total
 
     def add(self, result: StepResult) -> None:
-        """Take note of the step just done."""
+        """Record the step just done."""
         runner = self._runner
         self.steps += 1
         self._highest_rate = max(self._highest_rate, result.lr)
@@ -211,16 +211,16 @@ class StepWatch:
         return f"; {record_suspect(runner, seen.epoch, seen.at, step=seen.step, why=why)}"
 
     def end(self) -> None:
-        """Look at what is left, and say what the run as a whole was like; a run that learned nothing is an error."""
+        """Look at the last step and report on the whole run. Raise if the run learned nothing."""
         if self._before is not None:
             self._look(self._before)
             self._before = None
         if self.steps == 0:
             return
-        runner, found = self._runner, self._runner.engine.skips
-        not_finite = max(found.total - self._skips_before, 0)
+        runner, skips = self._runner, self._runner.engine.skips
+        not_finite = max(skips.total - self._skips_before, 0)
         if runner.stop_reason not in STOPPED:
-            found.end_of_run(not_finite, self.steps)
+            skips.end_of_run(not_finite, self.steps)
         if self._empty and self._empty == self.steps - self.skipped:
             raise DataError(f"none of the {self.steps} steps had anything to learn from: {_NO_TARGETS}")
         if not_finite:
@@ -241,13 +241,13 @@ class StepWatch:
             runner.warn(f"the learning rate was 0 at all {self.steps} steps: nothing was learned; see `schedule`")
 
 
-def tell_of_lengths(runner: Runner) -> None:
-    """Say before the first step what is too large or too long for this run to have its effect."""
+def warn_of_lengths(runner: Runner) -> None:
+    """Warn before the first step of a batch or a warmup that is longer than the run."""
     dataset: Any = getattr(runner.loader, "dataset", None)
     batch = runner.batch.total
     if runner.steps_per_epoch == 1 and hasattr(dataset, "__len__") and len(dataset) < batch:
         runner.warn(
-            f"batch.total is {batch}, and an epoch has {len(dataset)} samples: every step is over {len(dataset)}. "
+            f"batch.total is {batch}, and an epoch has {len(dataset)} samples: every step has {len(dataset)} samples. "
             "Write a smaller batch.total"
         )
     schedule, total = runner.config.schedule, runner.total_steps
@@ -265,5 +265,5 @@ _NO_TARGETS = "their count of targets is 0. Are all texts empty, all labels -100
 
 
 def _goes_back(runner: Runner) -> bool:
-    """Whether the hook `rollback` watches the loss, and speaks about it."""
+    """Return whether the hook `rollback` is present, which watches and reports the loss itself."""
     return any(hook.type == "rollback" for hook in runner.config.hooks)

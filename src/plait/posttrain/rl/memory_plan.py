@@ -57,7 +57,7 @@ class OnlineMemoryPlan(MemoryPlan):
 
     _beside: OtherModels | None = None
 
-    def expect(self, ranks: Ranks) -> RunForecast | str | None:
+    def simulate(self, ranks: Ranks) -> RunForecast | str | None:
         """Plan the policy's training with answers as long as they may be, and add the others."""
         config, given = self.runner.config, self.runner.given
         micro = self.micro_batch(ranks)
@@ -65,7 +65,7 @@ class OnlineMemoryPlan(MemoryPlan):
             return None
         try:
             planned = planned_as(config)
-        except ConfigError:  # it is told where the run is built
+        except ConfigError:  # setup() raises it again
             return None
         if isinstance(planned, str):
             return planned
@@ -76,14 +76,14 @@ class OnlineMemoryPlan(MemoryPlan):
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
             try:
                 self._beside = count_other_models(config, layout)
-            except PlaitError:  # it is told where that model is built
+            except PlaitError:  # building that model raises it again
                 return None
             found = _together(found, self._beside)
         return found
 
-    def tell(self) -> None:
-        """Say what is expected, and of whom."""
-        super().tell()
+    def log(self) -> None:
+        """Log the plan, and the memory of the models beside the policy."""
+        super().log()
         if self._beside is not None:
             self.runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._beside}")
 

@@ -127,7 +127,7 @@ class Critic(Hook):
         """Wait for its last step, and hear what there is to report of it."""
         self._engine.settle()
 
-    def make_room(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def allocate(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """For the optimizer's state."""
         found = {name.removeprefix("optim."): entry for name, entry in entries.items() if name.startswith("optim.")}
         self._engine.allocate_optimizer_state(found)
@@ -200,7 +200,7 @@ class OnlineRunner(PhaseRunner):
             find_function(parsed.config)  # a name that leads nowhere shows before anything is built
         super().__init__(parsed, hooks=[*own, *hooks])
         self.online = online
-        self.foresight = OnlineMemoryPlan(self)
+        self.memory_plan = OnlineMemoryPlan(self)
 
     def prepare(self) -> Engine:
         """Build the policy, the models beside it, and what makes answers."""
