@@ -22,9 +22,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from plait.config.base import Section
-from plait.config.draft import items, open_part, sections
-from plait.config.part import Part
+from plait.config.part import CustomPart
 from plait.config.run import RunConfig
+from plait.config.schema import custom_section, items, sections
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "configuration.md", DOCS / "zh-CN" / "configuration.md")
@@ -67,8 +67,8 @@ WORDS: dict[str, str] = {
     "ResNetConfig.depth": "Number of layers; 50 and more have bottleneck blocks.",
     "ResNetConfig.classes": "Number of classes.",
     "HFConfig.task": "Which `transformers` Auto class builds the model.",
-    "_Text.seq_len": "Tokens in a sequence. Absent: no more than `model.seq_len`.",
-    "_Text.val_fraction": "Share of the documents that is the `val` part.",
+    "_TextSection.seq_len": "Tokens in a sequence. Absent: no more than `model.seq_len`.",
+    "_TextSection.val_fraction": "Share of the documents that is the `val` part.",
     "TokensData.path": "The token file, as `plait.data.TokenWriter` writes it, with or without its ending.",
     "TokensData.seq_len": "Tokens in a sequence. Absent: no more than `model.seq_len`.",
     "TokensData.document_mask": "Tokens attend within their own document only.",
@@ -83,8 +83,8 @@ WORDS: dict[str, str] = {
     "Cifar10Data.path": "The folder with the batches, or the one above it.",
     "Cifar10Data.split": "Which of the two published parts.",
     "Cifar10Data.augment": "Shift and flip. Absent: yes for training.",
-    "_Own.lr": "Learning rate.",
-    "_Own.weight_decay": "Weight decay.",
+    "_BuiltinOptim.lr": "Learning rate.",
+    "_BuiltinOptim.weight_decay": "Weight decay.",
     "AdamWConfig.weight_decay": "Weight decay, decoupled from the gradient.",
     "AdamWConfig.betas": "Decay of the two moments.",
     "AdamWConfig.eps": "Added to the denominator.",
@@ -230,7 +230,7 @@ class _Reference:
         yield ""
         yield "| key | type | default | meaning |"
         yield "|---|---|---|---|"
-        if issubclass(section, Part):
+        if issubclass(section, CustomPart):
             yield "| `type` | `package.module:name`, or a plug-in's name | **required** | see write-your-own.md |"
         elif tag is not None:
             yield f"| `type` | `{tag.default}` | | which of the types of `{path}` this is |"
@@ -247,7 +247,7 @@ class _Reference:
                     if found not in self._seen:
                         where = f"{inner}[]" if annotation in entry else inner
                         yield from self._section(found, inner, f"`{where}`" + (f", `type: {kind}`" if kind else ""))
-                part = open_part(annotation)
+                part = custom_section(annotation)
                 if part is not None and part not in self._seen:
                     where = f"{inner}[]" if annotation in entry else inner
                     yield from self._section(part, inner, f"`{where}`, one of your own")

@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     from plait.config import WarmupDecayConfig as WarmupDecayLRSchedule
     from plait.config import WrapConfig as Wrap
     from plait.config import WSDConfig as WSDSchedule
-    from plait.config import own_part as part
+    from plait.config import custom_part as part
     from plait.data import MicroBatch as MicroBatch
     from plait.distributed import World as World
     from plait.engine import Built as Built
@@ -132,7 +132,7 @@ else:
                 "AccuracyMetric=AccuracyConfig",
                 "FolderStorage=FolderStorageConfig",
                 "WSDSchedule=WSDConfig",
-                "part=own_part",
+                "part=custom_part",
                 "AdafactorOptim=AdafactorConfig",
                 "AdagradOptim=AdagradConfig",
                 "AdamOptim=AdamConfig",

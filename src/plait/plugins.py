@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from plait.config import (
-    Imported,
-    Kind,
-    Part,
+    CustomPart,
+    ImportedPart,
+    PluginKind,
     RunConfig,
     Section,
     StoredName,
+    builtin_names,
     choose,
     entry_points_of,
     listed,
     load_code,
     load_plugin,
-    own_words,
     plugin_kinds,
 )
 from plait.errors import ConfigError, PlaitError, Problem
@@ -44,14 +44,14 @@ def load(section: Section, key: str) -> Any:
 
     Raises `ConfigError` where it cannot be imported, is not trusted, or two plug-ins have its name.
     """
-    if isinstance(section, Imported):
+    if isinstance(section, ImportedPart):
         return load_code(section.target, key=f"{key}.target")
-    if not isinstance(section, Part):
+    if not isinstance(section, CustomPart):
         return load_code(section.builds, key=key)
-    return section.given if section.given is not None else find(section.kind, section.type, f"{key}.type")
+    return section.given if section.given is not None else find(section.plugin_kind, section.type, f"{key}.type")
 
 
-def find(kind: Kind, name: str, key: str) -> Any:
+def find(kind: PluginKind, name: str, key: str) -> Any:
     """What a name of a part stands for: `package.module:name`, or a plug-in of this kind. Raises as `load` does."""
     if ":" in name or isinstance(name, StoredName):
         return load_code(name, key=key)
@@ -65,7 +65,7 @@ def build(section: Section, key: str, *args: Any, accepts: type | tuple[type, ..
     returned as it is. Raises `ConfigError` for arguments that do not fit, with the nearest that would.
     """
     made = load(section, key)
-    if not isinstance(section, (Part, Imported)):
+    if not isinstance(section, (CustomPart, ImportedPart)):
         return made(*args, section, **given)
     name, name_key, arguments, inside = _written(section, key)
     if accepts and not isinstance(made, type) and isinstance(made, accepts):
@@ -84,7 +84,7 @@ def make(section: Section, key: str, *args: Any, kind: type, **given: Any) -> An
     made = build(section, key, *args, accepts=kind, **given)
     if isinstance(made, kind) and not isinstance(made, type):
         return made
-    assert isinstance(section, (Part, Imported)), section.builds
+    assert isinstance(section, (CustomPart, ImportedPart)), section.builds
     name, name_key, *_ = _written(section, key)
     what, where = f"{name!r} made a {type(made).__name__}, which is not a {kind.__name__}", _place(kind)
     if Protocol not in kind.__bases__:
@@ -100,7 +100,7 @@ def _place(kind: type) -> str:
     return f"{room if hasattr(sys.modules.get(room), kind.__name__) else kind.__module__}.{kind.__name__}"
 
 
-def function(section: Part, key: str, *takes: str) -> Callable[..., Any]:
+def function(section: CustomPart, key: str, *takes: str) -> Callable[..., Any]:
     """The function that a section names, with the section's arguments, to be called with `takes` by position.
 
     A class is made with the arguments, and what it makes is the function.
@@ -116,9 +116,9 @@ def function(section: Part, key: str, *takes: str) -> Callable[..., Any]:
     return partial(made, **arguments) if arguments else made
 
 
-def _written(section: Part | Imported, key: str) -> tuple[str, str, dict[str, Any], str]:
+def _written(section: CustomPart | ImportedPart, key: str) -> tuple[str, str, dict[str, Any], str]:
     """A part's name and its key, its arguments and the key that they stand in."""
-    if isinstance(section, Imported):
+    if isinstance(section, ImportedPart):
         return str(section.target), f"{key}.target", section.args, f"{key}.args"
     return str(section.type), f"{key}.type", section.arguments, key
 
@@ -200,7 +200,7 @@ class Plugin:
 
 def installed() -> list[Plugin]:
     """Every plug-in of every installed package, with what is wrong with its declaration. Imports none of them."""
-    own = own_words(RunConfig)
+    own = builtin_names(RunConfig)
     return [
         Plugin(kind, each.name, each.value, *_origin(each.dist), _problem(kind, each.name, several, own))
         for kind in plugin_kinds()
@@ -210,8 +210,8 @@ def installed() -> list[Plugin]:
 
 
 def _problem(kind: str, name: str, several: Sequence[Any], own: Mapping[str, frozenset[str]]) -> str:
-    if kind not in get_args(Kind):
-        return f"plait.{kind} is not a kind of part. {choose(kind, get_args(Kind), 'kind')}"
+    if kind not in get_args(PluginKind):
+        return f"plait.{kind} is not a kind of part. {choose(kind, get_args(PluginKind), 'kind')}"
     if kind in ("algorithm", "environment"):
         return "nothing in this version uses it"
     if name in own.get(kind, ()):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import plait
 from plait.config import RunConfig
 from plait.config.base import Section
-from plait.config.part import Part
+from plait.config.part import CustomPart
 from plait.errors import ConfigError
 from plait.trainer import Runner
 
@@ -58,7 +58,7 @@ def tree_of(annotation: Any) -> Iterator[type[Section]]:
 def test_every_section_has_a_public_name_by_one_rule() -> None:
     """Its key, or its type and its key: `strategy.layout` is `Layout`, `{type: AdamW}` of `optim` is `AdamWOptim`."""
     public = {getattr(plait, name) for name in plait.__all__}
-    own = {found for found in sections(RunConfig) if not issubclass(found, Part)}  # others bring their own names
+    own = {found for found in sections(RunConfig) if not issubclass(found, CustomPart)}  # others bring their own names
     assert own - public == set()
     for name in plait.__all__:
         found = getattr(plait, name)

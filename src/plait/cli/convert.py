@@ -30,13 +30,13 @@ from plait.config import (
     RunConfig,
     choose,
     choose_type,
-    dialect,
     entry_points_of,
     parse,
     parse_stored,
     read_json_object,
+    text_sources,
+    yaml_io,
 )
-from plait.config import texts as text_sources
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
 from plait.frontends import KeyOutcome, KeyReport, Translation
@@ -494,8 +494,8 @@ def written(file: str, name: str, translation: Translation, search: dict[str, An
     report = translation.report
     comments = [f"# {file}, a configuration of {name}. {report.summary()}.", "#"]
     comments += [f"#   {line}" for line in report.lines()]
-    text = dialect.dump(translation.sections) if translation.sections else ""
-    after = [_YOURS, *([_SEARCH, *(f"#   {line}" for line in dialect.dump(search).splitlines())] if search else [])]
+    text = yaml_io.dump(translation.sections) if translation.sections else ""
+    after = [_YOURS, *([_SEARCH, *(f"#   {line}" for line in yaml_io.dump(search).splitlines())] if search else [])]
     return "\n".join([*comments, "", *text.splitlines(), "", *after, ""])
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.cli.files import write_file
-from plait.config import dialect
+from plait.config import yaml_io
 from plait.errors import ConfigError, Problem
 from plait.launch import report
 from plait.plugins import installed
@@ -66,7 +66,7 @@ def measure(out: str | None, folder: str) -> None:
     found = measure_hardware(folder=folder)
     _print(found.rows)
     if out is not None:
-        write_file(out, dialect.dump(found.hardware.to_dict()), "--out")
+        write_file(out, yaml_io.dump(found.hardware.to_dict()), "--out")
         Console(soft_wrap=True).print(f"{out}: give it to `plait plan --gpu {out}`", markup=False)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.cli.train import _count
-from plait.config import ENDINGS
+from plait.config import SUFFIXES
 from plait.errors import ConfigError, Problem
 from plait.launch import run_here
 
@@ -122,10 +122,10 @@ def sort_words(words: Sequence[str]) -> PipelineCommand:
                 asked.own[last] = word
             else:
                 taking.append(word)
-        elif Path(word).suffix.lower() in ENDINGS:
+        elif Path(word).suffix.lower() in SUFFIXES:
             asked.files.append(word)
         else:
-            remedy = f"Files end in {', '.join(ENDINGS)}; settings are `key=value`."
+            remedy = f"Files end in {', '.join(SUFFIXES)}; settings are `key=value`."
             raise ConfigError(Problem(word, "is neither a file nor a setting", remedy))
     for name in _ONE:
         if asked.own.get(name) == "":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from plait.cli.files import import_from_here, write_file
-from plait.config import RunConfig, least_ranks, parse, resolve_batch, resolve_layout, unit_of
+from plait.config import RunConfig, min_ranks, parse, resolve_batch, resolve_layout, sample_unit
 from plait.errors import ConfigError, ModelError, Problem
 from plait.launch import Phase
 from plait.monitor import duration
@@ -53,7 +53,7 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ran
     if strategy.layout.pp == 1:
         message = "1: the run has no pipeline, so there is no schedule to draw"
         raise ConfigError(Problem("strategy.layout.pp", message, "Write `strategy.layout.pp: 2`, or more."))
-    size = ranks or least_ranks(found.strategy)
+    size = ranks or min_ranks(found.strategy)
     layout = resolve_layout(strategy, size=size, local_size=size)
     pipeline = strategy.pipeline
     batch = resolve_batch(found.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
@@ -92,7 +92,7 @@ def plan_run(
     config = planned_as(asked)
     if isinstance(config, str):
         raise ConfigError(Problem("strategy.engine", f"no plan: {config}", "Plan with `engine: native`."))
-    machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
+    machine, ranks = _machine(gpu, config), gpus or min_ranks(config.strategy)
     known: Known = {}
     plan = make_plan(config, machine, ranks=ranks, exact=exact or timeline is not None, known=known)
     console = Console(soft_wrap=True)
@@ -122,7 +122,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
 
     config = parse(source, overrides).config
     import_from_here()
-    machine, ranks = _machine(gpu, config), gpus or least_ranks(config.strategy)
+    machine, ranks = _machine(gpu, config), gpus or min_ranks(config.strategy)
     console = wide_console()
     found = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))
     _show_search(console, found, config, ranks)
@@ -172,7 +172,7 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     console.print(table)
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} of the peak"
     cost = plan.dollars_per_billion()
-    unit = unit_of(config.data)
+    unit = sample_unit(config.data)
     price = "" if cost is None else f", ${cost:,.0f} a billion {unit}"
     console.print(
         f"[bold]{plan.seconds:.3g} s a step[/], {plan.tokens_per_second:,.0f} {unit}/s{mfu}{price}", highlight=False
@@ -275,7 +275,7 @@ def _show_search(console: Console, found: Search, config: RunConfig, ranks: int)
 
     shown = found.found[:_SHOWN]
     columns = as_columns(config, [each.candidate for each in shown], ranks)
-    figures = [Column(title, justify="right", no_wrap=True) for title in (f"{unit_of(config.data)}/s", "GiB")]
+    figures = [Column(title, justify="right", no_wrap=True) for title in (f"{sample_unit(config.data)}/s", "GiB")]
     titles = [Column(title, no_wrap=True) for title in columns]
     table = Table(*figures, *titles, "", box=None, pad_edge=False, header_style="bold")
     for index, each in enumerate(shown):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from plait.config import (
-    OWN_HOOK,
+    CUSTOM_HOOKS,
     AccuracyConfig,
+    CustomMetric,
     EarlyStopConfig,
-    MetricPart,
     Parsed,
     ProfileConfig,
     check,
@@ -24,7 +24,7 @@ from plait.config import (
     describe,
     listed,
     missing_paths,
-    missing_starts,
+    missing_start_paths,
     origin_of,
     parse,
     resolve_batch,
@@ -231,7 +231,7 @@ def _check_metrics(parsed: Parsed) -> None:
     """What a description measures, where no part of somebody's own measures more."""
     config = parsed.config
     if config.phase is not None or any(
-        isinstance(each, (*OWN_HOOK, MetricPart)) for each in (*config.hooks, *config.metrics)
+        isinstance(each, (*CUSTOM_HOOKS, CustomMetric)) for each in (*config.hooks, *config.metrics)
     ):
         return
     measured = [
@@ -317,7 +317,7 @@ def _check_phase(parsed: Parsed, ranks: int) -> None:
 
 def _look_for_files(parsed: Parsed) -> None:
     """Not for a dry run: what other phases are to make need not be there yet."""
-    if missing := [*missing_paths(parsed.config), *missing_starts(parsed.config)]:
+    if missing := [*missing_paths(parsed.config), *missing_start_paths(parsed.config)]:
         raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing])
 
 

@@ -12,10 +12,19 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
-from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
 from plait.config.optim import OptimConfig
 from plait.config.parse import parse_sections
-from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
+from plait.config.posttrain import (
+    DpoConfig,
+    GrpoConfig,
+    LoraConfig,
+    Phase,
+    PosttrainConfig,
+    PpoConfig,
+    RewardConfig,
+    RolloutConfig,
+    SftConfig,
+)
 from plait.config.precision import PrecisionConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig
@@ -33,7 +42,7 @@ from plait.config.train import (
 from plait.errors import ConfigError, Problem
 
 Keys: TypeAlias = Mapping[str, Any]
-Own: TypeAlias = str | Callable[..., Any]
+Custom: TypeAlias = str | Callable[..., Any]
 """A part of one's own: `package.module:name`, a plug-in's name, or what makes one. A word of Plait's is one, too."""
 
 
@@ -50,8 +59,8 @@ class OptimizerObject(Protocol):
 ModelArgument: TypeAlias = ModelConfig | Keys | str
 DataArgument: TypeAlias = DataConfig | Keys | str
 BatchArgument: TypeAlias = BatchConfig | Keys
-OptimArgument: TypeAlias = OptimConfig | Keys | Own | OptimizerObject
-ScheduleArgument: TypeAlias = ScheduleConfig | Keys | Own
+OptimArgument: TypeAlias = OptimConfig | Keys | Custom | OptimizerObject
+ScheduleArgument: TypeAlias = ScheduleConfig | Keys | Custom
 PrecisionArgument: TypeAlias = PrecisionConfig | Keys | str
 StrategyArgument: TypeAlias = StrategyConfig | Keys | str
 TrainArgument: TypeAlias = TrainConfig | Keys
@@ -59,8 +68,8 @@ CheckpointArgument: TypeAlias = CheckpointConfig | Keys
 LogArgument: TypeAlias = LogConfig | Keys
 PlanArgument: TypeAlias = PlanConfig | Keys | Literal["refuse", "warn", "off", False]
 ProfileArgument: TypeAlias = ProfileConfig | Keys
-HookArgument: TypeAlias = HookConfig | Keys | Own
-MetricArgument: TypeAlias = MetricConfig | Keys | Own
+HookArgument: TypeAlias = HookConfig | Keys | Custom
+MetricArgument: TypeAlias = MetricConfig | Keys | Custom
 PosttrainArgument: TypeAlias = PosttrainConfig | Keys
 LoraArgument: TypeAlias = LoraConfig | Keys
 SftArgument: TypeAlias = SftConfig | Keys
@@ -74,7 +83,7 @@ PhaseArgument: TypeAlias = Phase
 BackendArgument: TypeAlias = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
 
 
-def own_part(what: object, /, **arguments: Any) -> Any:
+def custom_part(what: object, /, **arguments: Any) -> Any:
     """A part of one's own, for any field or keyword that takes one: `part("my:SOAP", lr=1e-3)`.
 
     `what` is a name (`package.module:name`, or a plug-in's), a class, a function, or an object that is made already.

@@ -27,11 +27,11 @@ from plait.errors import ConfigError
 
 T = TypeVar("T")
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
-LONGEST_NAME = 255
+MAX_NAME_BYTES = 255
 """Bytes of one file's or folder's name, on the file systems that are in use."""
-LARGEST_COUNT = 2**63 - 1
+MAX_COUNT = 2**63 - 1
 """What torch and numpy count with: a larger number would end in an error of theirs, in the middle of a run."""
-LARGEST_SIZE = 2**28
+MAX_SIZE = 2**28
 """Of one dimension: a matrix with two such has a number of bytes that can be counted, so that a plan can refuse it."""
 
 
@@ -63,16 +63,18 @@ def _named(value: str) -> str:
     if not value.strip():
         remedy = "Give a path, or leave the key out; `.` is this folder."
         raise RefusedError(f"{value!r} names no file or folder", remedy)
-    longest = max(value.split("/"), key=lambda part: len(os.fsencode(part)))
-    if (size := len(os.fsencode(longest))) > LONGEST_NAME:
-        raise RefusedError(f"the name {longest[:20]}… in it has {size} bytes", f"Systems take {LONGEST_NAME} at most.")
+    longest = max(value.split("/"), key=lambda name: len(os.fsencode(name)))
+    if (size := len(os.fsencode(longest))) > MAX_NAME_BYTES:
+        raise RefusedError(
+            f"the name {longest[:20]}… in it has {size} bytes", f"Systems take {MAX_NAME_BYTES} at most."
+        )
     if "\0" in value:
         raise RefusedError(f"{value!r} has a null character in it", "Leave that out: no path has one.")
-    found = os.path.expandvars(os.path.expanduser(value))
-    if (unset := _VARIABLE.search(found)) is not None:
+    expanded = os.path.expandvars(os.path.expanduser(value))
+    if (unset := _VARIABLE.search(expanded)) is not None:
         remedy = "Set it, or write the path out."
         raise RefusedError(f"{value!r} names the variable {unset[0]}, which is not set", remedy)
-    return found
+    return expanded
 
 
 def _target(value: str) -> str:
@@ -84,9 +86,9 @@ def _target(value: str) -> str:
     raise RefusedError(f"{value!r} does not say what is to be taken from which module", f"Write it as {wanted}.")
 
 
-PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole), AfterValidator(_at_most(LARGEST_COUNT))]
-NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_whole), AfterValidator(_at_most(LARGEST_COUNT))]
-Size = Annotated[PositiveInt, AfterValidator(_at_most(LARGEST_SIZE))]
+PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole), AfterValidator(_at_most(MAX_COUNT))]
+NonNegativeInt = Annotated[int, Field(ge=0), BeforeValidator(_whole), AfterValidator(_at_most(MAX_COUNT))]
+Size = Annotated[PositiveInt, AfterValidator(_at_most(MAX_SIZE))]
 """One dimension of a tensor."""
 PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
 """A path as text; a `pathlib.Path` given from Python becomes text, `~` the home folder, `$NAME` its value."""
@@ -111,13 +113,13 @@ else:
                 name = cls.__name__.removesuffix("Config")
                 problems = explain_section(error, cls, "", "keyword")
                 raise ConfigError(
-                    [replace(each, path=f"{name}.{each.path}" if each.path else name) for each in problems]
+                    [replace(problem, path=f"{name}.{problem.path}" if problem.path else name) for problem in problems]
                 ) from None
 
     class Refusing(BaseModel, metaclass=_Constructor):
         """Refuses a section that is written as an object as one in a file is refused, by the same messages.
 
-        Sections inside of another are not made by calling their class, so each refusal is told once.
+        Sections inside of another are not made by calling their class, so each refusal is reported once.
         """
 
 

@@ -7,30 +7,30 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, PositiveFloat, Tag, model_validator
 
 from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Size
-from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, ImportedPart, builtin_or_custom
 
 SMALLEST_BPE = 257
 """Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 """Of one rank: each is a process, and a machine with very many of them does nothing else."""
 
 
-class CollatePart(Part):
+class CustomCollate(CustomPart):
     """A function of one's own that makes a batch of a list of samples, called with the further keys too."""
 
-    kind = "collate"
+    plugin_kind = "collate"
 
 
 class _Loading(Section):
     shuffle: bool | None = None
     """Absent: yes for training, no for validation and test."""
-    workers: Annotated[NonNegativeInt, Field(le=MOST_WORKERS)] = 0
+    workers: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
     """Processes that load ahead of training."""
     pin_memory: bool | None = None
     """Absent: when training on CUDA."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
-    collate: CollatePart | None = None
+    collate: CustomCollate | None = None
     """What makes a batch of a list of samples. Absent: they are stacked."""
 
 
@@ -117,18 +117,18 @@ class Cifar10Data(_Loading):
     augment: bool | None = None
 
 
-class ImportedData(Imported, _Loading):
+class ImportedData(ImportedPart, _Loading):
     """The older form of a data set of one's own: `target: my_module:make_dataset`."""
 
 
-class DataPart(_Loading, Part):
+class CustomData(_Loading, CustomPart):
     """A data set of one's own: a class or function that makes it, called with the further keys."""
 
-    kind = "data"
-    own = ("tokens", "text", "jsonl", "image_folder", "cifar10", "mixture", "import")
+    plugin_kind = "data"
+    builtin = ("tokens", "text", "jsonl", "image_folder", "cifar10", "mixture", "import")
 
 
-OWN_DATA = (ImportedData, DataPart)
+CUSTOM_DATA = (ImportedData, CustomData)
 """The sections of data of one's own, of which nothing is known before they are made."""
 
 DataSource = Annotated[
@@ -137,10 +137,10 @@ DataSource = Annotated[
             TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData,
             Field(discriminator="type"),
         ],
-        Tag(OWN_TAG),
+        Tag(BUILTIN_TAG),
     ]
-    | Annotated[DataPart, Tag(PART_TAG)],
-    Discriminator(own_or_part(DataPart)),
+    | Annotated[CustomData, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomData)),
 ]
 
 
@@ -172,26 +172,26 @@ DataConfig = Annotated[
             TokensData | TextData | JsonlData | ImageFolderData | Cifar10Data | ImportedData | MixtureData,
             Field(discriminator="type"),
         ],
-        Tag(OWN_TAG),
+        Tag(BUILTIN_TAG),
     ]
-    | Annotated[DataPart, Tag(PART_TAG)],
-    Discriminator(own_or_part(DataPart)),
+    | Annotated[CustomData, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomData)),
 ]
 
 
-def leaves(path: str, data: DataConfig | None) -> list[tuple[str, DataSource]]:
+def leaf_sources(path: str, data: DataConfig | None) -> list[tuple[str, DataSource]]:
     """What is read in the end, with the place where it is described: the sources of a mixture, or the one there is."""
     if isinstance(data, MixtureData):
         return [(f"{path}.sources.{index}", source) for index, source in enumerate(data.sources)]
     return [] if data is None else [(path, data)]
 
 
-def texts(path: str, data: DataConfig | None) -> list[tuple[str, TextData | JsonlData]]:
+def text_sources(path: str, data: DataConfig | None) -> list[tuple[str, TextData | JsonlData]]:
     """Those of them that are tokenized. They share one tokenizer, which is that of the first."""
-    return [(place, source) for place, source in leaves(path, data) if isinstance(source, TextData | JsonlData)]
+    return [(key, source) for key, source in leaf_sources(path, data) if isinstance(source, TextData | JsonlData)]
 
 
-def unit_of(data: DataConfig | None) -> str:
+def sample_unit(data: DataConfig | None) -> str:
     """What a run's speed is counted in: `images`, or `tokens`."""
-    images = any(isinstance(source, ImageFolderData | Cifar10Data) for _, source in leaves("data", data))
+    images = any(isinstance(source, ImageFolderData | Cifar10Data) for _, source in leaf_sources("data", data))
     return "images" if images else "tokens"

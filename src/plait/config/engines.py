@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Tag
 
 from plait.config.base import RefusedError, Section
-from plait.config.part import OWN_TAG, PART_TAG, Part, word_or_part
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, name_or_custom
 from plait.config.read import read
 from plait.errors import ConfigError, MissingExtraError, WorldError
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 EngineWord = Literal["native", "deepspeed", "colossalai"]
 
 
-class EnginePart(Part):
+class CustomEngine(CustomPart):
     """An engine of one's own: a subclass of `plait.Engine` with a class method `prepare`, or a function like that."""
 
-    kind = "engine"
-    own = ("native", "deepspeed", "colossalai")
+    plugin_kind = "engine"
+    builtin = ("native", "deepspeed", "colossalai")
 
 
 EngineChoice = Annotated[
-    Annotated[EngineWord, Tag(OWN_TAG)] | Annotated[EnginePart, Tag(PART_TAG)], Discriminator(word_or_part(EnginePart))
+    Annotated[EngineWord, Tag(BUILTIN_TAG)] | Annotated[CustomEngine, Tag(CUSTOM_TAG)],
+    Discriminator(name_or_custom(CustomEngine)),
 ]
 
 _SPREADS_DATA = frozenset(
@@ -61,7 +62,7 @@ class EngineTraits:
 
     honours: frozenset[str] = frozenset()
     """Keys of the run description that it acts on besides `optim` and `batch`: a key stands for all in it, `*` for
-    everything. The others of `GOVERNED` are refused."""
+    everything. The others of `ENGINE_KEYS` are refused."""
     stage: int | None = None
     """The ZeRO stage that it always has; None where `strategy.zero` says it."""
     as_native: bool = True
@@ -69,12 +70,12 @@ class EngineTraits:
 
     def acts_on(self, path: str) -> bool:
         """Whether it honours a key."""
-        parts = path.split(".")
-        return "*" in self.honours or any(".".join(parts[:count]) in self.honours for count in range(1, len(parts) + 1))
+        names = path.split(".")
+        return "*" in self.honours or any(".".join(names[:count]) in self.honours for count in range(1, len(names) + 1))
 
 
 @dataclass(frozen=True, slots=True)
-class OwnEngine:
+class BuiltinEngine:
     """An engine that comes with Plait."""
 
     builds: str
@@ -82,7 +83,7 @@ class OwnEngine:
     traits: EngineTraits
 
 
-GOVERNED = (
+ENGINE_KEYS = (
     "deterministic",
     "precision",
     "schedule",
@@ -93,11 +94,13 @@ GOVERNED = (
 )
 """What an engine has to act on, or to refuse; all else of a run description is the Runner's."""
 
-ENGINES: Mapping[EngineWord, OwnEngine] = MappingProxyType(
+ENGINES: Mapping[EngineWord, BuiltinEngine] = MappingProxyType(
     {
-        "native": OwnEngine("plait.engine.prepare:prepare_native", EngineTraits(frozenset({"*"}))),
-        "deepspeed": OwnEngine("plait.engine.deepspeed:prepare_deepspeed", EngineTraits(_SPREADS_DATA | _RECOMPUTES)),
-        "colossalai": OwnEngine(
+        "native": BuiltinEngine("plait.engine.prepare:prepare_native", EngineTraits(frozenset({"*"}))),
+        "deepspeed": BuiltinEngine(
+            "plait.engine.deepspeed:prepare_deepspeed", EngineTraits(_SPREADS_DATA | _RECOMPUTES)
+        ),
+        "colossalai": BuiltinEngine(
             "plait.engine.colossalai:prepare_colossalai",
             EngineTraits(_SPREADS_DATA | _RECOMPUTES | {"strategy.plugin"}),
         ),
@@ -115,11 +118,11 @@ COMPANIONS = {"colossalai": {"transformers": "4.51.3", "peft": "0.13.2"}}
 _IMPORTS = {"colossalai": ("einops", "galore_torch", "contexttimer", "ninja")}
 """What such a library imports besides, in any version."""
 
-_HOW_IT_IS_CHOSEN = ("strategy.auto", "strategy.engine")
+_CHOICE_KEYS = ("strategy.auto", "strategy.engine")
 _PLUGIN_STAGES = {"low_level_zero": 1, "gemini": 3, "hybrid": 0, "torch_ddp": 0, "torch_fsdp": 3}
 
 
-def with_file_read(strategy: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_config_file(strategy: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section with its `config` as keys and values, where it names a file."""
     source = strategy.get("config")
     if not isinstance(source, str):
@@ -131,60 +134,60 @@ def with_file_read(strategy: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RefusedError(f"`config` names {source!r}: {problem.message}", problem.remedy) from None
 
 
-def told(config: Mapping[str, Any] | None, *keys: str) -> Any:
+def config_value(config: Mapping[str, Any] | None, *keys: str) -> Any:
     """What an engine's own configuration says at a path; None where it says nothing, or `auto`."""
-    found: Any = config or {}
+    value: Any = config or {}
     for key in keys:
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return None
-        found = found[key]
-    return None if found == "auto" else found
+        value = value[key]
+    return None if value == "auto" else value
 
 
 def not_honoured(config: RunConfig, traits: EngineTraits) -> Iterator[tuple[str, Any]]:
     """Each key that was set and that the engine does not act on, with its value."""
-    for path in GOVERNED:
+    for path in ENGINE_KEYS:
         section: Any = config
         *above, name = path.split(".")
-        for each in above:
-            section = getattr(section, each)
-        yield from _idle(section, name, path, traits)
+        for key in above:
+            section = getattr(section, key)
+        yield from _keys_not_honoured(section, name, path, traits)
 
 
-def _idle(section: Section, name: str, path: str, traits: EngineTraits) -> Iterator[tuple[str, Any]]:
+def _keys_not_honoured(section: Section, name: str, path: str, traits: EngineTraits) -> Iterator[tuple[str, Any]]:
     value, info = getattr(section, name), type(section).model_fields[name]
-    if path in _HOW_IT_IS_CHOSEN or traits.acts_on(path) or name not in section.model_fields_set:
+    if path in _CHOICE_KEYS or traits.acts_on(path) or name not in section.model_fields_set:
         return
     default = info.get_default(call_default_factory=True)
     if value == default:
         return
     if isinstance(value, Section) and isinstance(default, Section) and type(value) is type(default):
         for inner in type(value).model_fields:
-            yield from _idle(value, inner, f"{path}.{inner}", traits)
+            yield from _keys_not_honoured(value, inner, f"{path}.{inner}", traits)
     else:
         yield path, value
 
 
 def engine_stage(
-    engine: EngineWord | EnginePart, plugin: PluginWord | None, config: Mapping[str, Any] | None
+    engine: EngineWord | CustomEngine, plugin: PluginWord | None, config: Mapping[str, Any] | None
 ) -> int | None:
     """The ZeRO stage that the engine's own keys ask for; None where they leave it open."""
-    if isinstance(engine, EnginePart):
+    if isinstance(engine, CustomEngine):
         return None
     if engine == "deepspeed":
-        stage = told(config, "zero_optimization", "stage")
+        stage = config_value(config, "zero_optimization", "stage")
     else:
         key = {"low_level_zero": "stage", "hybrid": "zero_stage"}.get(plugin or "")
-        stage = told(config, key) if key else _PLUGIN_STAGES.get(plugin or "")
+        stage = config_value(config, key) if key else _PLUGIN_STAGES.get(plugin or "")
     return stage if type(stage) is int and 0 <= stage <= 3 else None
 
 
-def usual_stage(plugin: PluginWord | None) -> int:
-    """The stage of a plugin that is not told one; DeepSpeed without one does not shard."""
+def default_stage(plugin: PluginWord | None) -> int:
+    """The stage of a plugin whose configuration names none; DeepSpeed without one does not shard."""
     return _PLUGIN_STAGES.get(plugin or "", 0)
 
 
-def in_deepspeed_words(scaler: ScalerConfig) -> dict[str, Any]:
+def as_fp16_section(scaler: ScalerConfig) -> dict[str, Any]:
     """The loss scale as DeepSpeed's section `fp16` says it."""
     return {
         "loss_scale": scaler.static or 0,
@@ -209,19 +212,19 @@ def as_native(config: RunConfig, stage: int | None = None) -> RunConfig:
     return config.model_copy(update={"strategy": type(strategy)(zero=zero, **kept)})
 
 
-def check_library(engine: EngineWord | EnginePart) -> None:
+def check_library(engine: EngineWord | CustomEngine) -> None:
     """Refuse an engine whose library is not here, or cannot work with what is; costs no import of it.
 
     One of the user's own is asked when it is loaded; see `plait.engine.engines`.
     """
-    if isinstance(engine, EnginePart) or engine == "native":
+    if isinstance(engine, CustomEngine) or engine == "native":
         return
     if engine not in COMPANIONS and _version(engine) is None:
         raise MissingExtraError(engine, f"strategy.engine: {engine}", engine)
     wanted = {engine: TESTED[engine], **COMPANIONS.get(engine, {})}
-    found = {name: _version(name) for name in wanted}
+    versions = {name: _version(name) for name in wanted}
     misfits = [
-        f"{name} {found[name] or 'absent'} (needs {need})" for name, need in wanted.items() if found[name] != need
+        f"{name} {versions[name] or 'absent'} (needs {need})" for name, need in wanted.items() if versions[name] != need
     ]
     if misfits:
         raise WorldError(

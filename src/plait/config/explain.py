@@ -8,18 +8,18 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from plait.config import draft as tree
+from plait.config import schema
 from plait.config.base import RefusedError, Section, Shorthand
-from plait.config.draft import Draft, dotted, origin_of
-from plait.config.part import OWN_TAG, PART_TAG, Part, choose_type
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, choose_type
 from plait.config.run import RunConfig
+from plait.config.schema import dotted, origin_of
 from plait.config.text import choose, listed, nearest, show
 from plait.errors import Problem
 
 # Words of other frameworks, and the Plait key that says the same.
 
 
-_WORDS = {
+_FOREIGN_KEYS = {
     # DeepSpeed
     "train_batch_size": "batch.total",
     "train_micro_batch_size_per_gpu": "batch.micro",
@@ -123,13 +123,13 @@ _WORDS = {
 }
 
 
-def plait_key(word: str) -> str | None:
+def plait_key(foreign: str) -> str | None:
     """What Plait calls `word`, where it is a word of another framework."""
-    key = _WORDS.get(word)
+    key = _FOREIGN_KEYS.get(foreign)
     if key is None:
         return None
     name, bracket, rest = key.partition(" (")
-    names = " and ".join(f"`{each}`" for each in name.split(" and "))
+    names = " and ".join(f"`{plait_name}`" for plait_name in name.split(" and "))
     return f"In Plait this is {names}{bracket}{rest}."
 
 
@@ -155,7 +155,7 @@ _BOUNDS = {
 class _Error:
     """One refusal, at the path as the user knows it."""
 
-    kind: str
+    error_type: str
     keys: tuple[Any, ...]
     annotation: Any
     """Of what may stand at `keys`; None for an unknown key."""
@@ -163,19 +163,19 @@ class _Error:
     """The section that the last key is in."""
     value: Any
     context: Mapping[str, Any]
-    words: str
+    message: str
     """pydantic's own message, for a kind that has no other."""
     root: type[Section]
     """What the whole file describes."""
 
 
-def explain(error: ValidationError, draft: Draft) -> list[Problem]:
+def explain(error: ValidationError, written: Mapping[str, str], origins: Mapping[str, str]) -> list[Problem]:
     """One problem for each place of a run description that the schema refused."""
-    found = []
+    problems = []
     for path, message, remedy in _explained(error, RunConfig):
-        path = draft.written.get(path, path)
-        found.append(Problem(path, message, remedy, origin_of(path, draft.origins)))
-    return found
+        path = written.get(path, path)
+        problems.append(Problem(path, message, remedy, origin_of(path, origins)))
+    return problems
 
 
 def explain_section(error: ValidationError, root: type[Section], whole: str, origin: str = "") -> list[Problem]:
@@ -185,11 +185,11 @@ def explain_section(error: ValidationError, root: type[Section], whole: str, ori
 
 def _explained(error: ValidationError, root: type[Section]) -> Iterator[tuple[str, str, str]]:
     """Path, message and remedy for each place."""
-    places: dict[str, list[_Error]] = {}
+    errors_at: dict[str, list[_Error]] = {}
     for raw in error.errors(include_url=False):
-        found = _located(raw, root)
-        places.setdefault(dotted(found.keys), []).append(found)
-    for path, errors in places.items():
+        located = _located(raw, root)
+        errors_at.setdefault(dotted(located.keys), []).append(located)
+    for path, errors in errors_at.items():
         yield _problem(path, errors)
 
 
@@ -198,41 +198,43 @@ def _located(raw: Any, root: type[Section]) -> _Error:
     keys: tuple[Any, ...] = ()
     annotation: Any = root
     owner = root
-    for part in raw["loc"]:
-        choices = tree.sections(annotation)
+    for step in raw["loc"]:
+        choices = schema.sections(annotation)
         entered = annotation if annotation in choices.values() else choices.get("")
         if entered is not None:
-            owner, info = entered, entered.model_fields.get(part)
-            keys, annotation = (*keys, part), info.annotation if info else None
-        elif part in choices:
-            annotation = choices[part]
-        elif part == OWN_TAG and len(choices) == 1:  # one section alone is known by no tag of its own
+            owner, info = entered, entered.model_fields.get(step)
+            keys, annotation = (*keys, step), info.annotation if info else None
+        elif step in choices:
+            annotation = choices[step]
+        elif step == BUILTIN_TAG and len(choices) == 1:  # one section alone is known by no tag of its own
             annotation = next(iter(choices.values()))
-        elif part == PART_TAG and (opened := tree.open_part(annotation)) is not None:
+        elif step == CUSTOM_TAG and (opened := schema.custom_section(annotation)) is not None:
             annotation = owner = opened
-        elif part != OWN_TAG and not choices and (opened := tree.open_part(annotation)) is not None:
-            owner, info = opened, opened.model_fields.get(part)
-            keys, annotation = (*keys, part), info.annotation if info else None
-        elif isinstance(part, int) and tree.items(annotation):
-            keys, annotation = (*keys, part), tree.item(annotation, part)
+        elif step != BUILTIN_TAG and not choices and (opened := schema.custom_section(annotation)) is not None:
+            owner, info = opened, opened.model_fields.get(step)
+            keys, annotation = (*keys, step), info.annotation if info else None
+        elif isinstance(step, int) and schema.items(annotation):
+            keys, annotation = (*keys, step), schema.item(annotation, step)
     context = raw.get("ctx", {})
     return _Error(raw["type"], keys, annotation, owner, raw["input"], context, raw["msg"], root)
 
 
 def _problem(path: str, errors: list[_Error]) -> tuple[str, str, str]:
     """All that was refused at one path. Alternatives each refuse a value: one that took its type knows most."""
-    first = next((error for error in errors if error.kind not in _EXPECTED), errors[0])
-    if first.kind in _EXPECTED:
-        message, remedy = _wrong_type(first, [_EXPECTED[error.kind] for error in errors])
-    elif first.kind in ("extra_forbidden", "invalid_key"):
+    first = next((error for error in errors if error.error_type not in _EXPECTED), errors[0])
+    if first.error_type in _EXPECTED:
+        message, remedy = _wrong_type(first, [_EXPECTED[error.error_type] for error in errors])
+    elif first.error_type in ("extra_forbidden", "invalid_key"):
         message, remedy = _unknown_key(first)
-    elif first.kind in ("union_tag_invalid", "union_tag_not_found"):
+    elif first.error_type in ("union_tag_invalid", "union_tag_not_found"):
         message, remedy = _wrong_tag(first)
         path = f"{path}.type"
     else:
         message, remedy = _wrong_value(first)
-        if first.kind == "literal_error" and (others := [_EXPECTED[e.kind] for e in errors if e.kind in _EXPECTED]):
-            remedy = f"It takes {listed([*tree.literals(first.annotation), *dict.fromkeys(others)], 'or')}."
+        if first.error_type == "literal_error" and (
+            others := [_EXPECTED[e.error_type] for e in errors if e.error_type in _EXPECTED]
+        ):
+            remedy = f"It takes {listed([*schema.literals(first.annotation), *dict.fromkeys(others)], 'or')}."
     return path, message, remedy
 
 
@@ -244,35 +246,35 @@ def _unknown_key(error: _Error) -> tuple[str, str]:
     if not hints and (meant := nearest(key, keys)):
         hints.append(f"Did you mean `{meant}`?")
     # Beside the answer to another framework's word, a key that is only called the same would lead astray.
-    homes = {} if foreign else dict.fromkeys(tree.homes(key, error.root))
-    here = dotted(error.keys[:-1])
-    kind = _tag(error.section)
-    if here in homes:
-        hints.append(f"`{key}` is a key of other types of `{here}`, not of {kind}.")
-    elif homes:
-        places = [f"`{home}`" if home else "the top level" for home in homes]
-        hints.append(f"`{key}` belongs in {listed(places[:4], 'or')}.")
-    whose = f" of {kind}" if kind else f" of `{here}`" if here else ""
+    paths = {} if foreign else dict.fromkeys(schema.paths_with_key(key, error.root))
+    section_path = dotted(error.keys[:-1])
+    tag = _tag(error.section)
+    if section_path in paths:
+        hints.append(f"`{key}` is a key of other types of `{section_path}`, not of {tag}.")
+    elif paths:
+        shown_homes = [f"`{home}`" if home else "the top level" for home in paths]
+        hints.append(f"`{key}` belongs in {listed(shown_homes[:4], 'or')}.")
+    whose = f" of {tag}" if tag else f" of `{section_path}`" if section_path else ""
     if not hints:
         hints.append(f"The keys{whose} are {listed(keys)}.")
-    value = f", with the value {show(error.value)}" if error.kind == "extra_forbidden" else ""
+    value = f", with the value {show(error.value)}" if error.error_type == "extra_forbidden" else ""
     return f"unknown key{whose}{value}", " ".join(hints)
 
 
 def _wrong_tag(error: _Error) -> tuple[str, str]:
-    tags, part = list(tree.sections(error.annotation)), tree.open_part(error.annotation)
-    if error.kind == "union_tag_not_found":
-        own = ", or package.module:name for one of your own" if part else ""
-        return "it is missing", f"Write one of {listed(tags, 'or')}{own}."
+    tags, custom = list(schema.sections(error.annotation)), schema.custom_section(error.annotation)
+    if error.error_type == "union_tag_not_found":
+        or_custom = ", or package.module:name for one of your own" if custom else ""
+        return "it is missing", f"Write one of {listed(tags, 'or')}{or_custom}."
     tag = error.value.get("type") if isinstance(error.value, Mapping) else error.value
-    remedy = choose_type(part.kind, tag, tags) if part else choose(tag, tags, "type")
+    remedy = choose_type(custom.plugin_kind, tag, tags) if custom else choose(tag, tags, "type")
     return f"unknown type {show(tag)}", remedy
 
 
 def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
     value = error.value
     message = f"expected {listed(dict.fromkeys(expected), 'or')}, found {show(value)}"
-    choices = tree.sections(error.annotation)
+    choices = schema.sections(error.annotation)
     if value is None:
         return message, "Leave the key out to have its default."
     if isinstance(value, str) and "" not in choices and choices:
@@ -282,14 +284,14 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
         section = next(iter(choices.values()))
         also = " (a word alone is fine too)" if issubclass(section, Shorthand) else ""
         return message, f"Its keys are {listed(section.model_fields)}{also}."
-    if isinstance(value, str) and error.kind in ("int_type", "float_type", "bool_type"):
-        from plait.config.dialect import scalar
+    if isinstance(value, str) and error.error_type in ("int_type", "float_type", "bool_type"):
+        from plait.config.yaml_io import scalar
 
         if not isinstance(scalar(value), str):
             return message, f"Write it without quotes: {value}."
-    if error.kind == "string_type" and not isinstance(value, (dict, list, tuple)):
+    if error.error_type == "string_type" and not isinstance(value, (dict, list, tuple)):
         return message, f'Write it in quotes: "{show(value)}".'
-    if error.kind == "tuple_type" and isinstance(value, (str, int, float)):
+    if error.error_type == "tuple_type" and isinstance(value, (str, int, float)):
         count = _entries_of(error.annotation)
         return message, f"Write {count} entries in brackets: [{value}, …]." if count else f"Write [{value}]."
     return message, ""
@@ -297,36 +299,40 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
 
 def _entries_of(annotation: Any) -> int | None:
     """How many entries a list has to have, if it is so many and no others."""
-    kinds = [annotation, *get_args(annotation)]
-    fixed = [get_args(kind) for kind in kinds if get_origin(kind) is tuple and Ellipsis not in get_args(kind)]
+    annotations = [annotation, *get_args(annotation)]
+    fixed = [
+        get_args(candidate)
+        for candidate in annotations
+        if get_origin(candidate) is tuple and Ellipsis not in get_args(candidate)
+    ]
     return len(fixed[0]) if fixed else None
 
 
 def _wrong_value(error: _Error) -> tuple[str, str]:
-    kind, context, value = error.kind, error.context, error.value
-    if kind == "literal_error":
-        return f"{show(value)} is not one of its values", choose(value, tree.literals(error.annotation), "value")
-    if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
+    error_type, context, value = error.error_type, error.context, error.value
+    if error_type == "literal_error":
+        return f"{show(value)} is not one of its values", choose(value, schema.literals(error.annotation), "value")
+    if error_type in _BOUNDS:
+        name, comparison = _BOUNDS[error_type]
         bound = context[name]
-        return f"expected {words} {bound if isinstance(bound, int) else f'{bound:g}'}, found {show(value)}", ""
-    if kind == "finite_number":
+        return f"expected {comparison} {bound if isinstance(bound, int) else f'{bound:g}'}, found {show(value)}", ""
+    if error_type == "finite_number":
         return f"expected a finite number, found {show(value)}", ""
-    if kind == "missing" and isinstance(error.keys[-1], int):
+    if error_type == "missing" and isinstance(error.keys[-1], int):
         return f"entry {error.keys[-1]} is missing: found only {show(value)}", ""
-    if kind == "missing" and issubclass(error.section, Part):
-        return "it is missing", choose_type(error.section.kind, None, error.section.own)
-    if kind == "missing":
+    if error_type == "missing" and issubclass(error.section, CustomPart):
+        return "it is missing", choose_type(error.section.plugin_kind, None, error.section.builtin)
+    if error_type == "missing":
         return "it is missing", f"{_tag(error.section) or 'This section'} needs it."
-    if kind == "too_short":
+    if error_type == "too_short":
         return f"expected at least {context['min_length']} entries, found {show(value)}", ""
-    if kind == "too_long":
+    if error_type == "too_long":
         return f"expected {context['max_length']} entries, found {show(value)}", ""
     if isinstance(refused := context.get("error"), RefusedError):
         return refused.message, refused.remedy
-    if kind == "value_error":
+    if error_type == "value_error":
         return str(context["error"]), ""
-    return f"{error.words[0].lower()}{error.words[1:]}, found {show(value)}", ""
+    return f"{error.message[0].lower()}{error.message[1:]}, found {show(value)}", ""
 
 
 def _tag(section: type[Section]) -> str:

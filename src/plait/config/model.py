@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, PositiveFloat, Tag
 
 from plait.config.base import NonNegativeInt, PathText, PositiveInt, Section, Size
-from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, ImportedPart, builtin_or_custom
 from plait.config.read import read_json_object
 from plait.errors import ModelError
 
@@ -112,18 +112,18 @@ class HFConfig(Section):
     """With `path`: load the weights (true) or only the architecture (false)."""
 
 
-class ImportedModel(Imported):
+class ImportedModel(ImportedPart):
     """The older form of a model of one's own: `target: my_package.my_module:MyModel`."""
 
 
-class ModelPart(Part):
+class CustomModel(CustomPart):
     """A model of one's own: a class or function that makes a `torch.nn.Module`, called with the further keys."""
 
-    kind = "model"
-    own = ("gpt", "llama", "moe", "resnet", "hf", "import")
+    plugin_kind = "model"
+    builtin = ("gpt", "llama", "moe", "resnet", "hf", "import")
 
 
-OWN_MODEL = (ImportedModel, ModelPart)
+CUSTOM_MODELS = (ImportedModel, CustomModel)
 """The sections of models of one's own, of which nothing is known before they are made."""
 
 ModelConfig = Annotated[
@@ -131,10 +131,10 @@ ModelConfig = Annotated[
         Annotated[
             GptConfig | LlamaConfig | MoeConfig | ResNetConfig | HFConfig | ImportedModel, Field(discriminator="type")
         ],
-        Tag(OWN_TAG),
+        Tag(BUILTIN_TAG),
     ]
-    | Annotated[ModelPart, Tag(PART_TAG)],
-    Discriminator(own_or_part(ModelPart)),
+    | Annotated[CustomModel, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomModel)),
 ]
 
 # How many layers a described model has, and the same model with another number of them.
@@ -165,7 +165,7 @@ def with_depth(model: ModelConfig, layers: int) -> ModelConfig:
     fewer = {**settings, **lists, key: layers}
     if isinstance(model, ImportedModel):
         return model.model_copy(update={"args": fewer})
-    if isinstance(model, ModelPart):
+    if isinstance(model, CustomModel):
         return model.model_copy(update=fewer)
     return model.model_copy(update={"config": fewer, "path": None})
 
@@ -173,7 +173,7 @@ def with_depth(model: ModelConfig, layers: int) -> ModelConfig:
 def _settings(model: ModelConfig | None) -> Mapping[str, Any]:
     if isinstance(model, ImportedModel):
         return model.args
-    if isinstance(model, ModelPart):
+    if isinstance(model, CustomModel):
         return model.arguments
     if not isinstance(model, HFConfig):
         return {}

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Strict, Tag
 
 from plait.config.base import Many, Pair, PositiveInt, Section
-from plait.config.part import OWN_TAG, PART_TAG, Part, own_or_part
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, builtin_or_custom
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -23,7 +23,7 @@ class _Optim(Section):
         return 2.0
 
 
-class _Own(_Optim):
+class _BuiltinOptim(_Optim):
     elementwise: ClassVar[bool] = True
     """Whether each number is updated by itself, so that a part of a parameter is enough. Plait's own others get
     DTensors, and sum over ranks themselves."""
@@ -32,12 +32,12 @@ class _Own(_Optim):
     weight_decay: NonNegativeFloat = 0.0
 
 
-class _Implemented(_Own):
+class _Implemented(_BuiltinOptim):
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """`auto`: fused where the device has it."""
 
 
-class _Adam(_Own):
+class _Adam(_BuiltinOptim):
     builds = "plait.optim.optimizers:adam"
 
     implementation: Literal["auto", "one-pass", "fused", "foreach", "loop"] = "auto"
@@ -68,7 +68,7 @@ class AdamConfig(_Adam):
     eps: PositiveFloat = 1e-8
 
 
-class AdamW8bitConfig(_Own):
+class AdamW8bitConfig(_BuiltinOptim):
     """AdamW whose moments take 8 bits a number, with one scale for 256 of them."""
 
     builds = "plait.optim.adam8bit:build"
@@ -114,7 +114,7 @@ class AdagradConfig(_Implemented):
         return 1.0
 
 
-class LionConfig(_Own):
+class LionConfig(_BuiltinOptim):
     """Lion: the sign of an interpolated momentum."""
 
     builds = "plait.optim.lion:build"
@@ -129,7 +129,7 @@ class LionConfig(_Own):
         return 1.0
 
 
-class LambConfig(_Own):
+class LambConfig(_BuiltinOptim):
     """LAMB: Adam with a trust ratio for each parameter."""
 
     builds = "plait.optim.lamb:build"
@@ -143,7 +143,7 @@ class LambConfig(_Own):
     min_trust: NonNegativeFloat = 0.0
 
 
-class AdafactorConfig(_Own):
+class AdafactorConfig(_BuiltinOptim):
     """Adafactor: second moments as a row and a column."""
 
     builds = "plait.optim.adafactor:build"
@@ -161,7 +161,7 @@ class AdafactorConfig(_Own):
         return 0.0
 
 
-class MuonConfig(_Own):
+class MuonConfig(_BuiltinOptim):
     """Muon for hidden matrices; AdamW, at `adam_lr`, for everything else."""
 
     builds = "plait.optim.muon:build"
@@ -185,15 +185,15 @@ class MuonConfig(_Own):
         return 1.0
 
 
-class OptimPart(_Optim, Part):
+class CustomOptim(_Optim, CustomPart):
     """An optimizer of one's own, called with parameter groups, `lr` where it is given, and the further keys.
 
     The name of a class of `torch.optim` that is none of the types above is short for `torch.optim:Name`.
     """
 
-    kind = "optimizer"
-    own = ("AdamW", "Adam", "AdamW8bit", "SGD", "Adagrad", "Lion", "Lamb", "Adafactor", "Muon")
-    short: ClassVar[Mapping[str, str]] = {
+    plugin_kind = "optimizer"
+    builtin = ("AdamW", "Adam", "AdamW8bit", "SGD", "Adagrad", "Lion", "Lamb", "Adafactor", "Muon")
+    aliases: ClassVar[Mapping[str, str]] = {
         name: f"torch.optim:{name}"
         for name in ("ASGD", "Adadelta", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam")
     }
@@ -222,8 +222,8 @@ OptimConfig = Annotated[
             | MuonConfig,
             Field(discriminator="type"),
         ],
-        Tag(OWN_TAG),
+        Tag(BUILTIN_TAG),
     ]
-    | Annotated[OptimPart, Tag(PART_TAG)],
-    Discriminator(own_or_part(OptimPart)),
+    | Annotated[CustomOptim, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomOptim)),
 ]

@@ -2,49 +2,196 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from plait.config.base import Section
+from plait.config.base import RefusedError, Section, Shorthand
 from plait.config.data import SMALLEST_BPE, MixtureData
-from plait.config.draft import Draft, origin_of
 from plait.config.engines import check_library
 from plait.config.explain import explain
 from plait.config.model import GptConfig, LlamaConfig
-from plait.config.part import lost_objects
+from plait.config.part import objects_without_name
 from plait.config.paths import missing_paths
 from plait.config.read import read, split_override
 from plait.config.rules import check
 from plait.config.run import RunConfig
+from plait.config.schema import Keys, dotted, field, item, items, keys_of, origin_of, section, settings_of_section
 from plait.config.show import rows
+from plait.config.text import show, whole_number
 from plait.config.trust import KEY, STORED_IN, StoredName, refusal
 from plait.errors import ConfigError, Problem
+
+# A run description while it is put together: plain values, and where each of them came from.
+
+
+def _plain(value: Any) -> Any:
+    """A copy that can be changed; a section becomes the keys that were set in it."""
+    if isinstance(value, Section):
+        settings = settings_of_section(value)
+        return {
+            name: _plain(entry) for name, entry in settings.items() if name == "type" or name in value.model_fields_set
+        }
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_plain(entry) for entry in value])
+    return value
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+class ConfigBuilder:
+    """Puts a run description together: takes values one by one, later ones over earlier ones, and keeps origins.
+
+    A shorthand is expanded when something is put inside it, and everywhere by `expand`; `written` remembers
+    the path that the user wrote for each key that came out of one.
+    """
+
+    def __init__(self) -> None:
+        self.data: Any = {}
+        self.origins: dict[str, str] = {}
+        self.written: dict[str, str] = {}
+        self.problems: list[Problem] = []
+
+    def put(self, keys: Keys, value: Any, origin: str) -> None:
+        """Set the value at `keys`, making the sections on the way; what cannot be set is a problem."""
+        value = _plain(value)
+        node: Any = self.data
+        annotation: Any = RunConfig
+        for depth, key in enumerate(keys):
+            path = dotted(keys[:depth])
+            if isinstance(node, list) and (index := self._index(node, key, path, origin)) is not None:
+                key = index
+            elif not isinstance(node, dict):
+                return
+            info = field(annotation, node, key)
+            annotation = item(annotation, key) if isinstance(node, list) else info and info.annotation
+            if depth == len(keys) - 1:
+                self._assign(node, key, value)
+                self._mark(keys, value, origin)
+                return
+            default = info.get_default(call_default_factory=True) if info else None
+            inner = self._opened(node, key, annotation, default, keys[: depth + 1], origin)
+            if inner is None:
+                return
+            self._assign(node, key, inner)
+            node = inner
+
+    def expand(self) -> None:
+        """Expand every shorthand there is."""
+        self.data = self._expanded(self.data, RunConfig, ())
+
+    def _index(self, node: list[Any], key: Any, path: str, origin: str) -> int | None:
+        index = whole_number(str(key))
+        if index is not None and index <= len(node):
+            return index
+        numbers = f"0 to {len(node) - 1}, or {len(node)} to add one" if node else "0, to add the first one"
+        message = f"no entry {show(key)} in a list of {len(node)}"
+        self.problems.append(Problem(f"{path}.{key!s:.40}", message, f"The entries are {numbers}.", origin))
+        return None
+
+    def _assign(self, node: Any, key: Any, value: Any) -> None:
+        if isinstance(node, list) and key == len(node):
+            node.append(value)
+        else:
+            node[key] = value
+
+    def _opened(
+        self, node: Any, key: Any, annotation: Any, default: Any, keys: Keys, origin: str
+    ) -> dict[Any, Any] | list[Any] | None:
+        """What is at `key`, as something that a value can be put into; None where it cannot be."""
+        present = key < len(node) if isinstance(node, list) else key in node
+        value = node[key] if present else None
+        if value is None:
+            self.origins.setdefault(dotted(keys), origin)
+            value = list(default or ()) if items(annotation) else {}
+        if isinstance(value, dict) and "type" in keys_of(default):
+            value.setdefault("type", default.type)  # so that what is set inside is known for what it is
+        if not isinstance(value, (dict, list, tuple)):
+            value = self._expanded_here(value, annotation, keys)
+        if isinstance(value, tuple):
+            value = list(value)
+        if isinstance(value, (dict, list)):
+            return value
+        if not isinstance(value, RefusedError):  # a refused word is reported with the section itself
+            message = f"nothing can be set inside it: it holds {show(value)}"
+            self.problems.append(Problem(dotted(keys), message, "Set the value itself, or leave it out.", origin))
+        return None
+
+    def _expanded_here(self, value: Any, annotation: Any, keys: Keys) -> Any:
+        """What `value` is short for, by the one section that may stand there, or what refused it."""
+        owner = section(annotation, value)
+        if owner is None or not issubclass(owner, Shorthand):
+            return value
+        try:
+            expanded = _plain(owner.expand(value))
+        except RefusedError as refused:
+            return refused
+        if isinstance(expanded, dict):
+            path = dotted(keys)
+            for key in expanded:
+                inner = f"{path}.{key}" if path else str(key)
+                if inner not in self.origins and path in self.origins:
+                    self._mark((*keys, key), expanded[key], self.origins[path])
+                if not isinstance(value, dict):
+                    self.written[inner] = self.written.get(path, path)
+        return expanded
+
+    def _expanded(self, value: Any, annotation: Any, keys: Keys) -> Any:
+        expanded = self._expanded_here(value, annotation, keys)
+        if isinstance(expanded, RefusedError):
+            return value
+        if isinstance(expanded, dict):
+            for key in expanded:
+                if info := field(annotation, expanded, key):
+                    expanded[key] = self._expanded(expanded[key], info.annotation, (*keys, key))
+        elif isinstance(expanded, list):
+            annotations = [item(annotation, index) for index in range(len(expanded))]
+            return [self._expanded(v, annotations[i], (*keys, i)) for i, v in enumerate(expanded)]
+        return expanded
+
+    def _mark(self, keys: Keys, value: Any, origin: str) -> None:
+        """Remember where the value at `keys` and all inside it came from, and forget what was there."""
+        path = dotted(keys)
+        for book in (self.origins, self.written):
+            for known in [known for known in book if known == path or known.startswith(f"{path}.")]:
+                del book[known]
+        self.origins[path] = origin
+        for key, entry in _entries(value):
+            self._mark((*keys, key), entry, origin)
+
 
 # Defaults that follow another section: what was not written must not stand against what was.
 
 
-def fitted(config: RunConfig) -> RunConfig:
+def with_sizes_fitted(config: RunConfig) -> RunConfig:
     """The same run; sequences and trained vocabularies whose size was not written are no larger than the model's."""
     model = config.model
     if not isinstance(model, (GptConfig, LlamaConfig)):
         return config
     bounds = {"seq_len": model.seq_len, "vocab_size": max(model.vocab_size, SMALLEST_BPE)}
     roles = {role: getattr(config, role) for role in ("data", "val_data", "test_data")}
-    changed = {role: found for role, data in roles.items() if (found := _within(data, bounds)) is not data}
+    changed = {role: smaller for role, data in roles.items() if (smaller := _fit_sizes(data, bounds)) is not data}
     return _with(config, changed) if changed else config
 
 
-def _within(data: Any, bounds: dict[str, int]) -> Any:
+def _fit_sizes(data: Any, bounds: dict[str, int]) -> Any:
     if isinstance(data, MixtureData):
-        sources = tuple(_within(source, bounds) for source in data.sources)
+        sources = tuple(_fit_sizes(source, bounds) for source in data.sources)
         unchanged = all(new is old for new, old in zip(sources, data.sources, strict=True))
         return data if unchanged else _with(data, {"sources": sources})
-    own = {} if data is None else {name: getattr(data, name, 0) for name in bounds if name not in data.model_fields_set}
-    smaller = {name: bounds[name] for name, size in own.items() if size > bounds[name]}
+    defaults = (
+        {} if data is None else {name: getattr(data, name, 0) for name in bounds if name not in data.model_fields_set}
+    )
+    smaller = {name: bounds[name] for name, size in defaults.items() if size > bounds[name]}
     return _with(data, smaller) if smaller else data
 
 
@@ -73,27 +220,27 @@ def parse(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
     `origin` names the source in messages; absent, it is the file's name, or `dict`. Raises `ConfigError` with
     every problem there is.
     """
-    draft = Draft()
+    builder = ConfigBuilder()
     name = origin or ("dict" if isinstance(source, Mapping) else Path(source).name)
     stored_in = None if isinstance(source, Mapping) or not _is_record(Path(source)) else str(source)
     for key, value in read(source).items():
         if stored_in is None or key != KEY:
-            draft.put((key,), value, name)
+            builder.put((key,), value, name)
     for text in overrides:
         try:
             keys, value = split_override(text)
         except ConfigError as error:
-            draft.problems.extend(error.problems)
+            builder.problems.extend(error.problems)
         else:
-            draft.put(keys, value, "override")
-    parsed = _with_objects(_finished(draft, stored_in))
+            builder.put(keys, value, "override")
+    parsed = _with_objects(_finished(builder, stored_in))
     if stored_in is None:
         return parsed
     names = [(path, value) for path, value in rows(parsed.config) if isinstance(value, StoredName)]
     from_file = [(path, value) for path, value in names if parsed.origins[path] == name]
     if from_file and not parsed.config.trust_code:
         raise ConfigError([refusal(path, value, stored_in).problems[0] for path, value in from_file])
-    return _finished(draft)  # what is left is the user's own: an override, or what he trusts
+    return _finished(builder)  # what is left is the user's own: an override, or what he trusts
 
 
 def parse_stored(description: Mapping[str, Any], file: str | Path, *, trust_code: bool) -> RunConfig:
@@ -101,12 +248,12 @@ def parse_stored(description: Mapping[str, Any], file: str | Path, *, trust_code
 
     Code that it names is known as named in `file`, and not run, unless the user has said that he trusts it.
     """
-    draft = Draft()
+    builder = ConfigBuilder()
     for key, value in description.items():
         if key != KEY:
-            draft.put((key,), value, str(file))
-    draft.put((KEY,), trust_code, "--trust-code")
-    return _finished(draft, None if trust_code else str(file)).config
+            builder.put((key,), value, str(file))
+    builder.put((KEY,), trust_code, "--trust-code")
+    return _finished(builder, None if trust_code else str(file)).config
 
 
 def _is_record(path: Path) -> bool:
@@ -121,31 +268,31 @@ def parse_sections(**sections: Any) -> Parsed:
 
     None is the same as leaving a section out. Raises `ConfigError` as `parse` does.
     """
-    draft = Draft()
+    builder = ConfigBuilder()
     for key, value in sections.items():
         if value is not None:
-            draft.put((key,), value, "keyword")
-    return _with_objects(_finished(draft))
+            builder.put((key,), value, "keyword")
+    return _with_objects(_finished(builder))
 
 
 def _with_objects(parsed: Parsed) -> Parsed:
     """The same, unless it names an object of another process."""
-    if lost := lost_objects(rows(parsed.config)):
-        raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in lost])
+    if lost := objects_without_name(rows(parsed.config)):
+        raise ConfigError([replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in lost])
     return parsed
 
 
-def _finished(draft: Draft, stored_in: str | None = None) -> Parsed:
-    draft.expand()
+def _finished(builder: ConfigBuilder, stored_in: str | None = None) -> Parsed:
+    builder.expand()
     context = None if stored_in is None else {STORED_IN: stored_in}
     try:
-        config = fitted(RunConfig.model_validate(draft.data, context=context))
+        config = with_sizes_fitted(RunConfig.model_validate(builder.data, context=context))
     except ValidationError as error:
-        raise ConfigError([*draft.problems, *explain(error, draft)]) from None
-    if draft.problems:
-        raise ConfigError(draft.problems)
+        raise ConfigError([*builder.problems, *explain(error, builder.written, builder.origins)]) from None
+    if builder.problems:
+        raise ConfigError(builder.problems)
     defaults = {path: "default" for path, _ in rows(config)}
-    return Parsed(config, {**defaults, **draft.origins})
+    return Parsed(config, {**defaults, **builder.origins})
 
 
 # Whether a run description has all that a run needs, found out before a process starts.
@@ -157,7 +304,7 @@ def check_complete(parsed: Parsed, *, require_length: bool) -> None:
     check(config, has_val=config.val_data is not None, require_length=require_length, origins=parsed.origins)
     absent = [role for role in ("model", "data") if getattr(config, role) is None]
     problems = [Problem(role, "there is none", f"Add a section `{role}` with a `type`.") for role in absent]
-    problems += [replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing_paths(config)]
+    problems += [replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in missing_paths(config)]
     if problems:
         raise ConfigError(problems)
     check_library(config.strategy.engine)

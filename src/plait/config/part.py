@@ -21,7 +21,7 @@ from plait.config.text import choose, show
 from plait.config.trust import STORED_IN, StoredName, entry_points_of
 from plait.errors import Problem
 
-Kind = Literal[
+PluginKind = Literal[
     "optimizer",
     "schedule",
     "model",
@@ -76,10 +76,10 @@ class GivenName(str):
 def _name_of(given: Any) -> str:
     module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", None)
     if isinstance(module, str) and isinstance(name, str) and module != "__main__":
-        found: Any = sys.modules.get(module)
+        target: Any = sys.modules.get(module)
         for attribute in name.split("."):
-            found = getattr(found, attribute, None)
-        if found is given:
+            target = getattr(target, attribute, None)
+        if target is given:
             return f"{module}:{name}"
     return f"<{module}.{name}>" if name else f"<{type(given).__module__}.{type(given).__qualname__}>"
 
@@ -92,15 +92,15 @@ def _keep_given(value: Any, check: ValidatorFunctionWrapHandler, info: Validatio
     return name if stored_in is None else StoredName(name, stored_in)
 
 
-class Part(Shorthand):
+class CustomPart(Shorthand):
     """A part of one's own: its name, and its arguments as further keys."""
 
     model_config = ConfigDict(extra="allow")
 
-    kind: ClassVar[Kind]
-    own: ClassVar[tuple[str, ...]] = ()
+    plugin_kind: ClassVar[PluginKind]
+    builtin: ClassVar[tuple[str, ...]] = ()
     """The words for Plait's own parts of this kind."""
-    short: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Words for parts of somebody else's: `package.module:name` of each."""
 
     type: Annotated[str, WrapValidator(_keep_given)]
@@ -108,11 +108,13 @@ class Part(Shorthand):
     @field_validator("type")
     @classmethod
     def _known(cls, name: str) -> str:
-        if is_part(cls, name):
-            return name if isinstance(name, GivenName) else cls.short.get(name, name)
-        if name in cls.own:
+        if is_custom(cls, name):
+            return name if isinstance(name, GivenName) else cls.aliases.get(name, name)
+        if name in cls.builtin:
             raise RefusedError(f"{name} takes no further keys here", f"Write the word alone: `{name}`.")
-        raise RefusedError(f"unknown {cls.kind.replace('_', ' ')} {show(name)}", choose_type(cls.kind, name, cls.own))
+        raise RefusedError(
+            f"unknown {cls.plugin_kind.replace('_', ' ')} {show(name)}", choose_type(cls.plugin_kind, name, cls.builtin)
+        )
 
     def __str__(self) -> str:
         return str(self.type)
@@ -137,7 +139,7 @@ class Part(Shorthand):
         return {"type": GivenName(value)} if _is_object(value) else value
 
 
-class Imported(Section):
+class ImportedPart(Section):
     """A part in the older form: `{type: import, target: package.module:name, args: {…}}`."""
 
     type: Literal["import"] = "import"
@@ -152,18 +154,18 @@ def _is_object(value: Any) -> bool:
     return value is not None and not isinstance(value, (str, Mapping, Section, bool, int, float, list, tuple))
 
 
-def is_part(part: type[Part], name: Any) -> bool:
+def is_custom(custom: type[CustomPart], name: Any) -> bool:
     """Whether a `type` names a part of somebody's own, and not one of Plait's. Imports nothing."""
     if not isinstance(name, str):
         return _is_object(name)
-    if name in part.own:  # plug-ins are looked for where nothing else has the name: it takes a while
+    if name in custom.builtin:  # plug-ins are looked for where nothing else has the name: it takes a while
         return False
     if isinstance(name, GivenName) or ":" in name or name.startswith("<"):
         return True
-    return name in part.short or name in entry_points_of(part.kind)
+    return name in custom.aliases or name in entry_points_of(custom.plugin_kind)
 
 
-def lost_objects(names: Iterable[tuple[str, Any]]) -> list[Problem]:
+def objects_without_name(names: Iterable[tuple[str, Any]]) -> list[Problem]:
     """Of paths and values, those that name what a script gave as an object, without the object."""
     return [
         Problem(path, f"{name} was an object of a script, and no name leads to it", "Give it again from Python.")
@@ -172,45 +174,45 @@ def lost_objects(names: Iterable[tuple[str, Any]]) -> list[Problem]:
     ]
 
 
-def choose_type(kind: Kind, name: Any, own: Iterable[str]) -> str:
+def choose_type(plugin_kind: PluginKind, name: Any, builtin: Iterable[str]) -> str:
     """The remedy for a name that nothing of this kind has."""
-    known = [*own, *entry_points_of(kind)]
+    known = [*builtin, *entry_points_of(plugin_kind)]
     return f"{choose(name, known, 'type')} One of your own is package.module:name." if known else _FORM
 
 
-OWN_TAG, PART_TAG = "own", "part"
+BUILTIN_TAG, CUSTOM_TAG = "own", "part"
 """Of the two sides of a union: Plait's own sections, and parts of the user's."""
 
 
-def own_or_part(part: type[Part]) -> Callable[[Any], str]:
-    """For a `Discriminator` between sections of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+def builtin_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
+    """For a `Discriminator` between sections of Plait's (`BUILTIN_TAG`) and `part` (`CUSTOM_TAG`)."""
 
     def tag(value: Any) -> str:
         name = value.get("type") if isinstance(value, Mapping) else None
-        if len(part.own) == 1 and isinstance(value, Mapping):  # no union that would say which types there are
-            return OWN_TAG if name in part.own else PART_TAG
-        return PART_TAG if isinstance(value, part) or is_part(part, name) else OWN_TAG
+        if len(custom.builtin) == 1 and isinstance(value, Mapping):  # no union that would say which types there are
+            return BUILTIN_TAG if name in custom.builtin else CUSTOM_TAG
+        return CUSTOM_TAG if isinstance(value, custom) or is_custom(custom, name) else BUILTIN_TAG
 
     return tag
 
 
-def word_or_part(part: type[Part]) -> Callable[[Any], str]:
-    """The same between words of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+def name_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
+    """The same between words of Plait's (`BUILTIN_TAG`) and `part` (`CUSTOM_TAG`)."""
 
     def tag(value: Any) -> str:
         if isinstance(value, (str, bool, int, float, list, tuple)) or value is None:
-            return PART_TAG if is_part(part, value) else OWN_TAG
-        return PART_TAG
+            return CUSTOM_TAG if is_custom(custom, value) else BUILTIN_TAG
+        return CUSTOM_TAG
 
     return tag
 
 
-def mapping_or_part(part: type[Part]) -> Callable[[Any], str]:
-    """The same between a mapping of Plait's (`OWN_TAG`) and `part` (`PART_TAG`)."""
+def mapping_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
+    """The same between a mapping of Plait's (`BUILTIN_TAG`) and `part` (`CUSTOM_TAG`)."""
 
     def tag(value: Any) -> str:
         if isinstance(value, Mapping):
-            return PART_TAG if is_part(part, value.get("type")) else OWN_TAG
-        return OWN_TAG if value is None or isinstance(value, (bool, int, float, list, tuple)) else PART_TAG
+            return CUSTOM_TAG if is_custom(custom, value.get("type")) else BUILTIN_TAG
+        return BUILTIN_TAG if value is None or isinstance(value, (bool, int, float, list, tuple)) else CUSTOM_TAG
 
     return tag

@@ -14,7 +14,7 @@ from plait.config.data import (
     MixtureData,
     TextData,
     TokensData,
-    leaves,
+    leaf_sources,
 )
 from plait.config.model import HFConfig
 from plait.config.run import RunConfig
@@ -35,7 +35,7 @@ def missing_paths(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def starts_of(config: RunConfig) -> dict[str, str]:
+def start_paths(config: RunConfig) -> dict[str, str]:
     """What a phase takes over from other runs, by the keys that name it."""
     posttrain, lora, ppo = config.posttrain, config.lora, config.ppo
     named = {
@@ -48,19 +48,19 @@ def starts_of(config: RunConfig) -> dict[str, str]:
     return {key: path for key, path in named.items() if path is not None}
 
 
-def missing_starts(config: RunConfig) -> list[Problem]:
+def missing_start_paths(config: RunConfig) -> list[Problem]:
     """A problem for each of them that does not exist."""
     runs = "Give a run, a checkpoint or a Hugging Face folder; where another phase makes it, run that one first."
     remedies = {"posttrain.tokenizer": "Give a tokenizer.json, or its folder.", "lora.adapter": "Give its folder."}
-    named = starts_of(config).items()
-    return [each for key, path in named for each in _unless_there(key, path, remedies.get(key, runs))]
+    named = start_paths(config).items()
+    return [problem for key, path in named for problem in _unless_there(key, path, remedies.get(key, runs))]
 
 
 def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
     match source:
         case MixtureData():
-            for place, each in leaves(role, source):
-                yield from _of_data(place, each)
+            for key, leaf in leaf_sources(role, source):
+                yield from _of_data(key, leaf)
         case TextData(path="stdlib"):
             pass
         case TextData() | JsonlData():
@@ -88,8 +88,10 @@ def _unless_there(key: str, path: str, remedy: str) -> Iterator[Problem]:
 
 
 def _missing(key: str, path: str, remedy: str) -> Problem:
-    place = Path(path).expanduser()
-    message = f"{path!r} does not exist" + ("" if place.is_absolute() else f" in {Path.cwd()}")
-    if place.parent.is_dir() and (meant := nearest(place.name, [each.name for each in place.parent.iterdir()])):
-        remedy = f"Did you mean `{place.parent / meant}`? {remedy}"
+    expanded = Path(path).expanduser()
+    message = f"{path!r} does not exist" + ("" if expanded.is_absolute() else f" in {Path.cwd()}")
+    if expanded.parent.is_dir() and (
+        meant := nearest(expanded.name, [sibling.name for sibling in expanded.parent.iterdir()])
+    ):
+        remedy = f"Did you mean `{expanded.parent / meant}`? {remedy}"
     return Problem(key, message, remedy)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, Section, Shorthand
-from plait.config.part import Part
+from plait.config.part import CustomPart
 
 
 class ScalerConfig(Section):
@@ -57,10 +57,10 @@ class Fp8Config(Shorthand):
         return {"recipe": value} if isinstance(value, str) else value
 
 
-class PrecisionRecipePart(Part):
+class CustomPrecisionRecipe(CustomPart):
     """A recipe of one's own, which exchanges layers of a model for others that compute in other formats."""
 
-    kind = "precision"
+    plugin_kind = "precision"
 
 
 class PrecisionConfig(Shorthand):
@@ -77,7 +77,7 @@ class PrecisionConfig(Shorthand):
     scaler: ScalerConfig = Field(default_factory=ScalerConfig)
     fp8: Fp8Config = Field(default_factory=Fp8Config)
     """Matrix products in 8 bits. Naming it is asking for bf16 as `compute`."""
-    recipe: PrecisionRecipePart | None = None
+    recipe: CustomPrecisionRecipe | None = None
     """`package.module:name` of what exchanges layers for others that compute in other formats; their parameters stay
     as they are."""
 

@@ -29,25 +29,27 @@ def as_utf8(data: bytes) -> str:
     return _recoded("GBK", "GB18030")
 
 
-def _recoded(name: str, word: str) -> str:
-    return f"save it as UTF-8; if it is {name}, `iconv -f {word} -t UTF-8 OLD > NEW` does that"
+def _recoded(name: str, encoding: str) -> str:
+    return f"save it as UTF-8; if it is {name}, `iconv -f {encoding} -t UTF-8 OLD > NEW` does that"
 
 
-def half_character(text: str) -> str | None:
+def lone_surrogate(text: str) -> str | None:
     """What is wrong with a text that no file can hold: JSON and a command line may bring half of a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = ord(text[error.start])
-        byte = " (or a byte that is no UTF-8)" if 0xDC80 <= found <= 0xDCFF else ""  # Python's way to keep such a byte
-        return f"half of a character{byte}: \\u{found:04x} without what belongs to it"
+        code_point = ord(text[error.start])
+        byte = (
+            " (or a byte that is no UTF-8)" if 0xDC80 <= code_point <= 0xDCFF else ""
+        )  # Python's way to keep such a byte
+        return f"half of a character{byte}: \\u{code_point:04x} without what belongs to it"
     return None
 
 
 _JSON = (".json", ".jsonc", ".json5")
 _YAML = (".yaml", ".yml")
-ENDINGS = (*_YAML, ".toml", *_JSON)
-DEEPEST = 100
+SUFFIXES = (*_YAML, ".toml", *_JSON)
+MAX_DEPTH = 100
 """Brackets in one another: more than any description has, and less than Python's stack."""
 
 
@@ -58,8 +60,8 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     path = Path(source)
     if path.is_dir():
         raise ConfigError(Problem(str(path), "this is a folder", _inside(path)))
-    if path.suffix.lower() not in ENDINGS:
-        remedy = f"A run description is a file ending in {listed(ENDINGS, 'or')}."
+    if path.suffix.lower() not in SUFFIXES:
+        remedy = f"A run description is a file ending in {listed(SUFFIXES, 'or')}."
         raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} says no known format", remedy))
     data = parse_text(path, text_of(path))
     if data is None:
@@ -89,13 +91,13 @@ def _neighbours(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"The folder {folder} does not exist either."
-    stems = {each.stem: each.name for each in sorted(folder.iterdir()) if each.suffix.lower() in ENDINGS}
+    stems = {file.stem: file.name for file in sorted(folder.iterdir()) if file.suffix.lower() in SUFFIXES}
     meant = nearest(path.stem, stems)  # without the ending, which makes any two names look alike
     return (f"Did you mean `{stems[meant]}`? " if meant else "") + _inside(folder)
 
 
 def _inside(folder: Path) -> str:
-    names = sorted(each.name for each in folder.iterdir() if each.suffix.lower() in ENDINGS)
+    names = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
     if not names:
         return f"The folder {folder.resolve()} has no run description at all."
     return f"The folder has {', '.join(names) if len(names) <= 8 else ', '.join(names[:8]) + ' and more'}."
@@ -113,9 +115,9 @@ def parse_text(path: Path, text: str) -> Any:
         raise ConfigError(
             Problem(str(path), f"a number in it cannot be read: {error}", "Write fewer digits.")
         ) from None
-    if depth_of(data) > DEEPEST:
+    if depth_of(data) > MAX_DEPTH:
         raise _too_deep(path)
-    if wrong := half_character("\n".join(texts_in(data))):
+    if wrong := lone_surrogate("\n".join(texts_in(data))):
         raise ConfigError(Problem(str(path), wrong, "Write the character itself."))
     return data
 
@@ -129,33 +131,33 @@ def texts_in(data: Any) -> Iterator[str]:
             yield from texts_in(key)
             yield from texts_in(value)
     elif isinstance(data, list):
-        for each in data:
-            yield from texts_in(each)
+        for entry in data:
+            yield from texts_in(entry)
 
 
 def depth_of(data: Any) -> int:
     """How many lists and mappings lie in one another: all that walks through them calls itself."""
     depth, layer = 0, [data]
-    while layer := [each for each in layer if isinstance(each, (dict, list))]:
+    while layer := [value for value in layer if isinstance(value, (dict, list))]:
         depth += 1
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             break
-        layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each)]
+        layer = [inner for value in layer for inner in (value.values() if isinstance(value, dict) else value)]
     return depth
 
 
 def _too_deep(path: Path) -> ConfigError:
-    message = f"lists and keys in it lie more than {DEEPEST} deep in one another"
+    message = f"lists and keys in it lie more than {MAX_DEPTH} deep in one another"
     return ConfigError(Problem(str(path), message, "Look for a bracket that is not closed where it should be."))
 
 
 def _parse_yaml(path: Path, text: str) -> Any:
     import yaml
 
-    from plait.config import dialect
+    from plait.config import yaml_io
 
     try:
-        return dialect.load(text)
+        return yaml_io.load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -169,17 +171,58 @@ def _parse_yaml(path: Path, text: str) -> Any:
 
 
 def _parse_json(path: Path, text: str) -> Any:
-    import json
-
-    from plait.config import jsonc
-
     if not text.strip():
         return None
     try:
-        return jsonc.load(text)
+        return load_jsonc(text)
     except json.JSONDecodeError as error:
         message = error.msg[0].lower() + error.msg[1:]
         raise _syntax(path, text, error.lineno, error.colno, message) from None
+
+
+_JSONC_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|[{}\[\],:]|[^\s"/{}\[\],:]+', re.DOTALL)
+
+
+def load_jsonc(text: str) -> Any:
+    """Return the value of JSON with comments and trailing commas. Raises `json.JSONDecodeError` with the position.
+
+    A key that an object has twice is an error.
+    """
+    plain = _standard_json(text)
+    try:
+        return json.loads(plain)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # of Python's own int()
+        raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
+
+
+def _standard_json(text: str) -> str:
+    """`text` as standard JSON: what JSON lacks is blanked out, so every position stays what it was."""
+    pieces = list(text)
+    keys: list[set[str] | None] = []  # one entry per open bracket; None for a list
+    before, position = "", 0
+    comma: int | None = None
+    for match in _JSONC_TOKEN.finditer(text):
+        symbol, start = match.group(), match.start()
+        if symbol.startswith("/"):
+            pieces[start : match.end()] = re.sub(r"[^\n]", " ", symbol)
+            continue
+        if symbol in "}]" and comma is not None:
+            pieces[comma] = " "
+        comma = start if symbol == "," and before not in "{[,:" else None
+        if symbol == ":" and before.startswith('"') and keys and keys[-1] is not None:
+            if before in keys[-1]:
+                raise json.JSONDecodeError(f"the key {before} stands here a second time", text, position)
+            keys[-1].add(before)
+        if symbol in "{[":
+            if len(keys) >= MAX_DEPTH:
+                raise json.JSONDecodeError(f"more than {MAX_DEPTH} brackets are open here", text, start)
+            keys.append(set() if symbol == "{" else None)
+        elif symbol in "}]" and keys:
+            keys.pop()
+        before, position = symbol, start
+    return "".join(pieces)
 
 
 def _parse_toml(path: Path, text: str) -> Any:
@@ -209,45 +252,45 @@ def _syntax(path: Path, text: str, line: int, column: int, message: str, remedy:
 # Files that somebody else wrote: each is read as a whole, or refused by its name.
 
 
-def parse_json(text: str | bytes, *, half_characters: bool = False) -> Any:
+def parse_json(text: str | bytes, *, allow_surrogates: bool = False) -> Any:
     """The value in `text`. Raises `ValueError` for all that cannot be read or would not survive its readers.
 
     Python's own parser ends in a `RecursionError` where brackets are nested deeply, it keeps the last of two values
     for one key and forgets the other, and it takes halves of characters, which no file and no terminal can be given;
-    these are let through with `half_characters`.
+    these are let through with `allow_surrogates`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:
-        raise ValueError(f"lists and objects are nested more than {DEEPEST} deep") from None
-    if depth_of(value) > DEEPEST:
-        raise ValueError(f"lists and objects are nested more than {DEEPEST} deep")
+        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep") from None
+    if depth_of(value) > MAX_DEPTH:
+        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
     # Written as `\\u…` is the only way by which half of a character comes in.
     escaped = "\\u" in text if isinstance(text, str) else b"\\u" in text
-    if not half_characters and escaped and (wrong := half_character(json.dumps(value, ensure_ascii=False))):
+    if not allow_surrogates and escaped and (wrong := lone_surrogate(json.dumps(value, ensure_ascii=False))):
         raise ValueError(wrong)
     return value
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
-    return found
+    return mapping
 
 
 def read_json_object(path: Path, error: Callable[[str], PlaitError], remedy: str = "copy it again") -> dict[str, Any]:
     """The JSON object in a file; anything else is an `error` that names the file."""
     try:
-        found = parse_json(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except OSError as reason:
         raise error(f"{path} cannot be read: {reason.strerror}") from None
     except ValueError as reason:
         raise error(f"{path} is not JSON ({reason}); {remedy}") from None
-    if not isinstance(found, dict):
-        raise error(f"{path} holds a {type(found).__name__}, expected a JSON object; {remedy}")
-    return found
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a {type(value).__name__}, expected a JSON object; {remedy}")
+    return value
 
 
 def read_lines(path: Path, error: Callable[[str], PlaitError]) -> list[str]:
@@ -270,19 +313,19 @@ def read_name(path: Path, error: Callable[[str], PlaitError]) -> str:
 
 def is_below(name: str) -> bool:
     """Whether a relative path stays within the folder that it is relative to; links are not looked at."""
-    parts = PurePath(name).parts
-    short = len(name) <= 1000 and all(len(part.encode(errors="replace")) <= 255 for part in parts)
-    return bool(parts) and short and "\0" not in name and not PurePath(name).is_absolute() and ".." not in parts
+    names = PurePath(name).parts
+    short = len(name) <= 1000 and all(len(component.encode(errors="replace")) <= 255 for component in names)
+    return bool(names) and short and "\0" not in name and not PurePath(name).is_absolute() and ".." not in names
 
 
 def weight_map(index: Path, error: Callable[[str], PlaitError]) -> dict[str, str]:
     """From `model.safetensors.index.json`: the names of tensors, and of the files beside it that hold them."""
-    places = read_json_object(index, error).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    files = read_json_object(index, error).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise error(f"{index} has no `weight_map` from names to files; copy it again")
-    if wrong := [file for file in places.values() if not is_below(file)]:
+    if wrong := [file for file in files.values() if not is_below(file)]:
         raise error(f"{index} names the file {wrong[0]!r}, which is not in its folder; get the model elsewhere")
-    return places
+    return files
 
 
 # Overrides: `strategy.zero=3`, as they stand on a command line.
@@ -314,13 +357,13 @@ def split_override(text: str) -> tuple[tuple[str, ...], Any]:
 def _value(text: str, value: str) -> Any:
     import yaml
 
-    from plait.config import dialect
+    from plait.config import yaml_io
 
     try:
-        found = dialect.load(value) if value[0] in "[{\"'" else dialect.scalar(value)
-        if wrong := half_character("\n".join(texts_in(found))):
+        parsed = yaml_io.load(value) if value[0] in "[{\"'" else yaml_io.scalar(value)
+        if wrong := lone_surrogate("\n".join(texts_in(parsed))):
             raise _malformed(ascii(text)[1:-1], f"its value has {wrong}", "Write the character itself.")
-        return found
+        return parsed
     except RecursionError:
         raise _malformed(
             text, "its value is nested too deeply to be read", "Nothing that is set goes so deep."

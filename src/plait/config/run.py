@@ -10,9 +10,18 @@ from pydantic import Field, PositiveFloat
 from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Shorthand
 from plait.config.data import DataConfig
 from plait.config.model import ModelConfig
-from plait.config.online import GrpoConfig, PpoConfig, RolloutConfig
 from plait.config.optim import AdamWConfig, OptimConfig
-from plait.config.posttrain import DpoConfig, LoraConfig, Phase, PosttrainConfig, RewardConfig, SftConfig
+from plait.config.posttrain import (
+    DpoConfig,
+    GrpoConfig,
+    LoraConfig,
+    Phase,
+    PosttrainConfig,
+    PpoConfig,
+    RewardConfig,
+    RolloutConfig,
+    SftConfig,
+)
 from plait.config.precision import PrecisionConfig
 from plait.config.schedule import ScheduleConfig
 from plait.config.strategy import StrategyConfig

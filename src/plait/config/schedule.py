@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Tag
 
 from plait.config.base import Many, NonNegativeInt, PositiveInt, Section
 from plait.config.optim import Fraction
-from plait.config.part import OWN_TAG, PART_TAG, Part, own_or_part
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, builtin_or_custom
 
 
 class _Schedule(Section):
@@ -109,14 +109,14 @@ class WSDConfig(_Schedule):
     """Where the fall ends. Absent: the end of the run."""
 
 
-class SchedulePart(Part):
+class CustomSchedule(CustomPart):
     """A schedule of one's own: a function of the step, a class whose objects are one, or a scheduler of torch.
 
     The name of a scheduler of torch that is none of the types above is short for `torch.optim.lr_scheduler:Name`.
     """
 
-    kind = "schedule"
-    own = (
+    plugin_kind = "schedule"
+    builtin = (
         "ConstantLR",
         "LinearLR",
         "CosineAnnealingLR",
@@ -131,7 +131,7 @@ class SchedulePart(Part):
         "OneCycle",
         "LRRangeTest",
     )
-    short: ClassVar[Mapping[str, str]] = {
+    aliases: ClassVar[Mapping[str, str]] = {
         name: f"torch.optim.lr_scheduler:{name}" for name in ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau", "StepLR")
     }
 
@@ -232,8 +232,8 @@ ScheduleConfig = Annotated[
             | LRRangeTestConfig,
             Field(discriminator="type"),
         ],
-        Tag(OWN_TAG),
+        Tag(BUILTIN_TAG),
     ]
-    | Annotated[SchedulePart, Tag(PART_TAG)],
-    Discriminator(own_or_part(SchedulePart)),
+    | Annotated[CustomSchedule, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomSchedule)),
 ]

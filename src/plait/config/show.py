@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from plait.config import draft
 from plait.config.base import Section
 from plait.config.rules import violations
 from plait.config.run import RunConfig
+from plait.config.schema import settings_of_section
 
 if TYPE_CHECKING:
     from plait.config.parse import Parsed
@@ -19,18 +19,18 @@ def rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted path that holds a value rather than a section, and the value."""
     if isinstance(value, Section):
         entries: Any = _settings(value)
-    elif isinstance(value, tuple) and any(isinstance(each, Section) for each in value):
+    elif isinstance(value, tuple) and any(isinstance(entry, Section) for entry in value):
         entries = enumerate(value)
     else:
         yield path, value
         return
-    for key, each in entries:
-        yield from rows(each, f"{path}.{key}" if path else str(key))
+    for key, entry in entries:
+        yield from rows(entry, f"{path}.{key}" if path else str(key))
 
 
 def _settings(section: Section) -> list[tuple[str, Any]]:
     """The keys and values of a section; its `type`, which says what the others mean, first."""
-    return sorted(draft.settings_of_section(section).items(), key=lambda setting: setting[0] != "type")
+    return sorted(settings_of_section(section).items(), key=lambda setting: setting[0] != "type")
 
 
 def describe(parsed: Parsed) -> list[tuple[str, Any, str]]:
@@ -48,18 +48,18 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     refused = _refused(RunConfig.model_validate(data)) - _refused(config)
     for path in refused:
         *sections, key = path.split(".")
-        place: Any = data
+        container: Any = data
         for name in sections:
-            place = place[int(name) if isinstance(place, list) else name]
-        del place[key]
+            container = container[int(name) if isinstance(container, list) else name]
+        del container[key]
     return data
 
 
 def to_yaml(config: RunConfig) -> str:
     """What `to_dict` gives, as YAML."""
-    from plait.config import dialect
+    from plait.config import yaml_io
 
-    return dialect.dump(to_dict(config))
+    return yaml_io.dump(to_dict(config))
 
 
 def _refused(config: RunConfig) -> set[str]:
@@ -68,11 +68,11 @@ def _refused(config: RunConfig) -> set[str]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Section):
-        return {name: _plain(each) for name, each in _settings(value)}
+        return {name: _plain(entry) for name, entry in _settings(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     if isinstance(value, str):
         return str(value)  # a name that carries something is text in a file
     if value is None or isinstance(value, (bool, int, float)):

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, PositiveFloat, Tag
 
 from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, RefusedError, Section, Shorthand
-from plait.config.engines import EngineChoice, EnginePart, PluginWord, engine_stage, usual_stage, with_file_read
-from plait.config.part import OWN_TAG, PART_TAG, Part, mapping_or_part, word_or_part
+from plait.config.engines import CustomEngine, EngineChoice, PluginWord, default_stage, engine_stage, read_config_file
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, mapping_or_custom, name_or_custom
 from plait.config.text import choose, counted
 from plait.errors import ConfigError, Problem
 
@@ -113,15 +113,15 @@ class LayoutConfig(Section):
     """Tensor parallel: each layer is spread over so many ranks."""
 
 
-class TensorPlanPart(Part):
+class CustomTensorPlan(CustomPart):
     """A tensor-parallel plan of one's own: called with the model, it returns patterns and words."""
 
-    kind = "tensor_plan"
+    plugin_kind = "tensor_plan"
 
 
 TensorPlan = Annotated[
-    Annotated[dict[str, str], Tag(OWN_TAG)] | Annotated[TensorPlanPart, Tag(PART_TAG)],
-    Discriminator(mapping_or_part(TensorPlanPart)),
+    Annotated[dict[str, str], Tag(BUILTIN_TAG)] | Annotated[CustomTensorPlan, Tag(CUSTOM_TAG)],
+    Discriminator(mapping_or_custom(CustomTensorPlan)),
 ]
 
 
@@ -137,17 +137,17 @@ class TensorConfig(Section):
     """Overlap collectives with the matrix products beside them; needs CUDA and `compile`."""
 
 
-class PipelineSchedulePart(Part):
+class CustomPipelineSchedule(CustomPart):
     """A schedule of one's own: called with `ranks` and `micro_batches`, it returns the work of every rank in order."""
 
-    kind = "pipeline_schedule"
-    own = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
+    plugin_kind = "pipeline_schedule"
+    builtin = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 
 
 ScheduleWord = Literal["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"]
 ScheduleChoice = Annotated[
-    Annotated[ScheduleWord, Tag(OWN_TAG)] | Annotated[PipelineSchedulePart, Tag(PART_TAG)],
-    Discriminator(word_or_part(PipelineSchedulePart)),
+    Annotated[ScheduleWord, Tag(BUILTIN_TAG)] | Annotated[CustomPipelineSchedule, Tag(CUSTOM_TAG)],
+    Discriminator(name_or_custom(CustomPipelineSchedule)),
 ]
 
 
@@ -182,17 +182,17 @@ class WrapConfig(Section):
     """Every module that has at least so many parameters of its own, once those inside it are taken out."""
 
 
-class RecomputePart(Part):
+class CustomRecompute(CustomPart):
     """A policy of one's own: called with the name and the module of each unit, it says what that computes again."""
 
-    kind = "recompute"
-    own = ("none", "full", "every", "selective", "auto")
+    plugin_kind = "recompute"
+    builtin = ("none", "full", "every", "selective", "auto")
 
 
 RecomputeMode = Annotated[
-    Annotated[Literal["none", "full", "every", "selective", "auto"], Tag(OWN_TAG)]
-    | Annotated[RecomputePart, Tag(PART_TAG)],
-    Discriminator(word_or_part(RecomputePart)),
+    Annotated[Literal["none", "full", "every", "selective", "auto"], Tag(BUILTIN_TAG)]
+    | Annotated[CustomRecompute, Tag(CUSTOM_TAG)],
+    Discriminator(name_or_custom(CustomRecompute)),
 ]
 
 
@@ -296,29 +296,31 @@ class StrategyConfig(Shorthand):
     def expand(cls, value: Any) -> Any:
         """A word is the keys that `SHORTHANDS` gives it; a file that `config` names is the keys in it."""
         if isinstance(value, dict):
-            return with_file_read(value)
+            return read_config_file(value)
         if not isinstance(value, str):
             return value
-        word = value.lower().replace("-", "").replace("_", "")
-        if word in ("dp", "dataparallel", "nn.dataparallel"):
+        name = value.lower().replace("-", "").replace("_", "")
+        if name in ("dp", "dataparallel", "nn.dataparallel"):
             raise RefusedError(DATA_PARALLEL_ANSWER, "Write 'ddp': the same maths, one process a device.")
-        if word in ("deepspeed", "colossalai"):
-            raise RefusedError(f"{value!r} is an engine", f"Write `strategy: {{engine: {word}, zero: 2}}`.")
-        if word not in SHORTHANDS:
+        if name in ("deepspeed", "colossalai"):
+            raise RefusedError(f"{value!r} is an engine", f"Write `strategy: {{engine: {name}, zero: 2}}`.")
+        if name not in SHORTHANDS:
             raise RefusedError(f"unknown strategy {value!r}", choose(value, SHORTHANDS, "word"))
-        return SHORTHANDS[word]
+        return SHORTHANDS[name]
 
     @property
     def engine_name(self) -> str:
         """The engine in a word."""
-        return str(self.engine.type) if isinstance(self.engine, EnginePart) else self.engine
+        return str(self.engine.type) if isinstance(self.engine, CustomEngine) else self.engine
 
     @property
     def stage(self) -> int:
         """The ZeRO stage that `zero`, `sharding` or the engine's own configuration asks for."""
         if self.engine != "native":
-            own = engine_stage(self.engine, self.plugin, self.config)
-            return own if own is not None else usual_stage(self.plugin) if self.zero is None else self.zero
+            configured = engine_stage(self.engine, self.plugin, self.config)
+            return (
+                configured if configured is not None else default_stage(self.plugin) if self.zero is None else self.zero
+            )
         if self.sharding is not None:
             return {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2}.get(self.sharding, 3)
         return self.zero or 0
@@ -358,7 +360,7 @@ class Layout:
         return asdict(self)
 
 
-def least_ranks(strategy: StrategyConfig) -> int:
+def min_ranks(strategy: StrategyConfig) -> int:
     """As few ranks as the layout can have: the product of the axes that it fixes."""
     return prod(size or 1 for size in strategy.layout.model_dump().values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-LONGEST = 60
+MAX_SHOWN = 60
 """Characters of a found value that a message repeats."""
 
 
@@ -17,12 +17,12 @@ def show(value: Any) -> str:
         text = repr(list(value) if isinstance(value, tuple) else value)
     except ValueError:  # Python writes no number of thousands of digits
         return "a number of thousands of digits"
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-def listed(words: Iterable[Any], joint: str = "and") -> str:
+def listed(values: Iterable[Any], joint: str = "and") -> str:
     """`a, b and c`."""
-    *most, last = [str(word) for word in words]
+    *most, last = [str(value) for value in values]
     return f"{', '.join(most)} {joint} {last}" if most else last
 
 
@@ -36,28 +36,28 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
-def nearest(word: Any, choices: Iterable[Any]) -> str | None:
+def nearest(name: Any, choices: Iterable[Any]) -> str | None:
     """The choice that was probably meant, or None where none comes near."""
     from difflib import get_close_matches  # only ever needed for a message
 
     by_fold = {_fold(choice): str(choice) for choice in choices}
-    folded = _fold(word)
+    folded = _fold(name)
     if not folded:
         return None
     close = get_close_matches(folded, by_fold, n=1, cutoff=0.65)
     inside = [choice for choice in by_fold if len(folded) >= 3 and folded in choice]
-    found = folded if folded in by_fold else next(iter([*close, *inside]), None)
-    return by_fold[found] if found is not None else None
+    match = folded if folded in by_fold else next(iter([*close, *inside]), None)
+    return by_fold[match] if match is not None else None
 
 
-def choose(word: Any, choices: Iterable[Any], kind: str) -> str:
+def choose(name: Any, choices: Iterable[Any], noun: str) -> str:
     """A sentence that suggests the nearest choice, and one that names them all."""
     choices = list(choices)
-    meant = nearest(word, choices)
+    meant = nearest(name, choices)
     first = f"Did you mean `{meant}`? " if meant else ""
-    plural = kind if kind.endswith("s") else f"{kind}s"
+    plural = noun if noun.endswith("s") else f"{noun}s"
     return f"{first}The {plural} are {listed(choices)}."
 
 
-def _fold(word: Any) -> str:
-    return str(word).lower().replace("-", "").replace("_", "")
+def _fold(name: Any) -> str:
+    return str(name).lower().replace("-", "").replace("_", "")

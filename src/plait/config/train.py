@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, Tag
 
 from plait.config.base import Many, NonNegativeInt, PathText, PositiveInt, Section, Shorthand, Size
-from plait.config.part import OWN_TAG, PART_TAG, Imported, Part, own_or_part, word_or_part
+from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, ImportedPart, builtin_or_custom, name_or_custom
 from plait.config.text import listed
 from plait.errors import ConfigError, Problem
 
@@ -38,10 +38,10 @@ class GuardConfig(Section):
     """A loss so many times the usual spread above the median of the last 100 is warned of. null: not watched."""
 
 
-class LossPart(Part):
+class CustomLoss(CustomPart):
     """A function of one's own of (outputs, batch) and the further keys, which gives a mean, or a sum with its count."""
 
-    kind = "loss"
+    plugin_kind = "loss"
 
 
 class TrainConfig(Section):
@@ -60,7 +60,7 @@ class TrainConfig(Section):
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
-    loss: LossPart | None = None
+    loss: CustomLoss | None = None
     """A function of (outputs, batch) whose result is learned. Absent: what the model returns."""
 
 
@@ -81,16 +81,16 @@ class FolderStorageConfig(Section):
     """Where it is; of one run alone."""
 
 
-class StoragePart(Part):
+class CustomStorage(CustomPart):
     """A storage of one's own: files are written there, read, listed and deleted; see write-your-own.md."""
 
-    kind = "storage"
-    own = ("folder",)
+    plugin_kind = "storage"
+    builtin = ("folder",)
 
 
 StorageConfig = Annotated[
-    Annotated[FolderStorageConfig, Tag(OWN_TAG)] | Annotated[StoragePart, Tag(PART_TAG)],
-    Discriminator(own_or_part(StoragePart)),
+    Annotated[FolderStorageConfig, Tag(BUILTIN_TAG)] | Annotated[CustomStorage, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomStorage)),
 ]
 
 
@@ -122,17 +122,17 @@ class CheckpointConfig(Section):
     """Each node keeps the shards of its own ranks in its own folder; on resuming they are fetched where needed."""
 
 
-class SinkPart(Part):
+class CustomSink(CustomPart):
     """A log sink of one's own, called with the `work_dir` and the further keys; see `plait.Sink`."""
 
-    kind = "sink"
-    own = ("jsonl", "csv", "tensorboard", "wandb", "html")
+    plugin_kind = "sink"
+    builtin = ("jsonl", "csv", "tensorboard", "wandb", "html")
 
 
 SinkConfig = Annotated[
-    Annotated[Literal["jsonl", "csv", "tensorboard", "wandb", "html"], Tag(OWN_TAG)]
-    | Annotated[SinkPart, Tag(PART_TAG)],
-    Discriminator(word_or_part(SinkPart)),
+    Annotated[Literal["jsonl", "csv", "tensorboard", "wandb", "html"], Tag(BUILTIN_TAG)]
+    | Annotated[CustomSink, Tag(CUSTOM_TAG)],
+    Discriminator(name_or_custom(CustomSink)),
 ]
 
 
@@ -188,33 +188,33 @@ class RollbackConfig(Section):
     """How often; the next time ends the run."""
 
 
-class ImportedHook(Imported):
+class ImportedHook(ImportedPart):
     """The older form of a hook of one's own."""
 
     priority: NonNegativeInt = 50
     """Lower goes first."""
 
 
-class HookPart(Part):
+class CustomHook(CustomPart):
     """A hook of one's own: a class derived from `plait.trainer.Hook`, or what makes one, called with further keys."""
 
-    kind = "hook"
-    own = ("ema", "early_stop", "rollback", "import")
+    plugin_kind = "hook"
+    builtin = ("ema", "early_stop", "rollback", "import")
 
     priority: NonNegativeInt | None = None
     """Lower goes first. Absent: as the hook says, which is 50 where it says nothing."""
 
 
-OWN_HOOK = (ImportedHook, HookPart)
+CUSTOM_HOOKS = (ImportedHook, CustomHook)
 """The sections of hooks of one's own."""
 
 HookConfig = Annotated[
     Annotated[
         Annotated[EmaConfig | EarlyStopConfig | RollbackConfig | ImportedHook, Field(discriminator="type")],
-        Tag(OWN_TAG),
+        Tag(BUILTIN_TAG),
     ]
-    | Annotated[HookPart, Tag(PART_TAG)],
-    Discriminator(own_or_part(HookPart)),
+    | Annotated[CustomHook, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomHook)),
 ]
 
 
@@ -234,17 +234,17 @@ class AccuracyConfig(Section):
     """What the number is called before `/top1`."""
 
 
-class MetricPart(Part):
+class CustomMetric(CustomPart):
     """A metric of one's own: a class derived from `plait.trainer.Metric`, or what makes one, called with the further
     keys."""
 
-    kind = "metric"
-    own = ("accuracy",)
+    plugin_kind = "metric"
+    builtin = ("accuracy",)
 
 
 MetricConfig = Annotated[
-    Annotated[AccuracyConfig, Tag(OWN_TAG)] | Annotated[MetricPart, Tag(PART_TAG)],
-    Discriminator(own_or_part(MetricPart)),
+    Annotated[AccuracyConfig, Tag(BUILTIN_TAG)] | Annotated[CustomMetric, Tag(CUSTOM_TAG)],
+    Discriminator(builtin_or_custom(CustomMetric)),
 ]
 
 # `profile`: a few steps of a run, looked at closely.
@@ -300,18 +300,18 @@ class ResolvedBatch:
     micro: int
     accumulation: int
 
-    def split(self, parts: int) -> ResolvedBatch:
+    def split(self, count: int) -> ResolvedBatch:
         """The same batch in micro-batches that are at most the `parts`-th part as large.
 
         Raises `ConfigError` where a sample would have to be split.
         """
-        if self.micro < parts:
-            message = f"memory was short with micro-batches of {max(2 * self.micro // parts, 1)}, and none is smaller"
+        if self.micro < count:
+            message = f"memory was short with micro-batches of {max(2 * self.micro // count, 1)}, and none is smaller"
             remedy = "Write `strategy.recompute: full`, a higher `strategy.zero`, or `strategy.offload`."
             raise ConfigError(Problem("batch.micro", message, remedy))
-        own = self.micro * self.accumulation
-        micro = next(each for each in range(self.micro // parts, 0, -1) if own % each == 0)
-        return ResolvedBatch(self.total, micro, own // micro)
+        rank_samples = self.micro * self.accumulation
+        micro = next(size for size in range(self.micro // count, 0, -1) if rank_samples % size == 0)
+        return ResolvedBatch(self.total, micro, rank_samples // micro)
 
 
 def resolve_batch(batch: BatchConfig, data_parallel_size: int, *, micro_batches: int | None = None) -> ResolvedBatch:
@@ -354,19 +354,23 @@ def _uneven(total: int, micro: int | None, accumulation: int | None, ranks: int)
     known = (micro or accumulation or 1) * ranks
     name, value = ("micro", micro) if micro else ("accumulation", accumulation)
     factors = f"({value} × {ranks})" if value else f"{ranks}"
-    words = f"({name} × data-parallel size)" if value else "data-parallel size"
-    message = f"{total} ÷ {factors} = {total / known:g}, not a whole number (total ÷ {words})"
-    ways = [f"total: {each}" for each in (total // known * known, total // known * known + known) if each]
+    formula = f"({name} × data-parallel size)" if value else "data-parallel size"
+    message = f"{total} ÷ {factors} = {total / known:g}, not a whole number (total ÷ {formula})"
+    ways = [
+        f"total: {total_choice}"
+        for total_choice in (total // known * known, total // known * known + known)
+        if total_choice
+    ]
     if value and total % ranks == 0:
-        ways += [f"{name}: {each}" for each in _nearest_divisors(total // ranks, value)]
+        ways += [f"{name}: {total_choice}" for total_choice in _nearest_divisors(total // ranks, value)]
     return _error(message, ways, "Write")
 
 
 def _nearest_divisors(number: int, value: int) -> list[int]:
     """The divisors of `number` next to `value`, below and above."""
-    below = next((each for each in range(min(value, number), 0, -1) if number % each == 0), None)
-    above = next((each for each in range(value, number + 1) if number % each == 0), None)
-    return [each for each in (below, above) if each]
+    below = next((divisor for divisor in range(min(value, number), 0, -1) if number % divisor == 0), None)
+    above = next((divisor for divisor in range(value, number + 1) if number % divisor == 0), None)
+    return [divisor for divisor in (below, above) if divisor]
 
 
 def _error(message: str, ways: list[str], verb: str) -> ConfigError:

@@ -66,14 +66,14 @@ def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: Validatio
 
 
 @cache
-def entry_points_of(kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+def entry_points_of(plugin_kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     """The installed plug-ins of a kind by name, read from what their packages declare. Imports none of them."""
     from importlib.metadata import entry_points  # and every package's files: only where a name is not Plait's
 
-    found: dict[str, tuple[EntryPoint, ...]] = {}
-    for each in entry_points(group=f"plait.{kind}"):
-        found[each.name] = (*found.get(each.name, ()), each)
-    return found
+    by_name: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry_point in entry_points(group=f"plait.{plugin_kind}"):
+        by_name[entry_point.name] = (*by_name.get(entry_point.name, ()), entry_point)
+    return by_name
 
 
 def plugin_kinds() -> list[str]:
@@ -83,19 +83,21 @@ def plugin_kinds() -> list[str]:
     return sorted(group.removeprefix("plait.") for group in entry_points().groups if group.startswith("plait."))
 
 
-def load_plugin(kind: str, name: str, *, key: str) -> Any:
+def load_plugin(plugin_kind: str, name: str, *, key: str) -> Any:
     """What an installed plug-in brings. Raises `ConfigError` as `load_code` does, and where two have this name."""
     if isinstance(name, StoredName):
         raise refusal(key, name, name.stored_in)
-    several = entry_points_of(kind)[name]
+    several = entry_points_of(plugin_kind)[name]
     if len(several) > 1:
-        packages = ", ".join(f"{each.dist.name if each.dist else '?'} ({each.value})" for each in several)
-        message = f"{len(several)} installed packages bring a plug-in of kind {kind} named {name!r}: {packages}"
+        packages = ", ".join(
+            f"{candidate.dist.name if candidate.dist else '?'} ({candidate.value})" for candidate in several
+        )
+        message = f"{len(several)} installed packages bring a plug-in of kind {plugin_kind} named {name!r}: {packages}"
         raise ConfigError(Problem(key, message, f"Write the one you want as package.module:name: {several[0].value}."))
-    found = several[0]
-    package = f"{found.dist.name} {found.dist.version}" if found.dist else "an unknown package"
+    entry_point = several[0]
+    package = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "an unknown package"
     try:
-        return load_code(found.value, key=key)
+        return load_code(entry_point.value, key=key)
     except ConfigError as error:
         problem = error.problems[0]
         message = f"the plug-in {name!r} of {package} cannot be loaded: {problem.message}"
@@ -113,15 +115,15 @@ def load_code(name: str, *, key: str) -> Any:
     if not module_name or not path:
         message = f"{name!r} does not say what is to be taken from which module"
         raise ConfigError(Problem(key, message, "Write it as package.module:name."))
-    found = load_module(module_name, key=key, name=name)
+    target = load_module(module_name, key=key, name=name)
     for attribute in path.split("."):
-        if not hasattr(found, attribute):
-            close = nearest(attribute, dir(found))
+        if not hasattr(target, attribute):
+            close = nearest(attribute, dir(target))
             remedy = f"Did you mean {close!r}?" if close else "Write it as package.module:name."
             error = AttributeError(attribute)
             raise ConfigError(Problem(key, f"{name!r}: {module_name!r} has no {attribute!r}", remedy)) from error
-        found = getattr(found, attribute)
-    return found
+        target = getattr(target, attribute)
+    return target
 
 
 def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
@@ -142,8 +144,8 @@ def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
 
 def _failed(key: str, name: str, module_name: str, error: Exception) -> ConfigError:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
-    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    where = f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
     message = f"{name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}{where}"
     return ConfigError(Problem(key, message, "Correct that module."))
 
@@ -159,14 +161,14 @@ def code_keys(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """The keys among stored settings, dotted or nested, that name code or decide whether it is run."""
     for key, value in settings.items():
         where = f"{above}.{key}" if above else key
-        several = value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list) else [value]
         if key.rpartition(".")[2] in _DECIDING or any(
-            isinstance(each, str) and _CODE.fullmatch(each) for each in several
+            isinstance(entry, str) and _CODE.fullmatch(entry) for entry in values
         ):
             yield where
-        for each in several:
-            if isinstance(each, Mapping):
-                yield from code_keys(each, where)
+        for entry in values:
+            if isinstance(entry, Mapping):
+                yield from code_keys(entry, where)
 
 
 @contextmanager
@@ -234,8 +236,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _texts(each)
+        for entry in value.values():
+            yield from _texts(entry)
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for entry in value:
+            yield from _texts(entry)

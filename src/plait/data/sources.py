@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader
 
 from plait.config import (
-    OWN_DATA,
+    CUSTOM_DATA,
     Cifar10Data,
     DataConfig,
     ImageFolderData,
@@ -19,7 +19,7 @@ from plait.config import (
     MixtureData,
     TextData,
     TokensData,
-    texts,
+    text_sources,
 )
 from plait.data.packing import PackedTokens
 from plait.data.text import prepare_corpus
@@ -58,7 +58,7 @@ def build_dataset(
     config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None, role: str = "data"
 ) -> Any:
     """The data set that a config describes; see `Use` for the others."""
-    if not isinstance(config, OWN_DATA):
+    if not isinstance(config, CUSTOM_DATA):
         return build(config, role, use=DataUse(training, seed, tokenizer, role))
     made = build(config, role, accepts=(Iterable, Indexed))
     name = str(config.target if isinstance(config, ImportedData) else config.type)
@@ -113,13 +113,13 @@ def mixture(config: MixtureData, use: DataUse) -> Any:
 def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:
     """Do the work that is done once and kept, so that the other ranks find it done. May be called by all."""
     shared = _shared(config, tokenizer)
-    for _, text in texts("data", config):
+    for _, text in text_sources("data", config):
         prepare_corpus(text, shared)
 
 
 def tokenizer_path(config: DataConfig | None) -> Path | None:
     """The `tokenizer.json` that belongs to text data; None for data without one."""
-    return next((prepare_corpus(text).tokenizer for _, text in texts("data", config)), None)
+    return next((prepare_corpus(text).tokenizer for _, text in text_sources("data", config)), None)
 
 
 def _shared(config: DataConfig, tokenizer: str | Path | None) -> str | Path | None:

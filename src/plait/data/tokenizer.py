@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plait.config import SMALLEST_BPE, half_character
+from plait.config import SMALLEST_BPE, lone_surrogate
 from plait.errors import DataError
 
 END = "<|endoftext|>"
@@ -63,7 +63,7 @@ class TextTokenizer:
         try:
             tokens: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # all that the library says of a text that is no UTF-8
-            raise DataError(f"{half_character(text) or error}; leave it out") from error
+            raise DataError(f"{lone_surrogate(text) or error}; leave it out") from error
         return tokens
 
     def encode_many(self, texts: Sequence[str]) -> Iterator[list[int]]:

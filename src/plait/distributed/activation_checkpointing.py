@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from plait.config import RecomputeConfig, RecomputePart, RunConfig
+from plait.config import CustomRecompute, RecomputeConfig, RunConfig
 from plait.distributed.dtensor import local_part
 from plait.distributed.fake import ShapesOnly
 from plait.distributed.wrap import WrapUnit, first_input
@@ -66,7 +66,7 @@ def apply_recompute(units: Sequence[WrapUnit], config: RecomputeConfig, *, ways:
     `ways` is what each of the units does, with `mode: auto`; the last one holds for those that come after.
     """
     mode = config.mode
-    if isinstance(mode, RecomputePart):
+    if isinstance(mode, CustomRecompute):
         policy = load(mode, _KEY)
         return _apply(
             units, str(mode), lambda *unit: call(policy, _KEY, *unit, name=str(mode), arguments=mode.arguments)

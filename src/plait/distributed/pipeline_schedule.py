@@ -15,11 +15,11 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 from xml.sax.saxutils import escape
 
-from plait.config import PipelineConfig, PipelineSchedulePart
+from plait.config import CustomPipelineSchedule, PipelineConfig
 from plait.errors import ConfigError, Problem
 from plait.plugins import call, load
 
-ScheduleName = str | PipelineSchedulePart
+ScheduleName = str | CustomPipelineSchedule
 _KEY = "strategy.pipeline.schedule"
 _FAR = 10_000
 """No schedule wants more micro-batches than that."""
@@ -165,7 +165,7 @@ SCHEDULES: Mapping[str, PipelineScheduleKind] = MappingProxyType(
 
 def find_schedule(word: ScheduleName) -> PipelineScheduleKind:
     """The schedule of a word, or of one's own; else an error that lists the words."""
-    if isinstance(word, PipelineSchedulePart):
+    if isinstance(word, CustomPipelineSchedule):
         return _own(word)
     if word not in SCHEDULES:
         raise ConfigError(
@@ -174,7 +174,7 @@ def find_schedule(word: ScheduleName) -> PipelineScheduleKind:
     return SCHEDULES[word]
 
 
-def _own(part: PipelineSchedulePart) -> PipelineScheduleKind:
+def _own(part: CustomPipelineSchedule) -> PipelineScheduleKind:
     """A schedule of the user's own; see `OwnSchedule`."""
     made = load(part, _KEY)
     virtual: Any = getattr(made, "stages_per_rank", 1)
@@ -318,7 +318,7 @@ def check_micro_batches(word: ScheduleName, ranks: int, micro_batches: int) -> N
         f"dualpipev needs at least {2 * ranks}, one for each stage"
         if word == "dualpipev"
         else f"{word} does not take so many"
-        if isinstance(word, PipelineSchedulePart)
+        if isinstance(word, CustomPipelineSchedule)
         else f"{word} works in equal rounds of about {ranks}"
         if micro_batches > 0
         else "a step has at least one"
@@ -336,7 +336,7 @@ def check_pipeline(options: PipelineConfig, ranks: int, micro_batches: int) -> N
     """Refuse stages or micro-batches that the schedule of a run cannot work with."""
     resolve_virtual(options.schedule, options.stages_per_rank)
     check_micro_batches(options.schedule, ranks, micro_batches)
-    if isinstance(options.schedule, PipelineSchedulePart):
+    if isinstance(options.schedule, CustomPipelineSchedule):
         make_table(options.schedule, ranks, micro_batches)  # which looks through it
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from plait.config import TensorPlanPart, choose
+from plait.config import CustomTensorPlan, choose
 from plait.distributed import tensor_parallel_styles
 from plait.distributed.tensor_parallel_styles import (
     PLAN_KEY,
@@ -287,9 +287,9 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False)
     return {name: next(iter(found[name].values())) for name in names if name in found}
 
 
-def plan_of(plan: dict[str, str] | TensorPlanPart, model: nn.Module) -> Mapping[str, str] | None:
+def plan_of(plan: dict[str, str] | CustomTensorPlan, model: nn.Module) -> Mapping[str, str] | None:
     """The plan that `strategy.tensor.plan` says, or makes of the model; None where it says nothing."""
-    if not isinstance(plan, TensorPlanPart):
+    if not isinstance(plan, CustomTensorPlan):
         return plan or None
     made = call(load(plan, PLAN_KEY), PLAN_KEY, model, name=str(plan), arguments=plan.arguments)
     if not isinstance(made, Mapping) or not all(isinstance(each, str) for pair in made.items() for each in pair):

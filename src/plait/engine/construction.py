@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from plait.config import OWN_MODEL, HFConfig, RunConfig, read_json_object
+from plait.config import CUSTOM_MODELS, HFConfig, RunConfig, read_json_object
 from plait.distributed import (
     ConstructionRecord,
     Initializer,
@@ -63,7 +63,7 @@ def _build(config: RunConfig, model: ModelSource, say: Say) -> tuple[nn.Module, 
     seed_everything(config.seed, 0)  # whatever the constructor draws, the seed decides
     module = model()
     # Plait's own models start from the same values wherever they are built.
-    own = described is not None and not isinstance(described, OWN_MODEL)
+    own = described is not None and not isinstance(described, CUSTOM_MODELS)
     return module, getattr(module, "init_weights") if own else None  # noqa: B009
 
 

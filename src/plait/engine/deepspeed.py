@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from plait.config import RunConfig, check_library, in_deepspeed_words, resolve_batch, told
+from plait.config import RunConfig, as_fp16_section, check_library, config_value, resolve_batch
 from plait.distributed import World, all_gather_flat, export_ranks, open_group_of_one, seed_everything
 from plait.engine.foreign import Built, EvenNormalizer, ForeignEngine, ForeignStates, PlainStates, build_whole
 from plait.engine.forward import Say
@@ -73,7 +73,7 @@ def _section(found: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _fp16(found: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     enabled = config.precision.compute == "fp16"
-    scaling = in_deepspeed_words(config.precision.scaler) if enabled else {}
+    scaling = as_fp16_section(config.precision.scaler) if enabled else {}
     return {**_section(found, "fp16"), **scaling, "enabled": enabled}
 
 
@@ -415,7 +415,7 @@ def _initialize(deepspeed: Any, built: Built, described: dict[str, Any], config:
                 # Cut parameter by parameter; otherwise the whole model would be moved to the device first.
                 for param in built.module.parameters():
                     param.data = param.data.to(DTYPES[config.precision.compute])
-                tier = told(described, "zero_optimization", "offload_param", "device")
+                tier = config_value(described, "zero_optimization", "offload_param", "device")
                 deepspeed.zero.Init(
                     module=built.module, config_dict_or_path=described, remote_device="nvme" if tier == "nvme" else None
                 )
@@ -428,7 +428,7 @@ def _initialize(deepspeed: Any, built: Built, described: dict[str, Any], config:
 def _check_files(deepspeed: Any, described: dict[str, Any]) -> None:
     """Refuse states in files where DeepSpeed cannot build what reads them."""
     for section in ("offload_optimizer", "offload_param"):
-        if told(described, "zero_optimization", section, "device") != "nvme":
+        if config_value(described, "zero_optimization", section, "device") != "nvme":
             continue
         if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
             message = "nvme needs DeepSpeed's operation async_io, which cannot be built here: libaio is missing"

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from plait.config import (
+    ENGINE_KEYS,
     ENGINES,
-    GOVERNED,
+    CustomEngine,
     DeviceArgument,
-    EnginePart,
     EngineTraits,
     ModelArgument,
     OptimArgument,
@@ -70,7 +70,7 @@ def traits_of(strategy: StrategyConfig) -> EngineTraits:
     Raises `ConfigError` for a declaration that nobody could read.
     """
     engine = strategy.engine
-    if not isinstance(engine, EnginePart):
+    if not isinstance(engine, CustomEngine):
         return ENGINES[engine].traits
     made = load(engine, _KEY)
     honours = getattr(made, "honours", ())
@@ -78,7 +78,7 @@ def traits_of(strategy: StrategyConfig) -> EngineTraits:
         raise _misfit(engine, f"its `honours` is {honours!r}", 'Write a tuple of keys: ("strategy.zero",).')
     for each in honours:
         if each != "*" and not _governed(each):
-            raise _misfit(engine, f"its `honours` names {each!r}", choose(each, GOVERNED, "key"))
+            raise _misfit(engine, f"its `honours` names {each!r}", choose(each, ENGINE_KEYS, "key"))
     stage = getattr(made, "stage", None)
     if stage is not None and (type(stage) is not int or not 0 <= stage <= 3):
         raise _misfit(engine, f"its `stage` is {stage!r}", "Write 0, 1, 2 or 3.")
@@ -102,7 +102,7 @@ def stage_of(strategy: StrategyConfig) -> int:
 def prepare_engine(given: Preparation) -> Engine:
     """Make a model ready to train with the engine that `strategy.engine` names. No other library is loaded."""
     config, engine = given.config, given.config.strategy.engine
-    if not isinstance(engine, EnginePart):
+    if not isinstance(engine, CustomEngine):
         made: Engine = load_code(ENGINES[engine].builds, key=_KEY)(given)
         return made
     traits = traits_of(config.strategy)
@@ -125,7 +125,7 @@ def prepare_engine(given: Preparation) -> Engine:
 
 def _governed(path: str) -> bool:
     """Whether a key is one that engines act on, and exists."""
-    if not any(path == each or path.startswith(f"{each}.") for each in GOVERNED):
+    if not any(path == each or path.startswith(f"{each}.") for each in ENGINE_KEYS):
         return False
     section: Any = RunConfig()
     for key in path.split("."):
@@ -135,7 +135,7 @@ def _governed(path: str) -> bool:
     return True
 
 
-def _misfit(engine: EnginePart, message: str, remedy: str) -> ConfigError:
+def _misfit(engine: CustomEngine, message: str, remedy: str) -> ConfigError:
     return ConfigError(Problem(f"{_KEY}.type", f"{str(engine.type)!r} is no engine: {message}", remedy))
 
 

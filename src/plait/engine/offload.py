@@ -385,5 +385,5 @@ def offload_folder(config: RunConfig) -> Path:
 
 def _order(params: Sequence[nn.Parameter], units: Sequence[WrapUnit]) -> list[int]:
     """The order in which the forward pass wants them: those of no unit first, since all of it may use them."""
-    unit_of = {id(param): number for number, unit in enumerate(units) for param in unit.module.parameters()}
-    return sorted(range(len(params)), key=lambda index: (unit_of.get(id(params[index]), -1), index))
+    sample_unit = {id(param): number for number, unit in enumerate(units) for param in unit.module.parameters()}
+    return sorted(range(len(params)), key=lambda index: (sample_unit.get(id(params[index]), -1), index))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from plait.config import PipelineSchedulePart, RunConfig
+from plait.config import CustomPipelineSchedule, RunConfig
 from plait.distributed import (
     Attributes,
     Find,
@@ -173,7 +173,7 @@ def staged_steps(
     options, group = config.strategy.pipeline, world.group("pp")
     assert group is not None
     count = options.micro_batches or config.batch.accumulation
-    if count is not None and isinstance(options.schedule, PipelineSchedulePart):
+    if count is not None and isinstance(options.schedule, CustomPipelineSchedule):
         make_table(options.schedule, world.layout.pp, count)  # looks through it, before the first step
     # Recomputation runs a block again in its backward pass; in halves it would run twice.
     splits = config.strategy.recompute.mode == "none"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config import OptimPart, check_graphs, may_record
+from plait.config import CustomOptim, can_capture, check_graphs
 from plait.distributed import (
     Attributes,
     Gradients,
@@ -370,7 +370,7 @@ def _finish(model: Assembly, views: MasterWeights, engine: type[NativeEngine]) -
     )
 
 
-def _made_already(config: OptimPart, world: World) -> Optimizer:
+def _made_already(config: CustomOptim, world: World) -> Optimizer:
     """The optimizer that a script made over the parameters of the model that it gives."""
     for key in ("lr", "weight_decay", "no_decay", *config.arguments):
         if key in config.model_fields_set or key in config.arguments:
@@ -385,7 +385,11 @@ def _made_already(config: OptimPart, world: World) -> Optimizer:
 
 def _adopt(given: Preparation, module: nn.Module) -> WrappedOptimizer | None:
     source = given.optimizer
-    if source is None and isinstance(given.config.optim, OptimPart) and isinstance(given.config.optim.given, Optimizer):
+    if (
+        source is None
+        and isinstance(given.config.optim, CustomOptim)
+        and isinstance(given.config.optim.given, Optimizer)
+    ):
         source = _made_already(given.config.optim, given.world)
     if source is None:
         return None
@@ -409,7 +413,7 @@ def _optimizer(model: Assembly, views: MasterWeights) -> Optimizer:
     groups = [
         OptimizerGroup(names, [by_name[name] for name in names], spec.options)
         for spec in model.specs
-        if (names := tuple(name for name in spec.names if name in by_name)) or isinstance(config.optim, OptimPart)
+        if (names := tuple(name for name in spec.names if name in by_name)) or isinstance(config.optim, CustomOptim)
     ]
     optimizer = build_optimizer(model.given.config.optim, groups, in_place=model.offloading is None)
     if isinstance(optimizer, OnePassAdam):
@@ -419,7 +423,7 @@ def _optimizer(model: Assembly, views: MasterWeights) -> Optimizer:
 
 def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OwnRates:
     given, config, adopted = model.given, model.given.config, model.adopted is not None
-    if config.schedule is None and (adopted or isinstance(config.optim, OptimPart)):
+    if config.schedule is None and (adopted or isinstance(config.optim, CustomOptim)):
         return OwnRates()
     rate = optimizer.param_groups[0]["initial_lr"] if adopted else base_rate(config.optim, optimizer)
     return given.length.schedule(config, rate, optimizer)
@@ -440,7 +444,7 @@ def _try_out(model: Assembly, optimizer: Optimizer, views: MasterWeights) -> Non
     )
     make = twins_of(optimizer)
     if not adopted:
-        assert isinstance(config.optim, OptimPart)
+        assert isinstance(config.optim, CustomOptim)
         make = partial(make_part, config.optim)
     examine_optimizer(optimizer, make, asked)
 
@@ -449,7 +453,7 @@ def _recording(model: Assembly) -> Recording | None:
     """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
     given, config = model.given, model.given.config
     described = given.model is None and given.loss_function is None
-    by_itself = model.whole_steps and may_record(
+    by_itself = model.whole_steps and can_capture(
         config, ranks=given.world.size, accumulation=given.accumulation, described=described
     )
     if not (config.strategy.graphs is True or by_itself) or given.world.fake:

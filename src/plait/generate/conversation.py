@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from plait.config import half_character
+from plait.config import lone_surrogate
 from plait.data import TextTokenizer
 from plait.errors import ContextError, GenerateError
 from plait.generate.batch import GenerationRow
@@ -90,7 +90,7 @@ class Conversation:
 
         if not turns:
             raise GenerateError("the conversation is empty: say something first")
-        if wrong := next(filter(None, (half_character(turn.content) for turn in turns)), None):
+        if wrong := next(filter(None, (lone_surrogate(turn.content) for turn in turns)), None):
             raise GenerateError(f"{wrong}; leave it out")
         system = [turn for turn in turns[:1] if turn.role == "system"]
         rest, context = list(turns[len(system) :]), self.generator.context

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from plait.config import GptConfig, HFConfig, LlamaConfig, ModelConfig, ModelPart, MoeConfig, ResNetConfig
+from plait.config import CustomModel, GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
 from plait.errors import ConfigError, ModelError, Problem
 from plait.plugins import make
 
@@ -17,7 +17,7 @@ def build_model(config: ModelConfig, *, trust_code: bool = False) -> nn.Module:
 
     `trust_code`: the folder of a `transformers` model may bring classes of its own, which are then run.
     """
-    if isinstance(config, ModelPart) and isinstance(config.given, nn.Module):
+    if isinstance(config, CustomModel) and isinstance(config.given, nn.Module):
         message = f"a {type(config.given).__name__} that is made already cannot be made once more where it is needed"
         raise ConfigError(Problem("model.type", message, "Name its class here, or give it as `Runner(model=…)`."))
     given = {"trust_code": trust_code} if isinstance(config, HFConfig) else {}

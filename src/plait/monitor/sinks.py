@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from plait.config import LogConfig, SinkPart
+from plait.config import CustomSink, LogConfig
 from plait.monitor.console import ConsoleSink, choose_mode, prefix, spelled
 from plait.monitor.events import Event, EventKind, Sink
 from plait.plugins import load, make
@@ -111,9 +111,9 @@ def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mappin
     # The record comes before the report, which reads it.
     for word in dict.fromkeys([*(each for each in ("jsonl",) if {"jsonl", "html"} & words.keys()), *words]):
         settings = {"project": config.wandb_project, "options": wandb} if word == "wandb" else {}
-        sinks += _made(SinkPart(type=_OWN[word], **settings), "log.sinks", work_dir, rank)
+        sinks += _made(CustomSink(type=_OWN[word], **settings), "log.sinks", work_dir, rank)
     for index, sink in enumerate(config.sinks):
-        if isinstance(sink, SinkPart):
+        if isinstance(sink, CustomSink):
             sinks += _made(sink, f"log.sinks.{index}", work_dir, rank)
     return Monitor(sinks)
 
@@ -126,7 +126,7 @@ def report_progress(config: LogConfig, rank: int, text: str) -> None:
             print(spelled(f"{prefix(event)}{text}", sys.stdout), flush=True)
 
 
-def _made(part: SinkPart, key: str, work_dir: Path, rank: int) -> list[Sink]:
+def _made(part: CustomSink, key: str, work_dir: Path, rank: int) -> list[Sink]:
     """The sink, on a rank that has one. Every rank loads it, so that a wrong name ends all of them."""
     every_rank = getattr(load(part, key), "every_rank", False)
     if rank != 0 and not every_rank:

@@ -24,7 +24,7 @@ from torch.optim import (
     Rprop,
 )
 
-from plait.config import OptimConfig, OptimPart
+from plait.config import CustomOptim, OptimConfig
 from plait.plugins import load
 
 MakeState = Callable[[Tensor], Any]
@@ -113,7 +113,7 @@ _TORCH = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, R
 
 def what_it_sees(config: OptimConfig) -> Sees:
     """What the optimizer that a section describes is given."""
-    if not isinstance(config, OptimPart):
+    if not isinstance(config, CustomOptim):
         return "parts" if config.elementwise else "dtensors"
     if config.elementwise is not None:
         return "parts" if config.elementwise else "wholes"

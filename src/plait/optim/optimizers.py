@@ -21,8 +21,8 @@ from plait.config import (
     AdagradConfig,
     AdamConfig,
     AdamWConfig,
+    CustomOptim,
     OptimConfig,
-    OptimPart,
     SGDConfig,
 )
 from plait.distributed import is_sharded, replaced
@@ -36,7 +36,7 @@ from plait.plugins import build
 # An optimizer of one's own: made from its name, over these groups, and held against what Plait asks of it.
 
 
-def build_part(config: OptimPart, groups: Sequence[OptimizerGroup]) -> Optimizer:
+def build_part(config: CustomOptim, groups: Sequence[OptimizerGroup]) -> Optimizer:
     """The optimizer that somebody names, over groups of plain parameters, each of which may be empty."""
     optimizer = make_part(config, [{"params": list(group.tensors), **group.options} for group in groups])
     if config.weight_decay is not None and "weight_decay" not in optimizer.defaults:
@@ -60,7 +60,7 @@ def build_part(config: OptimPart, groups: Sequence[OptimizerGroup]) -> Optimizer
     return optimizer
 
 
-def make_part(config: OptimPart, groups: list[dict[str, Any]]) -> Optimizer:
+def make_part(config: CustomOptim, groups: list[dict[str, Any]]) -> Optimizer:
     """Call what the section names with parameter groups."""
     if isinstance(config.given, Optimizer):
         message = "an optimizer that is made already is over the parameters of one model, and here others are updated"
@@ -142,11 +142,11 @@ def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in
     Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors
     stay where they are, so that a kernel may know them by their addresses.
     """
-    if not isinstance(config, OptimPart) and not config.elementwise:
+    if not isinstance(config, CustomOptim) and not config.elementwise:
         _check_rows(config, groups)
     bare = inspect.unwrap(Optimizer.add_param_group)
     with replaced(Optimizer, "add_param_group", bare):  # [Note: dynamo is loaded late]
-        if isinstance(config, OptimPart):
+        if isinstance(config, CustomOptim):
             optimizer = build_part(config, groups)
         else:
             optimizer = build(config, "optim", ToUpdate(groups, in_place))

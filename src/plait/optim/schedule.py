@@ -25,6 +25,7 @@ from plait.config import (
     ConstantConfig,
     CosineConfig,
     CosineRestartConfig,
+    CustomSchedule,
     ExponentialConfig,
     LinearConfig,
     LRRangeTestConfig,
@@ -32,7 +33,6 @@ from plait.config import (
     OneCycleConfig,
     PolynomialConfig,
     ScheduleConfig,
-    SchedulePart,
     WarmupConfig,
     WarmupCosineConfig,
     WarmupDecayConfig,
@@ -154,7 +154,7 @@ def build_schedule(
             raise _problem("by", "'epoch' needs to know how many steps an epoch has", "Use 'step'.")
         steps = steps_per_epoch
     run = None if total_steps is None else -(-total_steps // steps)
-    if isinstance(config, SchedulePart):
+    if isinstance(config, CustomSchedule):
         return build_part(config, ScheduleSpan(base_lr, run), optimizer, steps)
     found: Curves = build(config, "schedule", ScheduleSpan(base_lr, run))
     return Schedule(base_lr, found.rate, found.cycle, steps)
@@ -265,7 +265,7 @@ def _after_warmup(span: ScheduleSpan, config: _Warmed, proper: curves.Factor) ->
 # ---- of one's own
 
 
-def build_part(config: SchedulePart, span: ScheduleSpan, optimizer: Optimizer | None, steps: int) -> Schedule:
+def build_part(config: CustomSchedule, span: ScheduleSpan, optimizer: Optimizer | None, steps: int) -> Schedule:
     """A schedule of somebody's own.
 
     [Note: what a schedule of one's own is] A function of the step, counted from 0, whose value is the factor of each
@@ -327,7 +327,7 @@ class _Driven:
     def __init__(
         self,
         made: Callable[..., Any],
-        config: SchedulePart,
+        config: CustomSchedule,
         arguments: dict[str, Any],
         base_lr: float,
         optimizer: Optimizer | None,

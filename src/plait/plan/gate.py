@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.config import RunConfig, unit_of
+from plait.config import RunConfig, sample_unit
 from plait.distributed import attributes_of, give_attributes, restore_rng_state, rng_state
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
 from plait.launch import signal_name
@@ -188,7 +188,7 @@ def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
     if best is None or best.plan is None:
         return next((each.reason for each in found.found if each.plan is not None), "nothing fits")
     known = machine.kind == "cuda" or machine.measured
-    rate = f"{best.plan.tokens_per_second:,.0f} {unit_of(config.data)}/s, " if known else ""
+    rate = f"{best.plan.tokens_per_second:,.0f} {sample_unit(config.data)}/s, " if known else ""
     words = f"{rate}{best.plan.needed_gib:.1f} GiB; {len(found.found)} ways in {found.seconds:.0f} s"
     return best.candidate.changes(config), words
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.config import ENDINGS, choose, listed, nearest, read, show
+from plait.config import SUFFIXES, choose, listed, nearest, read, show
 from plait.errors import ConfigError, Problem
 
 CORE_GBPS = 4.0
@@ -101,7 +101,7 @@ def find_hardware(name_or_path: str | Path, *, key: str = "--gpu") -> Hardware:
     a name that means nothing or several things, and for a file with a wrong key or value.
     """
     text = str(name_or_path)
-    if Path(text).suffix.lower() in ENDINGS:
+    if Path(text).suffix.lower() in SUFFIXES:
         return _from_file(Path(text))
 
     found = _matches(text, PRESETS)

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from plait.config import OWN_MODEL, HFConfig, Layout, RunConfig, resolve_batch, resolve_layout, with_graphs_decided
+from plait.config import CUSTOM_MODELS, HFConfig, Layout, RunConfig, resolve_batch, resolve_graphs, resolve_layout
 from plait.launch import Phase
 from plait.models import build_model
 from plait.plan.hardware import Hardware
@@ -151,7 +151,7 @@ def make_plan(
     pipeline = config.strategy.pipeline
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
     described = model is None and loss_function is None
-    config = with_graphs_decided(config, ranks=ranks, accumulation=batch.accumulation, described=described)
+    config = resolve_graphs(config, ranks=ranks, accumulation=batch.accumulation, described=described)
     options: dict[str, Any] = {
         "ranks": ranks,
         "model": model,
@@ -191,7 +191,7 @@ def make_plan(
 def _flops_per_token(config: RunConfig) -> float | None:
     """By the described model's own account, for the length of the data's sequences."""
     length = getattr(config.data, "seq_len", getattr(config.model, "seq_len", None))
-    if config.model is None or isinstance(config.model, OWN_MODEL) or not isinstance(length, int):
+    if config.model is None or isinstance(config.model, CUSTOM_MODELS) or not isinstance(length, int):
         return None
     with torch.device("meta"):
         count = getattr(build_model(config.model, trust_code=config.trust_code), "flops_per_token", None)

@@ -22,8 +22,8 @@ from plait.config import (
     ResolvedBatch,
     RunConfig,
     resolve_batch,
+    resolve_graphs,
     resolve_layout,
-    with_graphs_decided,
 )
 from plait.errors import PlaitError, in_one_line
 from plait.optim import host_need, room_bytes, state_bytes
@@ -289,7 +289,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
         if layout.pp > (layers_of(config) or layout.pp):
             return f"{layout.pp} pipeline stages, but fewer layers"
     described = options.get("model") is None and options.get("loss_function") is None
-    config = with_graphs_decided(config, ranks=ranks, accumulation=batch.accumulation, described=described)
+    config = resolve_graphs(config, ranks=ranks, accumulation=batch.accumulation, described=described)
     key = (layout.tp, layout.cp, layout.ep, strategy.recompute.mode, strategy.compile.enabled, config.strategy.graphs)
 
     def sampled(micro: int) -> Ledger | str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from plait.config import (
-    OWN_MODEL,
+    CUSTOM_MODELS,
     BatchConfig,
     HFConfig,
     MoeConfig,
@@ -76,7 +76,7 @@ class Lengths:
 
 def layers_of(config: RunConfig) -> int | None:
     """How many layers the described model has; None where that cannot be told, or changed."""
-    return None if isinstance(config.model, OWN_MODEL) else depth_of(config.model)
+    return None if isinstance(config.model, CUSTOM_MODELS) else depth_of(config.model)
 
 
 def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Lengths | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from plait.config import OWN_MODEL, HFConfig, RunConfig, resolve_batch, resolve_layout
+from plait.config import CUSTOM_MODELS, HFConfig, RunConfig, resolve_batch, resolve_layout
 from plait.errors import PlaitError, in_one_line
 from plait.models import build_model
 from plait.plan.hardware import Hardware
@@ -204,7 +204,7 @@ class RemedySearch:
 
     def _least(self, config: RunConfig) -> float:
         """GiB that a device needs at least; 0 where that is not known: of a model that was given, or learns in part."""
-        if self.options or config.model is None or config.lora is not None or isinstance(config.model, OWN_MODEL):
+        if self.options or config.model is None or config.lora is not None or isinstance(config.model, CUSTOM_MODELS):
             return 0.0
         return least_gib(config, self._params, resolve_layout(config.strategy, size=self.ranks, local_size=self._local))
 

@@ -29,7 +29,7 @@ from plait.checkpoint import (
     thread_count,
 )
 from plait.config import (
-    OWN_MODEL,
+    CUSTOM_MODELS,
     AdamW8bitConfig,
     Cifar10Data,
     ImageFolderData,
@@ -38,7 +38,7 @@ from plait.config import (
     RunConfig,
     TextData,
     TokensData,
-    leaves,
+    leaf_sources,
     resolve_batch,
 )
 from plait.distributed import activations_on_host, fake_world, local_part, replaced
@@ -224,7 +224,7 @@ def _beside(numbers: dict[str, float]) -> dict[str, dict[str, float]]:
 def example_of(config: RunConfig, micro: int) -> Any:
     """What the model is called with, for `micro` samples of `config.data`; without data, tokens where the model says
     how many it takes. To be called in a fake world: nothing in it has values."""
-    data = next((source for _, source in leaves("data", config.data)), None)
+    data = next((source for _, source in leaf_sources("data", config.data)), None)
     if config.data is not None and config.data.collate is not None:
         message = "a function of its own makes batches of them, so the shapes of a micro-batch are not known"
         raise ConfigError(Problem("data.collate", message, "Start the run; a plan needs batches that are stacked."))
@@ -233,7 +233,7 @@ def example_of(config: RunConfig, micro: int) -> Any:
     if isinstance(data, ImageFolderData | Cifar10Data):
         size = data.size if isinstance(data, ImageFolderData) else 32
         return torch.zeros(micro, 3, size, size), torch.zeros(micro, dtype=torch.int64)
-    length = None if isinstance(config.model, OWN_MODEL) else getattr(config.model, "seq_len", None)
+    length = None if isinstance(config.model, CUSTOM_MODELS) else getattr(config.model, "seq_len", None)
     if data is None and isinstance(length, int):
         return _token_example(micro, length, documents=False)
     kind = "there are none" if data is None else f"data of type {data.type!r}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from plait.config import GptConfig, LlamaConfig, RunConfig, check, dialect, parse, resolve_batch, resolve_layout
+from plait.config import GptConfig, LlamaConfig, RunConfig, check, parse, resolve_batch, resolve_layout, yaml_io
 
 # One set of settings to try: dotted keys and values, put over the run description.
 
@@ -65,7 +65,7 @@ def written(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        plain = value and value == value.strip() and value[0] not in "[{\"'" and dialect.scalar(value) == value
+        plain = value and value == value.strip() and value[0] not in "[{\"'" and yaml_io.scalar(value) == value
         return value if plain else json.dumps(value)
     return repr(value) if isinstance(value, int | float) else json.dumps(value)
 

@@ -34,7 +34,7 @@ from plait.config import (
     check_complete,
     explain_section,
     missing_paths,
-    missing_starts,
+    missing_start_paths,
     parse,
     read,
     read_json_object,
@@ -42,8 +42,8 @@ from plait.config import (
     resolve_layout,
     rows,
     show,
-    starts_of,
-    texts,
+    start_paths,
+    text_sources,
     to_yaml,
 )
 from plait.data import tokenizer_path
@@ -104,7 +104,7 @@ def taken_over(phase: str, parsed: Parsed, earlier: Sequence[PhaseStep]) -> Iter
 
 def _moved(config: RunConfig, earlier: Sequence[PhaseStep]) -> Iterator[str]:
     """A description that names the folder of another one means that step, also where it lies elsewhere now."""
-    for key, path in starts_of(config).items():
+    for key, path in start_paths(config).items():
         for step in earlier:
             if _inside(path, step.home) and Path(step.home).absolute() != step.folder.absolute():
                 yield f"{key}={step.folder / Path(path).absolute().relative_to(Path(step.home).absolute())}"
@@ -125,7 +125,7 @@ def _begin_with(writer: PhaseStep, config: RunConfig, origins: Mapping[str, str]
             yield f"lora.adapter={writer.folder / 'adapter'}"
     else:
         yield f"posttrain.start={writer.folder}"
-    if texts("data", made.data) and not _said(origins, "posttrain.tokenizer"):
+    if text_sources("data", made.data) and not _said(origins, "posttrain.tokenizer"):
         yield f"posttrain.tokenizer={tokenizer_path(made.data)}"
 
 
@@ -158,7 +158,7 @@ def _own_judge(phase: str, config: RunConfig, writer: PhaseStep) -> bool:
 
 def read_by(config: RunConfig, earlier: Sequence[PhaseStep]) -> tuple[PhaseStep, ...]:
     """The earlier steps whose folders a description names."""
-    named = starts_of(config).values()
+    named = start_paths(config).values()
     return tuple(step for step in earlier if any(_inside(path, step.folder) for path in named))
 
 
@@ -480,8 +480,8 @@ def _names(step: PhaseStep) -> Iterator[Problem]:
             with _Collecting(problems, "", f"posttrain.{role}"):
                 _look_into(source, section, step.phase)
             yield from problems
-    made, named = [before.folder for before in step.after], starts_of(step.config)
-    for problem in missing_starts(step.config):
+    made, named = [before.folder for before in step.after], start_paths(step.config)
+    for problem in missing_start_paths(step.config):
         if not any(_is_inside(named[problem.path], folder) for folder in made):
             yield problem
 

@@ -19,7 +19,7 @@ from plait.config import (
     check_complete,
     counted,
     depth_of,
-    least_ranks,
+    min_ranks,
     parse,
     parse_sections,
     resolve_batch,
@@ -77,7 +77,7 @@ def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | Non
 
 def default_ranks(config: RunConfig) -> int:
     """The product of the axes that the layout fixes; two where that is one and an axis is free."""
-    layout, fixed = config.strategy.layout, least_ranks(config.strategy)
+    layout, fixed = config.strategy.layout, min_ranks(config.strategy)
     free = layout.dp_replicate is None or layout.dp_shard is None
     return 2 if fixed == 1 and free else fixed
 

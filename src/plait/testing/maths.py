@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.config import SHORTHANDS, Section, least_ranks, parse_sections
+from plait.config import SHORTHANDS, Section, min_ranks, parse_sections
 from plait.errors import ConfigError, Problem
 from plait.prove import ComparedQuantity, Rounding, compare_findings, rounding_of
 from plait.testing.ranks import RankFailedError, RankPool
@@ -131,7 +131,7 @@ def strategy_of(strategy: Strategy) -> tuple[Any, int]:
     """A strategy's section and how many ranks show what it does: two for data parallelism, times its other axes."""
     if not isinstance(strategy, str):
         config = parse_sections(strategy=strategy).config.strategy
-        least = least_ranks(config)
+        least = min_ranks(config)
         data = config.layout.dp_replicate or config.layout.dp_shard
         return strategy, least if data or (least > 1 and config.stage == 0) else 2 * least
     words = strategy.split("+")

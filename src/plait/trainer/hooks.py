@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.config import OWN_HOOK, EarlyStopConfig, EmaConfig, HookConfig, ProfileConfig, RollbackConfig
+from plait.config import CUSTOM_HOOKS, EarlyStopConfig, EmaConfig, HookConfig, ProfileConfig, RollbackConfig
 from plait.engine import StepResult
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.plugins import make
@@ -136,7 +136,7 @@ def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = N
     hooks: list[Hook] = []
     for index, config in enumerate(configs):
         hook: Hook = make(config, f"hooks.{index}", kind=Hook)
-        if isinstance(config, OWN_HOOK) and config.priority is not None:
+        if isinstance(config, CUSTOM_HOOKS) and config.priority is not None:
             hook.priority = config.priority
         hooks.append(hook)
     if profile is not None:

@@ -12,22 +12,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from plait.config import (
     BatchConfig,
+    CustomData,
+    CustomModel,
     DataConfig,
-    DataPart,
     GptConfig,
     HFConfig,
     JsonlData,
     LlamaConfig,
-    ModelPart,
     Parsed,
     ResolvedBatch,
     RunConfig,
     Section,
     TextData,
     TokensData,
-    leaves,
+    leaf_sources,
     resolve_batch,
-    texts,
+    text_sources,
 )
 from plait.data import RankLoader, adopt, build_dataset, is_stream, prepare, stack, tokenizer_path
 from plait.distributed import World, is_transformers_model, on_main
@@ -72,11 +72,15 @@ def settle(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
     """
     config = parsed.config
     moved: dict[str, Any] = {}
-    if isinstance(config.model, ModelPart) and isinstance(config.model.given, nn.Module) and not config.model.arguments:
+    if (
+        isinstance(config.model, CustomModel)
+        and isinstance(config.model.given, nn.Module)
+        and not config.model.arguments
+    ):
         moved["model"] = config.model.given
     for role in ("data", "val_data", "test_data"):
         section = getattr(config, role)
-        if isinstance(section, DataPart) and isinstance(section.given, DataLoader):
+        if isinstance(section, CustomData) and isinstance(section.given, DataLoader):
             if further := section.model_fields_set - {"type"}:
                 message = "a DataLoader says itself how it loads, and takes no arguments"
                 raise ConfigError(Problem(f"{role}.{min(further)}", message, "Say it where the DataLoader is made."))
@@ -121,7 +125,7 @@ def refuse_second_shift(model: nn.Module, config: RunConfig) -> None:
     if not is_transformers_model(inner) or hasattr(inner, "block_classes"):
         return
     for role in ("data", "val_data", "test_data"):
-        for path, source in leaves(role, getattr(config, role)):
+        for path, source in leaf_sources(role, getattr(config, role)):
             if isinstance(source, (TokensData, TextData, JsonlData)):
                 message = (
                     f"a {type(inner).__name__} was given as an object and shifts its labels itself, and those of "
@@ -207,7 +211,7 @@ def _described(role: str, section: DataConfig, config: RunConfig, world: World) 
 def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:
     """Tokenize, where there is something to tokenize; returns the tokenizer that the training data share."""
     tokenizer = None
-    if role != "data" and any(text.tokenizer is None for _, text in texts(role, section)[:1]):
+    if role != "data" and any(text.tokenizer is None for _, text in text_sources(role, section)[:1]):
         tokenizer = tokenizer_path(config.data)
         if tokenizer is None:
             message = "there is none, and the training data have none to share"

@@ -13,7 +13,7 @@ PROBE = (
 )
 
 
-@pytest.mark.parametrize("module", ["torch", "numpy", "yaml", "tomllib", "difflib", "plait.config.dialect"])
+@pytest.mark.parametrize("module", ["torch", "numpy", "yaml", "tomllib", "difflib", "plait.config.yaml_io"])
 def test_importing_config_does_not_import(module):
     done = subprocess.run([sys.executable, "-c", PROBE, module], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -8,9 +8,9 @@ import pytest
 from tests.refusals import missing
 
 from plait.config import parse, parse_sections
-from plait.config.draft import dotted, homes
-from plait.config.explain import _WORDS, plait_key
+from plait.config.explain import _FOREIGN_KEYS, plait_key
 from plait.config.run import RunConfig
+from plait.config.schema import dotted, paths_with_key
 from plait.config.text import counted, listed, nearest, show
 from plait.errors import ConfigError
 
@@ -117,14 +117,14 @@ class TestUnknownKeys:
     def test_words_of_other_frameworks_are_translated(self, word, key):
         assert not missing(problems({word: {}})[word].remedy, *key.split(" and "))
 
-    @pytest.mark.parametrize("word", _WORDS)
+    @pytest.mark.parametrize("word", _FOREIGN_KEYS)
     def test_every_translation_leads_to_a_key_that_exists(self, word):
         assert plait_key(word) is not None
-        names, _, _ = _WORDS[word].partition(" (")
+        names, _, _ = _FOREIGN_KEYS[word].partition(" (")
         for name in names.split(" and "):
             if name != "the section itself":
                 section, _, key = name.rpartition(".")
-                assert section in set(homes(key, RunConfig))
+                assert section in set(paths_with_key(key, RunConfig))
 
 
 class TestTypes:

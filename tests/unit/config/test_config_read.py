@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.refusals import refused
 
-from plait.config.read import DEEPEST, read
+from plait.config.read import MAX_DEPTH, read
 from plait.errors import ConfigError
 
 EXPECTED = {"seed": 3, "optim": {"type": "SGD", "lr": 3e-4}, "hooks": [{"type": "ema"}]}
@@ -198,7 +198,7 @@ def test_a_value_that_is_not_what_its_tag_says_is_named_with_its_place(failure, 
 def test_what_python_itself_would_not_read_is_refused_in_words(failure, name, text, value):
     problem = failure(name, text.format(value))
     assert name in problem.path
-    assert any(word in problem.message for word in ([str(DEEPEST)] if "[" in value else ["int", "digits"]))
+    assert any(word in problem.message for word in ([str(MAX_DEPTH)] if "[" in value else ["int", "digits"]))
 
 
 def test_a_name_that_begins_like_a_hexadecimal_number_is_text(tmp_path):

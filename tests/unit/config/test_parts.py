@@ -17,15 +17,15 @@ import plait
 from plait import plugins
 from plait.checkpoint.convert.conversion import FORMATS, WRITERS
 from plait.checkpoint.convert.detect import OPENERS, open_source
-from plait.config import ENGINES, EnginePart, Imported, SinkPart, load_code, parse, parse_sections
+from plait.config import ENGINES, CustomEngine, CustomSink, ImportedPart, load_code, parse, parse_sections
 from plait.config.base import Section
-from plait.config.draft import items, literals, open_part, sections
-from plait.config.online import RewardPart
-from plait.config.optim import AdamWConfig, OptimPart
-from plait.config.part import GivenName, Part
+from plait.config.optim import AdamWConfig, CustomOptim
+from plait.config.part import CustomPart, GivenName
+from plait.config.posttrain import CustomReward
 from plait.config.run import RunConfig
+from plait.config.schema import custom_section, items, literals, sections
 from plait.config.show import to_dict
-from plait.config.strategy import RecomputePart
+from plait.config.strategy import CustomRecompute
 from plait.config.trust import entry_points_of
 from plait.distributed.activation_checkpointing import POLICIES
 from plait.errors import ConfigError
@@ -41,7 +41,7 @@ def optim(value: Any) -> Any:
 
 def test_a_name_with_a_colon_is_a_part_and_other_keys_are_its_arguments() -> None:
     part = optim({"type": "my.module:SOAP", "lr": 3e-3, "betas": [0.9, 0.95], "inner": {"rank": 4}})
-    assert isinstance(part, OptimPart)
+    assert isinstance(part, CustomOptim)
     assert (part.type, part.lr) == ("my.module:SOAP", 3e-3)
     assert part.arguments == {"betas": [0.9, 0.95], "inner": {"rank": 4}}
 
@@ -94,10 +94,10 @@ def test_what_is_neither_a_word_nor_a_part_is_refused_at_its_key(value: Any, pat
 
 def open_unions(section: type[Section]) -> Iterator[Any]:
     for info in section.model_fields.values():
-        if open_part(info.annotation) is not None:
+        if custom_section(info.annotation) is not None:
             yield info.annotation
         for each in items(info.annotation):
-            if open_part(each) is not None:
+            if custom_section(each) is not None:
                 yield each
         for inner in sections(info.annotation).values():
             yield from open_unions(inner)
@@ -106,11 +106,11 @@ def open_unions(section: type[Section]) -> Iterator[Any]:
 def test_the_words_that_a_part_knows_as_plaits_are_those_of_the_schema() -> None:
     seen: dict[Any, set[str]] = {}
     for annotation in open_unions(RunConfig):
-        part = open_part(annotation)
+        part = custom_section(annotation)
         seen.setdefault(part, set()).update([*sections(annotation), *map(str, literals(annotation))])
-    assert {part.kind for part in seen} >= {"optimizer", "schedule", "model", "data", "hook", "sink", "engine"}
+    assert {part.plugin_kind for part in seen} >= {"optimizer", "schedule", "model", "data", "hook", "sink", "engine"}
     for part, words in seen.items():
-        assert words == set(part.own), part
+        assert words == set(part.builtin), part
 
 
 def test_plaits_own_parts_come_in_by_the_same_door() -> None:
@@ -118,7 +118,7 @@ def test_plaits_own_parts_come_in_by_the_same_door() -> None:
         found
         for annotation in open_unions(RunConfig)
         for found in sections(annotation).values()
-        if not issubclass(found, (Part, Imported))
+        if not issubclass(found, (CustomPart, ImportedPart))
     }
     assert len(described) > 30
     assert {found.__name__ for found in described if not callable(load_code(found.builds, key=found.__name__))} == set()
@@ -127,10 +127,10 @@ def test_plaits_own_parts_come_in_by_the_same_door() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        (ENGINES, EnginePart.own),
-        (OWN_SINKS, SinkPart.own),
-        (REWARDS, RewardPart.own),
-        (POLICIES, RecomputePart.own),
+        (ENGINES, CustomEngine.builtin),
+        (OWN_SINKS, CustomSink.builtin),
+        (REWARDS, CustomReward.builtin),
+        (POLICIES, CustomRecompute.builtin),
         (STARTERS, set(LAUNCHERS) - {"local", "ssh"}),
         (WRITERS, FORMATS),
         (OPENERS, OPENERS),
@@ -277,7 +277,7 @@ def test_section_objects_take_parts(mine: Any) -> None:
         plait.TextData(path="x", seq_len=8, collate=plait.part(mine.pad)).collate,
         plait.Grpo(reward=plait.part(mine.reward)).reward,
     ]
-    assert [type(each) for each in made if not isinstance(each, Part)] == []
+    assert [type(each) for each in made if not isinstance(each, CustomPart)] == []
     group_totals: list[Any] = made
     assert [group_totals[0].arguments, group_totals[4].arguments, group_totals[7].arguments] == [
         {"bucket_mb": 3},

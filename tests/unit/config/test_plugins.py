@@ -11,7 +11,7 @@ import pytest
 from tests.refusals import missing
 
 from plait import plugins
-from plait.config.optim import OptimPart
+from plait.config.optim import CustomOptim
 from plait.config.part import GivenName
 from plait.config.trust import STORED_IN, StoredName, entry_points_of
 from plait.errors import ConfigError, Problem
@@ -28,8 +28,8 @@ def needs(params: Any, *, lr: float, depth: int) -> Thing:
     return Thing(params, lr=lr)
 
 
-def part(kind: Any, **arguments: Any) -> OptimPart:
-    return OptimPart(type=kind if isinstance(kind, str) else GivenName(kind), **arguments)
+def part(kind: Any, **arguments: Any) -> CustomOptim:
+    return CustomOptim(type=kind if isinstance(kind, str) else GivenName(kind), **arguments)
 
 
 def problem(kind: Any, **arguments: Any) -> Problem:
@@ -64,7 +64,7 @@ def test_what_a_name_leads_to_is_looked_for() -> None:
 
 
 def test_a_stored_name_is_not_loaded() -> None:
-    section = OptimPart.model_validate({"type": "os:system"}, context={STORED_IN: "manifest.json"})
+    section = CustomOptim.model_validate({"type": "os:system"}, context={STORED_IN: "manifest.json"})
     assert isinstance(section.type, StoredName)
     with pytest.raises(ConfigError) as caught:
         plugins.load(section, "optim")

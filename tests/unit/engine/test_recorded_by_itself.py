@@ -13,7 +13,7 @@ import torch
 from tests.unit.engine.tape import Net, Tape
 
 from plait.config import parse_sections
-from plait.config.rules.strategy import may_record, with_graphs_decided
+from plait.config.rules.strategy import can_capture, resolve_graphs
 from plait.distributed import open_world
 from plait.engine import Preparation, graphs, prepare_native
 from plait.engine.graphs import AT_FIRST, LOOKS, MOST_UNASKED, ROOM, WARM_UP, LaunchBoundDetector, RecordedPasses
@@ -197,7 +197,7 @@ LLAMA = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 2, 
 
 def may(*, ranks: int = 1, accumulation: int = 1, described: bool = True, **sections: Any) -> bool:
     config = parse_sections(**{"model": RESNET, **sections}).config
-    return may_record(config, ranks=ranks, accumulation=accumulation, described=described)
+    return can_capture(config, ranks=ranks, accumulation=accumulation, described=described)
 
 
 def test_described_models_may_be_recorded() -> None:
@@ -237,10 +237,10 @@ def test_on_a_cpu_nothing_is_recorded_and_nothing_said() -> None:
 
 def test_a_plan_knows_who_is_recorded() -> None:
     config = parse_sections(model=LLAMA, batch={"micro": 1}, precision="bf16").config
-    decided = with_graphs_decided(config, ranks=1, accumulation=1, described=True)
+    decided = resolve_graphs(config, ranks=1, accumulation=1, described=True)
     assert decided.strategy.graphs is True
-    assert with_graphs_decided(config, ranks=2, accumulation=1, described=True).strategy.graphs is False
-    assert with_graphs_decided(decided, ranks=2, accumulation=1, described=True) is decided
+    assert resolve_graphs(config, ranks=2, accumulation=1, described=True).strategy.graphs is False
+    assert resolve_graphs(decided, ranks=2, accumulation=1, described=True) is decided
     alone, two = (make_plan(config, find_hardware("h200"), ranks=ranks).ranks[0].account for ranks in (1, 2))
     assert alone.total("host", "forward") == 0
     assert two.total("host", "forward") > 0

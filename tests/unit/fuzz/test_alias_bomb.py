@@ -12,7 +12,7 @@ from tests.refusals import refused
 from tests.unit.fuzz.mutate import bounded
 
 from plait.config import parse
-from plait.config.dialect import MOST_REPEATED
+from plait.config.yaml_io import MAX_ALIASED
 from plait.errors import ConfigError
 from plait.frontends.accelerate.config import translate
 from plait.frontends.mmengine import Config
@@ -72,7 +72,7 @@ def test_nested_aliases_are_refused_quickly(
 ) -> None:
     text = bomb()
     assert len(text) < 1000
-    with bounded(), refused(ConfigError, MOST_REPEATED):
+    with bounded(), refused(ConfigError, MAX_ALIASED):
         read(text, tmp_path)
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.refusals import refused
 from torch import nn
 
-from plait.config.model import ImportedModel, ModelPart, ResNetConfig
+from plait.config.model import CustomModel, ImportedModel, ResNetConfig
 from plait.config.part import GivenName
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model, preset
@@ -122,14 +122,14 @@ def broken():
 
 def test_a_constructor_that_fails_is_named_and_one_without_memory_is_not_to_blame():
     with refused(ConfigError, ":broken'", "ValueError: a width of 3", "test_model_build.py", key="model"):
-        build_model(ModelPart(type=f"{__name__}:broken"))
+        build_model(CustomModel(type=f"{__name__}:broken"))
     with pytest.raises(torch.OutOfMemoryError):
-        build_model(ModelPart(type=f"{__name__}:full"))
+        build_model(CustomModel(type=f"{__name__}:full"))
 
 
 def test_a_module_is_no_description():
     with pytest.raises(ConfigError) as caught:
-        build_model(ModelPart(type=GivenName(nn.Linear(2, 2))))
+        build_model(CustomModel(type=GivenName(nn.Linear(2, 2))))
     assert caught.value.problems[0].path == "model.type"
 
 

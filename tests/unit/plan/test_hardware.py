@@ -10,7 +10,7 @@ import pytest
 from tests.refusals import refused
 
 from plait.cli import doctor
-from plait.config import dialect
+from plait.config import yaml_io
 from plait.errors import ConfigError, WorldError
 from plait.plan.hardware import PRESETS, find_hardware, hardware_here
 from plait.plan.measure import measure_disk
@@ -70,7 +70,7 @@ def test_a_machine_written_to_a_file_is_read_back_as_it_was(tmp_path: Path) -> N
         dollars_per_hour=random.random(),
     )
     path = tmp_path / "machine.yaml"
-    path.write_text(dialect.dump(machine.to_dict()))
+    path.write_text(yaml_io.dump(machine.to_dict()))
     assert find_hardware(path) == machine
 
 
@@ -87,7 +87,7 @@ def test_a_machine_written_to_a_file_is_read_back_as_it_was(tmp_path: Path) -> N
 )
 def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, key: str, value: object, path: str, named: str) -> None:
     file = tmp_path / "machine.yaml"
-    file.write_text(dialect.dump(PRESETS["h100-80g"].to_dict() | {key: value}))
+    file.write_text(yaml_io.dump(PRESETS["h100-80g"].to_dict() | {key: value}))
     with refused(ConfigError, file, named, key=path):
         find_hardware(file)
 

@@ -11,7 +11,7 @@ import torch
 from tests.refusals import missing, refused
 
 from plait.config import check, parse
-from plait.config.online import GrpoConfig, PpoConfig
+from plait.config.posttrain import GrpoConfig, PpoConfig
 from plait.config.train import ResolvedBatch
 from plait.config.trust import entry_points_of
 from plait.distributed import open_world

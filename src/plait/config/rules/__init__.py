@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from plait.config.draft import origin_of
 from plait.config.rules import engines, model, posttrain, strategy
 from plait.config.rules.facts import RunFacts
 from plait.config.run import RunConfig
+from plait.config.schema import origin_of
 from plait.errors import ConfigError, Problem
 
 Rule = Callable[[RunFacts], Iterable[Problem]]
@@ -47,6 +47,6 @@ def check(
     `has_val` says that validation data is given as an object, `require_length` that the run must know when to
     end, and `origins` (of `Parsed`) where each value came from.
     """
-    if found := violations(config, has_val=has_val, require_length=require_length):
+    if problems := violations(config, has_val=has_val, require_length=require_length):
         known = origins or {}
-        raise ConfigError([replace(problem, origin=origin_of(problem.path, known)) for problem in found])
+        raise ConfigError([replace(problem, origin=origin_of(problem.path, known)) for problem in problems])

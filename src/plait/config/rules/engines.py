@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plait.config.engines import ENGINES, EnginePart, EngineTraits, engine_stage, in_deepspeed_words, not_honoured, told
-from plait.config.rules.facts import RunFacts, given, idle
+from plait.config.engines import (
+    ENGINES,
+    CustomEngine,
+    EngineTraits,
+    as_fp16_section,
+    config_value,
+    engine_stage,
+    not_honoured,
+)
+from plait.config.rules.facts import RunFacts, keys_set, without_effect
 from plait.config.run import RunConfig
 from plait.config.text import choose, listed, show
 from plait.errors import Problem
@@ -97,10 +105,12 @@ def engine_options_need_their_engine(facts: RunFacts) -> Iterator[Problem]:
     strategy = facts.config.strategy
     if strategy.engine == "native":
         reason = "`strategy.engine` is native"
-        yield from idle("strategy", strategy, ("config", "plugin"), reason, "Leave it out, or name an `engine`.")
+        yield from without_effect(
+            "strategy", strategy, ("config", "plugin"), reason, "Leave it out, or name an `engine`."
+        )
     if strategy.engine == "deepspeed":
         reason = "`strategy.engine` is deepspeed, and a plugin belongs to colossalai"
-        yield from idle("strategy", strategy, ("plugin",), reason, "Leave it out.")
+        yield from without_effect("strategy", strategy, ("plugin",), reason, "Leave it out.")
     if strategy.engine == "colossalai" and strategy.plugin is None:
         remedy = "Write `plugin: low_level_zero`, `gemini`, `hybrid`, `torch_ddp` or `torch_fsdp`."
         yield Problem("strategy.plugin", "colossalai needs one, and there is none", remedy)
@@ -109,7 +119,7 @@ def engine_options_need_their_engine(facts: RunFacts) -> Iterator[Problem]:
 def engines_act_on_what_is_set(facts: RunFacts) -> Iterator[Problem]:
     """A key that the engine does not act on is refused. One of the user's own says what it does once it is loaded."""
     engine = facts.config.strategy.engine
-    if not isinstance(engine, EnginePart):
+    if not isinstance(engine, CustomEngine):
         yield from unsupported(facts.config, engine, ENGINES[engine].traits)
 
 
@@ -125,7 +135,7 @@ def libraries_are_given_whole_models(facts: RunFacts) -> Iterator[Problem]:
     """Another library spreads a model over all ranks in its own way."""
     strategy = facts.config.strategy
     name = strategy.engine
-    if isinstance(name, EnginePart) or name == "native":
+    if isinstance(name, CustomEngine) or name == "native":
         return
     if (strategy.layout.dp_replicate or 1) > 1 and (strategy.layout.dp_shard or 1) > 1:
         message = f"{strategy.layout.dp_replicate} copies of a sharded model: engine {name} has one way over all ranks"
@@ -135,7 +145,7 @@ def libraries_are_given_whole_models(facts: RunFacts) -> Iterator[Problem]:
         remedy = "Write `full`, `every` or `selective`." if allowed else _NATIVE
         yield Problem("strategy.recompute.mode", f"{mode} is not possible under engine {name}", remedy)
     if mode == "none":
-        for key in given(strategy.wrap, "classes", "names", "min_params"):
+        for key in keys_set(strategy.wrap, "classes", "names", "min_params"):
             yield Problem(f"strategy.wrap.{key}", f"engine {name} finds its own units", _NATIVE)
 
 
@@ -143,7 +153,7 @@ def libraries_have_fewer_ways_to_update(facts: RunFacts) -> Iterator[Problem]:
     """What happens between gradient and weight is the library's own, and has fewer choices."""
     config = facts.config
     name = config.strategy.engine
-    if isinstance(name, EnginePart) or name == "native":
+    if isinstance(name, CustomEngine) or name == "native":
         return
     if config.optim.type not in _OPTIMIZERS:
         message = f"{config.optim.type} looks at whole parameters or is remade by the library: not under engine {name}"
@@ -177,9 +187,9 @@ def deepspeed_keys_are_known(facts: RunFacts) -> Iterator[Problem]:
         elif key not in PASSED_ON and key not in ANSWERED_HERE:
             known = (*PASSED_ON, *ANSWERED_HERE)
             yield Problem(f"strategy.config.{key}", "engine deepspeed knows no such key", choose(key, known, "key"))
-    zero = told(strategy.config, "zero_optimization")
+    zero = config_value(strategy.config, "zero_optimization")
     for key in ("zenflow", "zenflow_config", "mics_shard_size", "elastic_checkpoint"):
-        if told(zero, key) is not None:
+        if config_value(zero, key) is not None:
             reason = "scrambles weights in 0.19.8" if "zenflow" in key else "is gone from DeepSpeed, or not wired"
             yield Problem(f"strategy.config.zero_optimization.{key}", f"{key} {reason}", "Leave it out.")
 
@@ -190,11 +200,11 @@ def deepspeed_and_the_run_agree(facts: RunFacts) -> Iterator[Problem]:
     if config.strategy.engine != "deepspeed":
         return
     theirs = config.strategy.config
-    for path, found, key, ours in _repeated(theirs, config):
-        if found is not None and found != ours:
-            message = f"{show(found)}, but `{key}` is {show(ours)}; both mean the same"
-            yield Problem(f"strategy.config.{path}", message, f"Leave it out, or write `{key}: {show(found)}`.")
-    params = told(theirs, "optimizer", "params")
+    for path, theirs_value, key, ours in _repeated(theirs, config):
+        if theirs_value is not None and theirs_value != ours:
+            message = f"{show(theirs_value)}, but `{key}` is {show(ours)}; both mean the same"
+            yield Problem(f"strategy.config.{path}", message, f"Leave it out, or write `{key}: {show(theirs_value)}`.")
+    params = config_value(theirs, "optimizer", "params")
     for key in params if isinstance(params, Mapping) else ():
         if key not in type(config.optim).model_fields:
             remedy = f"Leave it out: the optimizer is Plait's {config.optim.type}, which DeepSpeed is given."
@@ -204,29 +214,29 @@ def deepspeed_and_the_run_agree(facts: RunFacts) -> Iterator[Problem]:
 def _repeated(theirs: Mapping[str, Any] | None, config: Any) -> Iterator[tuple[str, Any, str, Any]]:
     """Each thing that both say: path there, value there, key here, value here."""
     batch, train, precision, optim = config.batch, config.train, config.precision, config.optim
-    yield "train_batch_size", told(theirs, "train_batch_size"), "batch.total", batch.total
-    micro = told(theirs, "train_micro_batch_size_per_gpu")
+    yield "train_batch_size", config_value(theirs, "train_batch_size"), "batch.total", batch.total
+    micro = config_value(theirs, "train_micro_batch_size_per_gpu")
     yield "train_micro_batch_size_per_gpu", micro, "batch.micro", batch.micro
-    steps = told(theirs, "gradient_accumulation_steps")
+    steps = config_value(theirs, "gradient_accumulation_steps")
     yield "gradient_accumulation_steps", steps, "batch.accumulation", batch.accumulation
-    clip = told(theirs, "gradient_clipping")
+    clip = config_value(theirs, "gradient_clipping")
     yield "gradient_clipping", clip, "train.clip_norm", train.clip_norm or (0.0 if clip == 0 else None)
-    yield "steps_per_print", told(theirs, "steps_per_print"), "log.every", config.log.every
+    yield "steps_per_print", config_value(theirs, "steps_per_print"), "log.every", config.log.every
     for section in ("fp16", "bf16", "bfloat16"):
-        word = "bf16" if section == "bfloat16" else section
-        enabled = told(theirs, section, "enabled")
-        if enabled is not None and bool(enabled) != (precision.compute == word):
+        dtype = "bf16" if section == "bfloat16" else section
+        enabled = config_value(theirs, section, "enabled")
+        if enabled is not None and bool(enabled) != (precision.compute == dtype):
             yield f"{section}.enabled", enabled, "precision.compute", precision.compute
-    for key, ours in in_deepspeed_words(precision.scaler).items():
-        yield f"fp16.{key}", told(theirs, "fp16", key), "precision.scaler", ours
-    kind = told(theirs, "optimizer", "type")
-    if kind is not None and str(kind).lower() != optim.type.lower():
-        yield "optimizer.type", kind, "optim.type", optim.type
+    for key, ours in as_fp16_section(precision.scaler).items():
+        yield f"fp16.{key}", config_value(theirs, "fp16", key), "precision.scaler", ours
+    optimizer = config_value(theirs, "optimizer", "type")
+    if optimizer is not None and str(optimizer).lower() != optim.type.lower():
+        yield "optimizer.type", optimizer, "optim.type", optim.type
     for key in ("lr", "betas", "eps", "weight_decay", "momentum"):
-        found = told(theirs, "optimizer", "params", key)
-        if found is not None and hasattr(optim, key):
+        value = config_value(theirs, "optimizer", "params", key)
+        if value is not None and hasattr(optim, key):
             ours = getattr(optim, key)
-            yield f"optimizer.params.{key}", tuple(found) if key == "betas" else found, f"optim.{key}", ours
+            yield f"optimizer.params.{key}", tuple(value) if key == "betas" else value, f"optim.{key}", ours
 
 
 def colossalai_plugins_have_their_limits(facts: RunFacts) -> Iterator[Problem]:

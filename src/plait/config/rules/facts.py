@@ -22,13 +22,13 @@ class RunFacts:
     """The run must know when to end."""
 
 
-def given(section: Section, *names: str) -> list[str]:
+def keys_set(section: Section, *names: str) -> list[str]:
     """Those of `names` that were set to something, rather than left at their default."""
     return [name for name in names if name in section.model_fields_set and getattr(section, name) is not None]
 
 
-def idle(path: str, section: Section, names: tuple[str, ...], reason: str, remedy: str) -> Iterator[Problem]:
+def without_effect(path: str, section: Section, names: tuple[str, ...], reason: str, remedy: str) -> Iterator[Problem]:
     """A problem for each of `names` that was set although it has no effect."""
-    for name in given(section, *names):
+    for name in keys_set(section, *names):
         value = show(getattr(section, name))
         yield Problem(f"{path}.{name}", f"{value} has no effect: {reason}", remedy)

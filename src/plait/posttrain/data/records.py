@@ -421,7 +421,7 @@ def _lines(path: Path) -> Iterator[Row]:
 def _list(path: Path) -> Iterator[Row]:
     """The entries of a file that is one list."""
     try:
-        entries = parse_json(path.read_bytes(), half_characters=True)  # each entry is looked at by itself
+        entries = parse_json(path.read_bytes(), allow_surrogates=True)  # each entry is looked at by itself
     except ValueError as error:  # also what is no UTF-8
         raise DataError(f"{path} begins as a list, and is not JSON: {error}") from error
     for number, entry in enumerate(entries, start=1):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config import ENDINGS, jsonc, read, show, text_of
+from plait.config import SUFFIXES, load_jsonc, read, show, text_of
 from plait.errors import ConfigError, Problem
 
 # The part of Hjson that configurations make use of: DeepSpeed reads its files with it.
@@ -41,7 +41,7 @@ def load(text: str) -> Any:
         pieces += (gap, token)
         before, gap = token, ""
     plain = "".join([*pieces, gap, text[end:]])
-    return jsonc.load(f"{{{plain}}}" if _KEY_FIRST.match(plain) else plain)
+    return load_jsonc(f"{{{plain}}}" if _KEY_FIRST.match(plain) else plain)
 
 
 def _ends(token: str) -> bool:
@@ -61,7 +61,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     if isinstance(config, str) and not _is_path(config):
         return _mapping("config", _decoded(config))
     path = Path(config)
-    if path.is_file() and path.suffix.lower() not in ENDINGS:
+    if path.is_file() and path.suffix.lower() not in SUFFIXES:
         return _mapping(str(path), _loaded(str(path), text_of(path)))
     try:
         return read(path)
@@ -77,7 +77,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
 
 def _is_path(text: str) -> bool:
     """A file that is there, or a name that reads like one."""
-    if Path(text).suffix.lower() in ENDINGS:
+    if Path(text).suffix.lower() in SUFFIXES:
         return True
     try:
         return Path(text).is_file()

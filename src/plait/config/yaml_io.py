@@ -15,7 +15,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
-_OWN = {"float", "int", "timestamp"}
+_REDEFINED = {"float", "int", "timestamp"}
 _NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*)$"),
     "tag:yaml.org,2002:float": re.compile(
@@ -29,7 +29,7 @@ _LEADING_ZERO = re.compile(r"^[-+]?0[0-9_]+$")
 def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
     """PyYAML's table of implicit types, with our numbers in the place of its own."""
     table = {
-        first: [(tag, pattern) for tag, pattern in rules if tag.rpartition(":")[2] not in _OWN]
+        first: [(tag, pattern) for tag, pattern in rules if tag.rpartition(":")[2] not in _REDEFINED]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     text = ("tag:yaml.org,2002:str", _LEADING_ZERO)
@@ -38,7 +38,7 @@ def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
     return table
 
 
-MOST_REPEATED = 10_000
+MAX_ALIASED = 10_000
 """Values that aliases (`*name`) may add to those that are written: more than any description has."""
 
 
@@ -50,8 +50,8 @@ class YamlLoader(yaml.SafeLoader):
     def construct_document(self, node: Any) -> Any:
         """Refuse aliases of aliases of aliases: a few lines of them stand for more values than fit into memory."""
         sizes: dict[int, int] = {}
-        if _size(node, sizes) > len(sizes) + MOST_REPEATED:
-            message = f"its aliases stand for more than {MOST_REPEATED} values"
+        if _size(node, sizes) > len(sizes) + MAX_ALIASED:
+            message = f"its aliases stand for more than {MAX_ALIASED} values"
             raise ConstructorError(None, None, message, node.start_mark)
         return super().construct_document(node)
 
@@ -60,17 +60,17 @@ class YamlLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, AttributeError):  # PyYAML lets through whatever int() and its own tables raise
-            kind = node.tag.rpartition(":")[2]
-            raise ConstructorError(None, None, f"this cannot be read as {kind}", node.start_mark) from None
+            tag = node.tag.rpartition(":")[2]
+            raise ConstructorError(None, None, f"this cannot be read as {tag}", node.start_mark) from None
 
 
 def _size(node: Any, sizes: dict[int, int]) -> int:
     """How many values a node stands for, with every alias written out; each node is looked at once."""
     if id(node) not in sizes:
         sizes[id(node)] = 1  # of a node within itself, which is refused where it is built
-        inner = [each for pair in node.value for each in pair] if isinstance(node, MappingNode) else node.value
+        inner = [child for pair in node.value for child in pair] if isinstance(node, MappingNode) else node.value
         inside = inner if isinstance(node, (MappingNode, SequenceNode)) else []
-        sizes[id(node)] += sum(_size(each, sizes) for each in inside)
+        sizes[id(node)] += sum(_size(child, sizes) for child in inside)
     return sizes[id(node)]
 
 
