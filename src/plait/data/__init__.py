@@ -3,21 +3,22 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.data.collate import Collate as Collate
-    from plait.data.collate import stack as stack
+    from plait.data.loader import Collate as Collate
     from plait.data.loader import RankLoader as RankLoader
-    from plait.data.loader import WorkerEnds as WorkerEnds
+    from plait.data.loader import WorkerExits as WorkerExits
     from plait.data.loader import is_stream as is_stream
+    from plait.data.loader import stack as stack
+    from plait.data.loader import unwrap_dataloader as unwrap_dataloader
     from plait.data.order import SampleOrder as SampleOrder
-    from plait.data.order import mix as mix
     from plait.data.order import sample_seed as sample_seed
+    from plait.data.order import splitmix64 as splitmix64
     from plait.data.packing import IGNORE as IGNORE
     from plait.data.packing import PackedTokens as PackedTokens
     from plait.data.sources import build_dataset as build_dataset
     from plait.data.sources import prepare as prepare
     from plait.data.sources import tokenizer_path as tokenizer_path
     from plait.data.steps import MicroBatch as MicroBatch
-    from plait.data.steps import cut as cut
+    from plait.data.steps import split_batch as split_batch
     from plait.data.text import find_files as find_files
     from plait.data.text import open_file as open_file
     from plait.data.text import read_object as read_object
@@ -27,22 +28,19 @@ if TYPE_CHECKING:
     from plait.data.tokenizer import train_tokenizer as train_tokenizer
     from plait.data.tokens import TokenFile as TokenFile
     from plait.data.tokens import TokenWriter as TokenWriter
-    from plait.data.wrap_loader import adopt as adopt
 else:
     from plait.lazy import attach_names
 
     attach_names(
         __name__,
         {
-            "collate": ["Collate", "stack"],
-            "loader": ["RankLoader", "WorkerEnds", "is_stream"],
-            "order": ["SampleOrder", "mix", "sample_seed"],
+            "loader": ["Collate", "RankLoader", "WorkerExits", "is_stream", "stack", "unwrap_dataloader"],
+            "order": ["SampleOrder", "splitmix64", "sample_seed"],
             "packing": ["IGNORE", "PackedTokens"],
             "sources": ["build_dataset", "prepare", "tokenizer_path"],
-            "steps": ["MicroBatch", "cut"],
+            "steps": ["MicroBatch", "split_batch"],
             "text": ["find_files", "open_file", "read_object"],
             "tokenizer": ["END", "TextTokenizer", "load_tokenizer", "train_tokenizer"],
             "tokens": ["TokenFile", "TokenWriter"],
-            "wrap_loader": ["adopt"],
         },
     )

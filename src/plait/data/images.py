@@ -61,11 +61,11 @@ class ImageFolder(AugmentedImages):
             raise DataError(f"image folder {root} does not exist; give a folder with one folder a class")
         self.classes = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         try:
-            found = [_images_below(folder / name) for name in self.classes]
+            images = [_images_below(folder / name) for name in self.classes]
         except OSError as error:
             raise DataError(f"image folder {error.filename} cannot be read: {error.strerror}") from error
-        self._files = [(path, label) for label, paths in enumerate(found) for path in paths]
-        empty = [name for name, paths in zip(self.classes, found, strict=True) if not paths]
+        self._files = [(path, label) for label, paths in enumerate(images) for path in paths]
+        empty = [name for name, paths in zip(self.classes, images, strict=True) if not paths]
         if empty and self._files:
             raise DataError(f"image folder {root}: the class {empty[0]} has no image; add some, or remove its folder")
         if not self._files:
@@ -97,7 +97,7 @@ class ImageFolder(AugmentedImages):
 def _images_below(folder: Path) -> list[Path]:
     """Its images and those of the folders in it, less what is hidden."""
     below = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-    return sorted(path for path in below if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(path for path in below if not any(name.startswith(".") for name in path.relative_to(folder).parts))
 
 
 def normalise(pixels: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
@@ -164,12 +164,12 @@ class Cifar10(AugmentedImages):
 
     def __init__(self, root: str | Path, *, split: Literal["train", "test"], augment: bool, seed: int = 0) -> None:
         super().__init__(augment=augment, seed=seed)
-        parts = [_read_binary(p) if p.suffix == ".bin" else _read_pickle(p) for p in _find(Path(root), split)]
-        labels = np.concatenate([part[0] for part in parts])
+        batches = [_read_binary(p) if p.suffix == ".bin" else _read_pickle(p) for p in _find_batches(Path(root), split)]
+        labels = np.concatenate([batch[0] for batch in batches])
         if labels.size and (labels.min() < 0 or labels.max() >= CLASSES):
             raise DataError(f"{root}: labels go from {labels.min()} to {labels.max()}, CIFAR-10 has 0 to 9")
         self._labels = torch.from_numpy(labels)
-        pixels = np.concatenate([part[1] for part in parts])
+        pixels = np.concatenate([batch[1] for batch in batches])
         self._images = np.ascontiguousarray(pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
 
     def __len__(self) -> int:
@@ -187,16 +187,16 @@ class Cifar10(AugmentedImages):
         return {"image": normalise(pixels, MEAN, STD), "label": self._labels[index]}
 
 
-def _find(root: Path, split: str) -> list[Path]:
+def _find_batches(root: Path, split: str) -> list[Path]:
     root = root.expanduser()
     for suffix, folder in FORMS.items():
-        for place in (root, root / folder):
-            paths = [place / f"{name}{suffix}" for name in FILES[split]]
+        for directory in (root, root / folder):
+            paths = [directory / f"{name}{suffix}" for name in FILES[split]]
             missing = [path.name for path in paths if not path.is_file()]
             if not missing:
                 return paths
             if len(missing) < len(paths):
-                raise DataError(f"{place} has a part of CIFAR-10 only: {', '.join(missing)} missing")
+                raise DataError(f"{directory} has a part of CIFAR-10 only: {', '.join(missing)} missing")
     wanted = " or ".join(f"{FILES[split][0]}{suffix}" for suffix in FORMS)
     raise DataError(f"{root} has no CIFAR-10 in it: no {wanted} there, nor in {' or '.join(FORMS.values())}")
 
@@ -215,11 +215,11 @@ def _read_binary(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
 def _read_pickle(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     try:
         with path.open("rb") as file:
-            found = _ArraysOnly(file, encoding="bytes").load()
+            batch = _ArraysOnly(file, encoding="bytes").load()
         # Python 2 wrote the keys as bytes; somebody's Python 3 copy has strings.
-        found = {key.decode() if isinstance(key, bytes) else key: value for key, value in found.items()}
-        labels = np.asarray(found["labels"], dtype=np.int64)
-        pixels = np.asarray(found["data"], dtype=np.uint8).reshape(len(labels), PIXELS)
+        batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
+        labels = np.asarray(batch["labels"], dtype=np.int64)
+        pixels = np.asarray(batch["data"], dtype=np.uint8).reshape(len(labels), PIXELS)
     except DataError:
         raise
     except Exception as error:  # a damaged pickle can raise anything

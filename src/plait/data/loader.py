@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -14,14 +15,80 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from plait.config import counted
-from plait.data.collate import Collate, as_is, pin, stack
 from plait.data.order import SampleOrder, sample_seed
-from plait.data.steps import BatchSizes, MicroBatch, RankShare, StepSamples, micro_batches, spread
-from plait.data.wrap_loader import adopt
+from plait.data.steps import BatchSizes, MicroBatch, RankShare, StepSamples, micro_batches, split_evenly
 from plait.errors import DataError
+
+# Samples to one micro-batch, and micro-batches to pinned memory.
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+def stack(items: list[Any]) -> Any:
+    """What torch's `default_collate` gives; the common cases, mappings and tuples of tensors, go faster."""
+    first = items[0]
+    try:
+        if type(first) is dict and all(type(value) is Tensor for value in first.values()):
+            return {key: torch.stack([item[key] for item in items]) for key in first}
+        if type(first) is tuple and all(type(value) is Tensor for value in first):
+            return [torch.stack(column) for column in zip(*items, strict=True)]
+        return default_collate(items)
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        raise DataError(
+            f"{len(items)} samples of type {type(first).__name__} cannot be stacked into one micro-batch: "
+            f"{error}; make them alike, or give a collate function"
+        ) from error
+
+
+def as_is(value: Any) -> Any:
+    """For torch's DataLoader, where its items are micro-batches already: by itself it would convert them."""
+    return value
+
+
+def pin(value: Any) -> Any:
+    """The same structure with every tensor in page-locked memory."""
+    if isinstance(value, Tensor):
+        return value.pin_memory()
+    if isinstance(value, Mapping):
+        return {key: pin(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(pin, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(pin, value))
+    return value
+
+
+class WholeBatchCollate:
+    """Turns a function of one item into a collate function for micro-batches of one item.
+
+    For data sets whose items are whole batches already.
+    """
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+
+    def __call__(self, items: list[Any]) -> Any:
+        """Convert the only item."""
+        (item,) = items
+        return self._convert(item)
+
 
 # From sample ids to the inputs of one micro-batch, the same in this process and in a worker.
 
@@ -42,11 +109,11 @@ class Fetch:
         return self.collate([dataset[index] for index in ids])
 
 
-def tell_epoch(dataset: Any, epoch: int) -> None:
+def set_epoch(dataset: Any, epoch: int) -> None:
     """Call the data set's `set_epoch`, if it has one."""
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
+    method = getattr(dataset, "set_epoch", None)
+    if method is not None:
+        method(epoch)
 
 
 class WorkerFetch(Dataset[Any]):
@@ -66,7 +133,7 @@ class WorkerFetch(Dataset[Any]):
     def __getitem__(self, key: tuple[int, list[int]]) -> Any:
         epoch, ids = key
         if epoch != self._epoch:
-            tell_epoch(self._fetch.dataset, epoch)
+            set_epoch(self._fetch.dataset, epoch)
             self._epoch = epoch
         if self._fetch.many is not None:
             self._reseed(epoch, ids[0])
@@ -90,7 +157,7 @@ class WorkerFetch(Dataset[Any]):
 T = TypeVar("T")
 
 
-class WorkerEnds:
+class WorkerExits:
     """Reads from a `DataLoader`, and notes on its error which signal or exit code its workers ended with.
 
     In torch's words: whoever explains a failed run knows them already.
@@ -130,7 +197,7 @@ class Inline:
 
     def epoch(self, epoch: int, start: int) -> Iterator[list[MicroBatch]]:
         """The rest of an epoch."""
-        tell_epoch(self._fetch.dataset, epoch)
+        set_epoch(self._fetch.dataset, epoch)
         fetch = self._fetch
         for step in self._steps.walk(epoch, start):
             if self._pin:
@@ -162,7 +229,7 @@ class Workers:
         self._steps = steps
         self._keys = _Keys(steps)
         self._turn = 0
-        self._ends = WorkerEnds()
+        self._worker_exits = WorkerExits()
         self._loader: DataLoader[Any] | None = DataLoader(
             WorkerFetch(fetch, seed),
             batch_size=None,
@@ -182,7 +249,7 @@ class Workers:
         self._turn += 1
         turn = self._turn
         self._keys.epoch, self._keys.start = epoch, start
-        inputs = self._ends.read(self._loader)
+        inputs = self._worker_exits.read(self._loader)
         for step in self._steps.walk(epoch, start):
             yield [MicroBatch(next(inputs), samples) for _, samples in step]
             if turn != self._turn:
@@ -218,7 +285,7 @@ class _Keys(Sampler[tuple[int, list[int]]]):
 # other, and the global batches do not depend on the number of ranks.
 
 
-Parts = list[tuple[Any, int]]
+StepInputs = list[tuple[Any, int]]
 """Inputs and number of real samples of each micro-batch of a step."""
 
 
@@ -262,7 +329,7 @@ class StreamLoader:
         self._spent = True
         reader = _Reader(self._source, self._collate, self._share, self._drop_last, epoch, start)
         if self._workers:
-            loader: Iterable[Parts] = DataLoader(
+            loader: Iterable[StepInputs] = DataLoader(
                 reader,
                 batch_size=None,
                 collate_fn=as_is,
@@ -271,17 +338,17 @@ class StreamLoader:
                 generator=torch.Generator(),  # not the global one: a resumed epoch must not cost it a number
                 **self._options,
             )
-            for parts in WorkerEnds().read(loader):
-                yield [MicroBatch(inputs, samples) for inputs, samples in parts]
+            for step in WorkerExits().read(loader):
+                yield [MicroBatch(inputs, samples) for inputs, samples in step]
         else:
-            for parts in reader:
-                yield [MicroBatch(pin(inputs) if self._pin else inputs, samples) for inputs, samples in parts]
+            for step in reader:
+                yield [MicroBatch(pin(inputs) if self._pin else inputs, samples) for inputs, samples in step]
 
     def close(self) -> None:
         """Nothing outlives an epoch."""
 
 
-class _Reader(IterableDataset[Parts]):
+class _Reader(IterableDataset[StepInputs]):
     """One epoch's steps of one rank."""
 
     def __init__(
@@ -300,35 +367,35 @@ class _Reader(IterableDataset[Parts]):
         self._epoch = epoch
         self._start = start
 
-    def __iter__(self) -> Iterator[Parts]:
-        tell_epoch(self._source, self._epoch)
+    def __iter__(self) -> Iterator[StepInputs]:
+        set_epoch(self._source, self._epoch)
         total = self._share.total
         items = iter(self._source)
         deque(islice(items, self._start * total), maxlen=0)
         while True:
-            first, own, count = self._take(items)
+            first, mine, count = self._take(items)
             if count == 0 or (count < total and self._drop_last):
                 return
-            yield self._parts(first, own, count)
+            yield self._step_inputs(first, mine, count)
             if count < total:
                 return
 
     def _take(self, items: Iterator[Any]) -> tuple[Any, list[Any], int]:
         """The first sample of the next global batch, this rank's samples of it, and its size."""
-        first, own, count = None, [], 0
+        first, mine, count = None, [], 0
         for item in islice(items, self._share.total):
             if count == 0:
                 first = item
             if count % self._share.ranks == self._share.rank:
-                own.append(item)
+                mine.append(item)
             count += 1
-        return first, own, count
+        return first, mine, count
 
-    def _parts(self, first: Any, own: list[Any], count: int) -> Parts:
-        parts = micro_batches(count, ranks=self._share.ranks, micro=self._share.micro)
+    def _step_inputs(self, first: Any, mine: list[Any], count: int) -> StepInputs:
+        micro_count = micro_batches(count, ranks=self._share.ranks, micro=self._share.micro)
         return [
-            (self._collate(own[a:b]), b - a) if b > a else (self._collate([first]), 0)
-            for a, b in spread(0, len(own), parts)
+            (self._collate(mine[a:b]), b - a) if b > a else (self._collate([first]), 0)
+            for a, b in split_evenly(0, len(mine), micro_count)
         ]
 
 
@@ -414,26 +481,26 @@ class RankLoader:
     ) -> RankLoader:
         """Load what a torch DataLoader describes, in this package's rank-free order.
 
-        `batch.micro` must be the DataLoader's batch size (see `plait.data.wrap_loader.adopt`), or less with `split`.
+        `batch.micro` must be the DataLoader's batch size (see `plait.data.unwrap_dataloader`), or less with `split`.
         """
-        parts = adopt(loader)
-        if batch.micro != parts.micro and not (split and batch.micro < parts.micro):
+        settings = unwrap_dataloader(loader)
+        if batch.micro != settings.micro and not (split and batch.micro < settings.micro):
             raise DataError(
-                f"batch.micro is {batch.micro}, but the DataLoader's batch_size is {parts.micro}: "
+                f"batch.micro is {batch.micro}, but the DataLoader's batch_size is {settings.micro}: "
                 "they mean the same thing, leave one out or make them equal"
             )
         return cls(
-            parts.dataset,
+            settings.dataset,
             rank=rank,
             ranks=ranks,
             batch=batch,
             seed=seed,
-            shuffle=parts.shuffle,
-            drop_last=parts.drop_last,
-            workers=parts.workers,
-            pin_memory=parts.pin_memory,
-            collate=parts.collate,
-            worker_options=parts.worker_options,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+            workers=settings.workers,
+            pin_memory=settings.pin_memory,
+            collate=settings.collate,
+            worker_options=settings.worker_options,
         )
 
     @property
@@ -489,3 +556,80 @@ def _length(dataset: Any) -> int:
     if length == 0:
         raise DataError(f"the data set {type(dataset).__name__} is empty")
     return length
+
+
+# What a torch DataLoader describes, taken over by `RankLoader.from_dataloader`.
+
+
+@dataclass(frozen=True, slots=True)
+class DataLoaderSettings:
+    """The parts of a DataLoader that a `Loader` takes over."""
+
+    dataset: Any
+    micro: int
+    """Its batch size: samples of one forward/backward on one rank. 1 where its items are whole batches."""
+    shuffle: bool
+    drop_last: bool
+    workers: int
+    pin_memory: bool
+    collate: Collate
+    worker_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def unwrap_dataloader(loader: DataLoader[Any]) -> DataLoaderSettings:
+    """Take a DataLoader apart; refuse one whose order cannot be made independent of the ranks."""
+    batches = loader.batch_sampler
+    micro, sampler, drop_last = loader.batch_size or 1, loader.sampler, loader.drop_last
+    collate = loader.collate_fn
+    if batches is None:
+        collate = WholeBatchCollate(collate)
+    elif type(batches) is BatchSampler:
+        micro, sampler, drop_last = batches.batch_size, batches.sampler, batches.drop_last
+    elif not isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            f"the DataLoader has a batch_sampler of its own ({type(batches).__name__}), which decides batches "
+            "for one process only; give the data set and let Plait form the batches"
+        )
+    dataset, shuffle = _order(loader.dataset, sampler)
+    return DataLoaderSettings(
+        dataset=dataset,
+        micro=micro,
+        shuffle=shuffle,
+        drop_last=drop_last or (isinstance(sampler, DistributedSampler) and sampler.drop_last),
+        workers=loader.num_workers,
+        pin_memory=bool(loader.pin_memory),
+        collate=stack if collate is default_collate else collate,
+        worker_options=_worker_options(loader) if loader.num_workers else {},
+    )
+
+
+def _order(dataset: Any, sampler: Any) -> tuple[Any, bool]:
+    """The data set, narrowed where the sampler narrows it, and whether it is shuffled."""
+    if isinstance(dataset, IterableDataset) or type(sampler) is SequentialSampler:
+        return dataset, False
+    if isinstance(sampler, DistributedSampler):
+        return dataset, sampler.shuffle
+    if type(sampler) is SubsetRandomSampler:
+        return Subset(dataset, list(sampler.indices)), True
+    if type(sampler) is RandomSampler:
+        if not sampler.replacement and sampler.num_samples == len(dataset):
+            return dataset, True
+        raise DataError(
+            "the DataLoader's RandomSampler draws with replacement or another number of samples than the data "
+            "set has; Plait visits every sample once an epoch: leave replacement and num_samples out"
+        )
+    raise DataError(
+        f"the DataLoader's sampler is a {type(sampler).__name__}; Plait can take over SequentialSampler, "
+        "RandomSampler, SubsetRandomSampler and DistributedSampler, whose order it makes independent of "
+        "ranks. Give the data set alone, or one whose items are already in the order you want"
+    )
+
+
+def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    options = {
+        "prefetch_factor": loader.prefetch_factor,
+        "worker_init_fn": loader.worker_init_fn,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+    }
+    return {key: value for key, value in options.items() if value}

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from plait.data.loader import tell_epoch
+from plait.data.loader import set_epoch
 from plait.data.order import SampleOrder
 from plait.errors import DataError
 
@@ -40,30 +40,30 @@ class MixtureSource(Dataset[Any]):
         lengths = [len(source) for source in sources]
         self.sources = list(sources)
         self.counts = _deal(samples or sum(lengths), weights or lengths)
-        self._ends = list(accumulate(self.counts))
-        self._orders = [SampleOrder(length, seed + place, shuffle) for place, length in enumerate(lengths)]
+        self._cumulative = list(accumulate(self.counts))
+        self._orders = [SampleOrder(length, seed + locate, shuffle) for locate, length in enumerate(lengths)]
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Take the samples of this epoch."""
         self._epoch = epoch
         for source in self.sources:
-            tell_epoch(source, epoch)
+            set_epoch(source, epoch)
 
-    def place(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Which source has the sample at a position of the epoch, and its number there."""
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
-        source = bisect_right(self._ends, position)
+        source = bisect_right(self._cumulative, position)
         count, order = self.counts[source], self._orders[source]
-        taken = self._epoch * count + position - (self._ends[source] - count)
+        taken = self._epoch * count + position - (self._cumulative[source] - count)
         return source, order.index(*divmod(taken, order.length))
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._cumulative[-1]
 
     def __getitem__(self, position: int) -> Any:
-        source, index = self.place(position)
+        source, index = self.locate(position)
         return self.sources[source][index]
 
     @property
@@ -93,7 +93,7 @@ def _deal(samples: int, weights: Sequence[float]) -> list[int]:
     """So many samples in these shares; what rounding leaves goes to those that it has taken most from."""
     exact = [samples * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
-    by_loss = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
-    for place in by_loss[: samples - sum(counts)]:
-        counts[place] += 1
+    by_loss = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+    for index in by_loss[: samples - sum(counts)]:
+        counts[index] += 1
     return counts

@@ -23,7 +23,7 @@ from plait.errors import DataError
 ROUNDS = 8
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A bijection of 64-bit integers whose every output bit depends on every input bit (SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -70,12 +70,12 @@ class SampleOrder:
         if not self.shuffle:
             return positions.astype(np.int64)
         keys = np.frombuffer(_digest(f"order {self.seed} {epoch}", 8 * ROUNDS), dtype="<u8").astype(np.uint64)
-        found = self._permute(positions.astype(np.uint64), keys)
-        outside = np.flatnonzero(found >= self.length)
+        samples = self._permute(positions.astype(np.uint64), keys)
+        outside = np.flatnonzero(samples >= self.length)
         while outside.size:
-            found[outside] = self._permute(found[outside], keys)
-            outside = outside[found[outside] >= self.length]
-        return found.astype(np.int64)
+            samples[outside] = self._permute(samples[outside], keys)
+            outside = outside[samples[outside] >= self.length]
+        return samples.astype(np.int64)
 
     def _permute(self, cells: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         rows = math.isqrt(self.length - 1) + 1
@@ -84,7 +84,7 @@ class SampleOrder:
         sizes = (np.uint64(rows), np.uint64(columns))
         for turn, key in enumerate(keys):
             # The hash is cut to 48 bits so that the sum cannot wrap, which would not be a bijection.
-            left = (left + (mix(right + key) >> np.uint64(16))) % sizes[turn % 2]
+            left = (left + (splitmix64(right + key) >> np.uint64(16))) % sizes[turn % 2]
             left, right = right, left
         # An even number of rounds: each half is back where it started.
         return left * sizes[1] + right

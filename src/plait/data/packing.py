@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from plait.config import counted
-from plait.data.order import mix
+from plait.data.order import splitmix64
 from plait.data.tokens import TokenFile
 from plait.errors import DataError
 
@@ -59,9 +59,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         # Without a document mask the very last token would still need a label.
         self._length = (self._count - (not document_mask)) // seq_len
         if self._length < 1:
-            part = "" if split == "all" else f"split {split!r} of "
+            prefix = "" if split == "all" else f"split {split!r} of "
             raise DataError(
-                f"{part}{source or tokens.path} has {counted(self._count, 'token')}, less than one sequence of "
+                f"{prefix}{source or tokens.path} has {counted(self._count, 'token')}, less than one sequence of "
                 f"seq_len {seq_len}: make seq_len smaller, or give more text"
             )
 
@@ -86,13 +86,13 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         first, last = np.searchsorted(self._starts, (start, stop - 1), side="right") - 1
         bounds = self._starts[first : last + 2].clip(start, stop) - start
         documents = np.repeat(np.arange(last - first + 1), np.diff(bounds))
-        places = np.arange(start, stop) + self._shifts[first : last + 1][documents]
-        window = self.tokens.tokens[places].astype(np.int64)
+        offsets = np.arange(start, stop) + self._shifts[first : last + 1][documents]
+        window = self.tokens.tokens[offsets].astype(np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         shown = len(window) - 1
         labels[:shown] = window[1:]
         if self.tokens.mask is not None:
-            labels[:shown][self.tokens.mask[places[1:]] == 0] = IGNORE
+            labels[:shown][self.tokens.mask[offsets[1:]] == 0] = IGNORE
         item = {"input_ids": window[: self.seq_len], "labels": labels}
         if self.document_mask:
             labels[:shown][documents[1:] != documents[:-1]] = IGNORE
@@ -115,6 +115,6 @@ def _choose(
         end = offsets[1]
         offsets = np.array([0, end - max(1, round(end * val_fraction)), end])
         return offsets, np.array([0 if split == "train" else 1])
-    ranked = np.argsort(mix(np.arange(1, count + 1, dtype=np.uint64)))
+    ranked = np.argsort(splitmix64(np.arange(1, count + 1, dtype=np.uint64)))
     boundary = min(max(1, round(count * val_fraction)), count - 1)
     return offsets, np.sort(ranked[boundary:] if split == "train" else ranked[:boundary])

@@ -103,9 +103,9 @@ def mixture(config: MixtureData, use: DataUse) -> Any:
     tokenizer = _shared(config, use.tokenizer)
     sources = [
         build_dataset(
-            each, training=use.training, seed=use.seed, tokenizer=tokenizer, role=f"{use.role}.sources.{index}"
+            source, training=use.training, seed=use.seed, tokenizer=tokenizer, role=f"{use.role}.sources.{index}"
         )
-        for index, each in enumerate(config.sources)
+        for index, source in enumerate(config.sources)
     ]
     return MixtureSource(sources, config.weights, config.samples, seed=use.seed, shuffle=use.training)
 

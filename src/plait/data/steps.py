@@ -35,7 +35,7 @@ Table = tuple[tuple[Slice, ...], ...]
 """`table[rank][micro_index]` is the slice `[a, b)` of the global batch; `a == b` marks a filler."""
 
 
-def cut(n: int, *, ranks: int, accumulation: int, micro: int) -> Table:
+def split_batch(n: int, *, ranks: int, accumulation: int, micro: int) -> Table:
     """Cut a global batch of `n` samples, at most `ranks × accumulation × micro` of them.
 
     A full batch: micro-batch `m` over all ranks is one run of `ranks × micro` samples, and within it
@@ -54,8 +54,8 @@ def cut(n: int, *, ranks: int, accumulation: int, micro: int) -> Table:
             tuple(((m * ranks + r) * micro, (m * ranks + r + 1) * micro) for m in range(accumulation))
             for r in range(ranks)
         )
-    parts = micro_batches(n, ranks=ranks, micro=micro)
-    return tuple(tuple(spread(start, stop, parts)) for start, stop in spread(0, n, ranks))
+    count = micro_batches(n, ranks=ranks, micro=micro)
+    return tuple(tuple(split_evenly(start, stop, count)) for start, stop in split_evenly(0, n, ranks))
 
 
 def micro_batches(n: int, *, ranks: int, micro: int) -> int:
@@ -63,10 +63,10 @@ def micro_batches(n: int, *, ranks: int, micro: int) -> int:
     return max(1, -(-n // (ranks * micro)))
 
 
-def spread(start: int, stop: int, parts: int) -> list[Slice]:
+def split_evenly(start: int, stop: int, count: int) -> list[Slice]:
     """Cut `[start, stop)` into runs whose lengths differ by at most one, longer ones first."""
-    size, longer = divmod(stop - start, parts)
-    bounds = [start + size * part + min(part, longer) for part in range(parts + 1)]
+    size, longer = divmod(stop - start, count)
+    bounds = [start + size * index + min(index, longer) for index in range(count + 1)]
     return list(pairwise(bounds))
 
 
@@ -138,8 +138,8 @@ class StepSamples:
         """This rank's micro-batches, step by step from `start` to the end of the epoch."""
         share = self.share
         full = self.order.length // share.total
-        own = _slices(share, share.total)
-        offsets = np.array([np.arange(a, b) for a, b in own])
+        slices = _slices(share, share.total)
+        offsets = np.array([np.arange(a, b) for a, b in slices])
         chunk = max(1, CHUNK // offsets.size)
         for first in range(start, full, chunk):
             steps = np.arange(first, min(first + chunk, full))
@@ -157,4 +157,4 @@ class StepSamples:
 
 
 def _slices(share: RankShare, n: int) -> tuple[tuple[int, int], ...]:
-    return cut(n, ranks=share.ranks, accumulation=share.accumulation, micro=share.micro)[share.rank]
+    return split_batch(n, ranks=share.ranks, accumulation=share.accumulation, micro=share.micro)[share.rank]

@@ -48,8 +48,8 @@ class TextSource:
 
     def files(self) -> list[Path]:
         """The files, always in the same order."""
-        found = _stdlib() if self.path == STDLIB else find_files(self.path)
-        return found if self.limit_mb is None else self._first(found, self.limit_mb)
+        files = _stdlib() if self.path == STDLIB else find_files(self.path)
+        return files if self.limit_mb is None else self._first(files, self.limit_mb)
 
     def fingerprint(self) -> str:
         """A hash of everything that the documents are made of."""
@@ -90,18 +90,18 @@ class TextSource:
 
 def find_files(path: str) -> list[Path]:
     """The files that a file name, a folder or a glob stands for, sorted."""
-    place = Path(path).expanduser()
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        below = (p for p in place.rglob("*") if not any(part.startswith(".") for part in p.relative_to(place).parts))
-        found = sorted(p for p in below if p.is_file())
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        below = (p for p in root.rglob("*") if not any(name.startswith(".") for name in p.relative_to(root).parts))
+        files = sorted(p for p in below if p.is_file())
     else:
-        found = sorted(p for p in map(Path, glob.glob(str(place), recursive=True)) if p.is_file())
-    if not found:
-        what = "has no files in it" if place.is_dir() else "does not exist, and matches nothing as a glob"
+        files = sorted(p for p in map(Path, glob.glob(str(root), recursive=True)) if p.is_file())
+    if not files:
+        what = "has no files in it" if root.is_dir() else "does not exist, and matches nothing as a glob"
         raise DataError(f"{path} {what}; give a file, a folder, a glob")
-    return found
+    return files
 
 
 def hash_files(files: list[Path]) -> str:
@@ -231,10 +231,10 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     try:
         if entry.is_dir():
             return entry
-        with drafting(entry) as draft:
-            draft.mkdir()
-            build(draft)
-            draft.rename(entry)
+        with drafting(entry) as staging:
+            staging.mkdir()
+            build(staging)
+            staging.rename(entry)
     except OSError as error:
         if isinstance(error, PermissionError) or not entry.is_dir():
             reason = error.strerror or str(error)
@@ -304,17 +304,17 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
 
 def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTokenizer, *, masked: bool) -> int:
     """Tokenize documents into a token file, each with the end token behind it; how many there were."""
-    writer = TokenWriter(path, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest, masked=masked)
-    with writer:
+    tokens = TokenWriter(path, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest, masked=masked)
+    with tokens:
         for group in _groups(documents):
             given = tokenizer.encode_many([prompt for prompt, _ in group])
             learned = tokenizer.encode_many([text for _, text in group])
             for prompt, text in zip(given, learned, strict=True):
-                writer.add(
+                tokens.add(
                     [*prompt, *text, tokenizer.end],
                     [0] * len(prompt) + [1] * (len(text) + 1) if masked else None,
                 )
-    return writer.documents
+    return tokens.documents
 
 
 def _whole(documents: Iterable[Document], tokenizer: TextTokenizer, path: str) -> Iterator[Document]:

@@ -27,8 +27,8 @@ class TextTokenizer:
 
     def __init__(self, backend: Any, origin: str, named_end: str | None = None) -> None:
         """`named_end` is the end token by its name; absent: the first of the known ones."""
-        ends = (backend.token_to_id(name) for name in ((named_end,) if named_end else KNOWN_ENDS))
-        end = next((token for token in ends if token is not None), None)
+        candidates = (backend.token_to_id(name) for name in ((named_end,) if named_end else KNOWN_ENDS))
+        end = next((token for token in candidates if token is not None), None)
         if end is None:
             raise DataError(
                 f"{origin}: the tokenizer has no token for the end of a document; add "
@@ -77,15 +77,17 @@ class TextTokenizer:
             return None
         if type(self.backend.model).__name__ not in ("BPE", "Unigram"):  # others know words
             encoding = self.backend.encode(text, add_special_tokens=False)
-            found = (
+            positions = (
                 at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self._unknown
             )
-            return next((text[at] for at in found), None)
+            return next((text[at] for at in positions), None)
         # One by one: where a character is dropped, the library gives those behind it the wrong places.
         for character in set(text) - self._characters.keys():
-            found = self.backend.encode(character, add_special_tokens=False)
-            told = (text for token, text in zip(found.ids, found.tokens, strict=True) if token not in self._unknown)
-            self._characters[character] = character.isspace() or any(text.strip(_SPACE) for text in told)
+            encoding = self.backend.encode(character, add_special_tokens=False)
+            known = (
+                text for token, text in zip(encoding.ids, encoding.tokens, strict=True) if token not in self._unknown
+            )
+            self._characters[character] = character.isspace() or any(text.strip(_SPACE) for text in known)
         return next((character for character in text if not self._characters[character]), None)
 
     def lost_in(self, text: str) -> str | None:
@@ -102,8 +104,8 @@ class TextTokenizer:
     def _knows_all(self) -> bool:
         """Whether it has a token for every byte."""
         strange = "\u6f22\u0378\U0001f9ff"
-        found = self.backend.encode(strange, add_special_tokens=False).ids
-        return self.decode(found).strip() == strange
+        tokens = self.backend.encode(strange, add_special_tokens=False).ids
+        return self.decode(tokens).strip() == strange
 
     def decode(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of some tokens."""
@@ -123,8 +125,8 @@ class TextTokenizer:
 def _begin_of(backend: Any) -> tuple[int, ...]:
     """What is put before a text when special tokens are asked for."""
     plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-    places = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
-    return tuple(whole[: next(places, 0)]) if plain else ()
+    offsets = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
+    return tuple(whole[: next(offsets, 0)]) if plain else ()
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:

@@ -64,7 +64,7 @@ class TokenWriter:
         self._meta.parent.mkdir(parents=True, exist_ok=True)
         # A random suffix, so that two writers of one file never share a temporary one.
         self._suffix = f".{uuid.uuid4().hex}.tmp"
-        self._files = {kind: _temporary(name, self._suffix).open("wb") for kind, name in self._names.items()}
+        self._files = {suffix: _temporary(name, self._suffix).open("wb") for suffix, name in self._names.items()}
         self._files["docs"].write(OFFSET.type(0).tobytes())
 
     def add(self, tokens: Sequence[int] | NDArray[Any], mask: Sequence[int] | NDArray[Any] | None = None) -> None:
@@ -103,26 +103,26 @@ class TokenWriter:
         self._meta.unlink(missing_ok=True)
         for name in self._names.values():
             _temporary(name, self._suffix).replace(name)
-        draft = _temporary(self._meta, self._suffix)
-        with draft.open("wb") as file:
+        meta_file = _temporary(self._meta, self._suffix)
+        with meta_file.open("wb") as file:
             file.write(json.dumps(asdict(meta), indent=1).encode())
             _sync(file)
-        draft.replace(self._meta)
+        meta_file.replace(self._meta)
         return meta
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        for kind, name in self._names.items():
-            self._files[kind].close()
+        for suffix, name in self._names.items():
+            self._files[suffix].close()
             _temporary(name, self._suffix).unlink(missing_ok=True)
 
     def __enter__(self) -> TokenWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if error_type is None:
             self.close()
         else:
             self.discard()
@@ -168,7 +168,7 @@ def _stem(path: str | Path) -> Path:
 def _names(path: str | Path, *, masked: bool) -> dict[str, Path]:
     stem = _stem(path)
     suffixes = {"bin": ".bin", "docs": ".docs.bin"} | ({"mask": ".mask.bin"} if masked else {})
-    return {kind: stem.with_name(stem.name + suffix) for kind, suffix in suffixes.items()}
+    return {key: stem.with_name(stem.name + suffix) for key, suffix in suffixes.items()}
 
 
 def _temporary(name: Path, suffix: str) -> Path:
@@ -191,8 +191,8 @@ def _read_meta(path: Path) -> TokenMeta:
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} is not the description of a token file: {error}") from error
     numbers = (meta.count, meta.documents, meta.vocab_size)
-    kinds = isinstance(meta.tokenizer, str) and isinstance(meta.masked, bool)
-    if not kinds or not all(type(number) is int and number >= 0 for number in numbers):
+    typed = isinstance(meta.tokenizer, str) and isinstance(meta.masked, bool)
+    if not typed or not all(type(number) is int and number >= 0 for number in numbers):
         raise DataError(f"{path} is not the description of a token file: {meta}")
     if meta.version != VERSION:
         raise DataError(f"{path}: version {meta.version}, expected {VERSION}: write the token file again")
@@ -204,12 +204,12 @@ def _read_meta(path: Path) -> TokenMeta:
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     expected = count * dtype.itemsize
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
         raise DataError(f"{path} is missing: expected {expected} bytes") from None
-    if found != expected:
+    if size != expected:
         raise DataError(
-            f"{path}: expected {expected} bytes ({count} × {dtype.name}), found {found}: "
+            f"{path}: expected {expected} bytes ({count} × {dtype.name}), found {size}: "
             "the file is damaged or belongs to another one, write it again"
         )
     if count == 0:

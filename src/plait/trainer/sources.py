@@ -29,7 +29,7 @@ from plait.config import (
     resolve_batch,
     text_sources,
 )
-from plait.data import RankLoader, adopt, build_dataset, is_stream, prepare, stack, tokenizer_path
+from plait.data import RankLoader, build_dataset, is_stream, prepare, stack, tokenizer_path, unwrap_dataloader
 from plait.distributed import World, is_transformers_model, on_main
 from plait.engine import described_loss
 from plait.errors import ConfigError, Problem
@@ -110,7 +110,9 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 
         and section.micro is None
         and (section.total is None or section.accumulation is None)
     ):
-        section = BatchConfig(total=section.total, micro=adopt(given).micro, accumulation=section.accumulation)
+        section = BatchConfig(
+            total=section.total, micro=unwrap_dataloader(given).micro, accumulation=section.accumulation
+        )
     micro_batches = config.strategy.pipeline.micro_batches
     batch = resolve_batch(section, data_parallel, micro_batches=micro_batches)
     if split > 1 and config.strategy.engine != "native":
@@ -174,7 +176,7 @@ def make_loader(
         return None
     if isinstance(given, DataLoader):
         if not training:
-            micro = adopt(given).micro
+            micro = unwrap_dataloader(given).micro
             common["batch"] = ResolvedBatch(micro * world.layout.data_parallel, micro, 1)
         return RankLoader.from_dataloader(given, split=world.ranks.split > 1, **common)
     return RankLoader(
@@ -189,7 +191,7 @@ def make_loader(
 def first_inputs(data: Any, micro: int, collate: Any) -> Any:
     """One micro-batch of data that were given as an object, for its shapes; None where looking would use it up."""
     if isinstance(data, DataLoader):
-        loader = adopt(data)
+        loader = unwrap_dataloader(data)
         data, collate = loader.dataset, loader.collate
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or len(data) == 0:
         return None

@@ -278,13 +278,13 @@ def test_section_objects_take_parts(mine: Any) -> None:
         plait.Grpo(reward=plait.part(mine.reward)).reward,
     ]
     assert [type(each) for each in made if not isinstance(each, CustomPart)] == []
-    group_totals: list[Any] = made
-    assert [group_totals[0].arguments, group_totals[4].arguments, group_totals[7].arguments] == [
+    parts: list[Any] = made
+    assert [parts[0].arguments, parts[4].arguments, parts[7].arguments] == [
         {"bucket_mb": 3},
         {"steps": 4},
         {"url": "x"},
     ]
-    assert [group_totals[1].given, group_totals[6].given] == [mine.every_second, mine.pad]
+    assert [parts[1].given, parts[6].given] == [mine.every_second, mine.pad]
 
 
 def test_a_part_is_what_a_mapping_says() -> None:

@@ -21,33 +21,33 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from plait.config.train import ResolvedBatch
-from plait.data import RankLoader, adopt
+from plait.data import RankLoader, unwrap_dataloader
 from plait.errors import DataError
 
 data = TensorDataset(torch.arange(12))
 
 
 def test_the_samplers_type_decides_about_shuffling() -> None:
-    assert adopt(DataLoader(data, shuffle=True)).shuffle
-    assert not adopt(DataLoader(data)).shuffle
-    assert adopt(DataLoader(data, sampler=DistributedSampler(data, 4, 1))).shuffle
-    assert not adopt(DataLoader(data, sampler=DistributedSampler(data, 4, 1, shuffle=False))).shuffle
+    assert unwrap_dataloader(DataLoader(data, shuffle=True)).shuffle
+    assert not unwrap_dataloader(DataLoader(data)).shuffle
+    assert unwrap_dataloader(DataLoader(data, sampler=DistributedSampler(data, 4, 1))).shuffle
+    assert not unwrap_dataloader(DataLoader(data, sampler=DistributedSampler(data, 4, 1, shuffle=False))).shuffle
 
 
 def test_sizes_and_workers_are_taken_over() -> None:
-    parts = adopt(DataLoader(data, batch_size=3, drop_last=True, num_workers=2, prefetch_factor=5))
+    parts = unwrap_dataloader(DataLoader(data, batch_size=3, drop_last=True, num_workers=2, prefetch_factor=5))
     assert (parts.micro, parts.drop_last, parts.workers) == (3, True, 2)
     assert parts.worker_options["prefetch_factor"] == 5
 
 
 def test_a_batch_sampler_of_torchs_own_is_read() -> None:
     sampler = BatchSampler(SequentialSampler(data), batch_size=4, drop_last=True)
-    parts = adopt(DataLoader(data, batch_sampler=sampler))
+    parts = unwrap_dataloader(DataLoader(data, batch_sampler=sampler))
     assert (parts.micro, parts.drop_last, parts.shuffle) == (4, True, False)
 
 
 def test_a_subset_sampler_narrows_the_data_set() -> None:
-    parts = adopt(DataLoader(data, sampler=SubsetRandomSampler([1, 5, 7])))
+    parts = unwrap_dataloader(DataLoader(data, sampler=SubsetRandomSampler([1, 5, 7])))
     assert parts.shuffle
     assert sorted(int(parts.dataset[i][0]) for i in range(3)) == [1, 5, 7]
 
@@ -62,7 +62,7 @@ def test_a_subset_sampler_narrows_the_data_set() -> None:
 )
 def test_an_order_that_belongs_to_one_process_is_refused(loader: DataLoader[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        adopt(loader)
+        unwrap_dataloader(loader)
 
 
 def test_a_dataloader_without_shuffling_gives_the_same_batches_as_torch() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from plait.data import WorkerEnds
+from plait.data import WorkerExits
 from plait.distributed import World
 from plait.errors import DataError
 
@@ -60,7 +60,7 @@ class DeepSpeedDataLoader:
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in WorkerEnds().read(self.dataloader):
+        for batch in WorkerExits().read(self.dataloader):
             post = self.post_process_func
             yield batch if post is None else post(batch, getattr(self.data_sampler, "state_dict", dict)())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.config import ExampleData, Gsm8kData, TaskData
-from plait.data import SampleOrder, mix
+from plait.data import SampleOrder, splitmix64
 from plait.errors import ConfigError, Problem
 from plait.posttrain.data.records import ChatMessage, Example
 
@@ -170,7 +170,7 @@ def _another(letters: str) -> str:
 
 
 def _noise(number: int) -> int:
-    return int(mix(np.array([number + 1], dtype=np.uint64))[0])
+    return int(splitmix64(np.array([number + 1], dtype=np.uint64))[0])
 
 
 # Prompts for a model that answers itself, and what is known of right answers.
