@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait import LossTerm, Runner
-from plait.trainer import Accuracy
+from plait import Accuracy, LossTerm, Runner
 
 
 class Residual(nn.Module):

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait import LossTerm
-from plait.engine import Engine
+from plait import Engine, LossTerm
 
 Batch = tuple[Tensor, Tensor]
 

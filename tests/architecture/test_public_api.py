@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -33,6 +34,38 @@ def test_the_public_names_are_those_of_the_page(page: str) -> None:
     rows = re.findall(r"(?m)^\| (`plait\.[^|]*)\|", text)
     listed = [name for row in rows for name in re.findall(r"`plait\.(\w+)`", row)]
     assert sorted(listed) == sorted(plait.__all__)
+
+
+PUBLIC_PACKAGES = ("plait.errors", "plait.frontends", "plait.testing")
+GUIDES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in ("api.md", "architecture.md")]
+GUIDES += [*ROOT.glob("README*.md"), *sorted((ROOT / "examples").rglob("*.py"))]
+
+
+def named_in(text: str) -> set[str]:
+    """The names inside packages of Plait that a guide imports, or writes with their whole path."""
+    found = {
+        f"{module}.{name}"
+        for module, names in re.findall(r"from (plait\.[\w.]+) import (\([^)]*\)|[^\n]*)", text)
+        for name in re.findall(r"\w+", names)
+    }
+    return found | set(re.findall(r"`(plait(?:\.[a-z_]\w*)+\.\w+)", text))
+
+
+def test_what_guides_and_examples_import_is_public() -> None:
+    """In docs/api.md by its own name, or by that of its module."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = {*re.findall(r"`(plait(?:\.[a-z_]\w*)+(?:\.\w+)?)`", page), *PUBLIC_PACKAGES}
+    listed = {name for name in listed if name.count(".") > 1 or name in PUBLIC_PACKAGES}
+    assert len(listed) > 20
+    for name in listed:
+        assert pkgutil.resolve_name(name) is not None
+    private = {
+        f"{guide.relative_to(ROOT)}: {name}"
+        for guide in GUIDES
+        for name in named_in(guide.read_text(encoding="utf-8"))
+        if not any(f"{name}.".startswith(f"{each}.") for each in listed)
+    }
+    assert private == set()
 
 
 def test_every_public_name_is_there() -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from plait import Runner
-from plait.trainer import Accuracy, Hook
+from plait import Accuracy, Hook, Runner
 
 EPOCHS, BATCH, ACCUMULATION, LR, STEPS = 2, 8, 2, 1e-2, 16
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from plait import Runner
-from plait.trainer import Hook
+from plait import Hook, Runner
 
 VOCAB, SEQ, STEPS, TOTAL = 64, 32, 8, 8
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from plait.data.loader import is_stream as is_stream
     from plait.data.loader import stack as stack
     from plait.data.loader import unwrap_dataloader as unwrap_dataloader
+    from plait.data.mixture import MixtureSource as MixtureSource
     from plait.data.order import SampleOrder as SampleOrder
     from plait.data.order import sample_seed as sample_seed
     from plait.data.order import splitmix64 as splitmix64
@@ -35,6 +36,7 @@ else:
         __name__,
         {
             "loader": ["Collate", "RankLoader", "WorkerExits", "is_stream", "stack", "unwrap_dataloader"],
+            "mixture": ["MixtureSource"],
             "order": ["SampleOrder", "splitmix64", "sample_seed"],
             "packing": ["IGNORE", "PackedTokens"],
             "sources": ["build_dataset", "prepare", "tokenizer_path"],

@@ -154,7 +154,7 @@ else:
             ],
             "fp8_gated": ["fp8_feed_forward"],
             "fused_adam": ["Tables", "WeightPointers", "adam_many"],
-            "linears": ["feed_forward", "is_plain", "is_untouched", "bypassed_layers", "through_all"],
+            "linears": ["apply_linears", "bypassed_layers", "feed_forward", "is_plain", "is_untouched"],
             "pinned": ["copy_gbps", "host_empty", "link_gbps", "rounded"],
             "rms_norm": ["add_rms_norm", "rms_norm", "rms_norm_and_input"],
             "rotary": ["apply_rotary"],

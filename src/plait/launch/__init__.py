@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from plait.launch.prepare import prepare as prepare
     from plait.launch.rank import host_words as host_words
     from plait.launch.rank import launched_rank as launched_rank
+    from plait.launch.rank import rank_words as rank_words
     from plait.launch.records import STOPPED_CODES as STOPPED_CODES
     from plait.launch.records import signal_name as signal_name
     from plait.launch.remote import in_allocation as in_allocation
@@ -63,7 +64,7 @@ else:
             "options": ["LaunchOptions", "flags", "misplaced", "parse_options"],
             "preflight": ["HostCheck", "Preflight", "preflight"],
             "prepare": ["prepare"],
-            "rank": ["host_words", "launched_rank"],
+            "rank": ["host_words", "launched_rank", "rank_words"],
             "records": ["STOPPED_CODES", "signal_name"],
             "remote": ["in_allocation"],
             "setup": ["Setup", "code_folder"],
