@@ -39,6 +39,7 @@ def test_the_public_names_are_those_of_the_page(page: str) -> None:
 PUBLIC_PACKAGES = ("plait.errors", "plait.frontends", "plait.testing")
 GUIDES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in ("api.md", "architecture.md")]
 GUIDES += [*ROOT.glob("README*.md"), *sorted((ROOT / "examples").rglob("*.py"))]
+GUIDES.remove(ROOT / "examples" / "demo" / "demo.py")  # starts commands, and is no example of code
 
 
 def named_in(text: str) -> set[str]:
