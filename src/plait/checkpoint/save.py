@@ -27,6 +27,7 @@ from plait.checkpoint.storage import StoredCheckpoints
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.distributed import Channel, World
 from plait.errors import CheckpointError
+from plait.monitor import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +332,8 @@ def _make_staging(staging: Path, needed: int) -> None:
     staging.mkdir(parents=True)
     free = shutil.disk_usage(staging).free
     if free < needed:
-        raise OSError(f"the disk is full: {staging.parent} has {_mib(free)} left, the checkpoint takes {_mib(needed)}")
+        left, size = format_bytes(free), format_bytes(needed)
+        raise OSError(f"the disk is full: {staging.parent} has {left} left, the checkpoint takes {size}")
 
 
 def _seal(staging: Path, manifest: Manifest | None, text: str | None) -> None:
@@ -339,7 +341,7 @@ def _seal(staging: Path, manifest: Manifest | None, text: str | None) -> None:
     assert text is not None
     write_text(staging / index_file.INDEX_NAME, text)
     manifest.write(staging)
-    _sync(staging)
+    sync_to_disk(staging)
 
 
 def _name(staging: Path, target: Path) -> None:
@@ -351,16 +353,13 @@ def _name(staging: Path, target: Path) -> None:
         shutil.rmtree(previous)
     else:
         os.replace(staging, target)
-    _sync(target.parent)
+    sync_to_disk(target.parent)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -114,7 +114,7 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
     import torch
 
     from plait.checkpoint import convert as room
-    from plait.monitor import duration, size
+    from plait.monitor import format_bytes, format_duration
 
     start = time.perf_counter()
     to: Any = options.to
@@ -138,7 +138,9 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
             )
     seconds = time.perf_counter() - start
     tensors = f"{written.tensors} tensor{'' if written.tensors == 1 else 's'}"
-    took = f"{size(written.bytes)} in {duration(seconds)}, {size(_peak_memory())} of memory at most"
+    took = (
+        f"{format_bytes(written.bytes)} in {format_duration(seconds)}, {format_bytes(_peak_memory())} of memory at most"
+    )
     typer.echo(f"{dst}: {tensors}, {took}")
 
 
@@ -161,7 +163,7 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
     from rich.table import Table
 
     from plait.checkpoint import group_totals, open_source, summary_rows
-    from plait.monitor import compact, size
+    from plait.monitor import format_bytes, format_count
 
     with open_source(Path(path), from_) as source:
         verified = source.verify() if verify else None
@@ -178,13 +180,15 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
         table.add_column("size", justify="right", no_wrap=True)
         for row in summary_rows(source.entries, every=every):
             count = "" if row.tensors == 1 else f"× {row.tensors}"
-            table.add_row(row.name, count, " × ".join(map(str, row.shape)) or "scalar", row.dtype, size(row.bytes))
+            table.add_row(
+                row.name, count, " × ".join(map(str, row.shape)) or "scalar", row.dtype, format_bytes(row.bytes)
+            )
         totals = Table(box=None, pad_edge=False, header_style="bold")
         totals.add_column("part")
         for heading in ("tensors", "elements", "size"):
             totals.add_column(heading, justify="right")
         for part in group_totals(source.entries):
-            totals.add_row(part.name, str(part.tensors), compact(part.elements), size(part.bytes))
+            totals.add_row(part.name, str(part.tensors), format_count(part.elements), format_bytes(part.bytes))
     # A pipe has no width: rows stay whole there.
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 400, highlight=False, markup=False)
     for each in (facts, "", table, "", totals):

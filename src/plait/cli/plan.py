@@ -13,7 +13,7 @@ from plait.cli.files import import_from_here, write_file
 from plait.config import RunConfig, min_ranks, parse, resolve_batch, resolve_layout, sample_unit
 from plait.errors import ConfigError, ModelError, Problem
 from plait.launch import Phase
-from plait.monitor import duration
+from plait.monitor import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -184,7 +184,7 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     if plan.bubble:
         console.print(f"{plan.bubble:.1%} of the pipeline's time is idle ({config.strategy.pipeline.schedule})")
     if config.train.max_steps is not None:
-        console.print(f"{config.train.max_steps:,} steps take {duration(plan.seconds * config.train.max_steps)}")
+        console.print(f"{config.train.max_steps:,} steps take {format_duration(plan.seconds * config.train.max_steps)}")
     for note in plan.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     if machine.kind == "cpu" and not machine.measured:

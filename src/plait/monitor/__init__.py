@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.monitor import report as report
-    from plait.monitor.console import spelled as spelled
+    from plait.monitor.console import encodable as encodable
     from plait.monitor.events import Event as Event
     from plait.monitor.events import EventKind as EventKind
     from plait.monitor.events import MessageEvent as MessageEvent
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from plait.monitor.files import JsonlSink as JsonlSink
     from plait.monitor.files import events_path as events_path
     from plait.monitor.files import read_events as read_events
-    from plait.monitor.format import clock as clock
-    from plait.monitor.format import compact as compact
-    from plait.monitor.format import duration as duration
+    from plait.monitor.format import format_bytes as format_bytes
+    from plait.monitor.format import format_clock as format_clock
+    from plait.monitor.format import format_count as format_count
+    from plait.monitor.format import format_duration as format_duration
     from plait.monitor.format import scalars as scalars
-    from plait.monitor.format import size as size
     from plait.monitor.history import History as History
     from plait.monitor.history import history as history
     from plait.monitor.report import card as card
     from plait.monitor.report import document as document
+    from plait.monitor.report import escaped as escaped
     from plait.monitor.report import footer as footer
-    from plait.monitor.report import text as text
     from plait.monitor.report import write_report as write_report
     from plait.monitor.sinks import Monitor as Monitor
     from plait.monitor.sinks import build_monitor as build_monitor
@@ -40,12 +40,12 @@ else:
         __name__,
         {
             ".": ["report"],
-            "console": ["spelled"],
+            "console": ["encodable"],
             "events": ["Event", "EventKind", "MessageEvent", "Sink"],
             "files": ["JsonlSink", "events_path", "read_events"],
-            "format": ["clock", "compact", "duration", "scalars", "size"],
+            "format": ["format_clock", "format_count", "format_duration", "scalars", "format_bytes"],
             "history": ["History", "history"],
-            "report": ["card", "document", "footer", "text", "write_report"],
+            "report": ["card", "document", "footer", "escaped", "write_report"],
             "sinks": ["Monitor", "build_monitor", "report_progress"],
             "svg": ["Scale", "axes", "image", "ticks"],
             "trackers": ["TensorBoardSink", "WandbSink"],

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from plait.config import counted
 from plait.monitor.events import Event, EventKind
-from plait.monitor.format import Table, clock, compact, decimal, duration, number, pairs, plain, size, tables
+from plait.monitor.format import (
+    Table,
+    as_number,
+    format_bytes,
+    format_clock,
+    format_count,
+    format_decimal,
+    format_duration,
+    pairs,
+    plain,
+    tables,
+)
 
 if TYPE_CHECKING:
     from plait.monitor.progress import Bar
@@ -53,30 +64,30 @@ def train_text(event: Event) -> str:
     data = event.data
     if data.get("by_epoch", True):
         epoch = _epoch(event.epoch, data.get("max_epochs"))
-        place = f"Epoch(train){epoch}{_count(data.get('step_in_epoch', event.step), data.get('steps_per_epoch'))}"
+        position = f"Epoch(train){epoch}{_count(data.get('step_in_epoch', event.step), data.get('steps_per_epoch'))}"
     else:
-        place = f"Iter(train) {_count(event.step, data.get('max_steps'))}"
-    return "  ".join([place, *_train_parts(data)])
+        position = f"Iter(train) {_count(event.step, data.get('max_steps'))}"
+    return "  ".join([position, *_train_metrics(data)])
 
 
-def _train_parts(data: Any) -> Iterator[str]:
+def _train_metrics(data: Any) -> Iterator[str]:
     forms: dict[str, tuple[str, Callable[[float], str]]] = {
         "lr": ("lr", lambda v: f"{v:.4e}"),
-        "eta": ("eta", clock),
+        "eta": ("eta", format_clock),
         "time": ("time", lambda v: f"{v:.4f}"),
         "data_time": ("data_time", lambda v: f"{v:.4f}"),
         "memory": ("memory", lambda v: f"{v:.0f}"),
-        "loss": ("loss", decimal),
-        "grad_norm": ("grad_norm", decimal),
-        "reward": ("reward", decimal),
-        "accuracy": ("accuracy", decimal),
-        "kl": ("kl", decimal),
-        "tokens_per_s": ("tokens/s", compact),
+        "loss": ("loss", format_decimal),
+        "grad_norm": ("grad_norm", format_decimal),
+        "reward": ("reward", format_decimal),
+        "accuracy": ("accuracy", format_decimal),
+        "kl": ("kl", format_decimal),
+        "tokens_per_s": ("tokens/s", format_count),
         "mfu": ("mfu", lambda v: f"{v:.1%}"),
         "loss_scale": ("loss_scale", lambda v: f"{v:g}"),
     }
     for key, (label, form) in forms.items():
-        if (value := number(data.get(key))) is not None:
+        if (value := as_number(data.get(key))) is not None:
             yield f"{label}: {form(value)}"
     if skipped := data.get("skipped"):
         yield f"skipped: {skipped}"
@@ -84,32 +95,32 @@ def _train_parts(data: Any) -> Iterator[str]:
 
 def evaluation_text(event: Event, *, by_epoch: bool = True, max_epochs: int | None = None) -> str:
     """The metrics of a VALIDATE or TEST event. A test has no epoch: it is made once, at the end."""
-    data, word = event.data, EVALUATIONS[event.kind]
+    data, split = event.data, EVALUATIONS[event.kind]
     count = _count(data.get("batches", 0), data.get("batches", 0))
     if not data.get("by_epoch", by_epoch):
-        place = f"Iter({word}) {count}"
+        position = f"Iter({split}) {count}"
     elif event.kind is EventKind.TEST:
-        place = f"Epoch({word})  {count}"
+        position = f"Epoch({split})  {count}"
     else:
-        place = f"Epoch({word}){_epoch(event.epoch, data.get('max_epochs', max_epochs))}{count}"
-    parts = [f"{key}: {_metric(value)}" for key, value in data.get("metrics", {}).items()]
-    if (seconds := number(data.get("time"))) is not None:
-        parts.append(f"time: {seconds:.4f}")
-    return "  ".join([place, *parts])
+        position = f"Epoch({split}){_epoch(event.epoch, data.get('max_epochs', max_epochs))}{count}"
+    metrics = [f"{key}: {_metric(value)}" for key, value in data.get("metrics", {}).items()]
+    if (seconds := as_number(data.get("time"))) is not None:
+        metrics.append(f"time: {seconds:.4f}")
+    return "  ".join([position, *metrics])
 
 
 def save_text(event: Event) -> str:
     """Where a checkpoint went, how large it is and how long it took."""
     data = event.data
     cost = []
-    if (count := number(data.get("bytes"))) is not None:
-        cost.append(size(count))
-    if (seconds := number(data.get("seconds"))) is not None:
-        cost.append(duration(seconds))
+    if (count := as_number(data.get("bytes"))) is not None:
+        cost.append(format_bytes(count))
+    if (seconds := as_number(data.get("seconds"))) is not None:
+        cost.append(format_duration(seconds))
     text = " in ".join(cost)
-    blocked = number(data.get("blocked"))
+    blocked = as_number(data.get("blocked"))
     if seconds is not None and blocked is not None and blocked < seconds:
-        text += f"; training waited {duration(blocked)}"
+        text += f"; training waited {format_duration(blocked)}"
     return f"Saved {data.get('path', 'a checkpoint')}" + (f"  ({text})" if text else "")
 
 
@@ -125,8 +136,8 @@ def _count(step: int, total: int | None) -> str:
 def _metric(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
-    found = number(value)
-    return str(value) if found is None else decimal(found)
+    converted = as_number(value)
+    return str(value) if converted is None else format_decimal(converted)
 
 
 Mode = Literal["bar", "plain"]
@@ -189,12 +200,12 @@ def end_text(event: Event) -> str:
     """How the run ended: `Run ended (finished): 1960 steps in 0:06:14`."""
     data = event.data
     reason = f" ({data['reason']})" if data.get("reason") else ""
-    seconds = number(data.get("seconds"))
-    took = f" in {clock(seconds)}" if seconds is not None else ""
+    seconds = as_number(data.get("seconds"))
+    took = f" in {format_clock(seconds)}" if seconds is not None else ""
     return f"Run ended{reason}: {counted(data.get('steps', event.step), 'step')}{took}"
 
 
-def spelled(text: str, stream: TextIO) -> str:
+def encodable(text: str, stream: TextIO) -> str:
     """The text as `stream` can show it: `?` for what its encoding lacks, rather than the end of the run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
@@ -221,5 +232,5 @@ class _Plain:
     def stop(self) -> None: ...
 
     def _put(self, text: str) -> None:
-        self._stream.write(spelled(text, self._stream).replace("\r", "") + "\n")
+        self._stream.write(encodable(text, self._stream).replace("\r", "") + "\n")
         self._stream.flush()

@@ -101,7 +101,7 @@ def read_events(paths: Iterable[Path | str]) -> list[Event]:
 
 
 def _read(path: Path) -> Iterator[Event]:
-    kinds = set(EventKind)
+    known = set(EventKind)
     try:
         opened = path.open(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -112,23 +112,23 @@ def _read(path: Path) -> Iterator[Event]:
                 record = parse_json(line)
             except ValueError:
                 continue
-            if not isinstance(record, dict) or str(record.get("kind")) not in kinds:
+            if not isinstance(record, dict) or str(record.get("kind")) not in known:
                 continue
-            kind, rank, data = EventKind(record["kind"]), record.get("rank", 0), record.get("data", {})
-            step, epoch, moment = _checked(record, kind, data, f"{path}, line {number}")
-            if kind in MEASUREMENTS:
+            event_kind, rank, data = EventKind(record["kind"]), record.get("rank", 0), record.get("data", {})
+            step, epoch, moment = _checked(record, event_kind, data, f"{path}, line {number}")
+            if event_kind in MEASUREMENTS:
                 data = _revive(data)
             if rank == 0:
-                yield Event(kind, step, epoch, data, moment)
-            elif kind is EventKind.MESSAGE:
-                yield Event(kind, step, epoch, {**data, "rank": rank}, moment)
+                yield Event(event_kind, step, epoch, data, moment)
+            elif event_kind is EventKind.MESSAGE:
+                yield Event(event_kind, step, epoch, {**data, "rank": rank}, moment)
 
 
 _LATEST = 250_000_000_000
 """Seconds since 1970 that a calendar still has a date for."""
 
 
-def _checked(record: Mapping[str, Any], kind: EventKind, data: Any, where: str) -> tuple[int, int, float]:
+def _checked(record: Mapping[str, Any], event_kind: EventKind, data: Any, where: str) -> tuple[int, int, float]:
     """Step, epoch and time of an event. What a report could not show is a `DataError` that names the line."""
     step, epoch, moment = (record.get(key) for key in ("step", "epoch", "time"))
     if type(step) is not int or type(epoch) is not int:
@@ -137,7 +137,7 @@ def _checked(record: Mapping[str, Any], kind: EventKind, data: Any, where: str) 
         raise DataError(f"{where}: time is {moment!r:.40}, expected seconds since 1970; remove the line")
     if not isinstance(data, dict) or not isinstance(data.get("metrics", {}), dict):
         raise DataError(f"{where}: data is {data!r:.80}, expected an object; remove the line")
-    if kind is EventKind.RUN_START:
+    if event_kind is EventKind.RUN_START:
         try:
             tables(data)
         except (TypeError, ValueError):
@@ -148,14 +148,11 @@ def _checked(record: Mapping[str, Any], kind: EventKind, data: Any, where: str) 
 # `train.csv`, `validate.csv`, `test.csv`: one row an event, for a spreadsheet.
 
 
-KINDS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
-
-
 class CsvSink:
     """A file for each kind of measurement. Files of an earlier run are continued."""
 
     def __init__(self, work_dir: Path) -> None:
-        self._files = {kind: GrowingCsv(work_dir / f"{kind.value}.csv") for kind in KINDS}
+        self._files = {measurement: GrowingCsv(work_dir / f"{measurement.value}.csv") for measurement in MEASUREMENTS}
 
     def write(self, event: Event) -> None:
         """Add a row for a measurement; other kinds have none."""
@@ -194,12 +191,12 @@ class GrowingCsv:
             with self._path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.reader(file))[1:]
         # Written beside and moved over it, so that no moment exists without a whole file.
-        beside = self._path.with_suffix(".csv.tmp")
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
-        beside.replace(self._path)
+        temporary = self._path.with_suffix(".csv.tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(columns)
+            table.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+        temporary.replace(self._path)
         self._columns = tuple(columns)
 
     def _end_last_line(self) -> None:

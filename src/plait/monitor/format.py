@@ -11,7 +11,7 @@ from typing import Any
 from plait.monitor.events import Event, EventKind
 
 
-def number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """The value as a float (NaN and infinities included), or None where it is not a number."""
     if value is None or isinstance(value, bool):
         return None
@@ -21,7 +21,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def decimal(value: float) -> str:
+def format_decimal(value: float) -> str:
     """Four decimals where they say something, an exponent where they would not: `6.1887`, `3.1000e-05`."""
     if isinstance(value, int):
         return str(value)
@@ -30,33 +30,33 @@ def decimal(value: float) -> str:
     return f"{value:.4e}"
 
 
-def compact(value: float) -> str:
+def format_count(value: float) -> str:
     """Three digits and a letter: `980`, `12.3k`, `1.20M`."""
     if not math.isfinite(value):
         return str(value)
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for format_bytes, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # 999 950 would round to `1000.0k`, so the next letter starts a little before its power.
-        if abs(value) >= size * 0.99995:
-            scaled = value / size
+        if abs(value) >= format_bytes * 0.99995:
+            scaled = value / format_bytes
             return f"{scaled:.2f}{letter}" if letter != "k" and abs(scaled) < 9.995 else f"{scaled:.1f}{letter}"
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Hours, minutes and seconds: `0:13:14`, and `?` where the number is none, or more than a calendar has."""
     if not math.isfinite(seconds) or abs(seconds) > timedelta.max.total_seconds():
         return "?"
     return str(timedelta(seconds=int(seconds)))
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A length of time, finer than a clock where it is short: `0.41 s`, `12.3 s`, `0:13:14`."""
     if not math.isfinite(seconds) or seconds >= 60:
-        return clock(seconds)
+        return format_clock(seconds)
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes: `512 B`, `3.4 MiB`, `1.2 GiB`."""
     if count < 1024:
         return f"{count:.0f} B"
@@ -117,5 +117,5 @@ def scalars(event: Event) -> dict[str, float]:
     flat = {key: value for key, value in event.data.items() if key not in BOOKKEEPING}
     if event.kind in (EventKind.VALIDATE, EventKind.TEST):
         flat = {**dict(flat.pop("metrics", {})), **flat}
-    found = ((key, number(value)) for key, value in flat.items() if not isinstance(value, str))
-    return {key: value for key, value in found if value is not None}
+    numbers = ((key, as_number(value)) for key, value in flat.items() if not isinstance(value, str))
+    return {key: value for key, value in numbers if value is not None}

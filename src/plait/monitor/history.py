@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from plait.monitor.events import Event, EventKind
-from plait.monitor.format import number, scalars
+from plait.monitor.format import as_number, scalars
 
 Point = tuple[int, float]
 
@@ -23,18 +23,18 @@ class Segment:
     events: list[Event] = field(default_factory=list)
     _numbers: dict[EventKind, list[tuple[Event, dict[str, float]]]] = field(default_factory=dict)
 
-    def curve(self, key: str, kind: EventKind = EventKind.TRAIN) -> list[Point]:
+    def curve(self, key: str, event_kind: EventKind = EventKind.TRAIN) -> list[Point]:
         """(step, value) of one measurement, non-finite values included."""
-        return [(event.step, values[key]) for event, values in self._measured(kind) if key in values]
+        return [(event.step, values[key]) for event, values in self._measured(event_kind) if key in values]
 
-    def keys(self, kind: EventKind) -> list[str]:
+    def keys(self, event_kind: EventKind) -> list[str]:
         """Every measurement of that kind, in order of first appearance."""
-        return list(dict.fromkeys(key for _, values in self._measured(kind) for key in values))
+        return list(dict.fromkeys(key for _, values in self._measured(event_kind) for key in values))
 
-    def _measured(self, kind: EventKind) -> list[tuple[Event, dict[str, float]]]:
-        if kind not in self._numbers:
-            self._numbers[kind] = [(event, scalars(event)) for event in self.events if event.kind is kind]
-        return self._numbers[kind]
+    def _measured(self, event_kind: EventKind) -> list[tuple[Event, dict[str, float]]]:
+        if event_kind not in self._numbers:
+            self._numbers[event_kind] = [(event, scalars(event)) for event in self.events if event.kind is event_kind]
+        return self._numbers[event_kind]
 
     @property
     def ending(self) -> Event | None:
@@ -49,9 +49,9 @@ class Segment:
     @property
     def seconds(self) -> float:
         """How long it ran: as it said at its end, or from its first to its last sign of life."""
-        said = number(self.ending.data.get("seconds")) if self.ending else None
-        if said is not None:
-            return said
+        reported = as_number(self.ending.data.get("seconds")) if self.ending else None
+        if reported is not None:
+            return reported
         times = [event.time for event in (self.opening, *self.events) if event is not None]
         return max(times) - min(times) if times else 0.0
 
@@ -69,21 +69,21 @@ class History:
         starts = [segment.start for segment in self.segments]
         return min(starts, default=0), max((segment.last_step for segment in self.segments), default=0)
 
-    def of_kind(self, kind: EventKind) -> list[Event]:
+    def of_kind(self, event_kind: EventKind) -> list[Event]:
         """Every event of that kind, over all segments."""
-        return [event for segment in self.segments for event in segment.events if event.kind is kind]
+        return [event for segment in self.segments for event in segment.events if event.kind is event_kind]
 
-    def values(self, key: str, kind: EventKind = EventKind.TRAIN) -> list[Point]:
+    def values(self, key: str, event_kind: EventKind = EventKind.TRAIN) -> list[Point]:
         """One measurement over all segments: finite values, less those a later segment made again."""
-        found: list[Point] = []
+        points: list[Point] = []
         for index, segment in enumerate(self.segments):
             until = self.superseded_after(index)
-            found += [(step, v) for step, v in segment.curve(key, kind) if math.isfinite(v) and step <= until]
-        return found
+            points += [(step, v) for step, v in segment.curve(key, event_kind) if math.isfinite(v) and step <= until]
+        return points
 
-    def metric_keys(self, kind: EventKind) -> list[str]:
+    def metric_keys(self, event_kind: EventKind) -> list[str]:
         """Every measurement of that kind, over all segments."""
-        return list(dict.fromkeys(key for segment in self.segments for key in segment.keys(kind)))
+        return list(dict.fromkeys(key for segment in self.segments for key in segment.keys(event_kind)))
 
     def superseded_after(self, index: int) -> float:
         """The step after which a later segment went over the same ground again."""

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from plait.monitor.events import Event
-from plait.monitor.format import Table, clock, compact, decimal, number
+from plait.monitor.format import Table, as_number, format_clock, format_count, format_decimal
 
 REFRESH_S = 0.2
 COLOURS = {"info": "default", "warning": "yellow", "error": "bold red"}
@@ -112,24 +112,24 @@ class Bar:
         return "Training"
 
     def _times(self, now: float) -> str:
-        elapsed = clock(now - self._began)
-        eta = number(self._data.get("eta"))
+        elapsed = format_clock(now - self._began)
+        eta = as_number(self._data.get("eta"))
         if eta is None:
             return elapsed
-        return f"{elapsed} · {clock(max(0.0, eta - (now - self._measured)))} left"
+        return f"{elapsed} · {format_clock(max(0.0, eta - (now - self._measured)))} left"
 
     def _measures(self) -> Text:
         forms = (
-            ("loss", "loss {}", decimal),
+            ("loss", "loss {}", format_decimal),
             ("lr", "lr {}", lambda value: f"{value:.2e}"),
-            ("tokens_per_s", "{} tok/s", compact),
-            ("samples_per_s", "{} samples/s", compact),
-            ("grad_norm", "grad norm {}", decimal),
+            ("tokens_per_s", "{} tok/s", format_count),
+            ("samples_per_s", "{} samples/s", format_count),
+            ("grad_norm", "grad norm {}", format_decimal),
             ("mfu", "mfu {}", lambda value: f"{value:.1%}"),
         )
         # Tokens say more than samples where both are known, and the row has to fit 80 columns.
         hidden = "samples_per_s" if self._data.get("tokens_per_s") is not None else ""
-        found = ((key, text, form, number(self._data.get(key))) for key, text, form in forms)
-        parts = [text.format(form(v)) for key, text, form, v in found if v is not None and key != hidden]
-        text = " · ".join(parts) if parts else "waiting for the first measurement"
-        return Text(text, "cyan" if parts else "dim", no_wrap=True, overflow="ellipsis")
+        values = ((key, text, form, as_number(self._data.get(key))) for key, text, form in forms)
+        texts = [text.format(form(v)) for key, text, form, v in values if v is not None and key != hidden]
+        text = " · ".join(texts) if texts else "waiting for the first measurement"
+        return Text(text, "cyan" if texts else "dim", no_wrap=True, overflow="ellipsis")

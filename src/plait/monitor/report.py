@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 from plait.config import parse_json
 from plait.monitor.events import Event, EventKind
 from plait.monitor.files import events_path, read_events
-from plait.monitor.format import clock, compact, decimal, duration, number, pairs, size, tables
+from plait.monitor.format import (
+    as_number,
+    format_bytes,
+    format_clock,
+    format_count,
+    format_decimal,
+    format_duration,
+    pairs,
+    tables,
+)
 from plait.monitor.history import History, Point, Segment, history
 from plait.monitor.svg import Chart, Marker, Series, render
 
@@ -151,8 +160,8 @@ class Measure:
 
     key: str
     title: str
-    note: str
-    form: Callable[[float], str] = decimal
+    subtitle: str
+    form: Callable[[float], str] = format_decimal
     signed: bool = False
     """It may be negative, so zero is no ground to stand on."""
 
@@ -182,10 +191,10 @@ def learned(story: History) -> Iterator[tuple[str, str, str]]:
     """The figures to open a report with: what held-out prompts gave last, and what they gave first."""
     for measure in MEASURES[:2]:
         held = story.values(measure.key, EventKind.VALIDATE)
-        found = held or story.values(measure.key)
-        if found and story.values("reward"):
+        points = held or story.values(measure.key)
+        if points and story.values("reward"):
             name = f"Held-out {measure.title.lower()}" if held else measure.title
-            (first_step, first), (_, last) = found[0], found[-1]
+            (first_step, first), (_, last) = points[0], points[-1]
             yield name, measure.form(last), f"{measure.form(first)} at step {first_step:,}"
 
 
@@ -199,7 +208,7 @@ RESULTS = ("Outcome", "Summary")
 LEVELS = {"info": "calm", "warning": "warn", "error": "bad"}
 
 
-def text(value: Any) -> str:
+def escaped(value: Any) -> str:
     """Any value as safe text: markup escaped, characters that no document may hold replaced."""
     return escape(CONTROL.sub("\ufffd", str(value)))
 
@@ -209,18 +218,18 @@ def document(title: str, body: Sequence[str]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{text(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
+        f"<title>{escaped(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(section for section in body if section)
         + "\n</main>\n</body>\n</html>\n"
     )
 
 
-def card(title: str, body: str, note: str = "") -> str:
+def card(title: str, body: str, subtitle: str = "") -> str:
     """A titled box, or nothing where there is nothing to put in it."""
     if not body:
         return ""
-    small = f" <small>{text(note)}</small>" if note else ""
-    return f'<section class="card"><h2>{text(title)}{small}</h2>{body}</section>'
+    small = f" <small>{escaped(subtitle)}</small>" if subtitle else ""
+    return f'<section class="card"><h2>{escaped(title)}{small}</h2>{body}</section>'
 
 
 def header(story: History, title: str) -> str:
@@ -228,11 +237,11 @@ def header(story: History, title: str) -> str:
     times = [e.time for s in story.segments for e in (s.opening, *s.events) if e is not None]
     facts = [status(story)]
     if times:
-        facts.append(f"<span>{text(_span(min(times), max(times)))}</span>")
+        facts.append(f"<span>{escaped(_span(min(times), max(times)))}</span>")
     if len(story.segments) > 1:
         facts.append(f"<span>{len(story.segments)} segments</span>")
     return (
-        f'<header><p class="eyebrow">Training report</p><h1>{text(title)}</h1>'
+        f'<header><p class="eyebrow">Training report</p><h1>{escaped(title)}</h1>'
         f'<p class="sub">{"".join(facts)}</p></header>'
     )
 
@@ -243,16 +252,16 @@ def status(story: History) -> str:
     if last is None or last.ending is None:
         return '<span class="pill warn">no end recorded</span>'
     reason = str(last.ending.data.get("reason") or "finished")
-    bad = any(word in reason.lower() for word in ("error", "fail", "interrupt", "killed", "non-finite"))
-    kind = "good" if reason == "finished" else "bad" if bad else "calm"
-    return f'<span class="pill {kind}">{text(reason)}</span>'
+    bad = any(sign in reason.lower() for sign in ("error", "fail", "interrupt", "killed", "non-finite"))
+    tone = "good" if reason == "finished" else "bad" if bad else "calm"
+    return f'<span class="pill {tone}">{escaped(reason)}</span>'
 
 
 def facts(story: History) -> str:
     """The few numbers that are asked for first."""
     shown = "".join(
-        f'<div><dt>{text(label)}</dt><dd>{text(value)}</dd><dd class="note">{text(note)}</dd></div>'
-        for label, value, note in _facts(story)
+        f'<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd><dd class="note">{escaped(subtitle)}</dd></div>'
+        for label, value, subtitle in _facts(story)
     )
     return f'<dl class="facts">{shown}</dl>' if shown else ""
 
@@ -260,20 +269,20 @@ def facts(story: History) -> str:
 def _facts(story: History) -> Iterator[tuple[str, str, str]]:
     yield from learned(story)
     if losses := [point for segment in story.segments for point in segment.curve("loss")]:
-        yield "Final loss", decimal(losses[-1][1]), f"step {losses[-1][0]:,}"
+        yield "Final loss", format_decimal(losses[-1][1]), f"step {losses[-1][0]:,}"
     if validated := story.values("loss", EventKind.VALIDATE):
         step, value = min(validated, key=lambda point: point[1])
-        yield "Best validation loss", decimal(value), f"step {step:,}"
+        yield "Best validation loss", format_decimal(value), f"step {step:,}"
     if story.segments:
         skipped = int(max((count for _, count in story.values("skipped")), default=0))
         yield "Steps", f"{max(s.last_step for s in story.segments):,}", f"{skipped} skipped" if skipped else ""
-        yield "Training time", clock(sum(s.seconds for s in story.segments)), ""
+        yield "Training time", format_clock(sum(s.seconds for s in story.segments)), ""
     for key, unit in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s")):
         if rates := story.values(key):
-            yield "Throughput", compact(statistics.median(v for _, v in rates)), f"{unit}, median"
+            yield "Throughput", format_count(statistics.median(v for _, v in rates)), f"{unit}, median"
             break
     if memory := story.values("memory"):
-        yield "Peak memory", size(max(v for _, v in memory) * 2**20), "one rank"
+        yield "Peak memory", format_bytes(max(v for _, v in memory) * 2**20), "one rank"
 
 
 def comparison(story: History) -> str:
@@ -286,15 +295,16 @@ def comparison(story: History) -> str:
     if not groups:
         return ""
     heads = "".join(
-        f'<th class="run c{i % PALETTE}"><i></i><span>{text(s.label)}</span></th>' for i, s in enumerate(story.segments)
+        f'<th class="run c{i % PALETTE}"><i></i><span>{escaped(s.label)}</span></th>'
+        for i, s in enumerate(story.segments)
     )
     span = len(story.segments) + 1
     body = ""
     for group, rows in groups.items():
-        body += f'<tr class="group"><th colspan="{span}">{text(group)}</th></tr>' if group else ""
+        body += f'<tr class="group"><th colspan="{span}">{escaped(group)}</th></tr>' if group else ""
         for label, values in rows.items():
             mark = ' class="differs"' if len(set(values)) > 1 and group not in RESULTS else ""
-            body += f"<tr{mark}><th>{text(label)}</th>{''.join(f'<td>{text(v)}</td>' for v in values)}</tr>"
+            body += f"<tr{mark}><th>{escaped(label)}</th>{''.join(f'<td>{escaped(v)}</td>' for v in values)}</tr>"
     head = f"<thead><tr><th></th>{heads}</tr></thead>"
     return f'<div class="scroll"><table class="compare">{head}<tbody>{body}</tbody></table></div>'
 
@@ -305,11 +315,11 @@ def _rows(segment: Segment) -> Iterator[tuple[str, str, str]]:
     losses = [v for _, v in segment.curve("loss")]
     validated = [v for _, v in segment.curve("loss", EventKind.VALIDATE) if math.isfinite(v)]
     yield "Outcome", "Steps", steps_text(segment)
-    yield "Outcome", "Time", duration(segment.seconds)
+    yield "Outcome", "Time", format_duration(segment.seconds)
     if losses:
-        yield "Outcome", "Final loss", decimal(losses[-1])
+        yield "Outcome", "Final loss", format_decimal(losses[-1])
     if validated:
-        yield "Outcome", "Best validation loss", decimal(min(validated))
+        yield "Outcome", "Best validation loss", format_decimal(min(validated))
     ending = segment.ending
     yield "Outcome", "Ended", str(ending.data.get("reason", "finished")) if ending else "no end recorded"
     if ending and ending.data.get("summary"):
@@ -326,9 +336,9 @@ def steps_text(segment: Segment) -> str:
 def checkpoints(story: History) -> str:
     """Every save, with what it cost."""
     rows = "".join(
-        f'<tr><td class="n">{event.step:,}</td><td><code>{text(event.data.get("path", ""))}</code></td>'
-        f'<td class="n">{_or_dash(event.data.get("bytes"), size)}</td>'
-        f'<td class="n">{_or_dash(event.data.get("seconds"), duration)}</td></tr>'
+        f'<tr><td class="n">{event.step:,}</td><td><code>{escaped(event.data.get("path", ""))}</code></td>'
+        f'<td class="n">{_or_dash(event.data.get("bytes"), format_bytes)}</td>'
+        f'<td class="n">{_or_dash(event.data.get("seconds"), format_duration)}</td></tr>'
         for event in story.of_kind(EventKind.SAVE)
     )
     head = '<tr><th class="n">Step</th><th>Path</th><th class="n">Size</th><th class="n">Time</th></tr>'
@@ -354,16 +364,17 @@ def _message(event: Event) -> str:
     when = datetime.fromtimestamp(event.time).strftime("%H:%M:%S")
     return (
         f'<tr><td class="quiet" style="width: 1%">{when}</td><td style="width: 1%">'
-        f'<span class="pill {LEVELS.get(level, "calm")}">{text(level)}</span></td>'
-        f'<td>{text(event.data.get("text", ""))}</td><td class="quiet n">{text(rank)}</td>'
+        f'<span class="pill {LEVELS.get(level, "calm")}">{escaped(level)}</span></td>'
+        f'<td>{escaped(event.data.get("text", ""))}</td><td class="quiet n">{escaped(rank)}</td>'
         f'<td class="quiet n">step {event.step:,}</td></tr>'
     )
 
 
-def samples_table(found: Sequence[tuple[str, str]]) -> str:
+def samples_table(samples: Sequence[tuple[str, str]]) -> str:
     """Texts that the model wrote."""
     return "".join(
-        f"<figure><figcaption>{text(title)}</figcaption><pre>{text(sample)}</pre></figure>" for title, sample in found
+        f"<figure><figcaption>{escaped(title)}</figcaption><pre>{escaped(sample)}</pre></figure>"
+        for title, sample in samples
     )
 
 
@@ -374,14 +385,14 @@ def footer(written: float) -> str:
 
 
 def _or_dash(value: Any, form: Any) -> str:
-    found = number(value)
-    return "–" if found is None else text(form(found))
+    converted = as_number(value)
+    return "–" if converted is None else escaped(form(converted))
 
 
 def _span(first: float, last: float) -> str:
     begin, end = datetime.fromtimestamp(first), datetime.fromtimestamp(last)
-    late = end.strftime("%H:%M") if begin.date() == end.date() else end.strftime("%Y-%m-%d %H:%M")
-    return f"{begin:%Y-%m-%d %H:%M} – {late}"
+    until = end.strftime("%H:%M") if begin.date() == end.date() else end.strftime("%Y-%m-%d %H:%M")
+    return f"{begin:%Y-%m-%d %H:%M} – {until}"
 
 
 # Which curves the report draws, and how they are named.
@@ -403,26 +414,35 @@ class Panel:
     unit: str
     form: Callable[[float], str]
     scale: float = 1.0
-    kind: EventKind = EventKind.TRAIN
+    event_kind: EventKind = EventKind.TRAIN
     continuous: bool = True
     """It goes on where it was after a resume; what depends on the machine or the layout may jump."""
     from_zero: bool = True
-    beside: EventKind | None = None
+    overlaid: EventKind | None = None
     """Another kind of event that measured the same; drawn into the same chart."""
 
 
 def loss_card(story: History) -> str:
     """Training and validation loss in one chart; a resumed run goes on in its own colour."""
-    series = [*_series(story, "loss", "train"), *_series(story, "loss", "val", kind=EventKind.VALIDATE)]
+    series = [*_series(story, "loss", "train"), *_series(story, "loss", "val", event_kind=EventKind.VALIDATE)]
     chart = render(
-        Chart(series, decimal, "Loss over steps", story.domain, _markers(story), captions=True, width=1080, height=360)
+        Chart(
+            series,
+            format_decimal,
+            "Loss over steps",
+            story.domain,
+            _markers(story),
+            captions=True,
+            width=1080,
+            height=360,
+        )
     )
     return card("Loss", f'{_legend(story, series)}<div class="wide">{chart}</div>' if chart else "", "over steps")
 
 
 def small_cards(story: History) -> str:
     """Everything else that was measured, two charts a row; a last one alone has the row to itself."""
-    panels = [panel for panel in _panels(story) if story.values(panel.key, panel.kind)]
+    panels = [panel for panel in _panels(story) if story.values(panel.key, panel.event_kind)]
     alone = len(panels) % 2
     cards = "".join(_small(story, panel) for panel in panels[: len(panels) - alone])
     cards += "".join(_small(story, panel, width=1080) for panel in panels[len(panels) - alone :])
@@ -432,10 +452,10 @@ def small_cards(story: History) -> str:
 def _panels(story: History) -> Iterator[Panel]:
     yield from _answers(story)
     yield Panel("lr", "Learning rate", "", lambda v: f"{v:.3e}")
-    yield Panel("grad_norm", "Gradient norm", "", decimal)
+    yield Panel("grad_norm", "Gradient norm", "", format_decimal)
     yield Panel("time", "Step time", "seconds", lambda v: f"{v:.4f} s", continuous=False)
-    rate, word = ("tokens_per_s", "tokens/s") if story.values("tokens_per_s") else ("samples_per_s", "samples/s")
-    yield Panel(rate, "Throughput", word, lambda v: f"{compact(v)} {word}", continuous=False)
+    rate, rate_unit = ("tokens_per_s", "tokens/s") if story.values("tokens_per_s") else ("samples_per_s", "samples/s")
+    yield Panel(rate, "Throughput", rate_unit, lambda v: f"{format_count(v)} {rate_unit}", continuous=False)
     peak = max((value for _, value in story.values("memory")), default=0.0)
     unit, scale = ("GiB", 1 / 1024) if peak >= 2048 else ("MiB", 1.0)
     yield Panel("memory", "Peak memory", f"{unit}, one rank", lambda v: f"{v:,.1f} {unit}", scale, continuous=False)
@@ -444,28 +464,39 @@ def _panels(story: History) -> Iterator[Panel]:
     drawn = {"loss", "time", "batches", *(measure.key for measure in MEASURES)}
     for key in story.metric_keys(EventKind.VALIDATE):
         if key not in drawn:
-            yield Panel(key, key, "validation", decimal, kind=EventKind.VALIDATE)
+            yield Panel(key, key, "validation", format_decimal, event_kind=EventKind.VALIDATE)
 
 
 def _answers(story: History) -> Iterator[Panel]:
     """What is known of answers: while training, on held-out prompts, or both in one chart."""
-    for each in MEASURES:
-        kinds = [kind for kind in (EventKind.TRAIN, EventKind.VALIDATE) if story.values(each.key, kind)]
-        if kinds:
-            both = len(kinds) == 2
-            where = "line: training, circles: held-out" if both else "" if EventKind.TRAIN in kinds else "held-out"
-            note = " · ".join(part for part in (each.note, where) if part)
-            beside = EventKind.VALIDATE if both else None
-            ground = not each.signed
-            yield Panel(each.key, each.title, note, each.form, kind=kinds[0], from_zero=ground, beside=beside)
+    for measure in MEASURES:
+        event_kinds = [
+            event_kind for event_kind in (EventKind.TRAIN, EventKind.VALIDATE) if story.values(measure.key, event_kind)
+        ]
+        if event_kinds:
+            both = len(event_kinds) == 2
+            where = (
+                "line: training, circles: held-out" if both else "" if EventKind.TRAIN in event_kinds else "held-out"
+            )
+            subtitle = " · ".join(text for text in (measure.subtitle, where) if text)
+            overlaid = EventKind.VALIDATE if both else None
+            yield Panel(
+                measure.key,
+                measure.title,
+                subtitle,
+                measure.form,
+                event_kind=event_kinds[0],
+                from_zero=not measure.signed,
+                overlaid=overlaid,
+            )
 
 
 def _small(story: History, panel: Panel, width: int = 520) -> str:
-    kinds = {panel.kind: "", panel.beside: "held-out"} if panel.beside else {panel.kind: ""}
+    names = {panel.event_kind: "", panel.overlaid: "held-out"} if panel.overlaid else {panel.event_kind: ""}
     series = [
         one
-        for kind, name in kinds.items()
-        for one in _series(story, panel.key, name, panel.scale, kind, panel.continuous)
+        for event_kind, name in names.items()
+        for one in _series(story, panel.key, name, panel.scale, event_kind, panel.continuous)
     ]
     label = f"{panel.title} over steps"
     chart = render(
@@ -479,19 +510,19 @@ def _series(
     key: str,
     name: str,
     scale: float = 1.0,
-    kind: EventKind = EventKind.TRAIN,
+    event_kind: EventKind = EventKind.TRAIN,
     continuous: bool = True,
 ) -> Iterator[Series]:
     previous: list[Point] = []
     for index, segment in enumerate(story.segments):
-        points = [(step, value * scale) for step, value in segment.curve(key, kind)]
+        points = [(step, value * scale) for step, value in segment.curve(key, event_kind)]
         before = [p for p in previous if p[0] <= segment.start and math.isfinite(p[1])]
         if points:
             yield Series(
                 name,
                 points,
                 colour=index % PALETTE,
-                dots=kind is not EventKind.TRAIN,
+                dots=event_kind is not EventKind.TRAIN,
                 lead_in=before[-1] if before and continuous else None,
                 fade_after=story.superseded_after(index),
             )
@@ -508,7 +539,7 @@ def _markers(story: History) -> list[Marker]:
 
 def _legend(story: History, series: list[Series]) -> str:
     entries = "".join(
-        f'<li class="c{i % PALETTE}">{LINE_KEY}<b>{text(s.label)}</b> '
+        f'<li class="c{i % PALETTE}">{LINE_KEY}<b>{escaped(s.label)}</b> '
         f'<span class="quiet">steps {steps_text(s)}</span></li>'
         for i, s in enumerate(story.segments)
     )
@@ -542,12 +573,12 @@ class ShownAnswer(NamedTuple):
 
 def read_answers(folder: Path) -> list[ShownAnswer]:
     """Every answer in `samples.jsonl`. Where a run went back to a checkpoint, what it said after that was lost."""
-    found: list[ShownAnswer] = []
+    answers: list[ShownAnswer] = []
     for answer in _lines(folder / ANSWERS):
-        if found and answer.step < found[-1].step:
-            found = [earlier for earlier in found if earlier.step < answer.step]
-        found.append(answer)
-    return found
+        if answers and answer.step < answers[-1].step:
+            answers = [earlier for earlier in answers if earlier.step < answer.step]
+        answers.append(answer)
+    return answers
 
 
 def _lines(path: Path) -> Iterator[ShownAnswer]:
@@ -557,34 +588,36 @@ def _lines(path: Path) -> Iterator[ShownAnswer]:
         for line in file:
             try:
                 row = parse_json(line)
-                yield ShownAnswer(int(row["step"]), str(row["prompt"]), str(row["answer"]), number(row.get("reward")))
+                yield ShownAnswer(
+                    int(row["step"]), str(row["prompt"]), str(row["answer"]), as_number(row.get("reward"))
+                )
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # a line that a crash left unfinished
 
 
 def answers_card(folder: Path) -> str:
     """Answers over time: of a few steps, a few each."""
-    found = read_answers(folder)
-    steps = _spread(sorted({answer.step for answer in found}))
-    shown = [answer for step in steps for answer in [a for a in found if a.step == step][:MOST_EACH]]
+    answers = read_answers(folder)
+    steps = _spread(sorted({answer.step for answer in answers}))
+    shown = [answer for step in steps for answer in [a for a in answers if a.step == step][:MOST_EACH]]
     rows = "".join(
-        f'<tr><td class="n">{each.step:,}</td><td><pre>{_short(each.prompt)}</pre></td>'
-        f'<td><pre>{_short(each.answer)}</pre></td><td class="n">{_reward(each.reward)}</td></tr>'
-        for each in shown
+        f'<tr><td class="n">{answer.step:,}</td><td><pre>{_short(answer.prompt)}</pre></td>'
+        f'<td><pre>{_short(answer.answer)}</pre></td><td class="n">{_reward(answer.reward)}</td></tr>'
+        for answer in shown
     )
     if not rows:
         return ""
     head = '<tr><th class="n">Step</th><th>Prompt</th><th>Answer</th><th class="n">Reward</th></tr>'
     table = f'<div class="scroll"><table class="said"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
-    note = "" if len(shown) == len(found) else f"{len(shown)} of {len(found):,}; all are in {ANSWERS}"
-    return card("Answers over time", table, note)
+    subtitle = "" if len(shown) == len(answers) else f"{len(shown)} of {len(answers):,}; all are in {ANSWERS}"
+    return card("Answers over time", table, subtitle)
 
 
 def picture_cards(folder: Path) -> str:
     """Pictures that hooks drew, put into the page itself."""
     return "".join(
-        card(title, f'<p><img alt="{text(note)}" src="{_inline(folder / name)}"/></p>', note)
-        for name, title, note in PICTURES
+        card(title, f'<p><img alt="{escaped(subtitle)}" src="{_inline(folder / name)}"/></p>', subtitle)
+        for name, title, subtitle in PICTURES
         if (folder / name).is_file()
     )
 
@@ -601,12 +634,12 @@ def _spread(steps: Sequence[int]) -> list[int]:
     return [steps[round(at * (len(steps) - 1) / (MOST_STEPS - 1))] for at in range(MOST_STEPS)]
 
 
-def _short(words: str) -> str:
-    return text(words if len(words) <= MOST_SIGNS else words[:MOST_SIGNS] + " …")
+def _short(content: str) -> str:
+    return escaped(content if len(content) <= MOST_SIGNS else content[:MOST_SIGNS] + " …")
 
 
 def _reward(value: float | None) -> str:
-    return "–" if value is None else text(decimal(value))
+    return "–" if value is None else escaped(format_decimal(value))
 
 
 def write_report(
@@ -642,9 +675,9 @@ def write_report(
     if out.exists() and not out.is_file():
         out.write_text(document(title, body), encoding="utf-8")  # a pipe or /dev/null: nothing may take its place
         return
-    beside = out.with_name(out.name + ".tmp")
-    beside.write_text(document(title, body), encoding="utf-8")
-    beside.replace(out)
+    temporary = out.with_name(out.name + ".tmp")
+    temporary.write_text(document(title, body), encoding="utf-8")
+    temporary.replace(out)
 
 
 class HtmlSink:
@@ -658,14 +691,14 @@ class HtmlSink:
         """Draw the report at RUN_END; until then only note that there is something to draw."""
         self._stale = True
         if event.kind is EventKind.RUN_END:
-            self._draw()
+            self._write_report()
 
     def close(self) -> None:
         """Draw the report of a run that was cut short."""
         if self._stale:
-            self._draw()
+            self._write_report()
 
-    def _draw(self) -> None:
+    def _write_report(self) -> None:
         others = sorted(self._work_dir.glob("events-rank*.jsonl"))
         first = events_path(self._work_dir, 0)
         write_report(

@@ -11,7 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from plait.config import CustomSink, LogConfig
-from plait.monitor.console import ConsoleSink, choose_mode, prefix, spelled
+from plait.monitor.console import ConsoleSink, choose_mode, encodable, prefix
 from plait.monitor.events import Event, EventKind, Sink
 from plait.plugins import load, make
 
@@ -56,7 +56,7 @@ class Monitor:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -83,7 +83,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-_OWN = MappingProxyType(
+_SINKS = MappingProxyType(
     {
         "jsonl": "plait.monitor.files:JsonlSink",
         "csv": "plait.monitor.files:CsvSink",
@@ -107,11 +107,11 @@ def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mappin
     sinks: list[Sink] = []
     if rank == 0 and config.console != "none":
         sinks.append(ConsoleSink(choose_mode(config.console, sys.stdout), sys.stdout))
-    words = dict.fromkeys(sink for sink in config.sinks if isinstance(sink, str))
+    named = dict.fromkeys(sink for sink in config.sinks if isinstance(sink, str))
     # The record comes before the report, which reads it.
-    for word in dict.fromkeys([*(each for each in ("jsonl",) if {"jsonl", "html"} & words.keys()), *words]):
-        settings = {"project": config.wandb_project, "options": wandb} if word == "wandb" else {}
-        sinks += _made(CustomSink(type=_OWN[word], **settings), "log.sinks", work_dir, rank)
+    for name in dict.fromkeys([*(name for name in ("jsonl",) if {"jsonl", "html"} & named.keys()), *named]):
+        settings = {"project": config.wandb_project, "options": wandb} if name == "wandb" else {}
+        sinks += _made(CustomSink(type=_SINKS[name], **settings), "log.sinks", work_dir, rank)
     for index, sink in enumerate(config.sinks):
         if isinstance(sink, CustomSink):
             sinks += _made(sink, f"log.sinks.{index}", work_dir, rank)
@@ -123,12 +123,12 @@ def report_progress(config: LogConfig, rank: int, text: str) -> None:
     if rank == 0 and config.console != "none":
         event = Event(EventKind.MESSAGE, 0, 0, {"text": text})
         with suppress(OSError):  # nobody reads it: the run goes on all the same, as it does without its console sink
-            print(spelled(f"{prefix(event)}{text}", sys.stdout), flush=True)
+            print(encodable(f"{prefix(event)}{text}", sys.stdout), flush=True)
 
 
-def _made(part: CustomSink, key: str, work_dir: Path, rank: int) -> list[Sink]:
+def _made(config: CustomSink, key: str, work_dir: Path, rank: int) -> list[Sink]:
     """The sink, on a rank that has one. Every rank loads it, so that a wrong name ends all of them."""
-    every_rank = getattr(load(part, key), "every_rank", False)
+    every_rank = getattr(load(config, key), "every_rank", False)
     if rank != 0 and not every_rank:
         return []
-    return [make(part, key, work_dir, kind=Sink, **({"rank": rank} if every_rank else {}))]
+    return [make(config, key, work_dir, kind=Sink, **({"rank": rank} if every_rank else {}))]

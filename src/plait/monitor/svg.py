@@ -103,12 +103,12 @@ def render(chart: Chart) -> str:
     if not finite:
         return ""
     x, y = _scales(chart, finite)
-    parts = [*_grid(chart, x, y)]
-    parts += [_marker(chart, marker, row, x) for row, marker in enumerate(chart.markers)]
+    elements = [*_grid(chart, x, y)]
+    elements += [_marker(chart, marker, row, x) for row, marker in enumerate(chart.markers)]
     for series in chart.series:
-        parts += _series(chart, series, x, y)
-    parts += _stops(chart, x, y)
-    body = "\n".join(parts)
+        elements += _series(chart, series, x, y)
+    elements += _stops(chart, x, y)
+    body = "\n".join(elements)
     return (
         f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" '
         f"aria-label={quoteattr(chart.label)}>\n{body}\n</svg>"
@@ -118,8 +118,8 @@ def render(chart: Chart) -> str:
 def _scales(chart: Chart, finite: Sequence[Point]) -> tuple[Scale, Scale]:
     values = [value for _, value in finite]
     low, high = min(values), max(values)
-    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low, high = (min(0.0, low), high + room) if chart.from_zero else (low - room, high + room)
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    low, high = (min(0.0, low), high + margin) if chart.from_zero else (low - margin, high + margin)
     x = Scale(*chart.domain, LEFT, chart.width - RIGHT)
     return x, Scale(low, high, chart.height - BOTTOM, TOP)
 
@@ -149,9 +149,9 @@ def _marker(chart: Chart, marker: Marker, row: int, x: Scale) -> str:
         return line
     # The caption stands on the side that has room for it; neighbours stand below one another.
     right = at < x.start + 0.65 * (x.end - x.start)
-    place = f'x="{_px(at + 7 if right else at - 7)}" text-anchor="{"start" if right else "end"}"'
+    anchor = f'x="{_px(at + 7 if right else at - 7)}" text-anchor="{"start" if right else "end"}"'
     height = TOP + 12 + 15 * (row % CAPTION_ROWS)
-    return f'{line}<text class="caption c{marker.colour}" {place} y="{height}">{escape(marker.text)}</text>'
+    return f'{line}<text class="caption c{marker.colour}" {anchor} y="{height}">{escape(marker.text)}</text>'
 
 
 def _series(chart: Chart, series: Series, x: Scale, y: Scale) -> Iterator[str]:
@@ -163,20 +163,20 @@ def _series(chart: Chart, series: Series, x: Scale, y: Scale) -> Iterator[str]:
     if pale and kept:
         pale = [kept[-1], *pale]
     colour = f"c{series.colour}"
-    for part, extra in ((pale, " pale"), (kept, "")):
-        for run in _runs(part):
+    for points, style in ((pale, " pale"), (kept, "")):
+        for run in _runs(points):
             path = " ".join(f"{'ML'[i > 0]}{_px(x(s))} {_px(y(v))}" for i, (s, v) in enumerate(run))
-            if chart.from_zero and not series.dots and not extra and len(run) > 1:
+            if chart.from_zero and not series.dots and not style and len(run) > 1:
                 ground = f"L{_px(x(run[-1][0]))} {_px(y.start)} L{_px(x(run[0][0]))} {_px(y.start)} Z"
                 yield f'<path class="area {colour}" d="{path} {ground}"/>'
-            yield f'<path class="line {colour}{extra}{" dashed" if series.dots else ""}" d="{path}"/>'
+            yield f'<path class="line {colour}{style}{" dashed" if series.dots else ""}" d="{path}"/>'
             if series.dots:
-                own = (p for p in run if p != series.lead_in)
-                for s, v in own:
-                    yield f'<circle class="dot {colour}{extra}" cx="{_px(x(s))}" cy="{_px(y(v))}" r="3.5"/>'
+                dots = (p for p in run if p != series.lead_in)
+                for s, v in dots:
+                    yield f'<circle class="dot {colour}{style}" cx="{_px(x(s))}" cy="{_px(y(v))}" r="3.5"/>'
             elif len(run) == 1:
                 s, v = run[0]
-                yield f'<circle class="point {colour}{extra}" cx="{_px(x(s))}" cy="{_px(y(v))}" r="2.5"/>'
+                yield f'<circle class="point {colour}{style}" cx="{_px(x(s))}" cy="{_px(y(v))}" r="2.5"/>'
     for step, value in series.points:
         if not math.isfinite(value):
             title = f"<title>{escape(f'step {step}: {series.name} is {value}')}</title>"
@@ -205,11 +205,13 @@ rect { fill: #2463c9; stroke: #ffffff; stroke-width: 0.5; }
 """
 
 
-def image(width: int, height: int, parts: Sequence[str], *, label: str) -> str:
+def image(width: int, height: int, elements: Sequence[str], *, label: str) -> str:
     """A file of its own: an SVG document that brings its colours."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label={quoteattr(label)}>\n<style>{IMAGE_STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'role="img" aria-label={quoteattr(label)}>\n<style>{IMAGE_STYLE}</style>\n'
+        + "\n".join(elements)
+        + "\n</svg>\n"
     )
 
 
@@ -229,8 +231,8 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str, *, whole: bool = False)
         yield f'<text x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{short(value)}</text>'
     middle = _px((x.start + x.end) / 2)
     yield f'<text x="{middle}" y="{_px(y.start + 38)}" text-anchor="middle">{escape(x_label)}</text>'
-    place = f"{_px(x.start - 42)} {_px((y.start + y.end) / 2)}"
-    yield f'<text transform="translate({place}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
+    origin = f"{_px(x.start - 42)} {_px((y.start + y.end) / 2)}"
+    yield f'<text transform="translate({origin}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
 
 
 def _stops(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:

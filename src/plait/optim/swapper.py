@@ -22,6 +22,7 @@ from plait.distributed import PART, Bucket, Key, OffloadFile, World, leaves
 from plait.errors import ConfigError, Problem
 from plait.kernels import FileQueue, FileTransfer, host_empty
 from plait.launch import cgroup_limit
+from plait.monitor import format_bytes
 from plait.optim.base import MakeState
 from plait.optim.groups import OptimizerGroup
 from plait.optim.optimizers import build_optimizer
@@ -351,21 +352,21 @@ def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: P
     free = min(psutil.virtual_memory().available, cgroup_limit() or sys.maxsize)
     problems = []
     if host > free:
-        message = f"the offloaded state takes {_gib(host)} of this host's memory, and {_gib(free)} are free"
+        message = (
+            f"the offloaded state takes {format_bytes(host)} of this host's memory, and {format_bytes(free)} are free"
+        )
         remedy = f"Use more hosts, `{_PATH}.ratio` to keep a share on the device, or `{_PATH}.optimizer: nvme`."
         problems.append(Problem(f"{_PATH}.optimizer", message, remedy))
     if folder is not None:
         existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         left = shutil.disk_usage(existing).free
         if files > left:
-            message = f"the offloaded state takes {_gib(files)} of disk, and {folder} has {_gib(left)} free"
+            message = (
+                f"the offloaded state takes {format_bytes(files)} of disk, and {folder} has {format_bytes(left)} free"
+            )
             problems.append(Problem(f"{_PATH}.path", message, "Free space, or name a folder on a larger disk."))
     if world.any(bool(problems)):
         raise ConfigError(problems or [Problem(_PATH, "another host has no space for its state", "See its message.")])
     if host < _MOST * free:
         return ""
-    return f"offload takes {_gib(host)} of this host's memory, of {_gib(free)} that are free"
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"offload takes {format_bytes(host)} of this host's memory, of {format_bytes(free)} that are free"

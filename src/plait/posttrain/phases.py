@@ -50,7 +50,7 @@ from plait.data import tokenizer_path
 from plait.errors import ConfigError, DataError, ModelError, PlaitError, Problem, in_one_line
 from plait.launch import STOPPED_CODES
 from plait.models import build_model
-from plait.monitor import EventKind, History, clock, events_path, history, read_events, write_report
+from plait.monitor import EventKind, History, events_path, format_clock, history, read_events, write_report
 from plait.posttrain.data.prepare import longest
 from plait.posttrain.data.records import EmptyError, IncompleteError, UnlearnedError, examples_in, read_rows
 from plait.posttrain.data.tasks import make_task
@@ -640,7 +640,7 @@ class PhaseOutcome:
     @property
     def time(self) -> str:
         """How long it took, over all attempts."""
-        return clock(self.seconds)
+        return format_clock(self.seconds)
 
 
 def outcome_of(step: PhaseStep) -> PhaseOutcome:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from xml.sax.saxutils import escape
 
-from plait.monitor import compact, size, ticks
+from plait.monitor import format_bytes, format_count, ticks
 from plait.monitor import report as page
 from plait.profile.account import Interval, Slice, TraceLanes
 from plait.profile.marks import COMMUNICATION, IDLE, KINDS, is_running_collective, label
@@ -192,15 +192,15 @@ def headline(report: Report) -> list[tuple[str, str, str]]:
     plain = "" if report.plain_ms is None else f"{report.time.ms:.4g} ms with the profiler"
     found = [("Step", f"{report.step_ms:.4g} ms", plain)]
     if report.tokens:
-        found.append(("Throughput", compact(report.tokens / report.step_ms * 1e3), "tokens/s, all ranks"))
+        found.append(("Throughput", format_count(report.tokens / report.step_ms * 1e3), "tokens/s, all ranks"))
     if report.counted_flops:
         rate = report.counted_flops / report.step_ms * 1e3 / len(report.ranks)
-        found.append(("Arithmetic", compact(rate), "FLOP/s, one rank, with what is recomputed"))
+        found.append(("Arithmetic", format_count(rate), "FLOP/s, one rank, with what is recomputed"))
     if report.mfu is not None:
-        found.append(("MFU", f"{report.mfu:.1%}", f"of {compact(report.peak_flops or 0.0)} FLOP/s"))
+        found.append(("MFU", f"{report.mfu:.1%}", f"of {format_count(report.peak_flops or 0.0)} FLOP/s"))
     elif report.hfu is not None:
-        found.append(("HFU", f"{report.hfu:.1%}", f"of {compact(report.peak_flops or 0.0)} FLOP/s"))
-    found.append(("Peak memory", size(report.memory.measured), "one rank"))
+        found.append(("HFU", f"{report.hfu:.1%}", f"of {format_count(report.peak_flops or 0.0)} FLOP/s"))
+    found.append(("Peak memory", format_bytes(report.memory.measured), "one rank"))
     return found
 
 
@@ -264,19 +264,19 @@ def _ranks(report: Report) -> Grid:
 def _memory(report: Report) -> Grid:
     memory = report.memory
     rows = [
-        (part, size(held), f"{held / max(memory.counted, 1):.1%}")
+        (part, format_bytes(held), f"{held / max(memory.counted, 1):.1%}")
         for part, held in sorted(memory.parts.items(), key=lambda entry: -entry[1])
     ]
     if not rows:
         return Grid("", ())
-    rows.append(("tensors at the peak", size(memory.counted), "100.0%"))
+    rows.append(("tensors at the peak", format_bytes(memory.counted), "100.0%"))
     if report.device == "cpu":
-        note = f"the process holds {size(memory.measured)}, with Python and libraries"
+        note = f"the process holds {format_bytes(memory.measured)}, with Python and libraries"
     else:
         rest = memory.measured - memory.counted
-        more = f"{size(abs(rest))} {'more' if rest >= 0 else 'less'}"
+        more = f"{format_bytes(abs(rest))} {'more' if rest >= 0 else 'less'}"
         why = "compiled code, kernels' own" if memory.uncompiled else "kernels' own"
-        note = f"the allocator had given out {size(memory.measured)}, {more} ({why})"
+        note = f"the allocator had given out {format_bytes(memory.measured)}, {more} ({why})"
     return Grid("Memory of a rank at the peak", ("", "", "share"), rows, note, last_is_sum=True)
 
 
@@ -286,9 +286,9 @@ def _messages(report: Report) -> Grid:
         (
             f"{row.kind} {row.axis}".strip(),
             str(row.ranks),
-            size(row.bytes),
+            format_bytes(row.bytes),
             str(row.count),
-            size(row.sent),
+            format_bytes(row.sent),
             "" if row.ms is None else f"{row.ms:.3f}",
             f"{row.gbps:.2f}" if row.gbps and row.gbps >= 0.005 else "",
         )
@@ -303,7 +303,7 @@ def _messages(report: Report) -> Grid:
                 "",
                 "",
                 str(sum(row.count for row in log.rows)),
-                size(sum(row.sent for row in log.rows)),
+                format_bytes(sum(row.sent for row in log.rows)),
                 f"{sum(row.ms or 0.0 for row in log.rows):.3f}" if any(row.ms for row in log.rows) else "",
                 "",
             )
@@ -331,16 +331,16 @@ def _modules(report: Report) -> Grid:
                 f"{row.forward_ms:.3f}" if row.ms else "",
                 f"{row.backward_ms:.3f}" if row.ms else "",
                 f"{row.ms / report.time.ms:.1%}" if row.ms else "",
-                compact(row.flops.total) if row.flops.total else "",
-                compact(row.flops.again) if row.flops.again else "",
-                "" if row.flops_per_s is None else compact(row.flops_per_s),
+                format_count(row.flops.total) if row.flops.total else "",
+                format_count(row.flops.again) if row.flops.again else "",
+                "" if row.flops_per_s is None else format_count(row.flops_per_s),
             )
         )
     heads = ("", "forward ms", "backward ms", "share", "FLOPs", "of these again", "FLOP/s")
-    notes = [f"all ranks: {compact(report.counted_flops)} FLOPs counted"] if report.counted_flops else []
+    notes = [f"all ranks: {format_count(report.counted_flops)} FLOPs counted"] if report.counted_flops else []
     if report.formula_flops and notes:
         share = report.counted_flops / report.formula_flops
-        notes.append(f"{compact(report.formula_flops)} by the model's own formula ({share:.1%})")
+        notes.append(f"{format_count(report.formula_flops)} by the model's own formula ({share:.1%})")
     return Grid("Modules, with what is inside of them", heads, rows, ", ".join(notes))
 
 
@@ -381,31 +381,29 @@ def write_page(report: Report, lanes: TraceLanes, folder: Path) -> None:
 
 
 def _header(report: Report) -> str:
-    axes = ", ".join(f"{axis} {size}" for axis, size in report.layout.items())
+    axes = ", ".join(f"{axis} {length}" for axis, length in report.layout.items())
     where = f"{len(report.ranks)} × {report.device_name}{f' ({axes})' if axes else ''}"
     last = report.first_step + report.time.steps - 1
-    facts = "".join(f"<span>{page.text(fact)}</span>" for fact in (where, f"steps {report.first_step} to {last}"))
-    return (
-        f'<header><p class="eyebrow">Profile</p><h1>{page.text(report.title)}</h1><p class="sub">{facts}</p></header>'
-    )
+    facts = "".join(f"<span>{page.escaped(fact)}</span>" for fact in (where, f"steps {report.first_step} to {last}"))
+    return f'<header><p class="eyebrow">Profile</p><h1>{page.escaped(report.title)}</h1><p class="sub">{facts}</p></header>'
 
 
 def _facts(report: Report) -> str:
     shown = "".join(
-        f'<div><dt>{page.text(what)}</dt><dd>{page.text(value)}</dd><dd class="note">{page.text(note)}</dd></div>'
+        f'<div><dt>{page.escaped(what)}</dt><dd>{page.escaped(value)}</dd><dd class="note">{page.escaped(note)}</dd></div>'
         for what, value, note in headline(report)
     )
     return f'<dl class="facts">{shown}</dl>'
 
 
 def _table(grid: Grid) -> str:
-    head = "".join(f"<th{_side(index)}>{page.text(word)}</th>" for index, word in enumerate(grid.heads))
+    head = "".join(f"<th{_side(index)}>{page.escaped(word)}</th>" for index, word in enumerate(grid.heads))
     rows = []
     for number, row in enumerate(grid.rows):
         mark = ' class="differs"' if grid.last_is_sum and number == len(grid.rows) - 1 else ""
         inset = (len(row[0]) - len(row[0].lstrip())) * 0.6
-        first = f'<td style="padding-left: {inset:g}em">{page.text(row[0].strip())}</td>'
-        cells = "".join(f'<td class="n">{page.text(cell)}</td>' for cell in row[1:])
+        first = f'<td style="padding-left: {inset:g}em">{page.escaped(row[0].strip())}</td>'
+        cells = "".join(f'<td class="n">{page.escaped(cell)}</td>' for cell in row[1:])
         rows.append(f"<tr{mark}>{first}{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
@@ -415,5 +413,5 @@ def _side(index: int) -> str:
 
 
 def _traces(report: Report) -> str:
-    links = ", ".join(f'<a href="{page.text(name)}"><code>{page.text(name)}</code></a>' for name in report.traces)
+    links = ", ".join(f'<a href="{page.escaped(name)}"><code>{page.escaped(name)}</code></a>' for name in report.traces)
     return f"<p>{links}</p>" if links else ""

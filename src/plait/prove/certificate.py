@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.config import counted
-from plait.monitor import card, document, footer, text
+from plait.monitor import card, document, escaped, footer
 from plait.prove.compare import Rounding
 from plait.prove.job import Deviation, ProofTrace, plain
 
@@ -67,7 +67,7 @@ class Check:
 
     name: str
     holds: bool
-    text: str
+    escaped: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,9 @@ def write_page(certificate: Certificate, out: Path) -> None:
     body = (
         _header(certificate),
         _facts(certificate),
-        card("Differences", _differences(certificate), note="the first ones"),
+        card("Differences", _differences(certificate), subtitle="the first ones"),
         card("Steps", _steps(certificate)),
-        card("Layers", _layers(certificate), note="largest deviation, over all steps, beside what is allowed"),
+        card("Layers", _layers(certificate), subtitle="largest deviation, over all steps, beside what is allowed"),
         card("Dropout", _checks(certificate)),
         card("How it was measured", _notes(certificate)),
         footer(time.time()),
@@ -216,9 +216,9 @@ def write_page(certificate: Certificate, out: Path) -> None:
 def _header(certificate: Certificate) -> str:
     word, kind = ("PASS", "good") if certificate.passed else ("FAIL", "bad")
     lines = certificate.verdict().partition("  ")[2].splitlines()
-    rest = "".join(f"<p>{text(line.strip())}</p>" for line in lines[1:])
+    rest = "".join(f"<p>{escaped(line.strip())}</p>" for line in lines[1:])
     return (
-        f'<header><p class="eyebrow">Parity certificate</p><h1>{text(lines[0].partition(":")[0])}</h1>'
+        f'<header><p class="eyebrow">Parity certificate</p><h1>{escaped(lines[0].partition(":")[0])}</h1>'
         f'<p class="sub"><span class="pill {kind}">{word}</span></p>{rest}</header>'
     )
 
@@ -235,7 +235,7 @@ def _facts(certificate: Certificate) -> str:
         share = worst.deviation / worst.allowed
         shown.append(("Largest deviation", f"{share:.2g}", "times what is allowed"))
     cells = "".join(
-        f'<div><dt>{text(label)}</dt><dd>{text(value)}</dd><dd class="note">{text(note)}</dd></div>'
+        f'<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd><dd class="note">{escaped(note)}</dd></div>'
         for label, value, note in shown
     )
     return f'<dl class="facts">{cells}</dl>'
@@ -292,8 +292,8 @@ def _checks(certificate: Certificate) -> str:
 
 def _notes(certificate: Certificate) -> str:
     rows = {**certificate.facts, "tolerance": certificate.tolerance}
-    body = "".join(f"<tr><th>{text(label)}</th><td>{text(value)}</td></tr>" for label, value in rows.items())
-    notes = "".join(f"<p>{text(note)}</p>" for note in certificate.notes)
+    body = "".join(f"<tr><th>{escaped(label)}</th><td>{escaped(value)}</td></tr>" for label, value in rows.items())
+    notes = "".join(f"<p>{escaped(note)}</p>" for note in certificate.notes)
     return f"<table><tbody>{body}</tbody></table>{notes}"
 
 
@@ -308,7 +308,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: int)
 
     def line(cells: Sequence[str], tag: str) -> str:
         marks = ['class="n"' if index >= numeric else "" for index in range(len(cells))]
-        return "<tr>" + "".join(f"<{tag} {m}>{text(c)}</{tag}>" for m, c in zip(marks, cells, strict=True)) + "</tr>"
+        return "<tr>" + "".join(f"<{tag} {m}>{escaped(c)}</{tag}>" for m, c in zip(marks, cells, strict=True)) + "</tr>"
 
     body = "".join(line(row, "td") for row in rows)
     return f'<div class="scroll"><table><thead>{line(heads, "th")}</thead><tbody>{body}</tbody></table></div>'

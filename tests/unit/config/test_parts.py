@@ -31,7 +31,7 @@ from plait.distributed.activation_checkpointing import POLICIES
 from plait.errors import ConfigError
 from plait.launch.options import LAUNCHERS
 from plait.launch.setup import STARTERS, find_starter
-from plait.monitor.sinks import _OWN as OWN_SINKS
+from plait.monitor.sinks import _SINKS as OWN_SINKS
 from plait.posttrain.rl.rewards import REWARDS
 
 

@@ -166,7 +166,7 @@ def test_state_that_does_not_fit_the_host_is_refused_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch, batches: list[Tensor]
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    with refused(ConfigError, "0.00 GiB", "`strategy.offload.ratio`", key="strategy.offload.optimizer"):
+    with refused(ConfigError, "1000 B", "`strategy.offload.ratio`", key="strategy.offload.optimizer"):
         run({"optimizer": "cpu"}, batches)
 
 

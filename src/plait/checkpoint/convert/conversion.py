@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol
 from plait.atomic_write import drafting
 from plait.checkpoint.convert.huggingface import Description
 from plait.checkpoint.convert.source import Source, only
-from plait.checkpoint.save import write_single_process
+from plait.checkpoint.save import sync_to_disk, write_single_process
 from plait.errors import CheckpointError, ConfigError, Problem
+from plait.monitor import format_bytes
 from plait.plugins import call, find
 
 Format = Literal["hf", "torch", "plait", "deepspeed"]
@@ -129,7 +130,9 @@ def replacing(target: Path, *, source: Path, needed: int, overwrite: bool) -> It
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if free < needed:
-            raise CheckpointError(f"{target} needs {_gib(needed)}, and {target.parent} has {_gib(free)} free")
+            raise CheckpointError(
+                f"{target} needs {format_bytes(needed)}, and {target.parent} has {format_bytes(free)} free"
+            )
         with drafting(target) as staging:
             yield staging
             _sync_all(staging)
@@ -167,7 +170,7 @@ def _publish(staging: Path, target: Path) -> None:
             _put_back(target)
     else:
         os.replace(staging, target)
-    _sync(target.parent)
+    sync_to_disk(target.parent)
 
 
 def _backup_path(target: Path) -> Path:
@@ -196,16 +199,4 @@ def _remove(path: Path) -> None:
 def _sync_all(path: Path) -> None:
     for entry in [*path.rglob("*"), path]:
         if not entry.is_symlink():
-            _sync(entry)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+            sync_to_disk(entry)

@@ -17,7 +17,7 @@ from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
 from plait.frontends.deepspeed.engine import Around
-from plait.monitor import spelled
+from plait.monitor import encodable
 from plait.precision import cast_floats
 
 _WITHOUT_MEANING = {
@@ -101,7 +101,7 @@ def init_inference(
     model.to(world.device)
     if idle and world.is_main:
         lines = (f"plait: init_inference({name}=…) has no meaning here: {_WITHOUT_MEANING[name]}" for name in idle)
-        print(spelled("\n".join(lines), sys.stdout))
+        print(encodable("\n".join(lines), sys.stdout))
     return InferenceEngine(model, dtype, world.device)
 
 

@@ -26,7 +26,7 @@ from plait.frontends.deepspeed.engine import DeepSpeedEngine, Parts
 from plait.frontends.deepspeed.parameter_links import link_parameters
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
-from plait.monitor import spelled
+from plait.monitor import encodable
 from plait.optim import OptimizerGroup, OptimizerSource, OwnRates, build_optimizer, split_groups
 from plait.precision import LossScaler
 
@@ -238,7 +238,7 @@ def _engine(parts: Parts, model: Any) -> DeepSpeedEngine:
 
 
 def _say(text: str) -> None:
-    print(spelled(text, sys.stdout), flush=True)
+    print(encodable(text, sys.stdout), flush=True)
 
 
 def _unheard(text: str) -> None:

@@ -13,7 +13,7 @@ from plait.distributed import Ranks
 from plait.engine import planned_as
 from plait.errors import ConfigError, PlaitError, Problem
 from plait.generate import cache_bytes
-from plait.monitor import EventKind, size
+from plait.monitor import EventKind, format_bytes
 from plait.optim import state_bytes
 from plait.plan import RunForecast, forecast, shards_of
 from plait.posttrain.data.prepare import longest
@@ -48,8 +48,8 @@ class OtherModels(NamedTuple):
 
     def __str__(self) -> str:
         names = {"reference": self.reference, "reward model": self.judge, "critic": self.critic}
-        parts = [f"{name} {size(bytes_)}" for name, bytes_ in names.items() if bytes_]
-        return f"{', '.join(parts) or 'no other model'}; writing takes {size(self.writing)} for a while"
+        parts = [f"{name} {format_bytes(bytes_)}" for name, bytes_ in names.items() if bytes_]
+        return f"{', '.join(parts) or 'no other model'}; writing takes {format_bytes(self.writing)} for a while"
 
 
 class OnlineMemoryPlan(MemoryPlan):
