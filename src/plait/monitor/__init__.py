@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from plait.monitor.report import card as card
     from plait.monitor.report import document as document
     from plait.monitor.report import escaped as escaped
+    from plait.monitor.report import fact_list as fact_list
     from plait.monitor.report import footer as footer
+    from plait.monitor.report import page_header as page_header
     from plait.monitor.report import write_report as write_report
     from plait.monitor.sinks import Monitor as Monitor
     from plait.monitor.sinks import build_monitor as build_monitor
@@ -45,7 +47,7 @@ else:
             "files": ["JsonlSink", "events_path", "read_events"],
             "format": ["format_clock", "format_count", "format_duration", "scalars", "format_bytes"],
             "history": ["History", "history"],
-            "report": ["card", "document", "footer", "escaped", "write_report"],
+            "report": ["card", "document", "escaped", "fact_list", "footer", "page_header", "write_report"],
             "sinks": ["Monitor", "build_monitor", "report_progress"],
             "svg": ["Scale", "axes", "image", "ticks"],
             "trackers": ["TensorBoardSink", "WandbSink"],

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
@@ -232,6 +232,23 @@ def card(title: str, body: str, subtitle: str = "") -> str:
     return f'<section class="card"><h2>{escaped(title)}{small}</h2>{body}</section>'
 
 
+def page_header(eyebrow: str, title: str, sub: str, more: str = "") -> str:
+    """The head of a page: what it is, its title, and below it `sub` and `more`, which are HTML already."""
+    return (
+        f'<header><p class="eyebrow">{escaped(eyebrow)}</p><h1>{escaped(title)}</h1>'
+        f'<p class="sub">{sub}</p>{more}</header>'
+    )
+
+
+def fact_list(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Figures side by side, each a label, a value and a remark; empty where there are no rows."""
+    shown = "".join(
+        f'<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd><dd class="note">{escaped(remark)}</dd></div>'
+        for label, value, remark in rows
+    )
+    return f'<dl class="facts">{shown}</dl>' if shown else ""
+
+
 def header(story: History, title: str) -> str:
     """What was trained, when, and how it ended."""
     times = [e.time for s in story.segments for e in (s.opening, *s.events) if e is not None]
@@ -240,10 +257,7 @@ def header(story: History, title: str) -> str:
         facts.append(f"<span>{escaped(_span(min(times), max(times)))}</span>")
     if len(story.segments) > 1:
         facts.append(f"<span>{len(story.segments)} segments</span>")
-    return (
-        f'<header><p class="eyebrow">Training report</p><h1>{escaped(title)}</h1>'
-        f'<p class="sub">{"".join(facts)}</p></header>'
-    )
+    return page_header("Training report", title, "".join(facts))
 
 
 def status(story: History) -> str:
@@ -259,11 +273,7 @@ def status(story: History) -> str:
 
 def facts(story: History) -> str:
     """The few numbers that are asked for first."""
-    shown = "".join(
-        f'<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd><dd class="note">{escaped(subtitle)}</dd></div>'
-        for label, value, subtitle in _facts(story)
-    )
-    return f'<dl class="facts">{shown}</dl>' if shown else ""
+    return fact_list(_facts(story))
 
 
 def _facts(story: History) -> Iterator[tuple[str, str, str]]:

@@ -367,7 +367,7 @@ def write_page(report: Report, lanes: TraceLanes, folder: Path) -> None:
     (folder / "step.svg").write_text(f"{picture}\n", encoding="utf-8")
     body = [
         _header(report),
-        _facts(report),
+        page.fact_list(headline(report)),
         page.card(
             "One step",
             f'<div class="wide">{picture}</div><ul class="legend">{legend(lanes)}</ul>',
@@ -385,15 +385,7 @@ def _header(report: Report) -> str:
     where = f"{len(report.ranks)} × {report.device_name}{f' ({axes})' if axes else ''}"
     last = report.first_step + report.time.steps - 1
     facts = "".join(f"<span>{page.escaped(fact)}</span>" for fact in (where, f"steps {report.first_step} to {last}"))
-    return f'<header><p class="eyebrow">Profile</p><h1>{page.escaped(report.title)}</h1><p class="sub">{facts}</p></header>'
-
-
-def _facts(report: Report) -> str:
-    shown = "".join(
-        f'<div><dt>{page.escaped(what)}</dt><dd>{page.escaped(value)}</dd><dd class="note">{page.escaped(note)}</dd></div>'
-        for what, value, note in headline(report)
-    )
-    return f'<dl class="facts">{shown}</dl>'
+    return page.page_header("Profile", report.title, facts)
 
 
 def _table(grid: Grid) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.config import counted
-from plait.monitor import card, document, escaped, footer
+from plait.monitor import card, document, escaped, fact_list, footer, page_header
 from plait.prove.compare import Rounding
 from plait.prove.job import Deviation, ProofTrace, plain
 
@@ -67,7 +67,7 @@ class Check:
 
     name: str
     holds: bool
-    escaped: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +217,8 @@ def _header(certificate: Certificate) -> str:
     word, kind = ("PASS", "good") if certificate.passed else ("FAIL", "bad")
     lines = certificate.verdict().partition("  ")[2].splitlines()
     rest = "".join(f"<p>{escaped(line.strip())}</p>" for line in lines[1:])
-    return (
-        f'<header><p class="eyebrow">Parity certificate</p><h1>{escaped(lines[0].partition(":")[0])}</h1>'
-        f'<p class="sub"><span class="pill {kind}">{word}</span></p>{rest}</header>'
-    )
+    pill = f'<span class="pill {kind}">{word}</span>'
+    return page_header("Parity certificate", lines[0].partition(":")[0], pill, rest)
 
 
 def _facts(certificate: Certificate) -> str:
@@ -234,11 +232,7 @@ def _facts(certificate: Certificate) -> str:
     if worst is not None:
         share = worst.deviation / worst.allowed
         shown.append(("Largest deviation", f"{share:.2g}", "times what is allowed"))
-    cells = "".join(
-        f'<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd><dd class="note">{escaped(note)}</dd></div>'
-        for label, value, note in shown
-    )
-    return f'<dl class="facts">{cells}</dl>'
+    return fact_list(shown)
 
 
 def _differences(certificate: Certificate) -> str:
