@@ -1,6 +1,6 @@
-"""Accelerate's words, on Plait's engine: `from plait.frontends.accelerate import Accelerator`.
+"""Accelerate's API on Plait's engine: `from plait.frontends.accelerate import Accelerator`.
 
-Names are loaded on first use: translating a configuration needs no torch.
+Names are loaded on first use, so that translating a configuration needs no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.settings import build_config as build_config
     from plait.frontends.accelerate.settings import merged as merged
     from plait.frontends.accelerate.state_files import PLACED as PLACED
+    from plait.frontends.accelerate.state_files import full_weights as full_weights
     from plait.frontends.accelerate.state_files import groups_of as groups_of
     from plait.frontends.accelerate.state_files import pack as pack
     from plait.frontends.accelerate.state_files import restore_groups as restore_groups
     from plait.frontends.accelerate.state_files import unpack as unpack
-    from plait.frontends.accelerate.state_files import whole as whole
     from plait.frontends.accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
     from plait.frontends.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
 else:
@@ -74,7 +74,7 @@ else:
             "prepared_engine": ["backward", "build_engine"],
             "process": ["PartialState"],
             "settings": ["build_config", "merged"],
-            "state_files": ["pack", "unpack", "PLACED", "groups_of", "restore_groups", "whole"],
+            "state_files": ["PLACED", "full_weights", "groups_of", "pack", "restore_groups", "unpack"],
             "utils.memory": ["find_executable_batch_size"],
             "utils.random": ["synchronize_rng_states"],
         },

@@ -1,4 +1,4 @@
-"""`Accelerator`: Accelerate's loop on Plait's engine."""
+"""`Accelerator`: scripts written for Accelerate, on Plait's engine."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ from plait.frontends.accelerate.prepared import (
 )
 from plait.frontends.accelerate.prepared_engine import Joint, backward, build_engine
 from plait.frontends.accelerate.process import Processes
-from plait.frontends.accelerate.settings import build_config, heed_launcher, plugin_of
+from plait.frontends.accelerate.settings import arguments_of_launcher, build_config, deepspeed_plugin_of
 from plait.frontends.accelerate.state import remember
 from plait.frontends.accelerate.tracking import Trackers, choose_trackers
 from plait.frontends.deepspeed import Recipe, Scheduler
 from plait.precision import make_policy
 
-# The part of an `Accelerator` that spreads what a script has made.
+# The part of an `Accelerator` that prepares models, optimizers, loaders and schedulers.
 
 
-class Preparing(Processes):
-    """What an `Accelerator` is made of, and what it makes of models, optimizers, loaders and schedulers."""
+class PreparingAccelerator(Processes):
+    """Reads the arguments of an `Accelerator`, and prepares models, optimizers, loaders and schedulers."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Preparing(Processes):
     ) -> None:
         if dynamo_backend is not None:
             dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)
-        plugins = [each for each in (fsdp_plugin, deepspeed_plugin, parallelism_config, dynamo_plugin) if each]
+        plugins = [plugin for plugin in (fsdp_plugin, deepspeed_plugin, parallelism_config, dynamo_plugin) if plugin]
         handlers = list(kwargs_handlers or ())
         if config_file is None:
-            told = heed_launcher(told_by_accelerate(), answered=bool(plugins or sections))
-            mixed_precision = mixed_precision or told.get("mixed_precision")
-            cpu = cpu or told.get("cpu", False)
+            launcher = arguments_of_launcher(told_by_accelerate(), configured=bool(plugins or sections))
+            mixed_precision = mixed_precision or launcher.get("mixed_precision")
+            cpu = cpu or launcher.get("cpu", False)
             if gradient_accumulation_steps == 1 and gradient_accumulation_plugin is None:
-                gradient_accumulation_steps = told.get("gradient_accumulation_steps", 1)
+                gradient_accumulation_steps = launcher.get("gradient_accumulation_steps", 1)
         self.config, self.key_report = build_config(
             config_file,
             plugins,
@@ -105,8 +105,10 @@ class Preparing(Processes):
             sections=sections,
         )
         super().__init__(world or open_world(self.config))
-        self._autocast = next((each for each in handlers if isinstance(each, AutocastKwargs)), AutocastKwargs())
-        self._profile = next((each for each in handlers if isinstance(each, ProfileKwargs)), ProfileKwargs())
+        self._autocast = next(
+            (handler for handler in handlers if isinstance(handler, AutocastKwargs)), AutocastKwargs()
+        )
+        self._profile = next((handler for handler in handlers if isinstance(handler, ProfileKwargs)), ProfileKwargs())
         self._gatherer = Gatherer(self.world)
         policy = make_policy(self.config.precision)
         self._dtype = policy.compute if policy.mixed else None
@@ -125,7 +127,7 @@ class Preparing(Processes):
         folder = self.project_configuration.logging_dir
         self._trackers = Trackers(*choose_trackers(log_with), None if folder is None else Path(folder), self.world)
         self.fsdp_plugin = fsdp_plugin
-        self.deepspeed_plugin = deepspeed_plugin or plugin_of(config_file)
+        self.deepspeed_plugin = deepspeed_plugin or deepspeed_plugin_of(config_file)
         self._recipe = Recipe(self.deepspeed_plugin.deepspeed_config if self.deepspeed_plugin else {})
         self._models: list[PreparedModel] = []
         self._optimizers: list[PreparedOptimizer] = []
@@ -138,22 +140,22 @@ class Preparing(Processes):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Whether there are several ranks, and whether each has all of a model."""
+        """Return whether there are several ranks, and whether each has the full model."""
         if not self.use_distributed:
             return DistributedType.NO
         if self.config.strategy.stage > 0:
             return DistributedType.FSDP
-        kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
-        return kinds.get(self.device.type, DistributedType.MULTI_CPU)
+        types = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
+        return types.get(self.device.type, DistributedType.MULTI_CPU)
 
     @property
-    def state(self) -> Preparing:
-        """What scripts ask the state for, the accelerator knows: `num_processes`, `device`, `mixed_precision`, …"""
+    def state(self) -> PreparingAccelerator:
+        """The accelerator itself, which has the attributes of the state: `num_processes`, `device`, …"""
         return self
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch is that of all ranks together."""
+        """Whether the batch size of a loader is that of all ranks together."""
         return bool(self.dataloader_config.split_batches)
 
     @property
@@ -164,31 +166,32 @@ class Preparing(Processes):
     # ---- what is prepared
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Spread models, optimizers, loaders and schedulers, in any order and number; returns them in that order.
+        """Prepare models, optimizers, loaders and schedulers, in any order and number; returns them in that order.
 
-        Anything else comes back as it is. `device_placement` says of each loader whether its batches are moved.
+        Anything else is returned unchanged. `device_placement` says for each loader whether its batches are moved to
+        the device.
         """
         placements = list(device_placement or [self.device_placement] * len(objects))
-        found = {id(each): each for each in objects}
-        for each in objects:
-            if isinstance(each, nn.Module):
-                found[id(each)] = self._wrapped(each)
-        for each, placed in zip(objects, placements, strict=True):
-            if isinstance(each, (Optimizer, DummyOptim)):
-                found[id(each)] = self.prepare_optimizer(each)
-            elif isinstance(each, DataLoader):
-                found[id(each)] = self.prepare_data_loader(each, device_placement=placed)
-        for each in objects:
-            if isinstance(each, (LRScheduler, ReduceLROnPlateau, Scheduler, DummyScheduler)):
-                found[id(each)] = self.prepare_scheduler(each)
-        for each in found.values():
-            if isinstance(each, PreparedModel):
-                each.place()  # unless its engine has: a model that is to be cut must not lie on the device whole
-        results = tuple(found[id(each)] for each in objects)
+        prepared = {id(given): given for given in objects}
+        for given in objects:
+            if isinstance(given, nn.Module):
+                prepared[id(given)] = self._wrapped(given)
+        for given, placed in zip(objects, placements, strict=True):
+            if isinstance(given, (Optimizer, DummyOptim)):
+                prepared[id(given)] = self.prepare_optimizer(given)
+            elif isinstance(given, DataLoader):
+                prepared[id(given)] = self.prepare_data_loader(given, device_placement=placed)
+        for given in objects:
+            if isinstance(given, (LRScheduler, ReduceLROnPlateau, Scheduler, DummyScheduler)):
+                prepared[id(given)] = self.prepare_scheduler(given)
+        for given in prepared.values():
+            if isinstance(given, PreparedModel):
+                given.place()  # unless it has an engine: a model that is sharded must not be on the device in full
+        results = tuple(prepared[id(given)] for given in objects)
         return results if len(results) > 1 else results[0]
 
     def prepare_model(self, model: nn.Module, **_: Any) -> nn.Module:
-        """A model, on the device. It is spread when its optimizer comes, and until then computes only."""
+        """Return a model on the device. It is parallelized when its optimizer is prepared, and only runs until then."""
         prepared = self._wrapped(model)
         prepared.place()
         return prepared
@@ -201,7 +204,7 @@ class Preparing(Processes):
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer | DummyOptim, **_: Any) -> Optimizer:
-        """An optimizer; spreads the models whose parameters it has."""
+        """Return an optimizer on an engine, which parallelizes the models whose parameters it has."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         if isinstance(optimizer, DummyOptim):
@@ -212,7 +215,7 @@ class Preparing(Processes):
         owners = [model for model in self._models if model.owns(params)]
         if not owners:
             raise ModelError(
-                f"the parameters of the {type(optimizer).__name__} belong to no model that was prepared: prepare the "
+                f"the parameters of the {type(optimizer).__name__} are not those of a prepared model: prepare the "
                 "model in the same call, or before"
             )
         for owner in owners:
@@ -242,11 +245,15 @@ class Preparing(Processes):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> PreparedLoader:
-        """A loader that gives this rank its share."""
+        """Return a loader of this rank's share of the batches."""
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         if slice_fn_for_dispatch is not None:
-            raise ConfigError(Problem("slice_fn_for_dispatch", "batches are cut along their first dimension", ""))
+            raise ConfigError(
+                Problem(
+                    "slice_fn_for_dispatch", "batches are always split along their first dimension", "Leave it out."
+                )
+            )
         options, layout = self.dataloader_config, self.world.layout
         share = BatchShare(self.world.data_rank, layout.data_parallel, options.split_batches, options.even_batches)
         placed = self.device_placement if device_placement is None else device_placement
@@ -265,17 +272,17 @@ class Preparing(Processes):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """A scheduler that steps once for each batch of the loader as it was written."""
+        """Return a scheduler that steps once for each batch of the original loader."""
         mine = [
-            each
-            for each in self._optimizers
-            if any(scheduler.optimizer is one for one in (each, each.optimizer, each.stands_for))
+            optimizer
+            for optimizer in self._optimizers
+            if any(scheduler.optimizer is one for one in (optimizer, optimizer.optimizer, optimizer.stands_for))
         ]
         times = 1 if self.dataloader_config.split_batches else self.world.layout.data_parallel
-        if isinstance(scheduler, (Scheduler, DummyScheduler)):  # DeepSpeed's count updates
+        if isinstance(scheduler, (Scheduler, DummyScheduler)):  # DeepSpeed's schedulers count optimizer steps
             if isinstance(scheduler, DummyScheduler):
-                own = (mine or self._optimizers)[0].optimizer
-                scheduler = make_scheduler(self._recipe, scheduler, own, ranks=times)
+                wrapped = (mine or self._optimizers)[0].optimizer
+                scheduler = make_scheduler(self._recipe, scheduler, wrapped, ranks=times)
             times = 1
         else:
             refuse_two(self._recipe, "scheduler")
@@ -290,18 +297,15 @@ class Preparing(Processes):
         return prepared
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model itself. Its parameters may be parts of the whole; `get_state_dict` gives the whole.
-
-        Below stage 3 they are whole between steps.
-        """
+        """Return the model itself. At ZeRO stage 3 its parameters are sharded; `get_state_dict` gives them in full."""
         return model.module if isinstance(model, PreparedModel) else model
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of everything that was prepared; returns as many Nones."""
-        for each in self._models:
-            each.engine = None
-        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
-            held.clear()
+        """Release everything that was prepared; returns as many Nones as `objects`."""
+        for model in self._models:
+            model.engine = None
+        for prepared in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            prepared.clear()
         self.gradient_state.step = 0
         gc.collect()
         if self.device.type == "cuda":
@@ -313,12 +317,12 @@ class Preparing(Processes):
 
 def _gradient_state(steps: int, plugin: GradientAccumulationPlugin | None, configured: int | None) -> GradientState:
     if plugin is not None and steps != 1:
-        problem = "given beside gradient_accumulation_plugin"
+        problem = "is set beside gradient_accumulation_plugin"
         raise ConfigError(Problem("gradient_accumulation_steps", problem, "Set num_steps of the plugin."))
     plugin = plugin or GradientAccumulationPlugin(num_steps=steps)
     if configured is not None and plugin.num_steps not in (1, configured):
-        problem = f"{plugin.num_steps} here, and {configured} in the DeepSpeed configuration"
-        raise ConfigError(Problem("gradient_accumulation_steps", problem, "Give it in one place, or the same twice."))
+        problem = f"{plugin.num_steps}, but {configured} in the DeepSpeed configuration"
+        raise ConfigError(Problem("gradient_accumulation_steps", problem, "Set it once, or the same in both places."))
     return GradientState(
         num_steps=configured or step_count(plugin.num_steps),
         adjust_scheduler=plugin.adjust_scheduler,
@@ -327,39 +331,43 @@ def _gradient_state(steps: int, plugin: GradientAccumulationPlugin | None, confi
     )
 
 
-# The part of an `Accelerator` that writes and reads: checkpoints, weights, and what trackers are told.
+# The part of an `Accelerator` that saves and loads checkpoints and weights, and logs to trackers.
 
 
-class StateFiles(Preparing):
-    """Saves what was prepared, and goes on from it."""
+class SavingAccelerator(PreparingAccelerator):
+    """Saves and loads what was prepared, and logs to trackers."""
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have objects with `state_dict` and `load_state_dict` saved and loaded too."""
-        misfits = [each for each in objects if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))]
-        if misfits:
-            names = ", ".join(type(each).__name__ for each in misfits)
-            raise ModelError(f"{names} cannot be registered: state_dict and load_state_dict are needed")
+        """Save and load these objects too; they need `state_dict` and `load_state_dict`."""
+        unfit = [obj for obj in objects if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))]
+        if unfit:
+            names = ", ".join(type(obj).__name__ for obj in unfit)
+            raise ModelError(f"{names} cannot be registered without state_dict and load_state_dict")
         self._custom_objects.extend(objects)
 
     def save_state(self, output_dir: str | Path | None = None, **_: Any) -> str:
-        """Write everything that was prepared or registered as a checkpoint of Plait's; returns its folder."""
+        """Write everything prepared or registered as a Plait checkpoint; returns its folder."""
         folder = state_files.next_folder(self.project_configuration, output_dir, self.world)
-        state_files.save(self._belongings(), folder)
+        state_files.save(self._prepared_objects(), folder)
         if self._save_hooks:
-            # As in Accelerate: hooks take from this list what they have saved themselves, and what is spread is not in
-            # it. Here everything is saved, whatever they take.
-            whole = [state_files.whole(model, self.world) for model in self._models if not state_files.is_spread(model)]
+            # As in Accelerate, hooks remove from this list what they have saved, and sharded models are not in it. Here
+            # everything is saved, whatever they remove.
+            weights = [
+                state_files.full_weights(model, self.world)
+                for model in self._models
+                if not state_files.is_sharded_model(model)
+            ]
             for hook in self._save_hooks:
-                hook([model.module for model in self._models], whole, str(folder))
+                hook([model.module for model in self._models], weights, str(folder))
         self.project_configuration.iteration += 1
         return str(folder)
 
     def load_state(self, input_dir: str | Path | None = None, **_: Any) -> None:
-        """Go on from a checkpoint that `save_state` wrote, under any strategy and number of ranks."""
+        """Load a checkpoint that `save_state` wrote, under any strategy and on any number of ranks."""
         folder = state_files.last_folder(self.project_configuration, input_dir, self.world)
         for hook in self._load_hooks:
             hook([model.module for model in self._models], str(folder))
-        state_files.load(self._belongings(), folder)
+        state_files.load(self._prepared_objects(), folder)
 
     def register_save_state_pre_hook(self, hook: Any) -> state_files.Removable:
         """Call `hook(models, weights, folder)` with every `save_state`, once the folder is complete."""
@@ -369,8 +377,8 @@ class StateFiles(Preparing):
         """Call `hook(models, folder)` before every `load_state`."""
         return state_files.Removable(self._load_hooks, hook)
 
-    def _belongings(self) -> state_files.Belongings:
-        return state_files.Belongings(
+    def _prepared_objects(self) -> state_files.PreparedObjects:
+        return state_files.PreparedObjects(
             self.config,
             self.world,
             self._optimizers,
@@ -381,8 +389,8 @@ class StateFiles(Preparing):
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The whole weights on the host; on rank 0 alone where they are spread. Every rank must ask."""
-        return state_files.whole(model, self.world)
+        """Return the full weights on the host; on rank 0 alone if they are sharded. Every rank must call it."""
+        return state_files.full_weights(model, self.world)
 
     def save_model(
         self,
@@ -391,21 +399,21 @@ class StateFiles(Preparing):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the whole weights, as `model.safetensors` or in several such files with an index."""
-        state = state_files.whole(model, self.world)
+        """Write the full weights, as `model.safetensors` or in several such files with an index."""
+        state = state_files.full_weights(model, self.world)
         if self.is_main_process:
             state_files.write(state, Path(save_directory), max_shard_size, safe=safe_serialization)
         self.wait_for_everyone()
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
-        """Write an object from the main process."""
+        """Write an object to a file, from the main process."""
         if self.is_main_process:
             state_files.write_object(obj, Path(f), safe=safe_serialization)
 
     def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int | None = None) -> PreparedLoader:
-        """The pass that a loader is in, without its first batches.
+        """Return a loader of the current pass without its first batches.
 
-        Without a number: as many as the loaded state had seen, with whatever number of ranks it was saved.
+        Without a number: without those that the loaded state had seen, on whatever number of ranks it was saved.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -423,7 +431,7 @@ class StateFiles(Preparing):
 
     @property
     def save_iteration(self) -> int:
-        """How many states were saved."""
+        """How many checkpoints were saved."""
         return self.project_configuration.iteration
 
     def init_trackers(
@@ -432,33 +440,33 @@ class StateFiles(Preparing):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open what `log_with` named. `init_kwargs["wandb"]` goes to `wandb.init`."""
+        """Open the trackers of `log_with`. `init_kwargs["wandb"]` goes to `wandb.init`."""
         self._trackers.start(project_name, config, init_kwargs or {})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Write numbers of one step, from the main process."""
+        """Log the values of one step, from the main process."""
         self._trackers.log(values, step, log_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """What `log_with` named, by its name; with `unwrap`, what it writes with."""
+        """Return a tracker of `log_with` by its name; with `unwrap`, the library's own object."""
         return self._trackers.get(name, unwrap=unwrap)
 
     @property
     def trackers(self) -> list[Any]:
-        """Everything that `log_with` named and `init_trackers` has opened."""
+        """All trackers of `log_with` that `init_trackers` has opened."""
         return self._trackers.all
 
     def end_training(self) -> None:
-        """Close the trackers, and leave the other ranks."""
+        """Close the trackers and the process group."""
         self._trackers.finish()
         self.world.close()
 
 
-class Accelerator(StateFiles):
-    """The loop of an Accelerate script, spread as Plait spreads a run.
+class Accelerator(SavingAccelerator):
+    """Accelerate's Accelerator; Plait's engine parallelizes the models that it prepares.
 
     Arguments are Accelerate's. `config_file` is an `accelerate` YAML; `sections` are sections of a run description
-    in Plait's own words, over everything else (`sections={"strategy": "zero3"}`). `key_report` has the outcome of
+    that override everything else (`sections={"strategy": "zero3"}`). `key_report` has the outcome of
     every key.
     """
 
@@ -474,20 +482,20 @@ class Accelerator(StateFiles):
             engine.accumulation = self.gradient_accumulation_steps
             engines[id(engine)] = (
                 engine,
-                self.sync_gradients and all(each.syncs for each in models if each.engine is engine),
+                self.sync_gradients and all(model.syncs for model in models if model.engine is engine),
             )
         if not engines:
             raise TrainingError(
                 "backward was called, but no prepared model has been called since the last step; call what "
                 "`prepare` returned, not the model that it was given"
             )
-        parts = list(engines.values())
+        passes = list(engines.values())
         self.gradient_state.stepped = False
-        backward([engine for engine, _ in parts], loss, last=[last for _, last in parts], **kwargs)
+        backward([engine for engine, _ in passes], loss, last=[last for _, last in passes], **kwargs)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch. Optimizers step after `gradient_accumulation_steps` of them, and after the last one."""
+        """One micro-batch. Optimizers step after `gradient_accumulation_steps` of them, and after the loader's last."""
         self.gradient_state.advance()
         with ExitStack() as stack:
             for model in models:
@@ -496,29 +504,31 @@ class Accelerator(StateFiles):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside are added up on this rank, and summed over ranks by one that follows."""
-        prepared = [each for each in self._models if each is model or each.module is model]
-        before = [each.syncs for each in prepared]
-        for each in prepared:
-            each.syncs = False
+        """Inside, gradients accumulate on this rank; the next backward pass outside sums them over ranks."""
+        models = [prepared for prepared in self._models if prepared is model or prepared.module is model]
+        before = [prepared.syncs for prepared in models]
+        for prepared in models:
+            prepared.syncs = False
         try:
             yield
         finally:
-            for each, value in zip(prepared, before, strict=True):
-                each.syncs = value
+            for prepared, value in zip(models, before, strict=True):
+                prepared.syncs = value
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the global norm in the step that follows; returns the norm before, on the device, without waiting for
-        it. Does nothing while accumulating."""
+        """Clip the global norm in the next step; returns the norm before clipping, as a tensor on the device.
+
+        Does nothing, and returns None, while gradients accumulate.
+        """
         if norm_type != 2:
-            raise TrainingError(f"clip_grad_norm_ takes the 2-norm here, not norm_type={norm_type}")
+            raise TrainingError(f"clip_grad_norm_ supports the 2-norm only, not norm_type={norm_type}")
         if not self.sync_gradients:
             return None
         engine = self._engine_of(parameters)
         return None if engine is None else engine.clip_grad_norm(float(max_norm))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element in the step that follows."""
+        """Clip each gradient element in the next step."""
         engine = self._engine_of(parameters) if self.sync_gradients else None
         if engine is not None:
             engine.clip_grad_value(clip_value)
@@ -529,29 +539,29 @@ class Accelerator(StateFiles):
         engines = {id(model.engine): model.engine for model in models}
         if len(engines) != 1:
             raise TrainingError(
-                f"these parameters belong to {len(engines)} optimizers: call this once for each prepared model, with "
-                "its model.parameters()"
+                f"these parameters belong to {len(engines)} optimizers: call this once per prepared model, with its "
+                "model.parameters()"
             )
         engine = next(iter(engines.values()))
         assert engine is not None
         if sum(param.requires_grad for param in given) < len(engine.views.params):
             raise TrainingError(
-                "gradients are clipped together, over all parameters of an optimizer, and some are missing here: pass "
+                "gradients are clipped over all parameters of an optimizer, and some are missing: pass "
                 "model.parameters() of every model that it trains"
             )
         return engine if engine.pending else None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing is left to do: norms and clipping are of the unscaled gradients, and so is the update."""
+        """Do nothing: norms, clipping and the update already use the unscaled gradients."""
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the gradients of the micro-batch at hand complete a step."""
+        """Whether the gradients of the current micro-batch complete a step."""
         return self.gradient_state.sync_gradients
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches a step."""
+        """Micro-batches per step."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -560,7 +570,7 @@ class Accelerator(StateFiles):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of an optimizer was left out because something was not finite."""
+        """Whether the last step of an optimizer was skipped because a gradient was not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
@@ -569,7 +579,7 @@ class Accelerator(StateFiles):
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self._dtype, "no") if self._dtype else "no"
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """For computations outside the model, in the precision of the run."""
+        """Return a context for computations outside the model, in the precision of the run."""
         handler = autocast_handler or self._autocast
         if self._dtype is None or not handler.enabled:
             return nullcontext()
@@ -577,7 +587,7 @@ class Accelerator(StateFiles):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """torch's profiler around a block, as the handler says, or the one in `kwargs_handlers`."""
+        """Profile a block with torch's profiler, configured by the handler or the one in `kwargs_handlers`."""
         handler = profile_handler or self._profile
         with handler.build() as profiler:
             yield profiler
@@ -586,40 +596,39 @@ class Accelerator(StateFiles):
     # ---- over ranks
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks, one after another along the first dimension."""
+        """Return the tensors of all ranks, concatenated along the first dimension."""
         return self._gatherer.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same, without the samples that were repeated to fill up the last round of batches."""
+        """Return the same, without the samples that were repeated to fill the last batches."""
         return self._gatherer.gather_for_metrics(input_data, self.gradient_state, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over all ranks."""
+        """Return the sum or mean over all ranks."""
         return self._gatherer.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors as long as the longest of all ranks."""
+        """Return tensors padded to the longest of all ranks."""
         return self._gatherer.pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Inside, loaders fill up their last round, or not, as `even_batches` says.
+        """Inside, `even_batches` decides whether loaders give every rank equally many batches.
 
-        Ranks must call backward equally often: what a rank without a batch would have to do depends on the
-        strategy. So `even_batches=False` is for evaluation.
+        Ranks must call backward equally often, whatever the strategy, so `even_batches=False` is for evaluation only.
         """
         samplers: list[Any] = [loader.batch_sampler for loader in self._dataloaders]
-        samplers = [each for each in samplers if hasattr(each, "even_batches")]
-        before = [each.even_batches for each in samplers]
+        samplers = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
+        before = [sampler.even_batches for sampler in samplers]
         if even_batches is False and self.num_processes > 1 and any(model.training for model in self._models):
             raise TrainingError(
-                "join_uneven_inputs(even_batches=False) cannot train: a rank that has run out of batches would be "
-                "missed by the others. Leave even_batches on; gather_for_metrics drops the repeated samples"
+                "join_uneven_inputs(even_batches=False) cannot train: other ranks would wait for one without "
+                "batches. Leave even_batches on; gather_for_metrics drops the repeated samples"
             )
-        for each in samplers:
-            each.even_batches = each.even_batches if even_batches is None else even_batches
+        for sampler in samplers:
+            sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
         try:
             yield
         finally:
-            for each, value in zip(samplers, before, strict=True):
-                each.even_batches = value
+            for sampler, value in zip(samplers, before, strict=True):
+                sampler.even_batches = value

@@ -134,9 +134,7 @@ def _regional(settings: AccelerateSettings, key: str, value: Any) -> None:
 
 def _dynamo(settings: AccelerateSettings, key: str, value: Any) -> None:
     section(DYNAMO)(settings, key, value)
-    if (
-        settings.get("strategy.compile.enabled") is False
-    ):  # its other keys say nothing, and naming them would ask for it
+    if settings.get("strategy.compile.enabled") is False:  # any other key of `strategy.compile` would enable it
         for path in ("mode", "fullgraph", "dynamic", "scope"):
             settings.drop(f"strategy.compile.{path}")
 
@@ -154,9 +152,9 @@ DYNAMO: dict[str, Reader] = {
 
 
 def _rotation(settings: AccelerateSettings, key: str, value: Any) -> None:
-    word = settings.choice(key, value, ("allgather", "alltoall"))
-    if word is not None:
-        settings.set("strategy.context.kind", "allgather" if word == "allgather" else "ring")
+    choice = settings.choice(key, value, ("allgather", "alltoall"))
+    if choice is not None:
+        settings.set("strategy.context.kind", "allgather" if choice == "allgather" else "ring")
         settings.mapped(key, value, f"strategy.context.kind: {settings.get('strategy.context.kind')}")
 
 
@@ -167,22 +165,22 @@ def _ulysses(settings: AccelerateSettings, key: str, value: Any) -> None:
         settings.set("strategy.context.kind", "ulysses")
         settings.mapped(key, value, f"strategy.layout.cp: {number}, strategy.context.kind: ulysses")
     elif number is not None:
-        settings.unneeded(key, value, "one rank a sequence, as here")
+        settings.unneeded(key, value, "one rank per sequence, as here")
 
 
-_LENGTH = unneeded("each batch says how long its sequences are")
+_LENGTH = unneeded("the sequence length is read from each batch")
 PARALLELISM: dict[str, Reader] = {
     "parallelism_config_dp_replicate_size": _size("strategy.layout.dp_replicate"),
     "parallelism_config_dp_shard_size": _size("strategy.layout.dp_shard"),
     "parallelism_config_tp_size": _size("strategy.layout.tp"),
     "parallelism_config_cp_size": _size("strategy.layout.cp"),
-    "parallelism_config_cp_backend": mapped("Plait's own attention over ranks: strategy.context"),
+    "parallelism_config_cp_backend": mapped("Plait's context parallelism: strategy.context"),
     "parallelism_config_cp_comm_strategy": _rotation,
     "parallelism_config_sp_size": _ulysses,
     "parallelism_config_sp_backend": mapped("Plait's own: strategy.context.kind: ulysses"),
     "parallelism_config_sp_seq_length": _LENGTH,
     "parallelism_config_sp_seq_length_is_variable": _LENGTH,
-    "parallelism_config_sp_attn_implementation": unneeded("the model's own attention is spread"),
+    "parallelism_config_sp_attn_implementation": unneeded("the model's own attention is parallelized"),
 }
 
 
@@ -190,34 +188,34 @@ PARALLELISM: dict[str, Reader] = {
 
 
 def read_deepspeed(settings: AccelerateSettings, key: str, value: Any) -> None:
-    """The section, through the translation of DeepSpeed's own configuration: the same answer in both places."""
+    """Read the section with the translation of DeepSpeed's own configuration, so that both agree on every key."""
     if settings.section(key, value) is None:
         return
     from plait.frontends.deepspeed import translate
 
     file = value.get("deepspeed_config_file")
     if file not in (None, "none") and not isinstance(file, (str, Path, Mapping)):
-        settings.wrong(f"{key}.deepspeed_config_file", f"{file!r} is no file", "Write its name.")
+        settings.wrong(f"{key}.deepspeed_config_file", f"{file!r} is not a file name", "Write the path of a file.")
         return
     if file not in (None, "none"):
-        found = translate(file)
-        settings.mapped(f"{key}.deepspeed_config_file", file, "read as DeepSpeed's own file; its keys follow")
-        settings.report.entries.extend(found.report.entries)
+        translation = translate(file)
+        settings.mapped(f"{key}.deepspeed_config_file", file, "is read as a DeepSpeed configuration; its keys follow")
+        settings.report.entries.extend(translation.report.entries)
         doubled = {"deepspeed_config_file", "zero3_init_flag", *_LAUNCHING}
         for name in value.keys() - doubled:
-            settings.wrong(f"{key}.{name}", "stands beside deepspeed_config_file, which says it too", "Leave it out.")
-        rest = {name: each for name, each in value.items() if name != "deepspeed_config_file" and name in doubled}
+            settings.wrong(f"{key}.{name}", "is set beside deepspeed_config_file, which sets it too", "Leave it out.")
+        rest = {name: setting for name, setting in value.items() if name != "deepspeed_config_file" and name in doubled}
         settings.read(rest, DEEPSPEED, key)
     else:
         settings.read(value, DEEPSPEED, key)
         config = deepspeed_config(value)
-        found = translate(config)
-        _take_answers(settings, key, value, {entry.key: entry for entry in found.report.entries})
-    _merge(settings, found.sections)
+        translation = translate(config)
+        _copy_outcomes(settings, key, value, {entry.key: entry for entry in translation.report.entries})
+    _merge(settings, translation.sections)
 
 
 def deepspeed_config(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed configuration that these keys stand for, as Accelerate makes it."""
+    """Return the DeepSpeed configuration that Accelerate makes of these keys."""
     zero: dict[str, Any] = {"stage": _number(value.get("zero_stage", 2))}
     for role in ("optimizer", "param"):
         device = value.get(f"offload_{role}_device")
@@ -233,28 +231,28 @@ def deepspeed_config(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A number that was written as text; what is none stays, for DeepSpeed's own translation to speak about."""
+    """Return a number that was written as text; any other value as it is, for DeepSpeed's translation to judge."""
     try:
         return float(value) if "." in value else int(value)
     except (TypeError, ValueError):
         return value
 
 
-def _take_answers(
-    settings: AccelerateSettings, key: str, value: Mapping[str, Any], found: Mapping[str, KeyEntry]
+def _copy_outcomes(
+    settings: AccelerateSettings, key: str, value: Mapping[str, Any], entries: Mapping[str, KeyEntry]
 ) -> None:
-    """Give each key the answer that DeepSpeed's own word for it got."""
-    for name, own in _OWN_WORDS.items():
+    """Record for each key the outcome of the DeepSpeed key that it stands for."""
+    for name, theirs in _DEEPSPEED_KEYS.items():
         if name not in value:
             continue
-        entry = next((found[each] for each in (own, own.rpartition(".")[0]) if each in found), None)
+        entry = entries.get(theirs) or entries.get(theirs.rpartition(".")[0])
         if entry is None:
-            settings.unneeded(f"{key}.{name}", value[name], "says what is so anyway")
+            settings.unneeded(f"{key}.{name}", value[name], "is the default")
         else:
             settings.report.add(entry.outcome, f"{key}.{name}", value[name], entry.text)
 
 
-_OWN_WORDS = {
+_DEEPSPEED_KEYS = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -277,15 +275,15 @@ def _merge(settings: AccelerateSettings, sections: Mapping[str, Any], prefix: st
 
 
 def set_precision(settings: AccelerateSettings, key: str, value: str) -> None:
-    """Set the format; that `mixed_precision` and DeepSpeed's configuration say different things is a mistake."""
+    """Set the compute dtype; it is a problem if `mixed_precision` and DeepSpeed's configuration differ."""
     before = settings.get("precision.compute")
     if before not in (None, value):
-        settings.wrong(key, f"{value} here, and {before} in another place", "Give it in one place, or the same twice.")
+        settings.wrong(key, f"{value} here, but {before} in another place", "Set it once, or the same in both places.")
     settings.set("precision.compute", value)
 
 
-def _later(settings: AccelerateSettings, key: str, value: Any) -> None:
-    """`_take_answers` answers it."""
+def _read_with_the_section(settings: AccelerateSettings, key: str, value: Any) -> None:
+    """Read nothing: `_copy_outcomes` records the outcome."""
 
 
 _LAUNCHING = (
@@ -294,14 +292,14 @@ _LAUNCHING = (
     "deepspeed_inclusion_filter",
     "deepspeed_multinode_launcher",
 )
-_LAUNCH = mapped("`plait launch` takes the same word: --hostfile, --exclude, --include, --launcher")
+_LAUNCH = mapped("`plait launch` has the same option: --hostfile, --exclude, --include, --launcher")
 DEEPSPEED: dict[str, Reader] = {
     "deepspeed_config_file": unneeded("none"),
-    **dict.fromkeys(_OWN_WORDS, _later),
+    **dict.fromkeys(_DEEPSPEED_KEYS, _read_with_the_section),
     **dict.fromkeys(_LAUNCHING, _LAUNCH),
     "zero3_init_flag": mapped("strategy.meta_init: no rank ever holds the whole model"),
     "zero3_save_16bit_model": unneeded("`plait convert` writes a checkpoint in any format, also later"),
-    "deepspeed_moe_layer_cls_names": refused_if_on("`strategy.wrap.classes` names blocks, of experts too"),
+    "deepspeed_moe_layer_cls_names": refused_if_on("set `strategy.wrap.classes`, for experts too"),
 }
 
 
@@ -318,13 +316,12 @@ def _clip(settings: AccelerateSettings, key: str, value: Any) -> None:
     try:
         settings.set("train.clip_norm", float(value))
     except (TypeError, ValueError):
-        settings.wrong(key, f"{value!r} is no number", "Write a number above 0.")
+        settings.wrong(key, f"{value!r} is not a number", "Write a number above 0.")
         return
     settings.honoured(key, value, f"train.clip_norm: {float(value)}")
 
 
-_MODEL = refused("it describes a model of Megatron's; write it into the section `model`")
-_ELSEWHERE = "has no counterpart; leave it out"
+_MODEL = refused("describes a Megatron model; set it in the section `model`")
 _MEGATRON: dict[str, Reader] = {
     "tp_degree": _size("strategy.layout.tp"),
     "pp_degree": _size("strategy.layout.pp"),
@@ -335,19 +332,19 @@ _MEGATRON: dict[str, Reader] = {
     "recompute_activations": _recompute_activations,
     "use_distributed_optimizer": _switch("strategy.zero", 1, 0),
     "gradient_clipping": _clip,
-    "calculate_per_token_loss": unneeded("a loss is always divided by the tokens of the whole step"),
+    "calculate_per_token_loss": unneeded("the loss is always divided by the tokens of the whole step"),
     "use_custom_fsdp": refused_if_on("write `distributed_type: FSDP`"),
     "no_load_optim": refused_if_on('write `checkpoint: {partial: ["optim.*"]}`'),
     "no_save_optim": refused_if_on("a checkpoint always holds the optimizer"),
-    "optimizer_cpu_offload": refused_if_on("optimizer states stay on the device; use use_distributed_optimizer"),
-    "overlap_cpu_optimizer_d2h_h2d": refused_if_on("goes with optimizer_cpu_offload"),
-    "use_precision_aware_optimizer": refused_if_on("optimizer states are fp32 here"),
+    "optimizer_cpu_offload": refused_if_on("optimizer states stay on the device; set use_distributed_optimizer"),
+    "overlap_cpu_optimizer_d2h_h2d": refused_if_on("needs optimizer_cpu_offload"),
+    "use_precision_aware_optimizer": refused_if_on("optimizer states are always fp32"),
     "eod_mask_loss": _MODEL,
-    "decoder_last_pipeline_num_layers": refused("name the first layers of each in strategy.pipeline.split"),
+    "decoder_last_pipeline_num_layers": refused("set the layers of each stage in strategy.pipeline.split"),
     "recompute_granularity": refused("write `strategy: {recompute: full | selective}`"),
     "recompute_method": refused("write `strategy: {recompute: {mode: every, every: 2}}`"),
     "recompute_num_layers": refused("write `strategy: {recompute: {mode: every, every: 2}}`"),
-    "expert_tensor_parallel_size": refused(f"`strategy.layout.tp` cuts experts too: this {_ELSEWHERE}"),
+    "expert_tensor_parallel_size": refused("`strategy.layout.tp` splits experts too: leave it out"),
     **dict.fromkeys(
         (
             "attention_backend",
@@ -367,7 +364,7 @@ read_megatron = section(MEGATRON)
 read_mpirun = section(
     {
         "mpirun_hostfile": mapped("`plait launch --hostfile`"),
-        "mpirun_ccl": unneeded("oneCCL's worker threads; gloo has its own"),
+        "mpirun_ccl": unneeded("configures oneCCL's worker threads; gloo has its own"),
     }
 )
 
@@ -381,7 +378,7 @@ _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
 def read_fsdp(settings: AccelerateSettings, key: str, value: Any) -> None:
-    """The whole section. Without a word about sharding it is FULL_SHARD, as there."""
+    """Read the section; the default strategy is FULL_SHARD, as in Accelerate."""
     if settings.section(key, value) is None:
         return
     if settings.get("strategy.zero") is None:
@@ -392,16 +389,16 @@ def read_fsdp(settings: AccelerateSettings, key: str, value: Any) -> None:
     policy = str(value.get("fsdp_auto_wrap_policy", "")).upper()
     if policy == "SIZE_BASED_WRAP" and settings.get("strategy.wrap.min_params") is None:
         settings.wrong(
-            f"{key}.fsdp_auto_wrap_policy", "SIZE_BASED_WRAP without a size", "Add fsdp_min_num_params, from 1."
+            f"{key}.fsdp_auto_wrap_policy", "SIZE_BASED_WRAP needs a size", "Add fsdp_min_num_params, from 1."
         )
 
 
 def _sharding(settings: AccelerateSettings, key: str, value: Any) -> None:
     if str(value).isdecimal() and 1 <= int(value) <= len(SHARDING):
         value = SHARDING[int(value) - 1]  # torch numbers them from 1
-    word = settings.choice(key, value, SHARDING)
-    if word is not None:
-        _shard(settings, "_HYBRID_SHARD_ZERO2" if word == "HYBRID_SHARD_ZERO2" else word)
+    choice = settings.choice(key, value, SHARDING)
+    if choice is not None:
+        _shard(settings, "_HYBRID_SHARD_ZERO2" if choice == "HYBRID_SHARD_ZERO2" else choice)
         settings.honoured(key, value, f"strategy.sharding: {settings.get('strategy.sharding')}")
 
 
@@ -419,28 +416,28 @@ def _shard(settings: AccelerateSettings, sharding: str) -> None:
 
 
 def _policy(settings: AccelerateSettings, key: str, value: Any) -> None:
-    word = settings.choice(key, value or "NO_WRAP", _POLICIES)
-    if word == "TRANSFORMER_BASED_WRAP":
+    choice = settings.choice(key, value or "NO_WRAP", _POLICIES)
+    if choice == "TRANSFORMER_BASED_WRAP":
         settings.honoured(key, value, "strategy.wrap.classes where classes are named, else the model's own blocks")
-    elif word == "SIZE_BASED_WRAP":
+    elif choice == "SIZE_BASED_WRAP":
         settings.honoured(key, value, "strategy.wrap.min_params")
-    elif word is not None:
-        settings.mapped(key, value, "the model's own blocks where it has any: the same maths, less memory at once")
+    elif choice is not None:
+        settings.mapped(key, value, "wraps the model's own blocks if it has any: the same result with less memory")
 
 
 def _classes(settings: AccelerateSettings, key: str, value: Any) -> None:
     names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value or []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        settings.wrong(key, f"{value!r} names no classes", "Write them with commas between, or as a list.")
+        settings.wrong(key, f"{value!r} does not name classes", "Write them separated by commas, or as a list.")
         return
     if names:
         settings.set("strategy.wrap.classes", names)
-    settings.honoured(key, value, "strategy.wrap.classes" if names else "none named: the model's own blocks")
+    settings.honoured(key, value, "strategy.wrap.classes" if names else "no class named: the model's own blocks")
 
 
 def _min_params(settings: AccelerateSettings, key: str, value: Any) -> None:
     if value in (None, 0):
-        settings.unneeded(key, value, "no least size")
+        settings.unneeded(key, value, "no minimum size")
         return
     number = settings.count(key, value)
     if number is not None:
@@ -449,11 +446,11 @@ def _min_params(settings: AccelerateSettings, key: str, value: Any) -> None:
 
 
 def _backward_prefetch(settings: AccelerateSettings, key: str, value: Any) -> None:
-    word = settings.choice(key, value or "NO_PREFETCH", _PREFETCH)
-    if word == "BACKWARD_PRE":
-        settings.honoured(key, value, "the next block is always gathered while this one computes")
-    elif word is not None:
-        settings.mapped(key, value, "the next block is always gathered ahead, as BACKWARD_PRE: the same maths, faster")
+    choice = settings.choice(key, value or "NO_PREFETCH", _PREFETCH)
+    if choice == "BACKWARD_PRE":
+        settings.honoured(key, value, "the next block is always gathered while the current one computes")
+    elif choice is not None:
+        settings.mapped(key, value, "the next block is always prefetched, as BACKWARD_PRE: the same result, faster")
 
 
 def _forward_prefetch(settings: AccelerateSettings, key: str, value: Any) -> None:
@@ -474,9 +471,9 @@ def _recompute(settings: AccelerateSettings, key: str, value: Any) -> None:
 
 def _version(settings: AccelerateSettings, key: str, value: Any) -> None:
     if str(value) not in ("1", "2"):
-        settings.wrong(key, f"{value!r} is no version of FSDP", "Write 1 or 2.")
+        settings.wrong(key, f"{value!r} is not a version of FSDP", "Write 1 or 2.")
         return
-    settings.mapped(key, value, "one mechanism for both, torch's fully_shard (FSDP 2)")
+    settings.mapped(key, value, "both versions use torch's fully_shard (FSDP 2)")
 
 
 def _offload(settings: AccelerateSettings, key: str, value: Any) -> None:
@@ -491,7 +488,7 @@ def _offload(settings: AccelerateSettings, key: str, value: Any) -> None:
 def _state_dict(settings: AccelerateSettings, key: str, value: Any) -> None:
     if settings.choice(key, value, _STATE_DICTS) is not None:
         settings.unneeded(
-            key, value, "a checkpoint is written in parts and read whole, by any number of ranks; save_model is whole"
+            key, value, "a checkpoint is sharded and loads on any number of ranks; save_model writes the full weights"
         )
 
 
@@ -506,49 +503,49 @@ FSDP_READERS: dict[str, Reader] = {
     "fsdp_backward_prefetch_policy": _backward_prefetch,
     "fsdp_forward_prefetch": _forward_prefetch,
     "fsdp_activation_checkpointing": _recompute,
-    "fsdp_activation_checkpointing_offload": refused_if_on("activations are recomputed, and not moved; leave it out"),
+    "fsdp_activation_checkpointing_offload": refused_if_on("activations are recomputed, not offloaded; leave it out"),
     "fsdp_offload_params": _offload,
     "fsdp_state_dict_type": _state_dict,
     "fsdp_cpu_ram_efficient_loading": mapped(
-        "weights are made or read in parts (strategy.meta_init); a model given as an object is rank 0's"
+        "weights are created or read in shards (strategy.meta_init); a model object is taken from rank 0"
     ),
-    "fsdp_sync_module_states": mapped("all ranks always begin with rank 0's weights"),
-    "fsdp_use_orig_params": unneeded("parameters always keep their names, and may be frozen one by one"),
-    "fsdp_ignored_modules": refused_if_on("every parameter is sharded; freeze what is not to be trained"),
-    "fsdp_limit_all_gathers": unneeded("fully_shard never runs further ahead than memory allows"),
+    "fsdp_sync_module_states": mapped("all ranks always start with rank 0's weights"),
+    "fsdp_use_orig_params": unneeded("parameters always keep their names and can be frozen one by one"),
+    "fsdp_ignored_modules": refused_if_on("every parameter is sharded; freeze those that must not be trained"),
+    "fsdp_limit_all_gathers": unneeded("fully_shard limits how far it gathers ahead"),
 }
 
-_PLAIN = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
+_REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
 _DEVICES = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU")
-_KINDS = (*_PLAIN, "FSDP", "DEEPSPEED", "MEGATRON_LM", *_DEVICES)
+_DISTRIBUTED_TYPES = (*_REPLICATED, "FSDP", "DEEPSPEED", "MEGATRON_LM", *_DEVICES)
 _SECTION_OF = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
 
 
 def translate(source: str | Path | Mapping[str, Any]) -> Translation:
-    """The run description that an Accelerate configuration stands for, and what became of each of its keys.
+    """Return the run description that an Accelerate configuration asks for, and the outcome of each of its keys.
 
-    Raises `ConfigError` for keys and values that Accelerate itself does not know. What Plait cannot do is in the
-    report; `report.raise_refusals()` makes an error of it.
+    Raises `ConfigError` for keys and values that Accelerate itself does not know. What Plait does not support is
+    recorded as refused; `report.raise_refusals()` raises it.
     """
     config = read(source)
     settings = AccelerateSettings()
-    kind = _kind(settings, config)
-    if kind in _PLAIN:
+    distributed_type = _requested_type(settings, config)
+    if distributed_type in _REPLICATED:
         settings.set("strategy.zero", 0)
-    elif kind == "FSDP":
+    elif distributed_type == "FSDP":
         settings.set("strategy.sharding", "FULL_SHARD")
-    # Sections of other kinds are asked for by nobody: Accelerate leaves them unread, and so does this.
-    silent = {name for owner, name in _SECTION_OF.items() if owner != kind}
-    for name in silent & config.keys():
-        settings.unneeded(name, config[name], f"not read, there as here: distributed_type is {kind}")
-    settings.read({name: value for name, value in config.items() if name not in silent}, READERS)
-    if kind == "DEEPSPEED":
+    # Accelerate does not read the sections of other distributed types either.
+    unread = {name for owner, name in _SECTION_OF.items() if owner != distributed_type}
+    for name in unread & config.keys():
+        settings.unneeded(name, config[name], f"not read by Accelerate either: distributed_type is {distributed_type}")
+    settings.read({name: value for name, value in config.items() if name not in unread}, READERS)
+    if distributed_type == "DEEPSPEED":
         _compare_precision(settings, config)
     return settings.translation()
 
 
 def _compare_precision(settings: AccelerateSettings, config: Mapping[str, Any]) -> None:
-    """With Accelerate, DeepSpeed's section stays as it is beside `mixed_precision`: off, it trains in fp32 unsaid."""
+    """Refuse a DeepSpeed file that switches `mixed_precision` off: Accelerate would silently train in fp32."""
     asked, section = str(config.get("mixed_precision")).lower(), config.get("deepspeed_config")
     file = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if asked not in ("fp16", "bf16") or file in (None, "none"):
@@ -557,23 +554,26 @@ def _compare_precision(settings: AccelerateSettings, config: Mapping[str, Any]) 
 
     theirs = read_config(file).get(asked)
     if theirs is not None and str(theirs.get("enabled", False)).lower() == "false":
-        message = f"{asked}, and `{asked}.enabled` of the DeepSpeed configuration does not switch it on"
+        message = f"{asked}, but `{asked}.enabled` of the DeepSpeed configuration is false"
         settings.wrong("mixed_precision", message, f"Write 'auto' in its section `{asked}`, or leave the section out.")
 
 
 def is_accelerate(config: Mapping[str, Any]) -> bool:
-    """Whether a mapping is one of Accelerate's configurations, and none of Plait's."""
+    """Whether a mapping is a configuration of Accelerate, not of Plait."""
     return "distributed_type" in config or "compute_environment" in config
 
 
 def processes(config: Mapping[str, Any]) -> int | None:
-    """How many processes Accelerate would start on each machine; None where it does not say."""
+    """Return how many processes Accelerate would start per machine; None where the configuration does not say."""
     count = config.get("num_processes")
     return count // _machine_count(config) if isinstance(count, int) and count > 0 else None
 
 
 def machines(config: Mapping[str, Any]) -> Machines | None:
-    """The machines of a configuration; None for this one alone. Raises `ConfigError` where they could not meet."""
+    """Return the machines of a multi-node configuration; None for one machine.
+
+    Raises `ConfigError` where the nodes could not find each other.
+    """
     problems = [
         Problem(key, f"{value!r}: `plait train` starts ranks on this machine only", remedy)
         for key, value, remedy in _elsewhere(config)
@@ -584,23 +584,23 @@ def machines(config: Mapping[str, Any]) -> Machines | None:
     )
     if count > 1 and not problems:
         if not isinstance(rank, int) or not 0 <= rank < count:
-            remedy = f"Write 0 to {count - 1}, another number in the file of each machine."
-            problems.append(Problem("machine_rank", f"{rank!r}, and num_machines is {count}", remedy))
+            remedy = f"Write 0 to {count - 1}, a different number on each machine."
+            problems.append(Problem("machine_rank", f"{rank!r}, but num_machines is {count}", remedy))
         if not address:
             remedy = "Write the address of the machine whose machine_rank is 0."
-            problems.append(Problem("main_process_ip", f"there is none, and num_machines is {count}", remedy))
+            problems.append(Problem("main_process_ip", f"not set, but num_machines is {count}", remedy))
         if port is not None and not 0 < (whole_number(str(port)) or 0) < 1 << 16:
-            remedy = "Write one that is free on the machine whose machine_rank is 0, from 1 to 65535."
+            remedy = "Write a port from 1 to 65535 that is free on the machine whose machine_rank is 0."
             problems.append(Problem("main_process_port", f"{port!r} is not a port", remedy))
         if isinstance(total, int) and total % count:
-            remedy = f"Write a multiple of {count}: each machine starts as many."
-            problems.append(Problem("num_processes", f"{total}, and num_machines is {count}", remedy))
+            remedy = f"Write a multiple of {count}: each machine starts equally many."
+            problems.append(Problem("num_processes", f"{total}, but num_machines is {count}", remedy))
     if problems:
         raise ConfigError(problems)
     if count == 1:
         return None
-    found = Machines(count, int(rank or 0), str(address))
-    return found if port is None else replace(found, port=int(port))
+    cluster = Machines(count, int(rank or 0), str(address))
+    return cluster if port is None else replace(cluster, port=int(port))
 
 
 def _machine_count(config: Mapping[str, Any]) -> int:
@@ -609,7 +609,7 @@ def _machine_count(config: Mapping[str, Any]) -> int:
 
 
 def _elsewhere(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Keys that name other machines, which Accelerate reaches from this one."""
+    """Yield keys that name other machines, with value and remedy: Accelerate starts processes there itself."""
     for section, key in (("deepspeed_config", "deepspeed_hostfile"), ("mpirun_config", "mpirun_hostfile")):
         named = config.get(section)
         hostfile = named.get(key) if isinstance(named, Mapping) else None
@@ -619,61 +619,60 @@ def _elsewhere(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def as_overrides(sections: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Sections as they would stand on a command line: `strategy.zero=3`."""
-    found: list[str] = []
+    """Return sections as command-line overrides: `strategy.zero=3`."""
+    overrides: list[str] = []
     for name, value in sections.items():
         if isinstance(value, Mapping):
-            found += as_overrides(value, f"{prefix}{name}.")
+            overrides += as_overrides(value, f"{prefix}{name}.")
         else:
-            found.append(f"{prefix}{name}={json.dumps(value)}")
-    return found
+            overrides.append(f"{prefix}{name}={json.dumps(value)}")
+    return overrides
 
 
-def _kind(settings: AccelerateSettings, config: Mapping[str, Any]) -> str:
+def _requested_type(settings: AccelerateSettings, config: Mapping[str, Any]) -> str:
     value = config.get("distributed_type", "NO")
-    word = (
-        "NO" if value is False else settings.choice("distributed_type", value, _KINDS)
-    )  # YAML reads a bare NO as false
-    return word or "NO"
+    if value is False:  # YAML reads a bare NO as false
+        return "NO"
+    return settings.choice("distributed_type", value, _DISTRIBUTED_TYPES) or "NO"
 
 
 def _distributed_type(settings: AccelerateSettings, key: str, value: Any) -> None:
-    kind = "NO" if value is False else str(value).upper()
-    if kind in _DEVICES:
+    name = "NO" if value is False else str(value).upper()
+    if name in _DEVICES:
         settings.refused(key, value, "Plait runs on CPU, CUDA and XPU; write MULTI_GPU or MULTI_CPU")
-    elif kind in _PLAIN:
+    elif name in _REPLICATED:
         settings.honoured(key, value, "strategy.zero: 0 (replicas)")
     else:
-        settings.honoured(key, value, f"the strategy is as {_SECTION_OF.get(kind)} says")
+        settings.honoured(key, value, f"the strategy is set by {_SECTION_OF.get(name)}")
 
 
 def _compute_environment(settings: AccelerateSettings, key: str, value: Any) -> None:
     if str(value).upper() == "LOCAL_MACHINE":
         settings.honoured(key, value, "this machine")
     else:
-        settings.refused(key, value, "write LOCAL_MACHINE; hosts of a cluster are reached by `plait launch`")
+        settings.refused(key, value, "write LOCAL_MACHINE; `plait launch` starts processes on the hosts of a cluster")
 
 
 def _mixed_precision(settings: AccelerateSettings, key: str, value: Any) -> None:
     if value in (None, False) or str(value).lower() == "no":
         settings.honoured(key, value, "precision: fp32")
         return
-    word = settings.choice(key, value, ("no", "fp16", "bf16", "fp8"))
-    if word == "fp8":
+    choice = settings.choice(key, value, ("no", "fp16", "bf16", "fp8"))
+    if choice == "fp8":
         settings.refused(
             key,
             value,
             "write bf16: Accelerate's 8-bit backends are not used here; a run description has `precision: fp8`",
         )
-    elif word is not None:
-        set_precision(settings, key, word)
-        settings.honoured(key, value, f"precision.compute: {word}, with fp32 weights in the optimizer")
+    elif choice is not None:
+        set_precision(settings, key, choice)
+        settings.honoured(key, value, f"precision.compute: {choice}, with fp32 weights in the optimizer")
 
 
 def _old_fp16(settings: AccelerateSettings, key: str, value: Any) -> None:
     if settings.flag(key, value):
         settings.set("precision.compute", "fp16")
-        settings.mapped(key, value, "the old word for mixed_precision: fp16; precision.compute: fp16")
+        settings.mapped(key, value, "the old name of mixed_precision: fp16; precision.compute: fp16")
     else:
         settings.unneeded(key, value, "off, as here")
 
@@ -693,9 +692,7 @@ def _use_cpu(settings: AccelerateSettings, key: str, value: Any) -> None:
 def _num_processes(settings: AccelerateSettings, key: str, value: Any) -> None:
     if value != -1 and settings.count(key, value) is None:
         return
-    meaning = (
-        "`plait train` starts its share for this machine, unless --nproc is given; `plait launch --nproc_per_node`"
-    )
+    meaning = "`plait train` starts this machine's share unless --nproc is given; `plait launch --nproc_per_node`"
     settings.mapped(key, value, meaning)
 
 
@@ -715,16 +712,16 @@ def _gpu_ids(settings: AccelerateSettings, key: str, value: Any) -> None:
         settings.refused(key, value, f"start with CUDA_VISIBLE_DEVICES={value}")
 
 
-_MEETING = mapped("of several machines; also `plait launch --node_rank`, `--master_addr`, `--master_port`")
-_SAGEMAKER = refused("Amazon SageMaker's own; start the processes there with `plait launch`")
-_TPU = refused_if_on("there are no TPUs here")
+_MEETING = mapped("used with several machines; also `plait launch --node_rank`, `--master_addr`, `--master_port`")
+_SAGEMAKER = refused("is for Amazon SageMaker; start the processes there with `plait launch`")
+_TPU = refused_if_on("TPUs are not supported")
 
 READERS: dict[str, Reader] = {
     "compute_environment": _compute_environment,
     "distributed_type": _distributed_type,
     "mixed_precision": _mixed_precision,
     "use_cpu": _use_cpu,
-    "debug": mapped("a collective that ranks disagree about is always named, with the rank that waits"),
+    "debug": mapped("a mismatched collective is always reported, with the rank that waits"),
     "num_processes": _num_processes,
     "num_machines": _num_machines,
     "machine_rank": _MEETING,
@@ -733,7 +730,7 @@ READERS: dict[str, Reader] = {
     "rdzv_backend": _MEETING,
     "same_network": _MEETING,
     "gpu_ids": _gpu_ids,
-    "main_training_function": unneeded("a script is run as it is"),
+    "main_training_function": unneeded("scripts run as they are"),
     "enable_cpu_affinity": mapped("`plait launch --bind_cores_to_rank`"),
     "fsdp_config": read_fsdp,
     "deepspeed_config": read_deepspeed,

@@ -407,8 +407,8 @@ class PreparedLoader(DataLoader[Any]):
         while True:
             group = None
             if source is not None:
-                found = list(islice(source, 1 if share.split else share.ranks))
-                group = _joined(found) if found else None
+                batches = list(islice(source, 1 if share.split else share.ranks))
+                group = _joined(batches) if batches else None
             group = self._world.broadcast(group)
             if group is None:
                 return
@@ -419,8 +419,8 @@ class PreparedLoader(DataLoader[Any]):
                 if self.loader.drop_last:
                     return
                 group = _joined([group, _cut(first, 0, share.ranks - size % share.ranks)])
-            each = _length(group) // share.ranks
-            yield _cut(group, each * share.rank, each * (share.rank + 1))
+            share_size = _length(group) // share.ranks
+            yield _cut(group, share_size * share.rank, share_size * (share.rank + 1))
 
     # ---- where it stands
 

@@ -79,7 +79,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-_FSDP_WORDS = {
+_FSDP_KEYS = {
     "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
     "cpu_offload": "fsdp_offload_params",
 }
@@ -111,10 +111,10 @@ class FullyShardedDataParallelPlugin:
     def as_config(self) -> dict[str, Any]:
         """The keys of an `accelerate` YAML."""
         section = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and each.name not in ("mixed_precision_policy", "fsdp_version"):
-                section[_FSDP_WORDS.get(each.name, f"fsdp_{each.name}")] = _word(value)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name not in ("mixed_precision_policy", "fsdp_version"):
+                section[_FSDP_KEYS.get(field.name, f"fsdp_{field.name}")] = _plain_value(value)
         section["fsdp_version"] = self.fsdp_version or 1
         return {"distributed_type": "FSDP", "fsdp_config": section}
 
@@ -137,7 +137,7 @@ _POLICIES = {
 }
 
 
-def _word(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """A value of torch's as the word for it."""
     name = getattr(getattr(value, "func", value), "__name__", None)  # partial(size_based_auto_wrap_policy, …)
     if name in _POLICIES:
@@ -146,8 +146,8 @@ def _word(value: Any) -> Any:
         return bool(value.offload_params)
     if type(value).__name__ == "CPUOffloadPolicy":
         return True
-    found = getattr(value, "name", value)  # an enum's
-    return found.lstrip("_") if isinstance(found, str) and found.lstrip("_") in SHARDING else found
+    name = getattr(value, "name", value)  # an enum's
+    return name.lstrip("_") if isinstance(name, str) and name.lstrip("_") in SHARDING else name
 
 
 @dataclass
@@ -168,9 +168,9 @@ class DeepSpeedPlugin:
 
     def as_config(self) -> dict[str, Any]:
         """The keys of an `accelerate` YAML."""
-        words = {"hf_ds_config": "deepspeed_config_file", "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        section = {words.get(name, name): value for name, value in given.items() if value is not None}
+        names = {"hf_ds_config": "deepspeed_config_file", "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        section = {names.get(name, name): value for name, value in given.items() if value is not None}
         return {"distributed_type": "DEEPSPEED", "deepspeed_config": section or {"zero_stage": 2}}
 
     @property
@@ -196,7 +196,7 @@ class ParallelismConfig:
 
     def as_config(self) -> dict[str, Any]:
         """The keys of an `accelerate` YAML."""
-        sizes = {f"parallelism_config_{each.name}": getattr(self, each.name) for each in fields(self)}
+        sizes = {f"parallelism_config_{field.name}": getattr(self, field.name) for field in fields(self)}
         return {"parallelism_config": sizes}
 
 
@@ -213,9 +213,9 @@ class TorchDynamoPlugin:
     def as_config(self) -> dict[str, Any]:
         """The keys of an `accelerate` YAML."""
         section: dict[str, Any] = {"dynamo_backend": str(getattr(self.backend, "value", self.backend))}
-        words = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
-        words["use_regional_compilation"] = "dynamo_use_regional_compilation"
-        section.update({key: value for name, key in words.items() if (value := getattr(self, name))})
+        names = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
+        names["use_regional_compilation"] = "dynamo_use_regional_compilation"
+        section.update({key: value for name, key in names.items() if (value := getattr(self, name))})
         return {"dynamo_config": section}
 
 
@@ -246,20 +246,20 @@ class DistributedDataParallelKwargs:
 
     def sections(self) -> dict[str, Any]:
         """What they set."""
-        found: dict[str, Any] = {"strategy": {"bucket_mb": float(self.bucket_cap_mb)}}
-        words = {name: str(getattr(self, name) or "no").lower() for name in ("comm_hook", "comm_wrapper")}
-        for name, word in words.items():
-            if word not in ("no", "fp16", "bf16"):
-                message = f"{word} cannot be had: gradients are summed as they are, or rounded to fp16 or bf16"
+        sections: dict[str, Any] = {"strategy": {"bucket_mb": float(self.bucket_cap_mb)}}
+        hooks = {name: str(getattr(self, name) or "no").lower() for name in ("comm_hook", "comm_wrapper")}
+        for name, hook in hooks.items():
+            if hook not in ("no", "fp16", "bf16"):
+                message = f"{hook} cannot be had: gradients are summed as they are, or rounded to fp16 or bf16"
                 remedy = "Leave it out, or write DDPCommunicationHookType.BF16."
                 raise ConfigError(Problem(f"DistributedDataParallelKwargs.{name}", message, remedy))
-        asked = sorted({word for word in words.values() if word != "no"})
+        asked = sorted({hook for hook in hooks.values() if hook != "no"})
         if len(asked) > 1:
-            message = f"comm_hook is {words['comm_hook']} and comm_wrapper is {words['comm_wrapper']}"
+            message = f"comm_hook is {hooks['comm_hook']} and comm_wrapper is {hooks['comm_wrapper']}"
             raise ConfigError(Problem("DistributedDataParallelKwargs", message, "Name one format for the sums."))
         if asked:
-            found["precision"] = {"reduce": asked[0]}
-        return found
+            sections["precision"] = {"reduce": asked[0]}
+        return sections
 
 
 @dataclass
@@ -282,12 +282,12 @@ class InitProcessGroupKwargs:
 
     def sections(self) -> dict[str, Any]:
         """What they set."""
-        found: dict[str, Any] = {}
+        sections: dict[str, Any] = {}
         if self.backend is not None:
-            found["backend"] = self.backend
+            sections["backend"] = self.backend
         if self.timeout is not None:
-            found["timeout_s"] = self.timeout.total_seconds()
-        return found
+            sections["timeout_s"] = self.timeout.total_seconds()
+        return sections
 
 
 @dataclass
@@ -320,12 +320,12 @@ class ProfileKwargs:
 
     def build(self) -> profile:
         """The profiler that they describe."""
-        unknown = [each for each in self.activities or () if each not in _ACTIVITIES]
+        unknown = [activity for activity in self.activities or () if activity not in _ACTIVITIES]
         if unknown:
             remedy = f"Write {', '.join(_ACTIVITIES)}."
             raise ConfigError(Problem("ProfileKwargs.activities", f"{unknown[0]!r} is nothing to look at", remedy))
         return profile(
-            activities=None if self.activities is None else [_ACTIVITIES[each] for each in self.activities],
+            activities=None if self.activities is None else [_ACTIVITIES[activity] for activity in self.activities],
             schedule=None if self.schedule_option is None else schedule(**self.schedule_option),
             on_trace_ready=self.on_trace_ready,
             record_shapes=self.record_shapes,

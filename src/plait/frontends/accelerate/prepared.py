@@ -100,17 +100,17 @@ def in_fp32(value: Any) -> Any:
 
 def apply(function: Any, value: Any) -> Any:
     """Apply a function to the tensors in nested lists, tuples and mappings, which keep their types."""
-    return apply_to_all(lambda part: function(part) if isinstance(part, Tensor) else part, value)
+    return apply_to_all(lambda item: function(item) if isinstance(item, Tensor) else item, value)
 
 
 def apply_to_all(function: Any, value: Any) -> Any:
     """The same for whatever is in them."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(apply_to_all(function, each) for each in value))
+        return type(value)(*(apply_to_all(function, item) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(apply_to_all(function, each) for each in value)
+        return type(value)(apply_to_all(function, item) for item in value)
     if isinstance(value, Mapping):
-        return type(value)({key: apply_to_all(function, each) for key, each in value.items()})  # type: ignore[call-arg]
+        return type(value)({key: apply_to_all(function, item) for key, item in value.items()})  # type: ignore[call-arg]
     return function(value)
 
 
@@ -260,14 +260,14 @@ class Gatherer:
         tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
         if self._world.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self._world.size)]
-        dist.all_gather(parts, tensor)
-        return torch.cat([parts[rank] for rank in self._ranks])
+        tensors = [torch.empty_like(tensor) for _ in range(self._world.size)]
+        dist.all_gather(tensors, tensor)
+        return torch.cat([tensors[rank] for rank in self._ranks])
 
     def gather_objects(self, value: Sequence[Any]) -> list[Any]:
         """Every rank's objects, as one list."""
-        parts = self._world.gather(list(value) if isinstance(value, (list, tuple)) else [value])
-        return [each for rank in self._ranks for each in parts[rank]]
+        lists = self._world.gather(list(value) if isinstance(value, (list, tuple)) else [value])
+        return [item for rank in self._ranks for item in lists[rank]]
 
     def gather_for_metrics(self, value: Any, gradients: Any, *, as_objects: bool) -> Any:
         """Everything of a round of batches, without the samples that were repeated to fill it up.
@@ -319,8 +319,8 @@ def has_only_tensors(value: Any) -> bool:
     if isinstance(value, Tensor):
         return True
     if isinstance(value, dict):
-        return all(has_only_tensors(each) for each in value.values())
-    return isinstance(value, (list, tuple)) and all(has_only_tensors(each) for each in value)
+        return all(has_only_tensors(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and all(has_only_tensors(item) for item in value)
 
 
 def first_rows(value: Any, count: int) -> Any:
@@ -346,7 +346,7 @@ class DummyOptim:
     @property
     def parameters(self) -> list[Any]:
         """All of them, without their groups."""
-        groups = (each["params"] if isinstance(each, Mapping) else [each] for each in self.params)
+        groups = (group["params"] if isinstance(group, Mapping) else [group] for group in self.params)
         return [param for group in groups for param in group]
 
 
@@ -392,14 +392,14 @@ def make_scheduler(recipe: Recipe, dummy: DummyScheduler, optimizer: Optimizer, 
     return recipe.schedule(optimizer, auto)
 
 
-def refuse_two(recipe: Recipe, word: str) -> None:
+def refuse_two(recipe: Recipe, section: str) -> None:
     """A script that makes its own beside a configuration that describes one."""
-    if word in recipe.sections:
-        stand_in = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[word]
+    if section in recipe.sections:
+        stand_in = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[section]
         message = "the configuration describes one, and the script has made its own"
         remedy = f"Leave it out, or make a {stand_in} of plait.frontends.accelerate.utils instead."
-        raise ConfigError(Problem(f"deepspeed_config: {word}", message, remedy))
+        raise ConfigError(Problem(f"deepspeed_config: {section}", message, remedy))
 
 
-def _missing(name: str, word: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(f"deepspeed_config: {word}", f"a {name} stands for it, and there is none", remedy))
+def _missing(name: str, section: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem(f"deepspeed_config: {section}", f"a {name} stands for it, and there is none", remedy))

@@ -41,7 +41,7 @@ def with_plan(config: RunConfig, model: nn.Module, *, whole_vocabulary: bool) ->
         return config
     plan = tensor_plan(model, strategy.layout.tp) if adapted else transformers_words(model)
     if whole_vocabulary:
-        plan = {name: word for name, word in plan.items() if word not in _VOCABULARY}
+        plan = {name: style for name, style in plan.items() if style not in _VOCABULARY}
     if not plan:
         return config
     tensor = TensorConfig(**{**strategy.tensor.model_dump(), "plan": plan})
@@ -50,35 +50,37 @@ def with_plan(config: RunConfig, model: nn.Module, *, whole_vocabulary: bool) ->
 
 def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     """A word for each module of a `peft` model that takes part; none where nothing is known of the model below."""
-    below = next(((name, each) for name, each in model.named_modules() if name and is_transformers_model(each)), None)
+    below = next(
+        ((name, module) for name, module in model.named_modules() if name and is_transformers_model(module)), None
+    )
     if below is None:
         return {}
     prefix, base = below
     plan: dict[str, str] = {}
     attentions: set[str] = set()
-    for name, word in transformers_words(base).items():
+    for name, style in transformers_words(base).items():
         where = f"{prefix}.{name}"
         layer = model.get_submodule(where)
         if not hasattr(layer, "base_layer"):
-            plan[where] = word
+            plan[where] = style
             continue
-        if word not in _BY_COLUMNS:
+        if style not in _BY_COLUMNS:
             raise ModelError(
                 f"{where} is cut by rows where strategy.layout.tp is {ranks}, and has an adapter; put adapters on "
                 "layers that are cut by columns (q_proj, k_proj, v_proj, gate_proj, up_proj), or use layout.tp: 1"
             )
         parent = where.rpartition(".")[0]
         plan[parent] = "region"  # which is not seen where its layers are hidden in adapters
-        if word in _HEAD_WORDS:
+        if style in _HEAD_WORDS:
             attentions.add(parent)
         plan[f"{where}.base_layer"] = "colwise"
-        for kind, inner in (("lora_A", "inner"), ("lora_B", "colwise")):
-            for adapter in getattr(layer, kind, {}):
-                plan[f"{where}.{kind}.{adapter}"] = inner
+        for matrix, inner in (("lora_A", "inner"), ("lora_B", "colwise")):
+            for adapter in getattr(layer, matrix, {}):
+                plan[f"{where}.{matrix}.{adapter}"] = inner
     _refuse_uneven(attentions, model, ranks)
     # Heads are known by their neighbours, which adapters hide; cut by columns it is the same where they divide evenly.
-    inside = {name for name, word in plan.items() if word in _HEAD_WORDS and name.rpartition(".")[0] in attentions}
-    return {name: "colwise" if name in inside else word for name, word in plan.items()}
+    inside = {name for name, style in plan.items() if style in _HEAD_WORDS and name.rpartition(".")[0] in attentions}
+    return {name: "colwise" if name in inside else style for name, style in plan.items()}
 
 
 def _refuse_uneven(attentions: set[str], model: nn.Module, ranks: int) -> None:
@@ -119,7 +121,7 @@ def build_engine(
     world: World,
     model: nn.Module,
     optimizer: Optimizer,
-    say: Say,
+    log: Say,
     *,
     whole_vocabulary: bool = True,
 ) -> LoopEngine:
@@ -129,7 +131,7 @@ def build_engine(
     """
     state = rng_state(world.device)
     config = with_plan(config, model, whole_vocabulary=whole_vocabulary)
-    engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, say=say), LoopEngine)
+    engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, say=log), LoopEngine)
     if config.strategy.stage < 3:
         engine.keep_wholes()  # as replicas have them: the main process may save or ask the model by itself
     restore_rng_state(state, world.device)

@@ -119,22 +119,22 @@ class Processes:
         """This process's part of a list, tuple, mapping of lists or tensor; with padding, the last entry repeats."""
         yield self._part(inputs, apply_padding)
 
-    def _part(self, inputs: Any, padded: bool) -> Any:
+    def _share(self, inputs: Any, padded: bool) -> Any:
         if self.num_processes == 1:
             return inputs
         if isinstance(inputs, dict):
             return {key: self._part(value, padded) for key, value in inputs.items()}
-        each, longer = divmod(len(inputs), self.num_processes)
+        size, longer = divmod(len(inputs), self.num_processes)
         index = self.process_index
-        start = index * each + min(index, longer)
-        part = inputs[start : start + each + (1 if index < longer else 0)]
-        missing = each + (1 if longer else 0) - len(part)
+        start = index * size + min(index, longer)
+        share = inputs[start : start + size + (1 if index < longer else 0)]
+        missing = size + (1 if longer else 0) - len(share)
         if not padded or missing == 0:
-            return part
+            return share
         last = inputs[-1:]
         if isinstance(inputs, Tensor):
-            return torch.cat([part, *([last] * missing)])
-        return part + last * missing
+            return torch.cat([share, *([last] * missing)])
+        return share + last * missing
 
     def set_trigger(self) -> None:
         """Raise a flag that `check_trigger` sees on every process."""
@@ -155,9 +155,9 @@ class PartialState(Processes):
         super().__init__(open_world(parse_sections(**({"device": "cpu"} if cpu else {})).config))
 
 
-def _only(here: bool, function: Function) -> Function:
+def _only(runs_here: bool, function: Function) -> Function:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if here else None
+        return function(*args, **kwargs) if runs_here else None
 
     return run

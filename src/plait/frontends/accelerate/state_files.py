@@ -1,6 +1,7 @@
-"""`save_state` and `load_state`: Plait's own checkpoint, so that it goes on under any strategy and number of ranks.
+"""`save_state` and `load_state`: a Plait checkpoint, which loads under any strategy and on any number of ranks.
 
-The first engine lies where a run's would; what a script has besides lies where hooks have their things.
+The first engine's tensors have the names that a run's would have. The others, and the state of schedulers, loaders and
+registered objects, are stored where a run has the state of its hooks.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from plait.frontends.accelerate.loader import GradientState, PreparedLoader
 from plait.frontends.accelerate.plugins import ProjectConfiguration
 from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer
 
-# State dictionaries as JSON beside tensors: no pickle, so that a checkpoint can be read by anybody.
+# State dictionaries as JSON and tensors, without pickle: loading a checkpoint runs no code of it.
 
 
 _MARK = "__plait__"
 
 
 def pack(value: Any, tensors: MutableMapping[str, Tensor], path: str) -> Any:
-    """`value` as JSON; its tensors go into `tensors` under their paths."""
+    """Return `value` as JSON; its tensors are added to `tensors` under their paths."""
     if isinstance(value, np.ndarray):
         return {_MARK: "array", "name": pack(torch.from_numpy(value.copy()), tensors, path)["name"]}
     if isinstance(value, Tensor):
@@ -49,27 +50,24 @@ def pack(value: Any, tensors: MutableMapping[str, Tensor], path: str) -> Any:
         finite = not isinstance(plain, float) or math.isfinite(plain)
         return plain if finite else {_MARK: "float", "text": str(plain)}
     if isinstance(value, (list, tuple)):
-        items = [pack(each, tensors, f"{path}.{index}") for index, each in enumerate(value)]
+        items = [pack(item, tensors, f"{path}.{index}") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_MARK: "tuple", "items": items}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: pack(each, tensors, f"{path}.{key}") for key, each in value.items()}
-        pairs = [[pack(k, tensors, f"{path}.k{i}"), pack(v, tensors, f"{path}.v{i}")] for i, (k, v) in _pairs(value)]
+            return {key: pack(item, tensors, f"{path}.{key}") for key, item in value.items()}
+        items = enumerate(value.items())
+        pairs = [[pack(k, tensors, f"{path}.k{i}"), pack(v, tensors, f"{path}.v{i}")] for i, (k, v) in items]
         return {_MARK: "mapping", "pairs": pairs}
     raise CheckpointError(
-        f"{path} is a {type(value).__name__}; a state_dict may hold numbers, texts, tensors, arrays, lists and "
+        f"{path} is a {type(value).__name__}; a state_dict may hold numbers, strings, tensors, arrays, and lists and "
         "mappings of those"
     )
 
 
-def _pairs(value: Mapping[Any, Any]) -> Any:
-    return enumerate(value.items())
-
-
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` was given."""
+    """Return the value that `pack` was given."""
     if isinstance(value, list):
-        return [unpack(each, tensors) for each in value]
+        return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     match value.get(_MARK):
@@ -80,21 +78,21 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case "float":
             return float(value["text"])
         case "tuple":
-            return tuple(unpack(each, tensors) for each in value["items"])
+            return tuple(unpack(item, tensors) for item in value["items"])
         case "mapping":
-            return {unpack(key, tensors): unpack(each, tensors) for key, each in value["pairs"]}
+            return {unpack(key, tensors): unpack(item, tensors) for key, item in value["pairs"]}
         case _:
-            return {key: unpack(each, tensors) for key, each in value.items()}
+            return {key: unpack(item, tensors) for key, item in value.items()}
 
 
-_OWN = "accelerate"
+_HOOK = "accelerate"
 PLACED = frozenset({"params", "param_names", "fused", "foreach"})
-"""Keys of a group that belong to where it runs, not to what it trains."""
+"""Keys of a parameter group that depend on the device, and are not saved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Belongings:
-    """Everything of a script that a checkpoint holds."""
+class PreparedObjects:
+    """Everything that a script has prepared or registered, and a checkpoint holds."""
 
     config: RunConfig
     world: World
@@ -102,133 +100,135 @@ class Belongings:
     schedulers: Sequence[Any]
     loaders: Sequence[PreparedLoader]
     objects: Sequence[Any]
-    """What `register_for_checkpointing` was given."""
+    """The objects of `register_for_checkpointing`."""
     gradients: GradientState
 
     @property
     def engines(self) -> list[LoopEngine]:
-        """One for each optimizer."""
+        """The engine of each optimizer."""
         return [optimizer.engine for optimizer in self.optimizers]
 
 
-def save(own: Belongings, folder: Path) -> None:
-    """Write a checkpoint; every rank must call it."""
-    on_main(own.world, lambda: _refuse_foreign(folder))
-    for engine in own.engines:
-        if engine.pending and not own.gradients.stepped:
-            raise CheckpointError("save_state was called between backward and step: gradients are in no checkpoint")
+def save(prepared: PreparedObjects, folder: Path) -> None:
+    """Write a checkpoint to a folder. Every rank must call it."""
+    on_main(prepared.world, lambda: _refuse_foreign(folder))
+    for engine in prepared.engines:
+        if engine.pending and not prepared.gradients.stepped:
+            raise CheckpointError("save_state was called between backward and step: a checkpoint holds no gradients")
         engine.agree_on_buffers()
     with ExitStack() as stack:
-        for engine in own.engines:
+        for engine in prepared.engines:
             stack.enter_context(engine.weights_to_use())
-        _save(own, folder)
+        _save(prepared, folder)
 
 
-def _save(own: Belongings, folder: Path) -> None:
-    tensors, packed = own.world.broadcast(_things(own))  # rank 0's, where ranks differ
-    for index, engine in enumerate(own.engines):
-        tensors.update({_place(index, name): tensor for name, tensor in engine.state_entries().items()})
-    for name, tensor in rng_state(own.world.device).items():
-        tensors[f"rng.{own.world.rank}.{name}"] = tensor
+def _save(prepared: PreparedObjects, folder: Path) -> None:
+    tensors, packed = prepared.world.broadcast(_pack_objects(prepared))  # rank 0's are saved
+    for index, engine in enumerate(prepared.engines):
+        tensors.update({_stored_name(index, name): tensor for name, tensor in engine.state_entries().items()})
+    for name, tensor in rng_state(prepared.world.device).items():
+        tensors[f"rng.{prepared.world.rank}.{name}"] = tensor
     state = {
-        "engine": own.engines[0].state() if own.engines else None,
-        "epoch": own.loaders[0].iteration if own.loaders else 0,
-        "step_in_epoch": own.loaders[0].position if own.loaders else 0,
-        "config": _config(own),
-        "hooks": {_OWN: packed, **{f"engine{i}": e.state() for i, e in enumerate(own.engines) if i}},
+        "engine": prepared.engines[0].state() if prepared.engines else None,
+        "epoch": prepared.loaders[0].iteration if prepared.loaders else 0,
+        "step_in_epoch": prepared.loaders[0].position if prepared.loaders else 0,
+        "config": _config(prepared),
+        "hooks": {_HOOK: packed, **{f"engine{i}": e.state() for i, e in enumerate(prepared.engines) if i}},
     }
-    step = own.engines[0].steps if own.engines else 0
-    save_checkpoint(folder, tensors, state, step=step, world=own.world)
+    step = prepared.engines[0].steps if prepared.engines else 0
+    save_checkpoint(folder, tensors, state, step=step, world=prepared.world)
 
 
-def load(own: Belongings, folder: Path) -> None:
-    """Go on from a checkpoint; every rank must call it."""
-    world = own.world
-    on_main(world, lambda: _opened(folder).manifest.step)  # what is wrong with it is said once
+def load(prepared: PreparedObjects, folder: Path) -> None:
+    """Load a checkpoint. Every rank must call it."""
+    world = prepared.world
+    on_main(world, lambda: _opened(folder).manifest.step)  # one rank reports what is wrong
     checkpoint = _opened(folder)
     state = checkpoint.manifest.state
-    packed = state["hooks"][_OWN]
-    _check_counts(own, packed, folder)
+    packed = state["hooks"][_HOOK]
+    _check_counts(prepared, packed, folder)
     wanted: dict[str, Entry] = {}
-    for index, engine in enumerate(own.engines):
+    for index, engine in enumerate(prepared.engines):
         engine.discard()
-        engine.allocate_optimizer_state(entries(checkpoint.index, _place(index, "optim.")))
-        wanted.update({_place(index, name): tensor for name, tensor in engine.state_entries().items()})
+        engine.allocate_optimizer_state(entries(checkpoint.index, _stored_name(index, "optim.")))
+        wanted.update({_stored_name(index, name): tensor for name, tensor in engine.state_entries().items()})
     generators = rng_state(world.device)
     same_world = checkpoint.manifest.world_size == world.size
     if same_world:
         wanted.update({f"rng.{world.rank}.{name}": tensor for name, tensor in generators.items()})
-    mine = _room(checkpoint)
-    wanted.update(mine)
+    state_tensors = _empty_tensors(checkpoint)
+    wanted.update(state_tensors)
     load_into(checkpoint, wanted, world=world, ignore=("rng.",))
     if same_world:
         restore_rng_state(generators, world.device)
-    for index, engine in enumerate(own.engines):
+    for index, engine in enumerate(prepared.engines):
         engine.state_loaded()
         engine.restore(state["hooks"][f"engine{index}"] if index else state["engine"])
-    _restore_things(own, packed, {name.removeprefix(f"hook.{_OWN}."): tensor for name, tensor in mine.items()})
+    _restore_objects(
+        prepared, packed, {name.removeprefix(f"hook.{_HOOK}."): tensor for name, tensor in state_tensors.items()}
+    )
 
 
 def _opened(folder: Path) -> Checkpoint:
     checkpoint = open_checkpoint(folder)
-    if _OWN not in checkpoint.manifest.state.get("hooks", {}):
+    if _HOOK not in checkpoint.manifest.state.get("hooks", {}):
         raise CheckpointError(
-            f"{folder} was not written by Accelerator.save_state; `checkpoint.resume` of a run goes on with it"
+            f"{folder} was not written by Accelerator.save_state; set `checkpoint.resume` of a run to resume from it"
         )
     return checkpoint
 
 
-def _place(index: int, name: str) -> str:
-    """The name in a checkpoint: the first engine's tensors are those of the run."""
+def _stored_name(index: int, name: str) -> str:
+    """Return the name in a checkpoint: the first engine's tensors have the names of a run's."""
     return name if index == 0 else f"hook.engine{index}.{name}"
 
 
-def _config(own: Belongings) -> dict[str, Any]:
-    config = to_dict(own.config)
-    if own.optimizers:  # the one that was trained with, whatever the section says
-        config["optim"] = {"type": type(own.optimizers[0].optimizer).__name__}
+def _config(prepared: PreparedObjects) -> dict[str, Any]:
+    config = to_dict(prepared.config)
+    if prepared.optimizers:  # the optimizer of the script, not of the section
+        config["optim"] = {"type": type(prepared.optimizers[0].optimizer).__name__}
     return config
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """A checkpoint takes the place of what was there; that must be a checkpoint too."""
+    """Raise if the folder holds anything but a checkpoint, which would be replaced."""
     if folder.exists() and not (folder / "manifest.json").exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} holds other files already; name a folder of its own for the checkpoint")
+        raise CheckpointError(f"{folder} already holds other files; give the checkpoint a folder of its own")
 
 
-# ---- what is neither a model nor an optimizer's state
+# ---- what is neither a model nor optimizer state
 
 
-def _things(own: Belongings) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    loaders = [loader.state() for loader in own.loaders]
+def _pack_objects(prepared: PreparedObjects) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    loaders = [loader.state() for loader in prepared.loaders]
     content = {
-        "groups": [groups_of(optimizer) for optimizer in own.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in own.schedulers],
+        "groups": [groups_of(optimizer) for optimizer in prepared.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
         "loaders": [state for state, _ in loaders],
         "orders": [order for _, order in loaders],
-        "objects": [each.state_dict() for each in own.objects],
-        "step": own.gradients.step,
+        "objects": [value.state_dict() for value in prepared.objects],
+        "step": prepared.gradients.step,
     }
     tensors: dict[str, Tensor] = {}
     packed = pack(content, tensors, "state")
-    return {f"hook.{_OWN}.{name}": tensor for name, tensor in tensors.items()}, packed
+    return {f"hook.{_HOOK}.{name}": tensor for name, tensor in tensors.items()}, packed
 
 
-def _restore_things(own: Belongings, packed: Any, tensors: Mapping[str, Tensor]) -> None:
+def _restore_objects(prepared: PreparedObjects, packed: Any, tensors: Mapping[str, Tensor]) -> None:
     content = unpack(packed, tensors)
-    for optimizer, groups in zip(own.optimizers, content["groups"], strict=True):
+    for optimizer, groups in zip(prepared.optimizers, content["groups"], strict=True):
         restore_groups(optimizer, groups)
-    for scheduler, state in zip(own.schedulers, content["schedulers"], strict=True):
+    for scheduler, state in zip(prepared.schedulers, content["schedulers"], strict=True):
         scheduler.load_state_dict(state)
-    for loader, state, order in zip(own.loaders, content["loaders"], content["orders"], strict=True):
+    for loader, state, order in zip(prepared.loaders, content["loaders"], content["orders"], strict=True):
         loader.restore(state, order)
-    for each, state in zip(own.objects, content["objects"], strict=True):
-        each.load_state_dict(state)
-    own.gradients.step = content["step"]
+    for value, state in zip(prepared.objects, content["objects"], strict=True):
+        value.load_state_dict(state)
+    prepared.gradients.step = content["step"]
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer's groups say, without their parameters."""
+    """Return the settings of an optimizer's groups, without their parameters."""
     return [
         {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key not in PLACED}
         for group in optimizer.param_groups
@@ -236,32 +236,32 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Have an optimizer's groups say what `groups_of` found."""
+    """Set an optimizer's groups to what `groups_of` returned."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update(saved)
 
 
-def _room(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    found = entries(checkpoint.index, f"hook.{_OWN}.")
-    return {f"hook.{_OWN}.{name}": torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
+def _empty_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    stored = entries(checkpoint.index, f"hook.{_HOOK}.")
+    return {f"hook.{_HOOK}.{name}": torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
 
 
-def _check_counts(own: Belongings, packed: Mapping[str, Any], folder: Path) -> None:
-    here = {
-        "groups": ("optimizers", len(own.optimizers)),
-        "schedulers": ("schedulers", len(own.schedulers)),
-        "loaders": ("data loaders", len(own.loaders)),
-        "objects": ("registered objects", len(own.objects)),
+def _check_counts(prepared: PreparedObjects, packed: Mapping[str, Any], folder: Path) -> None:
+    counts = {
+        "groups": ("optimizers", len(prepared.optimizers)),
+        "schedulers": ("schedulers", len(prepared.schedulers)),
+        "loaders": ("data loaders", len(prepared.loaders)),
+        "objects": ("registered objects", len(prepared.objects)),
     }
-    for key, (words, count) in here.items():
+    for key, (noun, count) in counts.items():
         if len(packed[key]) != count:
             raise CheckpointError(
-                f"{folder} holds {len(packed[key])} {words}, and this script has prepared {count}: prepare the same "
+                f"{folder} holds {len(packed[key])} {noun}, but this script has prepared {count}: prepare the same "
                 "objects, in the same order, before load_state"
             )
 
 
-# Whole weights in files of other tools, and the folders of checkpoints.
+# Full weights in files that other tools read, and the folders of checkpoints.
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -269,72 +269,76 @@ _NAMED = re.compile(r"checkpoint_(\d+)")
 
 
 class Removable:
-    """A hook in its list, until it is removed."""
+    """Adds a hook to a list; `remove` takes it out."""
 
     def __init__(self, hooks: list[Any], hook: Any) -> None:
         self._hooks, self._hook = hooks, hook
         hooks.append(hook)
 
     def remove(self) -> None:
-        """Take it out."""
+        """Remove the hook."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Whether no rank alone has all of a model's weights."""
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether no single rank has all of a model's weights."""
     module = model.module if isinstance(model, PreparedModel) else model
     return any(is_sharded(param) for param in module.parameters())
 
 
-def whole(model: nn.Module, world: World, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """The whole weights of a model under its own names, on the host; empty on other ranks where they are spread."""
+def full_weights(model: nn.Module, world: World, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """Return the full weights of a model under its own names, on the host; if sharded, on rank 0 only."""
     module = model.module if isinstance(model, PreparedModel) else model
-    values = module.state_dict(keep_vars=True)  # first: it lets go of wholes that a call past the engine has left
+    values = module.state_dict(
+        keep_vars=True
+    )  # first: it frees unsharded parameters that a call past the engine has left
     updated: dict[int, Tensor] = {}
     if isinstance(model, PreparedModel) and model.engine is not None:
         tensors = model.engine.state_tensors()
         for name, param in model.engine.model.named_parameters():
             updated[id(param)] = tensors[f"model.{name}"]
     result: dict[str, Tensor] = {}
-    spread = False
+    sharded = False
     for name, value in values.items():
         if trained_only and not value.requires_grad:
             continue
         tensor: Any = updated.get(id(value), value)
         if is_sharded(tensor):
-            spread = True
+            sharded = True
             tensor = tensor.full_tensor()
-        if not spread or world.is_main:
+        if not sharded or world.is_main:
             result[name] = tensor.detach().cpu()
-    return result if not spread or world.is_main else {}
+    return result if not sharded or world.is_main else {}
 
 
 def write(state: dict[str, Tensor], folder: Path, limit: int | str, *, safe: bool) -> None:
-    """Write weights as Hugging Face tools read them; tensors that share their storage are written once."""
+    """Write weights in files that Hugging Face tools read; tensors that share their storage are written once."""
     folder.mkdir(parents=True, exist_ok=True)
     stem, ending = ("model", "safetensors") if safe else ("pytorch_model", "bin")
     seen: dict[int, str] = {}
-    parts: list[dict[str, Tensor]] = [{}]
+    files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in state.items():
         if seen.setdefault(tensor.untyped_storage().data_ptr(), name) != name and tensor.numel():
             continue
         bytes_ = tensor.numel() * tensor.element_size()
-        if parts[-1] and size + bytes_ > _size(limit):
-            parts.append({})
+        if files[-1] and size + bytes_ > _size(limit):
+            files.append({})
             size = 0
-        parts[-1][name] = tensor.contiguous()
+        files[-1][name] = tensor.contiguous()
         size += bytes_
     names = [f"{stem}.{ending}"]
-    if len(parts) > 1:
-        names = [f"{stem}-{number:05d}-of-{len(parts):05d}.{ending}" for number in range(1, len(parts) + 1)]
-        places = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-        total = sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+    if len(files) > 1:
+        names = [f"{stem}-{number:05d}-of-{len(files):05d}.{ending}" for number in range(1, len(files) + 1)]
+        weight_map = {name: file for file, file_tensors in zip(names, files, strict=True) for name in file_tensors}
+        total = sum(
+            tensor.numel() * tensor.element_size() for file_tensors in files for tensor in file_tensors.values()
+        )
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    for name, part in zip(names, parts, strict=True):
-        write_object(part, folder / name, safe=safe)
+    for name, file_tensors in zip(names, files, strict=True):
+        write_object(file_tensors, folder / name, safe=safe)
 
 
 def write_object(value: Any, path: Path, *, safe: bool) -> None:
@@ -351,20 +355,20 @@ def write_object(value: Any, path: Path, *, safe: bool) -> None:
 def _size(limit: int | str) -> int:
     if isinstance(limit, int):
         return limit
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMG]?I?B?)\s*", limit.upper())
-    if found is None or found[2] not in _UNITS:
-        raise ConfigError(Problem("max_shard_size", f"{limit!r} is no size", "Write 10GB or 500MiB."))
-    return int(float(found[1]) * _UNITS[found[2]])
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMG]?I?B?)\s*", limit.upper())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(Problem("max_shard_size", f"{limit!r} is not a size", "Write for example 10GB or 500MiB."))
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 # ---- folders that `ProjectConfiguration` names
 
 
 def next_folder(project: ProjectConfiguration, given: str | Path | None, world: World) -> Path:
-    """Where to save: the folder that was given, or the next one of the project; the oldest ones are removed."""
+    """Return the folder to save to: the given one, or the project's next, after removing its oldest."""
     if not project.automatic_checkpoint_naming:
         if given is None:
-            raise ConfigError(Problem("output_dir", "save_state was given no folder", "Name one."))
+            raise ConfigError(Problem("output_dir", "save_state needs a folder", "Pass output_dir."))
         return Path(given)
     root = _root(project)
     kept = sorted(_numbered(root)) if world.is_main else []
@@ -373,28 +377,30 @@ def next_folder(project: ProjectConfiguration, given: str | Path | None, world: 
             shutil.rmtree(folder)
     target = root / f"checkpoint_{project.iteration}"
     if on_main(world, target.exists):
-        raise CheckpointError(f"{target} exists already; set ProjectConfiguration(iteration=…) to go on counting")
+        raise CheckpointError(
+            f"{target} already exists; set ProjectConfiguration(iteration=…) to continue the numbering"
+        )
     return target
 
 
 def last_folder(project: ProjectConfiguration, given: str | Path | None, world: World) -> Path:
-    """Where to load from: the folder that was given, or the newest one of the project."""
+    """Return the folder to load from: the given one, or the project's newest."""
     if given is not None:
         return Path(given)
     if not project.automatic_checkpoint_naming:
-        raise ConfigError(Problem("input_dir", "load_state was given no folder", "Name one."))
-    found = on_main(world, lambda: sorted(_numbered(_root(project))))
-    if not found:
+        raise ConfigError(Problem("input_dir", "load_state needs a folder", "Pass input_dir."))
+    folders = on_main(world, lambda: sorted(_numbered(_root(project))))
+    if not folders:
         raise CheckpointError(f"there is no checkpoint in {_root(project)}")
-    return found[-1][1]
+    return folders[-1][1]
 
 
 def _root(project: ProjectConfiguration) -> Path:
     if project.project_dir is None:
-        raise ConfigError(Problem("project_dir", "automatic_checkpoint_naming needs one", "Name a folder."))
+        raise ConfigError(Problem("project_dir", "automatic_checkpoint_naming needs a folder", "Set project_dir."))
     return Path(project.project_dir) / "checkpoints"
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:
-    found = [(_NAMED.fullmatch(each.name), each) for each in root.iterdir()] if root.is_dir() else []
-    return [(int(match[1]), each) for match, each in found if match]
+    matches = [(_NAMED.fullmatch(path.name), path) for path in root.iterdir()] if root.is_dir() else []
+    return [(int(match[1]), path) for match, path in matches if match]

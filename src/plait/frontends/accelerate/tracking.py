@@ -20,21 +20,21 @@ def choose_trackers(log_with: Any) -> tuple[list[str], list[Any]]:
     """The sinks by name and the user's own trackers, from what `log_with` was given."""
     wanted = log_with if isinstance(log_with, Sequence) and not isinstance(log_with, str) else [log_with]
     names: list[str] = []
-    own = []
-    for each in wanted:
-        word = str(getattr(each, "value", each)).lower()
-        if each is None:
+    objects = []
+    for item in wanted:
+        name = str(getattr(item, "value", item)).lower()
+        if item is None:
             continue
-        if hasattr(each, "log") and hasattr(each, "finish"):
-            own.append(each)
-        elif word == "all":
+        if hasattr(item, "log") and hasattr(item, "finish"):
+            objects.append(item)
+        elif name == "all":
             names += ["jsonl", "tensorboard"]
-        elif word in _SINKS:
-            names.append(word)
+        elif name in _SINKS:
+            names.append(name)
         else:
-            remedy = f"{choose(each, _SINKS, 'tracker')} Or give an object with `log` and `finish`."
-            raise ConfigError(Problem("log_with", f"there is no tracker {each!r} here", remedy))
-    return list(dict.fromkeys(names)), own
+            remedy = f"{choose(item, _SINKS, 'tracker')} Or give an object with `log` and `finish`."
+            raise ConfigError(Problem("log_with", f"there is no tracker {item!r} here", remedy))
+    return list(dict.fromkeys(names)), objects
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ class GeneralTracker:
     requires_logging_directory: bool
 
     def __init__(self, _blank: bool = False) -> None:
-        missing = [] if _blank else [each for each in _NEEDED if each not in dir(self)]
+        missing = [] if _blank else [name for name in _NEEDED if name not in dir(self)]
         if missing:
             raise NotImplementedError(f"{type(self).__name__} needs {' and '.join(missing)}")
 
@@ -107,9 +107,9 @@ class SinkTracker:
 class Trackers:
     """Where a script's numbers go. Only rank 0 writes."""
 
-    def __init__(self, names: Sequence[str], own: Sequence[Any], folder: Path | None, world: World) -> None:
+    def __init__(self, names: Sequence[str], objects: Sequence[Any], folder: Path | None, world: World) -> None:
         self._names = list(names)
-        self._own = list(own)
+        self._own = list(objects)
         self._folder = folder
         self._world = world
         self._monitor: Monitor | None = None
@@ -159,11 +159,13 @@ class Trackers:
 
     def get(self, name: str, *, unwrap: bool) -> Any:
         """The tracker of that name, or with `unwrap` what it writes with; elsewhere than on the main process None."""
-        found = next((each for each in self.all if getattr(each, "name", None) == name), None)
-        if found is None and self._world.is_main:
-            names = ", ".join(str(getattr(each, "name", type(each).__name__)) for each in self.all) or "none"
+        tracker = next((candidate for candidate in self.all if getattr(candidate, "name", None) == name), None)
+        if tracker is None and self._world.is_main:
+            names = (
+                ", ".join(str(getattr(candidate, "name", type(candidate).__name__)) for candidate in self.all) or "none"
+            )
             raise ValueError(f"there is no tracker {name!r}; there are: {names} (init_trackers opens them)")
-        return found.tracker if unwrap and found is not None and self._world.is_main else found
+        return tracker.tracker if unwrap and tracker is not None and self._world.is_main else tracker
 
     def finish(self) -> None:
         """Close everything."""

@@ -29,7 +29,7 @@ from plait.checkpoint import (
 from plait.config import read_json_object, to_dict
 from plait.distributed import assign_whole
 from plait.errors import CheckpointError, ConfigError, ModelError, Problem
-from plait.frontends.accelerate import PLACED, PreparedOptimizer, groups_of, pack, restore_groups, unpack, whole
+from plait.frontends.accelerate import PLACED, PreparedOptimizer, full_weights, groups_of, pack, restore_groups, unpack
 from plait.frontends.deepspeed import Recipe, foreign_state, read_config
 from plait.frontends.transformers.accelerator import TrainerAccelerator
 from plait.frontends.transformers.arguments import config_of, deepspeed_of, refuse_mismatches
@@ -372,7 +372,7 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
             return
         output_dir = output_dir or self.args.output_dir
         adapters = hasattr(trained.module, "peft_config")
-        state = whole(trained, self.accelerator.world, trained_only=adapters)
+        state = full_weights(trained, self.accelerator.world, trained_only=adapters)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:

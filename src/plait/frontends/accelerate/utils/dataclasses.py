@@ -43,14 +43,14 @@ __all__ = [
 ]
 
 
-class _Words(StrEnum):
+class _ListedEnum(StrEnum):
     @classmethod
     def list(cls) -> list[str]:
         """All of them."""
-        return [each.value for each in cls]
+        return [member.value for member in cls]
 
 
-class PrecisionType(_Words):
+class PrecisionType(_ListedEnum):
     """What `mixed_precision` may be."""
 
     NO = "no"
@@ -58,7 +58,7 @@ class PrecisionType(_Words):
     BF16 = "bf16"
 
 
-class LoggerType(_Words):
+class LoggerType(_ListedEnum):
     """What `log_with` may be, of the names that Accelerate has."""
 
     ALL = "all"
@@ -66,7 +66,7 @@ class LoggerType(_Words):
     WANDB = "wandb"
 
 
-class RNGType(_Words):
+class RNGType(_ListedEnum):
     """What `rng_types` may be."""
 
     TORCH = "torch"
@@ -74,7 +74,7 @@ class RNGType(_Words):
     GENERATOR = "generator"
 
 
-class DynamoBackend(_Words):
+class DynamoBackend(_ListedEnum):
     """What `dynamo_backend` may be."""
 
     NO = "NO"

@@ -78,4 +78,4 @@ _SAID = (
 def _is_about_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)

@@ -19,9 +19,9 @@ def gather_object(object: Any) -> list[Any]:
     """Every rank's list of objects, as one list."""
     if not dist.is_initialized():
         return list(object)
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, object)
-    return [each for part in parts for each in part]
+    lists: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, object)
+    return [item for items in lists for item in items]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -52,10 +52,10 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """One rank's nested tensors, in the places of everybody's."""
 
-    def one(part: Tensor) -> Tensor:
+    def one(item: Tensor) -> Tensor:
         if dist.is_initialized():
-            dist.broadcast(part, src=from_process)
-        return part
+            dist.broadcast(item, src=from_process)
+        return item
 
     return apply(one, tensor)
 
@@ -71,7 +71,7 @@ def send_to_device(
             for key, value in tensor.items()
         }
         return type(tensor)(moved)  # type: ignore[call-arg]
-    return apply(lambda part: part.to(device, non_blocking=non_blocking), tensor)
+    return apply(lambda item: item.to(device, non_blocking=non_blocking), tensor)
 
 
 # ---- on this rank alone
@@ -87,12 +87,12 @@ def recursively_apply(
 ) -> Any:
     """`func(part, *args, **kwargs)` for every tensor, or what `test_type` takes, in nested lists and mappings."""
 
-    def one(part: Any) -> Any:
-        if test_type(part):
-            return func(part, *args, **kwargs)
+    def one(item: Any) -> Any:
+        if test_type(item):
+            return func(item, *args, **kwargs)
         if error_on_other_type:
-            raise TypeError(f"{type(part).__name__} is nothing that {func.__name__} can be applied to")
-        return part
+            raise TypeError(f"{type(item).__name__} is nothing that {func.__name__} can be applied to")
+        return item
 
     return apply_to_all(one, data)
 
@@ -116,10 +116,10 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Equally nested tensors, joined part by part."""
     first = data[0]
     if isinstance(first, Mapping):
-        joined = {key: concatenate([each[key] for each in data], dim) for key in first}
+        joined = {key: concatenate([item[key] for item in data], dim) for key in first}
         return type(first)(joined)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)):
-        return type(first)(concatenate([each[i] for each in data], dim) for i in range(len(first)))
+        return type(first)(concatenate([item[i] for item in data], dim) for i in range(len(first)))
     return torch.cat(list(data), dim=dim)
 
 
@@ -127,13 +127,13 @@ def find_batch_size(data: Any) -> int | None:
     """The length of the first tensor in nested ones."""
     if isinstance(data, Tensor):
         return data.shape[0]
-    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-    return next((size for part in parts if (size := find_batch_size(part)) is not None), None)
+    items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    return next((size for item in items if (size := find_batch_size(item)) is not None), None)
 
 
 def listify(data: Any) -> Any:
     """Nested tensors as lists of numbers."""
-    return apply(lambda part: part.detach().cpu().tolist(), data)
+    return apply(lambda item: item.detach().cpu().tolist(), data)
 
 
 def _everyone() -> Gatherer:

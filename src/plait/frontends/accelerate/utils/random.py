@@ -26,23 +26,23 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
     """Give every rank the state of rank 0: of torch, of its device, or of a generator."""
-    kind = str(getattr(rng_type, "value", rng_type))
-    if kind not in ("torch", "cuda", "generator"):
-        raise TrainingError(f"the random numbers of {kind!r} cannot be synchronized: write torch, cuda or generator")
-    if kind == "generator" and generator is None:
+    name = str(getattr(rng_type, "value", rng_type))
+    if name not in ("torch", "cuda", "generator"):
+        raise TrainingError(f"the random numbers of {name!r} cannot be synchronized: write torch, cuda or generator")
+    if name == "generator" and generator is None:
         raise TrainingError("synchronize_rng_state('generator') needs the generator")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    state = torch.cuda.get_rng_state() if kind == "cuda" else (generator or torch.default_generator).get_state()
-    found = [state]
-    dist.broadcast_object_list(found, src=0)
-    if kind == "cuda":
-        torch.cuda.set_rng_state(found[0])
+    state = torch.cuda.get_rng_state() if name == "cuda" else (generator or torch.default_generator).get_state()
+    states = [state]
+    dist.broadcast_object_list(states, src=0)
+    if name == "cuda":
+        torch.cuda.set_rng_state(states[0])
     else:
-        (generator or torch.default_generator).set_state(found[0])
+        (generator or torch.default_generator).set_state(states[0])
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
     """The same for several of them."""
-    for each in rng_types:
-        synchronize_rng_state(each, generator=generator)
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator=generator)
