@@ -14,7 +14,7 @@ def prove(
     config: str, overrides: Sequence[str], *, steps: int, ranks: int | None, layers: int | None, out: str
 ) -> None:
     """Prove a run, write its certificate and say the verdict; exit code 1 where it fails."""
-    certificate = run(config, overrides, steps=steps, ranks=ranks, layers=layers, out=out, say=typer.echo)
+    certificate = run(config, overrides, steps=steps, ranks=ranks, layers=layers, out=out, log=typer.echo)
     typer.echo(certificate.verdict())
     for note in certificate.notes:
         typer.echo(f"note: {note}")

@@ -410,5 +410,5 @@ def _print(console: Console, grid: Any) -> None:
         table.add_row(*row, style="bold" if grid.last_is_sum and number == len(grid.rows) - 1 else None)
     console.print(f"\n[bold]{grid.title}[/]")
     console.print(table)
-    if grid.note:
-        console.print(grid.note, style="dim", markup=False)
+    if grid.remark:
+        console.print(grid.remark, style="dim", markup=False)

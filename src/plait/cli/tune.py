@@ -55,7 +55,7 @@ def search(
             out=folder,
             rank=rank or _by_plan(wanted.nproc),
             fresh=fresh,
-            say=_printer(console),
+            log=_printer(console),
         )
     except KeyboardInterrupt:
         console.print(f"\nstopped; the same command goes on from what is in {folder}", markup=False)

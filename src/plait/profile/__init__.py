@@ -1,8 +1,8 @@
 """Profiling: where a step's time and memory go, from a few recorded steps of a run.
 
-`marks` names phases and modules in a trace, `trace` reads it back, `slices` and `account` give each moment to one of
-the `kinds`. `count` looks into one step for arithmetic, messages and memory. `messages` and `modules` bring both
-together; `table`, `picture` and `page` show it. `hook` says when all of this happens.
+`hook` decides which steps are counted and which are recorded. `marks` names phases and modules in a trace; `count` runs
+one step under a recorder, for arithmetic, messages and memory; `breakdown` reads the trace back and gives each moment
+to one category; `report` joins both; `page` shows them.
 """
 
 from typing import TYPE_CHECKING

@@ -39,7 +39,7 @@ class SentMessage:
 
     op: str
     """The operator, as a trace names it."""
-    kind: str
+    collective: str
     axis: str
     ranks: int
     bytes: int
@@ -76,11 +76,11 @@ class Counted:
     peak: int = 0
 
 
-class _Watcher:
+class _OperationCounter:
     """Takes down the arithmetic and the messages of every operator."""
 
-    def __init__(self, found: Counted, stack: ModuleStack, layout: Layout) -> None:
-        self._found = found
+    def __init__(self, counted: Counted, stack: ModuleStack, layout: Layout) -> None:
+        self._counted = counted
         self._stack = stack
         self._layout = layout
         self._attend = attention._compiled_flex_attention
@@ -100,7 +100,7 @@ class _Watcher:
                 message.sent,
                 str(phase),
             )
-            self._found.messages.append(entry)
+            self._counted.messages.append(entry)
             return
         node = current_autograd_node()
         module = self._stack.innermost
@@ -111,17 +111,17 @@ class _Watcher:
         if not flops:
             return
         if node is None:
-            self._found.flops[module or OUTSIDE].forward += flops
+            self._counted.flops[module or OUTSIDE].forward += flops
         elif module is not None:
-            self._found.flops[module].again += flops
+            self._counted.flops[module].again += flops
         else:
-            self._found.flops[self._makers.get(sequence_number(node), OUTSIDE)].backward += flops
+            self._counted.flops[self._makers.get(sequence_number(node), OUTSIDE)].backward += flops
 
     def flex_attention(self, q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
         """Attention with a mask of blocks, which skips some: one compiled kernel, of which no operator tells."""
         done = 1.0 - block_mask.sparsity() / 100.0
         product = round(2 * q.numel() * k.shape[-2] * done)
-        flops = self._found.flops[self._stack.innermost or OUTSIDE]
+        flops = self._counted.flops[self._stack.innermost or OUTSIDE]
         if current_autograd_node() is None:
             flops.forward += 2 * product
             flops.backward += 5 * product if torch.is_grad_enabled() and q.requires_grad else 0
@@ -157,7 +157,7 @@ class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         with self.seeing():
             yield self
 
-    def know(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def count_existing(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Count what is there already."""
         for _, tensor in tensors:
             self.hold(local_part(tensor.detach()), Phase.BUILD, sent=False)
@@ -166,24 +166,26 @@ class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 @contextmanager
 def counting(engine: Engine) -> Iterator[Counted]:
     """What the engine does until the block ends, which is to be one step. Nothing is compiled meanwhile."""
-    found, stack = Counted(), ModuleStack()
-    watcher = _Watcher(found, stack, engine.world.layout)
+    counted, stack = Counted(), ModuleStack()
+    watcher = _OperationCounter(counted, stack, engine.world.layout)
     recorder = _RealRecorder(engine.world.device.type, watchers=(watcher,))
-    tell = engine.on_phase
+    report_phase = engine.on_phase
 
     def on_phase(phase: Phase) -> None:
-        tell(phase)
+        report_phase(phase)
         recorder.enter(phase)
 
     if isinstance(engine, NativeEngine):
-        recorder.know(known_tensors(engine))
+        recorder.count_existing(known_tensors(engine))
         native = engine
 
         def look(height: int) -> None:
-            found.memory = classify(recorder, native)
-            found.peak = height
+            counted.memory = classify(recorder, native)
+            counted.peak = height
             if height > recorder.in_use:  # a kernel's own
-                found.memory["kernel workspaces"] = found.memory.get("kernel workspaces", 0) + height - recorder.in_use
+                counted.memory["kernel workspaces"] = (
+                    counted.memory.get("kernel workspaces", 0) + height - recorder.in_use
+                )
 
         recorder.at_height = look
     with (
@@ -193,4 +195,4 @@ def counting(engine: Engine) -> Iterator[Counted]:
         replaced(attention, "_compiled_flex_attention", watcher.flex_attention),
         recorder.recording(),
     ):
-        yield found
+        yield counted

@@ -27,7 +27,7 @@ from plait.engine import StepResult
 from plait.errors import ConfigError, Problem
 from plait.launch import Phase
 from plait.monitor import EventKind
-from plait.profile.account import TimeAccount, TraceLanes, account_of, cut, read_trace
+from plait.profile.breakdown import TimeBreakdown, Timeline, attribute_time, breakdown_of, read_trace
 from plait.profile.count import Counted, counting
 from plait.profile.marks import ModuleStack, PhaseMarks, marked_batches, module_marks, named_modules
 from plait.profile.page import write_page
@@ -65,12 +65,12 @@ class ProfileMeasurements:
         return (self.clock[last] - self.clock[2]) * 1e3 / (last - 2) if last > 2 else None
 
 
-def rank_time(rank: int, time: TimeAccount, counted: Counted) -> RankTime:
+def rank_time(rank: int, time: TimeBreakdown, counted: Counted) -> RankTime:
     """What the other ranks are told of this one."""
     return RankTime(
         rank=rank,
         ms=time.ms,
-        kinds={kind: use.ms for kind, use in time.kinds.items()},
+        kinds={category: use.ms for category, use in time.kinds.items()},
         hidden_ms=time.hidden_ms,
         sent=sum(message.sent for message in counted.messages),
         flops=float(sum(flops.total for flops in counted.flops.values())),
@@ -78,7 +78,7 @@ def rank_time(rank: int, time: TimeAccount, counted: Counted) -> RankTime:
 
 
 def assemble(
-    runner: Runner, measured: ProfileMeasurements, lanes: TraceLanes, time: TimeAccount, ranks: list[RankTime]
+    runner: Runner, measured: ProfileMeasurements, timeline: Timeline, time: TimeBreakdown, ranks: list[RankTime]
 ) -> Report:
     """The report of this rank, with the time of all."""
     world, counted = runner.world, measured.counted
@@ -95,7 +95,7 @@ def assemble(
         clock_ms=measured.recorded_ms(),
         plain_ms=measured.plain_ms(),
         modules=module_rows(root, time.modules, counted.flops),
-        messages=message_log(lanes.trace, counted.messages),
+        messages=message_log(timeline.trace, counted.messages),
         memory=_memory(runner, counted),
         tokens=tokens,
         formula_flops=_formula_flops(runner, tokens),
@@ -138,7 +138,7 @@ class Profile(Hook):
         self._marks = ExitStack()
         self._loader = ExitStack()
         self._step: Any = None
-        self._aside: Any = None
+        self._range: Any = None
         self._phases = PhaseMarks()
 
     # ---- points of the run
@@ -180,7 +180,7 @@ class Profile(Hook):
         if number == last:
             self._close()
             self._loader.close()
-            self._tell(runner)
+            self._write_report(runner)
             if self._then_stop:
                 runner.stop("the profile is complete")
 
@@ -234,10 +234,10 @@ class Profile(Hook):
             torch.cuda.synchronize(self._device)
 
     def _open(self, runner: Runner) -> None:
-        engine, tell = runner.engine, runner.engine.on_phase
+        engine, report_phase = runner.engine, runner.engine.on_phase
 
         def on_phase(phase: Phase) -> None:
-            tell(phase)
+            report_phase(phase)
             self._phases.enter(phase)
 
         self._marks.callback(self._phases.close)
@@ -273,25 +273,25 @@ class Profile(Hook):
 
     def _mark(self, name: str) -> None:
         if self._profiler is not None:
-            self._aside = record_function(name)
-            self._aside.__enter__()
+            self._range = record_function(name)
+            self._range.__enter__()
 
     def _unmark(self) -> None:
-        if self._aside is not None:
-            self._aside.__exit__(None, None, None)
-            self._aside = None
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
     # ---- telling
 
-    def _tell(self, runner: Runner) -> None:
+    def _write_report(self, runner: Runner) -> None:
         world = runner.world
-        lanes = cut(read_trace(self._folder / f"trace-rank{world.rank}.json"))
+        timeline = attribute_time(read_trace(self._folder / f"trace-rank{world.rank}.json"))
         measured = ProfileMeasurements(self._config, self._before, self._counted, self._tokens, self._clock)
-        time = account_of(lanes)
+        time = breakdown_of(timeline)
         ranks = world.gather(rank_time(world.rank, time, self._counted))
         if world.is_main:
-            self.report = report = assemble(runner, measured, lanes, time, ranks)
+            self.report = report = assemble(runner, measured, timeline, time, ranks)
             (self._folder / "profile.json").write_text(json.dumps(report.as_json(), indent=1), encoding="utf-8")
-            write_page(report, lanes, self._folder)
+            write_page(report, timeline, self._folder)
             text = f"profile: {report.summary()}; {self._folder / 'profile.html'}"
             runner.emit(EventKind.MESSAGE, level="info", text=text)

@@ -23,7 +23,7 @@ IDLE = "idle"
 COMMUNICATION = "communication"
 COMPUTE = ("matmul", "attention", "elementwise", "optimizer", "packing")
 """Kinds of arithmetic; where one of them runs, the time is its."""
-KINDS = (*COMPUTE, COMMUNICATION, "copies", "update", "data", "evaluate", "save", IDLE)
+CATEGORIES = (*COMPUTE, COMMUNICATION, "copies", "update", "data", "evaluate", "save", IDLE)
 """All kinds, in the order in which they are shown. At any moment of a step there is exactly one."""
 
 LABELS = MappingProxyType(
@@ -44,16 +44,16 @@ LABELS = MappingProxyType(
 )
 
 
-def label(kind: str, device: str) -> str:
+def label(category: str, device: str) -> str:
     """What a kind is called in a table."""
-    return "device idle" if kind == IDLE and device != "cpu" else LABELS[kind]
+    return "device idle" if category == IDLE and device != "cpu" else LABELS[category]
 
 
 PHASE, MODULE = "phase: ", "module: "
 """How the names of phases and modules begin in a trace."""
 MARKS = MappingProxyType({"data loading": "data", "validation": "evaluate", "saving": "save"})
 """The other names that a profiled run puts into its trace."""
-ASIDE = ("evaluate", "save")
+BETWEEN_STEPS = ("evaluate", "save")
 """What happens between steps, whatever it is made of."""
 
 _RUNNING = re.compile(r"(gloo|mpi|ucc|xccl):\w+$")
@@ -88,7 +88,7 @@ def is_running_collective(name: str) -> bool:
     return _RUNNING.match(name) is not None
 
 
-def is_between_two(name: str) -> bool:
+def is_point_to_point(name: str) -> bool:
     """Whether such a span is a message from one rank to another: it lasts from when it was asked for to the wait."""
     return name.endswith((":send", ":recv"))
 
@@ -98,7 +98,7 @@ def is_collective(name: str) -> bool:
     return name.startswith(("c10d::", "_c10d_functional::"))
 
 
-def kind_of_op(name: str) -> str | None:
+def category_of_op(name: str) -> str | None:
     """The kind of an operator by its own name; None where it computes nothing, or only calls others."""
     if is_collective(name):
         return COMMUNICATION
@@ -106,15 +106,15 @@ def kind_of_op(name: str) -> str | None:
         return "packing"
     if name.startswith(COMPILED):
         return "elementwise"
-    space, _, word = name.partition("::")
-    if not word or space == "autograd" or _FREE_OPS.fullmatch(word):
+    space, _, op = name.partition("::")
+    if not op or space == "autograd" or _FREE_OPS.fullmatch(op):
         return None
-    if _ATTENTION.search(word):
+    if _ATTENTION.search(op):
         return "attention"
-    return "matmul" if _MATMUL_OPS.fullmatch(word) else "elementwise"
+    return "matmul" if _MATMUL_OPS.fullmatch(op) else "elementwise"
 
 
-def kind_of_kernel(name: str, category: str) -> str:
+def category_of_kernel(name: str, category: str) -> str:
     """The kind of what ran on a device, by its name alone."""
     if name.startswith("nccl"):
         return COMMUNICATION
@@ -165,9 +165,9 @@ class ModuleStack:
     def pop(self, name: str) -> None:
         """A call has ended, and with it those inside of it that were cut short."""
         while self._names:
-            found, mark = self._names.pop()
+            top, mark = self._names.pop()
             mark.__exit__(None, None, None)
-            if found == name:
+            if top == name:
                 return
 
 

@@ -11,8 +11,8 @@ from xml.sax.saxutils import escape
 
 from plait.monitor import format_bytes, format_count, ticks
 from plait.monitor import report as page
-from plait.profile.account import Interval, Slice, TraceLanes
-from plait.profile.marks import COMMUNICATION, IDLE, KINDS, is_running_collective, label
+from plait.profile.breakdown import Interval, Slice, Timeline
+from plait.profile.marks import CATEGORIES, COMMUNICATION, IDLE, is_running_collective, label
 from plait.profile.report import Report, slowest
 
 # One recorded step as a picture: whose each moment is, the phases, and what ran on every lane.
@@ -36,91 +36,93 @@ COLOURS = MappingProxyType(
 )
 _PHASE_COLOURS = MappingProxyType({"forward": "#9db8de", "backward": "#e2ba8f", "reduce": "#dd9aa4", "step": "#dcc58d"})
 _MODULES = ("#7fb3d5", "#a9cce3")
-_WIDTH, _LEFT, _RIGHT, _LANE, _GAP, _TOP = 1080, 118, 28, 26, 8, 26
+_WIDTH, _LEFT, _RIGHT, _ROW, _GAP, _TOP = 1080, 118, 28, 26, 8, 26
 _NARROW = 0.4
 """Boxes of fewer pixels are drawn together with those beside them."""
 Box = tuple[float, float, str, str]
 """Start, end, colour, words."""
 
 
-def draw_step(lanes: TraceLanes) -> str:
+def draw_step(timeline: Timeline) -> str:
     """The recorded step of middle length as one SVG."""
-    steps = sorted(lanes.trace.steps, key=lambda step: step[1] - step[0])
+    steps = sorted(timeline.trace.steps, key=lambda step: step[1] - step[0])
     start, end = steps[len(steps) // 2]
-    rows = [(name, list(_narrowed(boxes, start, end))) for name, boxes in _lanes(lanes)]
+    rows = [(name, list(_narrowed(boxes, start, end))) for name, boxes in _rows(timeline)]
     rows = [(name, boxes) for name, boxes in rows if boxes]
-    height = _TOP + len(rows) * (_LANE + _GAP) + 30
-    parts = [
+    height = _TOP + len(rows) * (_ROW + _GAP) + 30
+    elements = [
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         'aria-label="one step: its phases, and what ran when" font-family="sans-serif" font-size="12">'
     ]
-    parts += _axis(start, end, height)
+    elements += _axis(start, end, height)
     for index, (name, boxes) in enumerate(rows):
-        top = _TOP + index * (_LANE + _GAP)
-        parts.append(f'<text x="{_LEFT - 8}" y="{top + 17}" text-anchor="end" fill="#80838a">{escape(name)}</text>')
-        parts += [_box(each, start, end, top) for each in boxes]
-    return "\n".join([*parts, "</svg>"])
+        top = _TOP + index * (_ROW + _GAP)
+        elements.append(f'<text x="{_LEFT - 8}" y="{top + 17}" text-anchor="end" fill="#80838a">{escape(name)}</text>')
+        elements += [_box(box, start, end, top) for box in boxes]
+    return "\n".join([*elements, "</svg>"])
 
 
-def legend(lanes: TraceLanes) -> str:
+def legend(timeline: Timeline) -> str:
     """What the colours mean, as HTML."""
-    device = "cuda" if lanes.trace.on_device else "cpu"
-    found = {kind for _, _, kind in lanes.moments} | {each.kind for each in lanes.work if each.kind}
+    device = "cuda" if timeline.trace.on_device else "cpu"
+    shown = {category for _, _, category in timeline.moments} | {
+        piece.category for piece in timeline.work if piece.category
+    }
     return "".join(
         f'<li><svg viewBox="0 0 26 10"><rect width="26" height="10" rx="2" fill="{colour}"/></svg>'
-        f"{escape(label(kind, device))}</li>"
-        for kind, colour in COLOURS.items()
-        if kind in found
+        f"{escape(label(category, device))}</li>"
+        for category, colour in COLOURS.items()
+        if category in shown
     )
 
 
-def _lanes(lanes: TraceLanes) -> Iterator[tuple[str, Iterable[Box]]]:
-    trace = lanes.trace
-    yield "whose time", _kinds(lanes.moments)
-    yield "phase", _phase_boxes(lanes)
+def _rows(timeline: Timeline) -> Iterator[tuple[str, Iterable[Box]]]:
+    trace = timeline.trace
+    yield "whose time", _category_boxes(timeline.moments)
+    yield "phase", _phase_boxes(timeline)
     start, end = trace.window
     yield (
         "module",
-        _module_boxes(sorted(lanes.work, key=lambda each: each.start), (end - start) / len(trace.steps) / 300),
+        _module_boxes(sorted(timeline.work, key=lambda piece: piece.start), (end - start) / len(trace.steps) / 300),
     )
-    yield "host", (_slice_box(each) for each in lanes.hosts[trace.main] if each.kind is not None)
-    for stream, slices in sorted(lanes.streams.items()):
-        yield f"stream {stream}", (_slice_box(each) for each in slices)
+    yield "host", (_slice_box(piece) for piece in timeline.hosts[trace.main] if piece.category is not None)
+    for stream, slices in sorted(timeline.streams.items()):
+        yield f"stream {stream}", (_slice_box(piece) for piece in slices)
     for thread, spans in sorted(trace.threads.items()):
         running = [span for span in spans if is_running_collective(span.name) and not span.name.endswith(":send")]
-        yield "messages", ((each.start, each.end, COLOURS[COMMUNICATION], each.name) for each in running)
+        yield "messages", ((piece.start, piece.end, COLOURS[COMMUNICATION], piece.name) for piece in running)
         if thread != trace.main:
-            yield "other thread", (_slice_box(each) for each in lanes.hosts[thread] if each.kind is not None)
+            yield "other thread", (_slice_box(piece) for piece in timeline.hosts[thread] if piece.category is not None)
 
 
-def _kinds(moments: Sequence[Interval]) -> Iterator[Box]:
-    return ((start, end, COLOURS[kind], kind) for start, end, kind in moments)
+def _category_boxes(moments: Sequence[Interval]) -> Iterator[Box]:
+    return ((start, end, COLOURS[category], category) for start, end, category in moments)
 
 
-def _slice_box(each: Slice) -> Box:
-    return each.start, each.end, COLOURS[each.kind or IDLE], each.name
+def _slice_box(piece: Slice) -> Box:
+    return piece.start, piece.end, COLOURS[piece.category or IDLE], piece.name
 
 
-def _phase_boxes(lanes: TraceLanes) -> Iterator[Box]:
-    told = ((start, end, lanes.trace.phases.at(start)) for start, end, _ in lanes.moments)
-    return ((start, end, _PHASE_COLOURS[phase], phase) for start, end, phase in told if phase in _PHASE_COLOURS)
+def _phase_boxes(timeline: Timeline) -> Iterator[Box]:
+    phases = ((start, end, timeline.trace.phases.at(start)) for start, end, _ in timeline.moments)
+    return ((start, end, _PHASE_COLOURS[phase], phase) for start, end, phase in phases if phase in _PHASE_COLOURS)
 
 
-def _module_boxes(slices: Sequence[Slice], patience: float) -> Iterator[Box]:
+def _module_boxes(slices: Sequence[Slice], longest_gap: float) -> Iterator[Box]:
     """The blocks that are worked on, one after another; one that rests longer than `patience` begins anew."""
     open_at: Slice | None = None
     name, end, turn = "", 0.0, 0
-    for each in slices:
-        if each.module is None:
+    for piece in slices:
+        if piece.module is None:
             continue
-        block = ".".join(each.module.split(".")[:2])
-        if open_at is not None and block == name and each.start - end < patience:
-            end = max(end, each.end)
+        block = ".".join(piece.module.split(".")[:2])
+        if open_at is not None and block == name and piece.start - end < longest_gap:
+            end = max(end, piece.end)
             continue
         if open_at is not None:
             yield open_at.start, end, _MODULES[turn % 2], name
             turn += 1
-        open_at, name, end = each, block, each.end
+        open_at, name, end = piece, block, piece.end
     if open_at is not None:
         yield open_at.start, end, _MODULES[turn % 2], name
 
@@ -129,33 +131,33 @@ def _narrowed(boxes: Iterable[Box], start: float, end: float) -> Iterator[Box]:
     """The boxes within the step; what is too narrow to see grows into its neighbour of the same colour."""
     pixel = (end - start) / (_WIDTH - _LEFT - _RIGHT)
     held: Box | None = None
-    for begins, ends, colour, words in boxes:
-        begins, ends = max(begins, start), min(ends, end)
-        if ends <= begins:
+    for begins, stop, colour, title in boxes:
+        begins, stop = max(begins, start), min(stop, end)
+        if stop <= begins:
             continue
         if held is not None and held[2] == colour and begins - held[1] < pixel * _NARROW:
-            words = held[3] if held[3] == words else f"{held[3].removesuffix(', …')}, …"
-            held = (held[0], max(held[1], ends), colour, words)
+            title = held[3] if held[3] == title else f"{held[3].removesuffix(', …')}, …"
+            held = (held[0], max(held[1], stop), colour, title)
             continue
         if held is not None and held[1] - held[0] >= pixel * _NARROW:
             yield held
-        held = (begins, ends, colour, words)
+        held = (begins, stop, colour, title)
     if held is not None and held[1] - held[0] >= pixel * _NARROW:
         yield held
 
 
 def _box(box: Box, start: float, end: float, top: int) -> str:
-    begins, ends, colour, words = box
+    begins, stop, colour, title = box
     scale = (_WIDTH - _LEFT - _RIGHT) / (end - start)
-    x, width = _LEFT + (begins - start) * scale, max((ends - begins) * scale, 0.5)
-    title = f"{words}: {(ends - begins) * 1e-3:.3f} ms, from {(begins - start) * 1e-3:.3f} ms"
+    x, width = _LEFT + (begins - start) * scale, max((stop - begins) * scale, 0.5)
+    tooltip = f"{title}: {(stop - begins) * 1e-3:.3f} ms, from {(begins - start) * 1e-3:.3f} ms"
     text = ""
-    if width > 7 * len(words):
+    if width > 7 * len(title):
         ink = "#222" if colour in (*_PHASE_COLOURS.values(), *_MODULES, COLOURS[IDLE]) else "#fff"
-        place = f'x="{x + width / 2:.1f}" y="{top + 17}" text-anchor="middle"'
-        text = f'<text {place} style="fill: {ink}">{escape(words)}</text>'
+        anchor = f'x="{x + width / 2:.1f}" y="{top + 17}" text-anchor="middle"'
+        text = f'<text {anchor} style="fill: {ink}">{escape(title)}</text>'
     return (
-        f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_LANE}" '
+        f'<g><title>{escape(tooltip)}</title><rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" '
         f'fill="{colour}"/>{text}</g>'
     )
 
@@ -183,25 +185,25 @@ class Grid:
     title: str
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]] = ()
-    note: str = ""
+    remark: str = ""
     last_is_sum: bool = False
 
 
 def headline(report: Report) -> list[tuple[str, str, str]]:
     """The figures that are asked for first: what, how much, and a remark."""
     plain = "" if report.plain_ms is None else f"{report.time.ms:.4g} ms with the profiler"
-    found = [("Step", f"{report.step_ms:.4g} ms", plain)]
+    figures = [("Step", f"{report.step_ms:.4g} ms", plain)]
     if report.tokens:
-        found.append(("Throughput", format_count(report.tokens / report.step_ms * 1e3), "tokens/s, all ranks"))
+        figures.append(("Throughput", format_count(report.tokens / report.step_ms * 1e3), "tokens/s, all ranks"))
     if report.counted_flops:
         rate = report.counted_flops / report.step_ms * 1e3 / len(report.ranks)
-        found.append(("Arithmetic", format_count(rate), "FLOP/s, one rank, with what is recomputed"))
+        figures.append(("Arithmetic", format_count(rate), "FLOP/s, one rank, with what is recomputed"))
     if report.mfu is not None:
-        found.append(("MFU", f"{report.mfu:.1%}", f"of {format_count(report.peak_flops or 0.0)} FLOP/s"))
+        figures.append(("MFU", f"{report.mfu:.1%}", f"of {format_count(report.peak_flops or 0.0)} FLOP/s"))
     elif report.hfu is not None:
-        found.append(("HFU", f"{report.hfu:.1%}", f"of {format_count(report.peak_flops or 0.0)} FLOP/s"))
-    found.append(("Peak memory", format_bytes(report.memory.measured), "one rank"))
-    return found
+        figures.append(("HFU", f"{report.hfu:.1%}", f"of {format_count(report.peak_flops or 0.0)} FLOP/s"))
+    figures.append(("Peak memory", format_bytes(report.memory.measured), "one rank"))
+    return figures
 
 
 def grids(report: Report) -> Iterator[Grid]:
@@ -217,23 +219,23 @@ def grids(report: Report) -> Iterator[Grid]:
 def _time(report: Report) -> Grid:
     time = report.time
     rows = [
-        (label(kind, report.device), f"{use.ms:.3f}", f"{use.ms / time.ms:.1%}", _count(use.calls))
-        for kind, use in time.kinds.items()
+        (label(category, report.device), f"{use.ms:.3f}", f"{use.ms / time.ms:.1%}", _count(use.calls))
+        for category, use in time.kinds.items()
     ]
     rows.append(("a step", f"{time.ms:.3f}", "100.0%", ""))
     hidden = f"; messages beside arithmetic: {time.hidden_ms:.3f} ms more, hidden" if time.hidden_ms else ""
-    note = f"these add up to {report.covered:.1%} of the clock's {report.clock_ms:.3f} ms{hidden}"
-    return Grid("Where the time of a step goes", ("", "ms", "share", "calls"), rows, note, last_is_sum=True)
+    remark = f"these add up to {report.covered:.1%} of the clock's {report.clock_ms:.3f} ms{hidden}"
+    return Grid("Where the time of a step goes", ("", "ms", "share", "calls"), rows, remark, last_is_sum=True)
 
 
 def _phases(report: Report) -> Grid:
     phases = report.time.phases
-    used = [kind for kind in KINDS if any(kinds.get(kind) for kinds in phases.values())]
+    used = [category for category in CATEGORIES if any(milliseconds.get(category) for milliseconds in phases.values())]
     order = sorted(phases, key=lambda phase: _PHASE_ORDER.index(phase) if phase in _PHASE_ORDER else len(_PHASE_ORDER))
     rows = [
         (
             "between steps" if phase == "idle" else phase,
-            *(f"{phases[phase][kind]:.2f}" if phases[phase].get(kind) else "" for kind in used),
+            *(f"{phases[phase][category]:.2f}" if phases[phase].get(category) else "" for category in used),
             f"{sum(phases[phase].values()):.2f}",
         )
         for phase in order
@@ -245,39 +247,39 @@ def _ranks(report: Report) -> Grid:
     last = slowest(report.ranks)
     if last is None:
         return Grid("", ())
-    used = [kind for kind in KINDS if any(rank.kinds.get(kind) for rank in report.ranks)]
+    used = [category for category in CATEGORIES if any(rank.kinds.get(category) for rank in report.ranks)]
     shown = report.ranks if len(report.ranks) <= _RANKS else sorted(report.ranks, key=lambda rank: -rank.ms)[:_RANKS]
     rows = [
         (
             f"rank {rank.rank}",
-            *(f"{rank.kinds.get(kind, 0.0):.2f}" for kind in used),
+            *(f"{rank.kinds.get(category, 0.0):.2f}" for category in used),
             f"{rank.hidden_ms:.2f}",
             f"{rank.ms:.2f}",
         )
         for rank in shown
     ]
     waits = [rank.kinds.get(COMMUNICATION, 0.0) for rank in report.ranks]
-    note = f"rank {last.rank} waits least, the others up to {max(waits) - min(waits):.2f} ms more"
-    return Grid("Ranks, in ms", ("", *used, "hidden", "a step"), rows, note)
+    remark = f"rank {last.rank} waits least, the others up to {max(waits) - min(waits):.2f} ms more"
+    return Grid("Ranks, in ms", ("", *used, "hidden", "a step"), rows, remark)
 
 
 def _memory(report: Report) -> Grid:
     memory = report.memory
     rows = [
-        (part, format_bytes(held), f"{held / max(memory.counted, 1):.1%}")
-        for part, held in sorted(memory.parts.items(), key=lambda entry: -entry[1])
+        (owner, format_bytes(held), f"{held / max(memory.counted, 1):.1%}")
+        for owner, held in sorted(memory.parts.items(), key=lambda entry: -entry[1])
     ]
     if not rows:
         return Grid("", ())
     rows.append(("tensors at the peak", format_bytes(memory.counted), "100.0%"))
     if report.device == "cpu":
-        note = f"the process holds {format_bytes(memory.measured)}, with Python and libraries"
+        remark = f"the process holds {format_bytes(memory.measured)}, with Python and libraries"
     else:
         rest = memory.measured - memory.counted
         more = f"{format_bytes(abs(rest))} {'more' if rest >= 0 else 'less'}"
         why = "compiled code, kernels' own" if memory.uncompiled else "kernels' own"
-        note = f"the allocator had given out {format_bytes(memory.measured)}, {more} ({why})"
-    return Grid("Memory of a rank at the peak", ("", "", "share"), rows, note, last_is_sum=True)
+        remark = f"the allocator had given out {format_bytes(memory.measured)}, {more} ({why})"
+    return Grid("Memory of a rank at the peak", ("", "", "share"), rows, remark, last_is_sum=True)
 
 
 def _messages(report: Report) -> Grid:
@@ -295,7 +297,7 @@ def _messages(report: Report) -> Grid:
         for row in log.rows[:_MESSAGES]
     ]
     left = len(log.rows) - len(rows)
-    notes = [log.note, f"and {left} more kinds of message" if left > 0 else ""]
+    remarks = [log.note, f"and {left} more kinds of message" if left > 0 else ""]
     if rows:
         rows.append(
             (
@@ -309,8 +311,8 @@ def _messages(report: Report) -> Grid:
             )
         )
     heads = ("", "ranks", "bytes of one", "a step", "sent a step", "ms", "GB/s")
-    note = "; ".join(filter(None, [*notes, "times include waiting for the slowest rank"]))
-    return Grid("Messages of a step", heads, rows, note if rows else "", last_is_sum=True)
+    remark = "; ".join(filter(None, [*remarks, "times include waiting for the slowest rank"]))
+    return Grid("Messages of a step", heads, rows, remark if rows else "", last_is_sum=True)
 
 
 def _modules(report: Report) -> Grid:
@@ -337,11 +339,11 @@ def _modules(report: Report) -> Grid:
             )
         )
     heads = ("", "forward ms", "backward ms", "share", "FLOPs", "of these again", "FLOP/s")
-    notes = [f"all ranks: {format_count(report.counted_flops)} FLOPs counted"] if report.counted_flops else []
-    if report.formula_flops and notes:
+    remarks = [f"all ranks: {format_count(report.counted_flops)} FLOPs counted"] if report.counted_flops else []
+    if report.formula_flops and remarks:
         share = report.counted_flops / report.formula_flops
-        notes.append(f"{format_count(report.formula_flops)} by the model's own formula ({share:.1%})")
-    return Grid("Modules, with what is inside of them", heads, rows, ", ".join(notes))
+        remarks.append(f"{format_count(report.formula_flops)} by the model's own formula ({share:.1%})")
+    return Grid("Modules, with what is inside of them", heads, rows, ", ".join(remarks))
 
 
 def _operators(report: Report) -> Grid:
@@ -361,19 +363,19 @@ def _count(calls: float) -> str:
     return f"{calls:,.0f}" if calls else ""
 
 
-def write_page(report: Report, lanes: TraceLanes, folder: Path) -> None:
+def write_page(report: Report, timeline: Timeline, folder: Path) -> None:
     """Write `profile.html`, and the picture by itself as `step.svg`."""
-    picture = draw_step(lanes)
+    picture = draw_step(timeline)
     (folder / "step.svg").write_text(f"{picture}\n", encoding="utf-8")
     body = [
         _header(report),
         page.fact_list(headline(report)),
         page.card(
             "One step",
-            f'<div class="wide">{picture}</div><ul class="legend">{legend(lanes)}</ul>',
+            f'<div class="wide">{picture}</div><ul class="legend">{legend(timeline)}</ul>',
             "the recorded one of middle length, rank 0",
         ),
-        *(page.card(grid.title, _table(grid), grid.note) for grid in grids(report)),
+        *(page.card(grid.title, _table(grid), grid.remark) for grid in grids(report)),
         page.card("Traces", _traces(report), "for chrome://tracing or ui.perfetto.dev"),
         page.footer(time.time()),
     ]
@@ -389,7 +391,7 @@ def _header(report: Report) -> str:
 
 
 def _table(grid: Grid) -> str:
-    head = "".join(f"<th{_side(index)}>{page.escaped(word)}</th>" for index, word in enumerate(grid.heads))
+    head = "".join(f"<th{_side(index)}>{page.escaped(heading)}</th>" for index, heading in enumerate(grid.heads))
     rows = []
     for number, row in enumerate(grid.rows):
         mark = ' class="differs"' if grid.last_is_sum and number == len(grid.rows) - 1 else ""

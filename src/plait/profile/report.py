@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from plait.profile.account import TimeAccount, Trace, TraceSpan
+from plait.profile.breakdown import TimeBreakdown, Trace, TraceSpan
 from plait.profile.count import OUTSIDE, Flops, SentMessage
-from plait.profile.marks import is_between_two, is_collective, is_running_collective
+from plait.profile.marks import is_collective, is_point_to_point, is_running_collective
 
 # The log of messages: those of one counted step, with the times that a trace has for them.
 
 
-_BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+_POINT_TO_POINT_OPS = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
 
 @dataclass(slots=True)
@@ -54,34 +54,35 @@ def message_log(trace: Trace, messages: Sequence[SentMessage]) -> Log:
     times: list[float | None] | None = None
     steps = [_step_times(trace, window, {message.op for message in messages}) for window in trace.steps]
     names = [message.op for message in messages]
-    fitting = [found for found in steps if [name for name, _ in found] == names]
+    fitting = [recorded for recorded in steps if [name for name, _ in recorded] == names]
     if fitting:
-        columns = zip(*([ms for _, ms in found] for found in fitting), strict=True)
+        columns = zip(*([ms for _, ms in recorded] for recorded in fitting), strict=True)
         times = [None if None in column else sum(ms or 0.0 for ms in column) / len(column) for column in columns]
     rows: dict[tuple[str, str, int, int], MessageRow] = {}
     for index, message in enumerate(messages):
-        key = (message.kind, message.axis, message.ranks, message.bytes)
-        row = rows.setdefault(key, MessageRow(message.kind, message.axis, message.ranks, message.bytes, 0, 0.0))
+        key = (message.collective, message.axis, message.ranks, message.bytes)
+        row = rows.setdefault(key, MessageRow(message.collective, message.axis, message.ranks, message.bytes, 0, 0.0))
         row.count += 1
         row.sent += message.sent
         ms = None if times is None else times[index]
         if ms is not None:
             row.ms = (row.ms or 0.0) + ms
-    note = ""
+    remark = ""
     if messages and times is None:
-        found = sum(len(each) for each in steps) / max(len(steps), 1)
-        note = f"times are missing: the counted step sent {len(messages)} messages, the recorded ones {found:g}"
-    return Log(sorted(rows.values(), key=lambda row: (-(row.ms or 0.0), -row.sent)), note)
+        average = sum(map(len, steps)) / max(len(steps), 1)
+        remark = f"times are missing: the counted step sent {len(messages)} messages, the recorded ones {average:g}"
+    return Log(sorted(rows.values(), key=lambda row: (-(row.ms or 0.0), -row.sent)), remark)
 
 
 def _step_times(trace: Trace, window: tuple[float, float], wanted: set[str]) -> list[tuple[str, float | None]]:
     """The messages that a step began, in order, and how many milliseconds each was under way, where that is known."""
-    found = [(thread, span) for thread, spans in trace.threads.items() for span in _outermost(spans)]
-    asides = trace.asides()
+    candidates = [(thread, span) for thread, spans in trace.threads.items() for span in _outermost(spans)]
+    between_steps = trace.between_steps()
     issued = [
         (thread, span)
-        for thread, span in sorted(found, key=lambda each: each[1].start)
-        if window[0] <= span.start < window[1] and not any(aside.start <= span.start < aside.end for aside in asides)
+        for thread, span in sorted(candidates, key=lambda item: item[1].start)
+        if window[0] <= span.start < window[1]
+        and not any(other.start <= span.start < other.end for other in between_steps)
     ]
     run = _on_device(trace, issued) if trace.on_device else _on_host(trace, issued)
     return [(span.name, ms) for (_, span), ms in zip(issued, run, strict=True) if span.name in wanted]
@@ -102,15 +103,15 @@ def _on_device(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequenc
     by_thread: dict[int, list[int]] = {}
     for index, (thread, _) in enumerate(issued):
         by_thread.setdefault(thread, []).append(index)
-    starts = {thread: [issued[index][1].start for index in found] for thread, found in by_thread.items()}
+    starts = {thread: [issued[index][1].start for index in indices] for thread, indices in by_thread.items()}
     for spans in trace.streams.values():
         for span in spans:
             if not span.name.startswith("nccl"):
                 continue
             thread, moment = trace.launches.get(span.args.get("correlation", -1), (-1, 0.0))
-            place = bisect_right(starts.get(thread, []), moment) - 1
-            if place >= 0 and moment < issued[by_thread[thread][place]][1].end:
-                times[by_thread[thread][place]] += (span.end - span.start) * 1e-3
+            index = bisect_right(starts.get(thread, []), moment) - 1
+            if index >= 0 and moment < issued[by_thread[thread][index]][1].end:
+                times[by_thread[thread][index]] += (span.end - span.start) * 1e-3
     return times
 
 
@@ -120,11 +121,11 @@ def _on_host(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[
     One between two ranks shows as long as nobody has waited for it, which says nothing.
     """
     spans = (span for spans in trace.threads.values() for span in spans if is_running_collective(span.name))
-    waiting = sorted((span for span in spans if not is_between_two(span.name)), key=lambda span: span.start)
+    waiting = sorted((span for span in spans if not is_point_to_point(span.name)), key=lambda span: span.start)
     times: list[float | None] = []
     at = 0
     for _, span in issued:
-        if span.name in _BETWEEN_TWO:
+        if span.name in _POINT_TO_POINT_OPS:
             times.append(None)
             continue
         while at < len(waiting) and waiting[at].start < span.start:
@@ -173,28 +174,28 @@ def module_rows(root: str, times: Mapping[str, Mapping[str, float]], flops: Mapp
     rows: dict[str, ModuleRow] = {}
     for name in dict.fromkeys([*times, *flops]):
         spent, done = times.get(name, {}), flops.get(name, Flops())
-        for each in _with_parents(name, root):
-            row = rows.setdefault(folded(each), ModuleRow(folded(each)))
-            row.names.add(each)
+        for path in _with_parents(name, root):
+            row = rows.setdefault(folded(path), ModuleRow(folded(path)))
+            row.names.add(path)
             row.forward_ms += spent.get("forward", 0.0)
             row.backward_ms += spent.get("backward", 0.0)
             row.flops.forward += done.forward
             row.flops.again += done.again
             row.flops.backward += done.backward
-    for parent in [each for each in rows if f"{each}.*" in rows]:
+    for parent in [path for path in rows if f"{path}.*" in rows]:
         del rows[parent]  # a list of blocks is not called, and would say the same as the blocks
     for name, row in rows.items():
         row.depth = len(_parents(name, rows, root))
-    return sorted(rows.values(), key=lambda row: _place(row, rows, root))
+    return sorted(rows.values(), key=lambda row: _sort_key(row, rows, root))
 
 
 def _parents(name: str, rows: Mapping[str, ModuleRow], root: str) -> list[str]:
     """The rows above a row, from the root."""
     if name in (root, OUTSIDE):
         return []
-    words = name.split(".")
-    above = (".".join(words[:end]) for end in range(1, len(words)))
-    return [*([root] if root in rows else []), *(each for each in above if each in rows)]
+    components = name.split(".")
+    above = (".".join(components[:end]) for end in range(1, len(components)))
+    return [*([root] if root in rows else []), *(path for path in above if path in rows)]
 
 
 def _with_parents(name: str, root: str) -> list[str]:
@@ -202,17 +203,17 @@ def _with_parents(name: str, root: str) -> list[str]:
         return [OUTSIDE]
     if name == root:
         return [root]
-    words = name.split(".")
-    return [root, *(".".join(words[: end + 1]) for end in range(len(words)))]
+    components = name.split(".")
+    return [root, *(".".join(components[: end + 1]) for end in range(len(components)))]
 
 
-def _place(row: ModuleRow, rows: Mapping[str, ModuleRow], root: str) -> tuple[tuple[float, float, str], ...]:
+def _sort_key(row: ModuleRow, rows: Mapping[str, ModuleRow], root: str) -> tuple[tuple[float, float, str], ...]:
     """Where a row stands: below its parents, and behind longer ones."""
-    found = [(float(row.name == OUTSIDE), 0.0, "")]
+    key = [(float(row.name == OUTSIDE), 0.0, "")]
     for name in [*_parents(row.name, rows, root), row.name]:
         if name != root:
-            found.append((-rows[name].ms, -float(rows[name].flops.total), name))
-    return tuple(found)
+            key.append((-rows[name].ms, -float(rows[name].flops.total), name))
+    return tuple(key)
 
 
 @dataclass(slots=True)
@@ -253,7 +254,7 @@ class Report:
     """Sizes of the axes with more than one rank."""
     ranks: list[RankTime]
     first_step: int
-    time: TimeAccount
+    time: TimeBreakdown
     clock_ms: float
     """A recorded step by the clock of the host."""
     plain_ms: float | None
@@ -302,19 +303,19 @@ class Report:
     def summary(self) -> str:
         """One line."""
         longest = sorted(self.time.kinds.items(), key=lambda entry: -entry[1].ms)[:3]
-        shares = ", ".join(f"{kind} {use.ms / self.time.ms:.0%}" for kind, use in longest)
+        shares = ", ".join(f"{category} {use.ms / self.time.ms:.0%}" for category, use in longest)
         return f"{self.time.ms:.4g} ms a step ({self.step_ms:.4g} without the profiler): {shares}"
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain values, with what follows from it."""
-        found = asdict(self)
-        for row, told in zip(self.modules, found["modules"], strict=True):
-            told["count"] = len(told.pop("names"))
-            told["flops_per_s"] = row.flops_per_s
-        for log, told in zip(self.messages.rows, found["messages"]["rows"], strict=True):
-            told["gbps"] = log.gbps
-        found |= {"mfu": self.mfu, "hfu": self.hfu, "counted_flops": self.counted_flops, "covered": self.covered}
-        return found
+        content = asdict(self)
+        for row, entry in zip(self.modules, content["modules"], strict=True):
+            entry["count"] = len(entry.pop("names"))
+            entry["flops_per_s"] = row.flops_per_s
+        for log, entry in zip(self.messages.rows, content["messages"]["rows"], strict=True):
+            entry["gbps"] = log.gbps
+        content |= {"mfu": self.mfu, "hfu": self.hfu, "counted_flops": self.counted_flops, "covered": self.covered}
+        return content
 
 
 def slowest(ranks: Sequence[RankTime]) -> RankTime | None:

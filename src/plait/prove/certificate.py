@@ -49,13 +49,13 @@ class ComparedQuantity:
     def layer(self) -> str:
         """The part of the model it belongs to: everything up to the first number, or the first word."""
         path = self.name.partition(".")[2]
-        found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", path)
-        return found.group() if found else path.partition(".")[0]
+        match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", path)
+        return match.group() if match else path.partition(".")[0]
 
     def __str__(self) -> str:
-        kind, _, path = self.name.partition(".")
+        section, _, path = self.name.partition(".")
         parameter, _, key = path.rpartition(".")
-        what = f"{parameter} ({key} of the optimizer)" if kind == "optim" else path or kind
+        what = f"{parameter} ({key} of the optimizer)" if section == "optim" else path or section
         where = "at the start" if self.step == 0 else f"step {self.step}"
         detail = f": {self.detail}" if self.detail else ""
         return f"{where}, {what}{detail}; off by {self.deviation:.1e} of its size, allowed {self.allowed:.1e}"
@@ -87,29 +87,29 @@ class Certificate:
     @property
     def passed(self) -> bool:
         """Whether everything agrees."""
-        return all(each.agrees for each in self.findings) and all(check.holds for check in self.checks)
+        return all(finding.agrees for finding in self.findings) and all(check.holds for check in self.checks)
 
     @property
     def first(self) -> ComparedQuantity | None:
         """The first difference."""
-        return next((each for each in self.findings if not each.agrees), None)
+        return next((finding for finding in self.findings if not finding.agrees), None)
 
     @property
     def first_tensor(self) -> ComparedQuantity | None:
         """The first tensor that differs: the first step at which one does, and there the first in the model."""
-        return next((each for each in self.findings if each.is_tensor and not each.agrees), None)
+        return next((finding for finding in self.findings if finding.is_tensor and not finding.agrees), None)
 
     @property
     def worst(self) -> ComparedQuantity | None:
         """What came closest to its tolerance, or went furthest beyond."""
-        compared = [each for each in self.findings if each.allowed > 0 and not each.is_noise]
-        return max(compared, key=lambda each: each.deviation / each.allowed, default=None)
+        compared = [finding for finding in self.findings if finding.allowed > 0 and not finding.is_noise]
+        return max(compared, key=lambda finding: finding.deviation / finding.allowed, default=None)
 
     def verdict(self) -> str:
         """A few lines for people: PASS, or the first difference."""
         subject, steps = self.facts["candidate"], len(self.steps)
         if self.passed:
-            tensors = len({each.name for each in self.findings if each.is_tensor and not each.is_noise})
+            tensors = len({finding.name for finding in self.findings if finding.is_tensor and not finding.is_noise})
             worst = self.worst
             margin = "" if worst is None else f"; closest to its tolerance: {worst}"
             if worst is not None and worst.deviation == 0:
@@ -147,10 +147,10 @@ def compare_findings(
     for index in range(len(reference.loss)):
         step = index + 1
         for name in ("loss", "grad_norm"):
-            expected, twin, found = (getattr(trace, name)[index] for trace in (reference, nudged, candidate))
+            expected, twin, measured = (getattr(trace, name)[index] for trace in (reference, nudged, candidate))
             allowed = rounding.allowed(_gap(twin, expected))
-            detail = f"{found:.6g} instead of {expected:.6g}"
-            findings.append(ComparedQuantity(step, name, _gap(found, expected), allowed, detail))
+            detail = f"{measured:.6g} instead of {expected:.6g}"
+            findings.append(ComparedQuantity(step, name, _gap(measured, expected), allowed, detail))
         targets = candidate.targets[index], reference.targets[index]
         skipped = candidate.skipped[index], reference.skipped[index]
         findings.append(ComparedQuantity(step, "targets", _gap(*targets), 0.0, "{:g} instead of {:g}".format(*targets)))
@@ -158,9 +158,9 @@ def compare_findings(
             ComparedQuantity(step, "skipped", float(skipped[0] != skipped[1]), 0.0, "{} instead of {}".format(*skipped))
         )
         sensitivity = nudged.deviations[step]
-        found_here = candidate.deviations[step]
-        for name in in_model_order(found_here, reference.names):
-            deviation = found_here[name]
+        deviations = candidate.deviations[step]
+        for name in in_model_order(deviations, reference.names):
+            deviation = deviations[name]
             moved = sensitivity[name].value if name in sensitivity else 0.0
             allowed = 0.0 if deviation.problem else rounding.allowed(moved, deviation.stored * step)
             findings.append(ComparedQuantity(step, name, deviation.value, allowed, deviation.problem))
@@ -172,22 +172,22 @@ def _starts(deviations: dict[str, Deviation], names: Sequence[str]) -> list[Comp
     return [ComparedQuantity(0, name, deviations[name].value, 0.0, deviations[name].problem) for name in ordered]
 
 
-def in_model_order(found: dict[str, Deviation], names: Sequence[str]) -> list[str]:
+def in_model_order(names: dict[str, Deviation], model_names: Sequence[str]) -> list[str]:
     """Names in the order of the model: each parameter, then what the optimizer keeps for it."""
-    models = {name.removeprefix("model."): index for index, name in enumerate(names) if name.startswith("model.")}
+    models = {name.removeprefix("model."): index for index, name in enumerate(model_names) if name.startswith("model.")}
 
-    def place(name: str) -> tuple[int, bool]:
-        kind, _, path = name.partition(".")
-        parameter = path.rpartition(".")[0] if kind == "optim" else path
-        return models.get(parameter, len(models)), kind == "optim"
+    def sort_key(name: str) -> tuple[int, bool]:
+        section, _, path = name.partition(".")
+        parameter = path.rpartition(".")[0] if section == "optim" else path
+        return models.get(parameter, len(models)), section == "optim"
 
-    return sorted(found, key=place)
+    return sorted(names, key=sort_key)
 
 
-def _gap(found: float, expected: float) -> float:
-    if found == expected or (math.isnan(found) and math.isnan(expected)):
+def _gap(measured: float, expected: float) -> float:
+    if measured == expected or (math.isnan(measured) and math.isnan(expected)):
         return 0.0
-    gap = abs(found - expected) / (abs(expected) or 1.0)
+    gap = abs(measured - expected) / (abs(expected) or 1.0)
     return gap if math.isfinite(gap) else math.inf
 
 
@@ -207,27 +207,31 @@ def write_page(certificate: Certificate, out: Path) -> None:
         card("Steps", _steps(certificate)),
         card("Layers", _layers(certificate), subtitle="largest deviation, over all steps, beside what is allowed"),
         card("Dropout", _checks(certificate)),
-        card("How it was measured", _notes(certificate)),
+        card("How it was measured", _method(certificate)),
         footer(time.time()),
     )
     out.write_text(document(f"Parity certificate: {certificate.facts['candidate']}", body), encoding="utf-8")
 
 
 def _header(certificate: Certificate) -> str:
-    word, kind = ("PASS", "good") if certificate.passed else ("FAIL", "bad")
+    result, tone = ("PASS", "good") if certificate.passed else ("FAIL", "bad")
     lines = certificate.verdict().partition("  ")[2].splitlines()
     rest = "".join(f"<p>{escaped(line.strip())}</p>" for line in lines[1:])
-    pill = f'<span class="pill {kind}">{word}</span>'
+    pill = f'<span class="pill {tone}">{result}</span>'
     return page_header("Parity certificate", lines[0].partition(":")[0], pill, rest)
 
 
 def _facts(certificate: Certificate) -> str:
-    compared = [each for each in certificate.findings if not each.is_noise]
+    compared = [finding for finding in certificate.findings if not finding.is_noise]
     worst = certificate.worst
     shown: list[tuple[str, str, str]] = [
         ("Steps", str(len(certificate.steps)), ""),
-        ("Tensors", str(len({each.name for each in compared if each.is_tensor})), "compared after each step"),
-        ("Outside of tolerance", str(sum(not each.agrees for each in compared)), f"of {len(compared)} comparisons"),
+        ("Tensors", str(len({finding.name for finding in compared if finding.is_tensor})), "compared after each step"),
+        (
+            "Outside of tolerance",
+            str(sum(not finding.agrees for finding in compared)),
+            f"of {len(compared)} comparisons",
+        ),
     ]
     if worst is not None:
         share = worst.deviation / worst.allowed
@@ -236,10 +240,10 @@ def _facts(certificate: Certificate) -> str:
 
 
 def _differences(certificate: Certificate) -> str:
-    wrong = [each for each in certificate.findings if not each.agrees]
+    wrong = [finding for finding in certificate.findings if not finding.agrees]
     rows = [
-        [str(each.step), f"{each.name}: {each.detail}" if each.detail else each.name, *_numbers(each)]
-        for each in wrong[:MAX_ROWS]
+        [str(finding.step), f"{finding.name}: {finding.detail}" if finding.detail else finding.name, *_numbers(finding)]
+        for finding in wrong[:MAX_ROWS]
     ]
     return _table(("Step", "What", "Deviation", "Allowed"), rows, numeric=2)
 
@@ -258,24 +262,24 @@ _PAIRS = ("loss", "grad_norm", "targets")
 
 def _layers(certificate: Certificate) -> str:
     rows = []
-    for (layer, kind), found in _groups(certificate.findings):
-        compared = [each for each in found if not each.is_noise]
-        noise = len({each.name for each in found}) - len({each.name for each in compared})
+    for (layer, quantity), findings in _groups(certificate.findings):
+        compared = [finding for finding in findings if not finding.is_noise]
+        noise = len({finding.name for finding in findings}) - len({finding.name for finding in compared})
         if compared:
-            worst = max(compared, key=lambda each: each.deviation / (each.allowed or 1.0))
-            bad = sum(not each.agrees for each in compared)
-            rows.append([layer, kind, *_numbers(worst), str(bad or "")])
+            worst = max(compared, key=lambda finding: finding.deviation / (finding.allowed or 1.0))
+            bad = sum(not finding.agrees for finding in compared)
+            rows.append([layer, quantity, *_numbers(worst), str(bad or "")])
         if noise:
-            rows.append([layer, kind, "noise", counted(noise, "tensor"), ""])
+            rows.append([layer, quantity, "noise", counted(noise, "tensor"), ""])
     return _table(("Layer", "What", "Deviation", "Allowed", "Outside"), rows, numeric=2)
 
 
 def _groups(findings: Sequence[ComparedQuantity]) -> Iterator[tuple[tuple[str, str], list[ComparedQuantity]]]:
     groups: dict[tuple[str, str], list[ComparedQuantity]] = {}
-    for each in findings:
-        if each.is_tensor and each.step > 0:
-            kind = "weights" if each.name.startswith("model.") else each.name.rpartition(".")[2]
-            groups.setdefault((each.layer, kind), []).append(each)
+    for finding in findings:
+        if finding.is_tensor and finding.step > 0:
+            quantity = "weights" if finding.name.startswith("model.") else finding.name.rpartition(".")[2]
+            groups.setdefault((finding.layer, quantity), []).append(finding)
     yield from groups.items()
 
 
@@ -284,11 +288,11 @@ def _checks(certificate: Certificate) -> str:
     return _table(("Rule", "Holds", "What was seen"), rows, numeric=3)
 
 
-def _notes(certificate: Certificate) -> str:
+def _method(certificate: Certificate) -> str:
     rows = {**certificate.facts, "tolerance": certificate.tolerance}
     body = "".join(f"<tr><th>{escaped(label)}</th><td>{escaped(value)}</td></tr>" for label, value in rows.items())
-    notes = "".join(f"<p>{escaped(note)}</p>" for note in certificate.notes)
-    return f"<table><tbody>{body}</tbody></table>{notes}"
+    remarks = "".join(f"<p>{escaped(remark)}</p>" for remark in certificate.notes)
+    return f"<table><tbody>{body}</tbody></table>{remarks}"
 
 
 def _numbers(finding: ComparedQuantity) -> list[str]:

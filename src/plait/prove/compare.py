@@ -62,12 +62,12 @@ class SavedState:
         self.now.close()
 
 
-def compare(expected: Moment, found: Moment, names: Iterable[str], *, step: int) -> dict[str, Deviation]:
+def compare(expected: Moment, measured: Moment, names: Iterable[str], *, step: int) -> dict[str, Deviation]:
     """How far `found` is from `expected`, for each name in order, and for each that only one of them has.
 
     Parameters are compared by how far they moved since the start; all else by value.
     """
-    ours, theirs = expected.now.entries, found.now.entries
+    ours, theirs = expected.now.entries, measured.now.entries
     deviations = {}
     for name in dict.fromkeys([*names, *theirs]):
         if name not in theirs or name not in ours:
@@ -77,23 +77,23 @@ def compare(expected: Moment, found: Moment, names: Iterable[str], *, step: int)
             text = " and ".join(f"{tuple(e.shape)} {e.dtype}" for e in (ours[name], theirs[name]))
             deviations[name] = Deviation(math.inf, 0.0, f"shapes or formats differ: {text}")
         else:
-            moved = name in expected.start.entries and name in found.start.entries and step > 0
-            starts = (expected.start.read(name), found.start.read(name)) if moved else None
-            deviations[name] = deviation(expected.now.read(name), found.now.read(name), starts)
+            moved = name in expected.start.entries and name in measured.start.entries and step > 0
+            starts = (expected.start.read(name), measured.start.read(name)) if moved else None
+            deviations[name] = deviation(expected.now.read(name), measured.now.read(name), starts)
     return deviations
 
 
-def deviation(expected: Tensor, found: Tensor, starts: tuple[Tensor, Tensor] | None = None) -> Deviation:
+def deviation(expected: Tensor, measured: Tensor, starts: tuple[Tensor, Tensor] | None = None) -> Deviation:
     """How far two tensors are apart, relative to the norm of `expected`; with `starts`, how far their movements are."""
     if not (expected.is_floating_point() or expected.is_complex()):
-        unequal = int((expected != found).sum())
+        unequal = int((expected != measured).sum())
         return Deviation(unequal / max(expected.numel(), 1), 0.0)
-    flat = [tensor.reshape(-1) for tensor in (expected, found, *(starts or ()))]
+    flat = [tensor.reshape(-1) for tensor in (expected, measured, *(starts or ()))]
     trim = TRIMMED if starts is not None and expected.numel() >= LARGE else 0
     difference = size = value = 0.0
     largest = torch.zeros(0, dtype=torch.float64)
     for begin in range(0, expected.numel(), _CHUNK):
-        a, b, *before = (each[begin : begin + _CHUNK].double() for each in flat)
+        a, b, *before = (values[begin : begin + _CHUNK].double() for values in flat)
         value += float(a.square().sum())
         if before:
             a, b = a - before[0], b - before[1]
@@ -134,7 +134,7 @@ _EPSILON = {"fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-
 class Rounding:
     """The format that decides how exact a run can be."""
 
-    word: str
+    dtype: str
     epsilon: float
     """The step from 1 to the next number."""
     roundings: float
@@ -161,7 +161,7 @@ class Rounding:
     def explain(self) -> str:
         """Where the tolerance comes from, for people."""
         return (
-            f"{self.margin:g} times what one rounding of the weights ({self.word}, {self.epsilon:.1e}) changes in the "
+            f"{self.margin:g} times what one rounding of the weights ({self.dtype}, {self.epsilon:.1e}) changes in the "
             f"reference itself, measured for each tensor and step; at least {self.roundings:g} roundings "
             f"({self.floor:.1e})"
         )
@@ -170,5 +170,5 @@ class Rounding:
 def rounding_of(precision: PrecisionConfig, *, on_cpu: bool) -> Rounding:
     """The coarser of the formats of compute and reduction."""
     compute = "fp32" if on_cpu and precision.compute == "tf32" else precision.compute
-    word = max((compute, precision.reduce), key=lambda each: _EPSILON[each])
-    return Rounding(word, _EPSILON[word], *((64.0, 16.0) if word == "fp32" else (4.0, 4.0)))
+    dtype = max((compute, precision.reduce), key=lambda name: _EPSILON[name])
+    return Rounding(dtype, _EPSILON[dtype], *((64.0, 16.0) if dtype == "fp32" else (4.0, 4.0)))

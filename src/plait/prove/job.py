@@ -79,15 +79,15 @@ class ProofTrace:
     @classmethod
     def read(cls, path: Path) -> ProofTrace:
         """What `write` left."""
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         for key in ("loss", "grad_norm", "targets"):
-            found[key] = [float(value) for value in found[key]]
-        found["deviations"] = [
+            content[key] = [float(value) for value in content[key]]
+        content["deviations"] = [
             {name: Deviation(float(value), float(stored), problem) for name, (value, stored, problem) in step.items()}
-            for step in found["deviations"]
+            for step in content["deviations"]
         ]
-        found["checks"] = [tuple(check) for check in found["checks"]]
-        return cls(**found)
+        content["checks"] = [tuple(check) for check in content["checks"]]
+        return cls(**content)
 
 
 def plain(value: Any) -> Any:
@@ -95,7 +95,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return value

@@ -50,29 +50,29 @@ class Cases:
     layout: Layout
     batch: ResolvedBatch
     """The candidate's; both have the same `total` and `micro`."""
-    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
     """What is not as in the user's own run."""
 
 
 def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | None = None) -> Cases:
     """The two runs. `ranks` absent: as many as the layout fixes, and two where it fixes none."""
-    notes: list[str] = []
+    remarks: list[str] = []
     size = ranks or default_ranks(config)
     layout = resolve_layout(config.strategy, size=size, local_size=size)
     _refuse_what_is_one_process(config, layout)
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
-    base = _common(config, notes)
+    base = _common(config, remarks)
     if layers is not None:
-        base["model"] = shrink(config, layers, notes)
+        base["model"] = shrink(config, layers, remarks)
     if config.device in ("auto", "cuda") and gpu_count() < size:
         base |= {"device": "cpu", "backend": "auto" if config.backend == "nccl" else config.backend}
         if gpu_count() or config.device == "cuda":
-            notes.append(f"Both runs were on the CPU: {size} ranks need as many GPUs, and here are {gpu_count()}.")
+            remarks.append(f"Both runs were on the CPU: {size} ranks need as many GPUs, and here are {gpu_count()}.")
     base["batch"] = {"total": batch.total, "micro": batch.micro}
     if config.strategy.stage > 0 and layout.dp_shard * layout.ep * layout.cp == 1:
-        notes.append(f"Nothing was sharded: the layout leaves one rank for it. `--ranks {2 * size}` would show it.")
+        remarks.append(f"Nothing was sharded: the layout leaves one rank for it. `--ranks {2 * size}` would show it.")
     single = {**base, "strategy": {"meta_init": config.strategy.meta_init}}
-    return Cases(_parsed(single), _parsed(base), layout, batch, tuple(notes))
+    return Cases(_parsed(single), _parsed(base), layout, batch, tuple(remarks))
 
 
 def default_ranks(config: RunConfig) -> int:
@@ -82,7 +82,7 @@ def default_ranks(config: RunConfig) -> int:
     return 2 if fixed == 1 and free else fixed
 
 
-def shrink(config: RunConfig, layers: int, notes: list[str]) -> dict[str, Any]:
+def shrink(config: RunConfig, layers: int, remarks: list[str]) -> dict[str, Any]:
     """The `model` section with so many layers."""
     model = config.model
     depth = depth_of(model)
@@ -91,15 +91,15 @@ def shrink(config: RunConfig, layers: int, notes: list[str]) -> dict[str, Any]:
         raise ConfigError(Problem("--layers", message, f"Leave it out, or set one of {', '.join(LAYER_KEYS)}."))
     if layers > depth:
         raise ConfigError(Problem("--layers", f"{layers}, and the model has {depth}", "Write fewer, or leave it out."))
-    notes.append(f"The model was shrunk from {depth} to {layers} layers.")
+    remarks.append(f"The model was shrunk from {depth} to {layers} layers.")
     if isinstance(model, HFConfig) and model.path is not None and model.pretrained:
-        notes.append("The shrunk model started from random weights, not from the pretrained ones.")
+        remarks.append("The shrunk model started from random weights, not from the pretrained ones.")
     shrunk = with_depth(model, layers)
     section: dict[str, Any] = dict(to_dict(config.model_copy(update={"model": shrunk}))["model"])
     return {key: value for key, value in section.items() if value is not None}
 
 
-def _common(config: RunConfig, notes: list[str]) -> dict[str, Any]:
+def _common(config: RunConfig, remarks: list[str]) -> dict[str, Any]:
     """The sections that decide a step, without those that write, measure or resume."""
     base = to_dict(config)
     dropped = ("val_data", "test_data", "hooks", "checkpoint", "log", "batch")
@@ -108,9 +108,9 @@ def _common(config: RunConfig, notes: list[str]) -> dict[str, Any]:
     base["train"] = train
     base["log"] = {"console": "none", "sinks": []}
     if config.hooks:
-        notes.append(f"Hooks were left out: {', '.join(hook.type for hook in config.hooks)}.")
+        remarks.append(f"Hooks were left out: {', '.join(hook.type for hook in config.hooks)}.")
     if config.checkpoint.resume is not None:
-        notes.append("Both runs began with fresh weights, not with `checkpoint.resume`.")
+        remarks.append("Both runs began with fresh weights, not with `checkpoint.resume`.")
     return base
 
 
@@ -121,7 +121,7 @@ def _parsed(sections: Mapping[str, Any]) -> RunConfig:
 def besides(strategy: StrategyConfig) -> list[str]:
     """What a strategy does besides spreading the run over ranks, each in a word or two."""
     offload = strategy.offload
-    said = {
+    techniques = {
         f"engine {strategy.engine_name}": strategy.engine != "native",
         f"recompute {strategy.recompute.mode}": strategy.recompute.mode != "none",
         "compile": strategy.compile.enabled,
@@ -130,16 +130,13 @@ def besides(strategy: StrategyConfig) -> list[str]:
         "offloaded activations": offload.activations != "none",
         "tiles": bool(strategy.tiles.names),
     }
-    return [words for words, is_so in said.items() if is_so]
+    return [name for name, is_so in techniques.items() if is_so]
 
 
 def _refuse_what_is_one_process(config: RunConfig, layout: Layout) -> None:
     if layout.size == 1 and not besides(config.strategy):
         message = "one rank, nothing recomputed, compiled or offloaded: that is the reference itself"
         raise ConfigError(Problem("strategy", message, "Give `--ranks 2`, or a strategy that spreads something."))
-
-
-Say = Callable[[str], None]
 
 
 def prove(
@@ -150,14 +147,14 @@ def prove(
     ranks: int | None = None,
     layers: int | None = None,
     out: str | Path | None = None,
-    say: Say = lambda _text: None,
+    log: Callable[[str], None] = lambda _text: None,
 ) -> Certificate:
     """Show that a run does under its strategy what it does on one process, or where it does not.
 
     `steps` steps of the run's own model and data are made in real processes, on one and on `ranks` of them, and
     compared: loss, gradient norm, every parameter and every optimizer state after each step. `layers` shrinks a
     model of which one process cannot hold the whole. With `out`, a folder, `certificate.json` and
-    `certificate.html` are written there. The run's own `work_dir` is not touched. `say` hears how far it is.
+    `certificate.html` are written there. The run's own `work_dir` is not touched. `log` is given a line at each stage.
     """
     config = _checked(source, overrides, steps)
     if out is not None:
@@ -166,9 +163,9 @@ def prove(
     rounding = rounding_of(config.precision, on_cpu=cases.candidate.device == "cpu")
     with tempfile.TemporaryDirectory(prefix="plait-prove-") as folder:
         one, many = Path(folder, "reference"), Path(folder, "candidate")
-        say(f"reference: one process, {counted(steps, 'step')}, twice")
+        log(f"reference: one process, {counted(steps, 'step')}, twice")
         _run(ProofJob(to_dict(cases.reference), str(one), steps, nudge=rounding.epsilon), 1, "the reference")
-        say(f"candidate: {name_of(cases.candidate, cases.layout)}, {counted(steps, 'step')}")
+        log(f"candidate: {name_of(cases.candidate, cases.layout)}, {counted(steps, 'step')}")
         _run(ProofJob(to_dict(cases.candidate), str(many), steps, against=str(one)), cases.layout.size, "the candidate")
         traces = [ProofTrace.read(path / TRACE) for path in (one, one / NUDGED, many)]
     certificate = certify(cases, rounding, *traces)
@@ -213,9 +210,9 @@ def name_of(config: RunConfig, layout: Layout) -> str:
     """A strategy in a few words: `zero3 on 2 ranks`, `zero1, pp 2, tp 2, offload cpu on 8 ranks`."""
     stage = config.strategy.stage
     axes = [f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1 and not axis.startswith("dp_")]
-    word = [f"zero{stage}" if stage else "ddp"] if layout.data_parallel > 1 or stage else []
+    sharding = [f"zero{stage}" if stage else "ddp"] if layout.data_parallel > 1 or stage else []
     count = f"{layout.size} rank{'s' if layout.size > 1 else ''}"
-    return f"{', '.join([*word, *axes, *besides(config.strategy)])} on {count}"
+    return f"{', '.join([*sharding, *axes, *besides(config.strategy)])} on {count}"
 
 
 def certify(
@@ -245,38 +242,38 @@ def certify(
         for index in range(len(reference.loss))
     ]
     findings = compare_findings(reference, nudged, candidate, rounding)
-    checks = [Check(*found) for found in candidate.checks]
-    noise = {each.name for each in findings if each.is_noise}
-    notes = [*cases.notes, *_remarks(cases, reference, candidate, noise)]
-    return Certificate(facts, rounding.explain(), steps, findings, checks, notes)
+    checks = [Check(*check) for check in candidate.checks]
+    noise = {finding.name for finding in findings if finding.is_noise}
+    remarks = [*cases.remarks, *_remarks(cases, reference, candidate, noise)]
+    return Certificate(facts, rounding.explain(), steps, findings, checks, remarks)
 
 
 def _remarks(cases: Cases, reference: ProofTrace, candidate: ProofTrace, noise: set[str]) -> list[str]:
-    notes = []
+    remarks = []
     if reference.drops:
         where = ", ".join(name or "the model itself" for name in reference.drops[:3])
         more = f" and {len(reference.drops) - 3} more" if len(reference.drops) > 3 else ""
-        notes.append(
+        remarks.append(
             f"Dropout was set to 0 for the comparison, in {where}{more}: no two layouts draw the same numbers."
         )
         if cases.candidate.strategy.compile.enabled:
-            notes.append("Dropout itself was not checked: compiled code draws its numbers out of sight.")
+            remarks.append("Dropout itself was not checked: compiled code draws its numbers out of sight.")
         elif not candidate.checks:
-            notes.append("Dropout itself was not checked: no two ranks have the same layers.")
+            remarks.append("Dropout itself was not checked: no two ranks have the same layers.")
     if reference.random or candidate.random:
-        notes.append(
+        remarks.append(
             "The model drew random numbers during a step although no dropout was left on that could be found. "
             "A difference may be these numbers, and nothing else."
         )
     if reference.uncompared:
-        notes.append(
+        remarks.append(
             f"{len(reference.uncompared)} running statistics were not compared: each rank gathers them over its own "
             "samples, one process over all of them in turn."
         )
     if noise:
         few = ", ".join(sorted(noise)[:3])
-        notes.append(
+        remarks.append(
             f"{len(noise)} tensors are, at some steps, decided by rounding alone, on one process too, and say nothing "
             f"there: {few}{' and others' if len(noise) > 3 else ''}."
         )
-    return notes
+    return remarks

@@ -47,23 +47,23 @@ class Switch:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[str] = []
-        self._found: list[tuple[nn.Module, str, Any]] = []
-        for name, part in model.named_modules():
-            for key, value in list(vars(part).items()):
-                quiet = _without(value) if key == "config" else (0.0 if _is_rate(part, key, value) else None)
+        self._rates: list[tuple[nn.Module, str, Any]] = []
+        for name, module in model.named_modules():
+            for key, value in list(vars(module).items()):
+                quiet = _without(value) if key == "config" else (0.0 if _is_rate(module, key, value) else None)
                 if quiet is not None:
-                    self._found.append((part, key, value))
-                    setattr(part, key, quiet)
+                    self._rates.append((module, key, value))
+                    setattr(module, key, quiet)
                     self.modules += [name] if name not in self.modules else []
 
     def on(self) -> None:
         """As the user has it."""
-        for part, key, value in self._found:
-            setattr(part, key, value)
+        for module, key, value in self._rates:
+            setattr(module, key, value)
 
 
-def _is_rate(part: nn.Module, key: str, value: Any) -> bool:
-    named = "drop" in key or "jitter" in key or (key == "p" and "Dropout" in type(part).__name__)
+def _is_rate(module: nn.Module, key: str, value: Any) -> bool:
+    named = "drop" in key or "jitter" in key or (key == "p" and "Dropout" in type(module).__name__)
     return named and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -75,10 +75,10 @@ def _without(config: Any) -> Any:
         return None
     if isinstance(config, Section):
         return config.model_copy(update=dict.fromkeys(rates, 0.0))
-    quiet = copy.copy(config)
+    changed = copy.copy(config)
     for key in rates:
-        setattr(quiet, key, 0.0)
-    return quiet
+        setattr(changed, key, 0.0)
+    return changed
 
 
 def random_state(device: torch.device) -> str:
@@ -89,7 +89,7 @@ def random_state(device: torch.device) -> str:
     return hashlib.blake2b(state, digest_size=12).hexdigest()
 
 
-class Draw(NamedTuple):
+class RandomCall(NamedTuple):
     """One use of random numbers."""
 
     module: str
@@ -98,7 +98,7 @@ class Draw(NamedTuple):
     """Where the generator was: two draws from the same place get the same numbers."""
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class RecordRandomCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """While open, notes every operation that takes random numbers, whoever asks for it.
 
     Hooks on dropout modules would miss what a model drops by a function call, or inside attention.
@@ -106,7 +106,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Draw] = []
+        self.calls: list[RandomCall] = []
         self._model = model
         self._device = device
         self._inside: list[str] = []
@@ -119,7 +119,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         # Attention kernels count as random even where they drop nothing.
         if random_state(self._device) != before:
             where = self._inside[-1] if self._inside else ""
-            self.found.append(Draw(where, str(func), before))
+            self.calls.append(RandomCall(where, str(func), before))
         return result
 
     @contextmanager
@@ -129,13 +129,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         def enter(name: str) -> Any:
             return lambda *_: self._inside.append(name)
 
-        def leave(*_: Any) -> None:
+        def pop_name(*_: Any) -> None:
             self._inside.pop()
 
         handles: list[Any] = []
-        for name, part in self._model.named_modules():
-            handles.append(part.register_forward_pre_hook(enter(name)))
-            handles.append(part.register_forward_hook(leave, always_call=True))
+        for name, module in self._model.named_modules():
+            handles.append(module.register_forward_pre_hook(enter(name)))
+            handles.append(module.register_forward_hook(pop_name, always_call=True))
         try:
             with self:
                 yield
@@ -147,21 +147,21 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 def check_dropout(engine: Engine, micro_batches: Any) -> list[tuple[str, bool, str]]:
     """One step with dropout: what the ranks drew, and whether those along `tp` still agree. Every rank must ask."""
     world = engine.world
-    draws = Draws(engine.model, world.device)
-    with draws.watching():
+    recorder = RecordRandomCalls(engine.model, world.device)
+    with recorder.watching():
         engine.train_step(micro_batches)
-    everyone = world.gather((_place(world), draws.found))
-    checks = [] if world.layout.replicas == 1 else [_apart(everyone)]
+    everyone = world.gather((_coordinates(world), recorder.calls))
+    checks = [] if world.layout.replicas == 1 else [_check_ranks_differ(everyone)]
     if world.layout.tp > 1:
-        checks.append(_alike(world.gather((_place(world), _copies(engine)))))
+        checks.append(_check_tp_agrees(world.gather((_coordinates(world), _copies(engine)))))
     return checks
 
 
-def _place(world: World) -> dict[str, int]:
+def _coordinates(world: World) -> dict[str, int]:
     return {axis: world.coordinate(axis) for axis in world.layout.sizes()}
 
 
-def _apart(everyone: list[tuple[dict[str, int], list[Draw]]]) -> tuple[str, bool, str]:
+def _check_ranks_differ(everyone: list[tuple[dict[str, int], list[RandomCall]]]) -> tuple[str, bool, str]:
     name = "ranks with different samples draw different numbers"
     compared = 0
     for (a, (first, ours)), (b, (second, theirs)) in combinations(enumerate(everyone), 2):
@@ -176,7 +176,7 @@ def _apart(everyone: list[tuple[dict[str, int], list[Draw]]]) -> tuple[str, bool
     return name, compared > 0, f"{compared} pairs of draws, all different" if compared else "no rank drew anything"
 
 
-def _alike(everyone: list[tuple[dict[str, int], dict[str, str]]]) -> tuple[str, bool, str]:
+def _check_tp_agrees(everyone: list[tuple[dict[str, int], dict[str, str]]]) -> tuple[str, bool, str]:
     name = "ranks along tp drop alike"
     compared = 0
     for (a, (first, ours)), (b, (second, theirs)) in combinations(enumerate(everyone), 2):
@@ -191,11 +191,11 @@ def _alike(everyone: list[tuple[dict[str, int], dict[str, str]]]) -> tuple[str, 
 
 def _copies(engine: Engine) -> Mapping[str, str]:
     """A digest of each tensor that the ranks along `tp` all hold."""
-    found = {}
+    digests = {}
     for name, tensor in engine.state_tensors().items():
         if not _cut_along_tp(tensor):
-            found[name] = digest(as_bytes(local_part(tensor).detach().cpu().contiguous()))
-    return found
+            digests[name] = digest(as_bytes(local_part(tensor).detach().cpu().contiguous()))
+    return digests
 
 
 def _cut_along_tp(tensor: Tensor) -> bool:
@@ -257,29 +257,29 @@ class _Steps:
         self._against = None if against is None else CheckpointFolder(against / "steps")
         self._names = [] if against is None else ProofTrace.read(against / TRACE).names
         self._folder.root.mkdir(parents=True, exist_ok=True)
-        self._writer = CheckpointWriter(self._folder.root, engine.world)
+        self._checkpoints = CheckpointWriter(self._folder.root, engine.world)
 
     def save(self, step: int) -> None:
         """Write the state after a step; rank 0 compares it."""
         tensors = self._engine.state_tensors()
         tensors = {name: tensor for name, tensor in tensors.items() if name not in self._trace.uncompared}
         target = self._folder.path_of(step)
-        self._writer.save(target, tensors, {}, step=step)
+        self._checkpoints.save(target, tensors, {}, step=step)
         self._trace.names = list(tensors)
         if self._against is not None and self._engine.world.is_main:
             expected = SavedState(self._against.path_of(0), self._against.path_of(step))
-            found = SavedState(self._folder.path_of(0), target)
+            measured = SavedState(self._folder.path_of(0), target)
             # At the start there is no optimizer state yet.
             names = [name for name in self._names if step or not name.startswith("optim.")]
-            self._trace.deviations.append(compare(expected, found, names, step=step))
+            self._trace.deviations.append(compare(expected, measured, names, step=step))
             expected.close()
-            found.close()
+            measured.close()
             if step:
                 shutil.rmtree(target)
 
     def close(self) -> None:
         """Let go of the writer."""
-        self._writer.close()
+        self._checkpoints.close()
 
 
 def _batches(runner: Runner) -> Iterator[Any]:
@@ -307,11 +307,11 @@ def nudge_weights(engine: Engine, size: float) -> None:
 
 def running_statistics(model: nn.Module) -> list[str]:
     """Running means and variances, by name: ranks gather them over their own samples, one process over all in turn."""
-    owners = [(name, part) for name, part in model.named_modules() if hasattr(part, "running_mean")]
+    owners = [(name, module) for name, module in model.named_modules() if hasattr(module, "running_mean")]
     return [
         f"model.{name}.{key}" if name else f"model.{key}"
-        for name, part in owners
-        for key, _ in part.named_buffers(recurse=False)
+        for name, module in owners
+        for key, _ in module.named_buffers(recurse=False)
     ]
 
 

@@ -88,11 +88,11 @@ _RECOMPUTE_COST = {"none": 0, "every": 1, "selective": 1, "auto": 1, "full": 2}
 
 def space_of(run: RunConfig, tune: TuneConfig) -> Space:
     """What is varied: as asked, or all that can pay here; without compiling where that cannot work."""
-    kind = _kind(run)
-    dimensions = that_can_pay(kind) if tune.dimensions is None else tune.dimensions
+    device = _device_type(run)
+    dimensions = that_can_pay(device) if tune.dimensions is None else tune.dimensions
     return Space(
         tune.nproc,
-        tuple(each for each in dimensions if each != "compile" or _can_compile(kind)),
+        tuple(dimension for dimension in dimensions if dimension != "compile" or _can_compile(device)),
         tune.space,
         tune.micro_min,
         tune.micro_max,
@@ -100,35 +100,36 @@ def space_of(run: RunConfig, tune: TuneConfig) -> Space:
     )
 
 
-def _kind(run: RunConfig) -> str:
+def _device_type(run: RunConfig) -> str:
     """The device that trials run on."""
     import torch
 
     return "cuda" if run.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
 
 
-def _can_compile(kind: str) -> bool:
+def _can_compile(device: str) -> bool:
     import torch
 
     from plait.config import CompileConfig
     from plait.distributed import why_not
 
-    return why_not(CompileConfig(), torch.device(kind)) is None
+    return why_not(CompileConfig(), torch.device(device)) is None
 
 
-def in_order(run: RunConfig, found: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:
+def in_order(run: RunConfig, candidates: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:
     """The run as it is written first, to compare with; then as the tuner says."""
-    first, rest = [each for each in found if not each.settings], [each for each in found if each.settings]
+    first = [candidate for candidate in candidates if not candidate.settings]
+    rest = [candidate for candidate in candidates if candidate.settings]
     if tune.tuner == "random":
         random.Random(tune.seed).shuffle(rest)  # noqa: S311  # an order that comes again, and no secret
     elif tune.tuner == "model":
         ranked = list(rank(run, rest))
-        known = {each.key for each in ranked}
-        rest = [*ranked, *(each for each in rest if each.key not in known)]
+        known = {candidate.key for candidate in ranked}
+        rest = [*ranked, *(candidate for candidate in rest if candidate.key not in known)]
     return [*first, *rest]
 
 
-def rank_by_rule(run: RunConfig, found: Sequence[Candidate]) -> list[Candidate]:
+def rank_by_rule(run: RunConfig, candidates: Sequence[Candidate]) -> list[Candidate]:
     """What costs nothing to know: all on the device, little recomputing, few cuts, large micro-batches, low stages."""
 
     def cost(candidate: Candidate) -> tuple[float, ...]:
@@ -145,4 +146,4 @@ def rank_by_rule(run: RunConfig, found: Sequence[Candidate]) -> list[Candidate]:
             float(settings.get("strategy.zero", strategy.stage) or 0),
         )
 
-    return sorted(found, key=cost)
+    return sorted(candidates, key=cost)

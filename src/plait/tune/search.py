@@ -79,7 +79,7 @@ class TrialRecords:
         except OSError as error:
             message = f"{str(folder)!r} cannot be written to: {error.strerror}"
             raise ConfigError(Problem("--out", message, "Give another folder.")) from error
-        self._records = {each.key: each for each in _read(folder / "results.jsonl")}
+        self._records = {record.key: record for record in _read(folder / "results.jsonl")}
 
     @property
     def records(self) -> tuple[TrialRecord, ...]:
@@ -89,7 +89,7 @@ class TrialRecords:
     @property
     def trials(self) -> tuple[TrialRecord, ...]:
         """Those that were run."""
-        return tuple(each for each in self.records if each.was_run)
+        return tuple(record for record in self.records if record.was_run)
 
     @property
     def since_best(self) -> int:
@@ -107,7 +107,7 @@ class TrialRecords:
 
     def add(self, *records: TrialRecord) -> None:
         """Take records in; they are on the disk when this returns."""
-        self._records |= {each.key: each for each in records}
+        self._records |= {record.key: record for record in records}
         lines = [
             json.dumps({"settings": dict(r.settings), **asdict(r.outcome), "value": r.value}) for r in self.records
         ]
@@ -117,19 +117,19 @@ class TrialRecords:
     @property
     def best(self) -> TrialRecord | None:
         """The record with the best value; of equal ones the first."""
-        measured = [each for each in self.records if each.value is not None]
-        return max(measured, key=lambda each: each.value or 0.0, default=None)
+        measured = [record for record in self.records if record.value is not None]
+        return max(measured, key=lambda record: record.value or 0.0, default=None)
 
     def _table(self) -> str:
         names = list(dict.fromkeys(key for record in self.records for key in record.settings))
-        figures = [each.name for each in fields(TrialOutcome)]
+        figures = [figure.name for figure in fields(TrialOutcome)]
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*names, *figures, "value"])
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow([*names, *figures, "value"])
         for record in self.records:
             outcome = asdict(record.outcome)
             cells = [*(record.settings.get(name, "") for name in names), *(outcome[name] for name in figures)]
-            writer.writerow(["" if cell is None else cell for cell in [*cells, record.value]])
+            table.writerow(["" if cell is None else cell for cell in [*cells, record.value]])
         return text.getvalue()
 
     def _identify(self, run: RunConfig, tune: TuneConfig) -> None:
@@ -141,9 +141,11 @@ class TrialRecords:
         if not path.exists():
             write_atomically(path, json.dumps(wanted, indent=1))
             return
-        found = read_json_object(path, _damaged)
-        if changed := [name for name in wanted if wanted[name] != found.get(name)]:
-            what = [f"another {n} ({found.get(n)}, now {wanted[n]})" if n != "run" else "another run" for n in changed]
+        existing = read_json_object(path, _damaged)
+        if changed := [name for name in wanted if wanted[name] != existing.get(name)]:
+            what = [
+                f"another {n} ({existing.get(n)}, now {wanted[n]})" if n != "run" else "another run" for n in changed
+            ]
             remedy = "Give another folder with --out, or --fresh to throw these results away."
             raise ConfigError(Problem("--out", f"{self.folder} has results of {' and '.join(what)}", remedy))
 
@@ -209,9 +211,6 @@ def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-Say = Callable[[str], None]
-
-
 @dataclass(frozen=True, slots=True)
 class Tuned:
     """What a search has found."""
@@ -233,7 +232,7 @@ def tune(
     out: str | Path,
     rank: Rank = rank_by_rule,
     fresh: bool = False,
-    say: Say = print,
+    log: Callable[[str], None] = print,
 ) -> Tuned:
     """Find the fastest settings for a run description by running it.
 
@@ -243,34 +242,34 @@ def tune(
     """
     config = config or TuneConfig()
     run = check_run(source, overrides).config
-    book = TrialRecords(Path(out), run, config, fresh=fresh)
-    _refuse_code(book, config)
-    found = _legal(candidates(run, space_of(run, config)), source, overrides, config, book)
-    ordered = in_order(run, found, config, rank)
-    done = sum(book.find(each) is not None for each in ordered)
-    say(f"{counted(len(ordered), 'setting')} to try, {done} of them done; results in {book.folder}")
-    why = _measure(ordered, source, overrides, run, config, book, say)
-    best = book.best
+    records = TrialRecords(Path(out), run, config, fresh=fresh)
+    _refuse_code(records, config)
+    legal = _legal(candidates(run, space_of(run, config)), source, overrides, config, records)
+    ordered = in_order(run, legal, config, rank)
+    done = sum(records.find(candidate) is not None for candidate in ordered)
+    log(f"{counted(len(ordered), 'setting')} to try, {done} of them done; results in {records.folder}")
+    why = _measure(ordered, source, overrides, run, config, records, log)
+    best = records.best
     if best is not None:
-        _write_best(book, source, overrides, best)  # again: the tuner may have died before it could
+        _write_best(records, source, overrides, best)  # again: the tuner may have died before it could
     else:
-        counts = Counter(each.outcome.reason for each in book.records)
+        counts = Counter(record.outcome.reason for record in records.records)
         reasons = "".join(f"\n  - {count} × {reason}" for reason, count in counts.most_common(5))
         raise TrainingError(f"no trial ran to its end ({why}). Why not:{reasons}")
-    return Tuned(best, book.folder / "best.yaml", book.records, why)
+    return Tuned(best, records.folder / "best.yaml", records.records, why)
 
 
-def _refuse_code(book: TrialRecords, config: TuneConfig) -> None:
+def _refuse_code(records: TrialRecords, config: TuneConfig) -> None:
     """Refuse results that would have other code run than this search: the best of them become the run's settings."""
-    for record in book.records:
+    for record in records.records:
         if strange := [key for key in code_keys(record.settings) if key not in config.space]:
-            message = f"{book.folder / 'results.jsonl'} sets {strange[0]}, which decides what code runs"
+            message = f"{records.folder / 'results.jsonl'} sets {strange[0]}, which decides what code runs"
             remedy = f"Name {strange[0]} and its values with --space if they are yours, or give another folder."
             raise ConfigError(Problem("--out", message, remedy))
 
 
 def _legal(
-    found: Sequence[Candidate], source: str, overrides: Sequence[str], config: TuneConfig, book: TrialRecords
+    candidates: Sequence[Candidate], source: str, overrides: Sequence[str], config: TuneConfig, records: TrialRecords
 ) -> list[Candidate]:
     """Candidates that make a run, one of each that would be the same; the others are recorded with their reason.
 
@@ -279,7 +278,7 @@ def _legal(
     kept: dict[str, Candidate] = {}
     refused: list[TrialRecord] = []
     possible: set[str] = set()
-    for candidate in found:
+    for candidate in candidates:
         try:
             kept.setdefault(effective(source, [*overrides, *candidate.overrides], config.nproc), candidate)
             possible |= candidate.settings.keys()
@@ -287,11 +286,11 @@ def _legal(
             if not candidate.settings:
                 raise  # the run as the user wrote it
             refused.append(TrialRecord(candidate.settings, TrialOutcome("refused", 0.0, in_one_line(error)), None))
-    why = {key: each.outcome.reason for each in reversed(refused) for key in each.settings}
+    why = {key: record.outcome.reason for record in reversed(refused) for key in record.settings}
     idle = [key for key in config.space if key in why and key not in possible]
     if idle:  # one alone may keep all others from every run
         raise ConfigError([_idle(key, why[key]) for key in [key for key in idle if key in why[key]] or idle])
-    book.add(*refused)
+    records.add(*refused)
     return list(kept.values())
 
 
@@ -305,35 +304,35 @@ def _measure(
     overrides: Sequence[str],
     run: RunConfig,
     config: TuneConfig,
-    book: TrialRecords,
-    say: Say,
+    records: TrialRecords,
+    log: Callable[[str], None],
 ) -> str:
     """Run what has no record yet; returns what ended it."""
     end = float("inf") if config.minutes is None else time.monotonic() + config.minutes * 60
     for candidate in ordered:
-        if book.find(candidate) is not None:
+        if records.find(candidate) is not None:
             continue
-        if len(book.trials) >= config.trials:
-            return f"{counted(len(book.trials), 'trial')}, as asked"
-        if config.early_stop is not None and book.since_best >= config.early_stop:
-            return f"{book.since_best} trials in a row were no better"
+        if len(records.trials) >= config.trials:
+            return f"{counted(len(records.trials), 'trial')}, as asked"
+        if config.early_stop is not None and records.since_best >= config.early_stop:
+            return f"{records.since_best} trials in a row were no better"
         left = end - time.monotonic()
         if left <= 0:
             return f"{config.minutes:g} minutes are over"
-        say(f"trial {len(book.trials) + 1}: {' '.join(candidate.changes(run)) or 'as it is written'}")
-        changed, folder = [*overrides, *candidate.overrides], book.trial_folder(candidate)
+        log(f"trial {len(records.trials) + 1}: {' '.join(candidate.changes(run)) or 'as it is written'}")
+        changed, folder = [*overrides, *candidate.overrides], records.trial_folder(candidate)
         outcome = run_trial(source, changed, run, config, folder, limit_s=min(config.trial_seconds, left))
         if outcome.status == "timeout" and left < config.trial_seconds:
             return f"{config.minutes:g} minutes are over, and a trial was cut off"
         record = TrialRecord(candidate.settings, outcome, outcome.value(config.metric))
-        book.add(record)
-        say(f"  {_told(outcome)}")
-        if book.best is record:
-            _write_best(book, source, overrides, record)
+        records.add(record)
+        log(f"  {_describe(outcome)}")
+        if records.best is record:
+            _write_best(records, source, overrides, record)
     return "every setting was tried"
 
 
-def _told(outcome: TrialOutcome) -> str:
+def _describe(outcome: TrialOutcome) -> str:
     if outcome.status != "ok":
         return f"{outcome.status}: {outcome.reason}"
     rate = f"{outcome.samples_per_s:.2f} samples/s"
@@ -341,10 +340,10 @@ def _told(outcome: TrialOutcome) -> str:
     return f"{tokens}{rate}, {outcome.step_time or 0:.4g} s a step, {outcome.memory_mib or 0:.0f} MiB"
 
 
-def _write_best(book: TrialRecords, source: str, overrides: Sequence[str], record: TrialRecord) -> None:
+def _write_best(records: TrialRecords, source: str, overrides: Sequence[str], record: TrialRecord) -> None:
     candidate, run = Candidate(record.settings), parse(source, overrides).config
     chosen = candidate.changes(run)
     text = to_yaml(parse(source, [*overrides, *candidate.overrides]).config)
-    head = [f"# {Path(source).name}, with the best settings that `plait tune` measured: {_told(record.outcome)}"]
-    head += [f"#   {each}" for each in chosen] or ["#   (as it was written)"]
-    write_atomically(book.folder / "best.yaml", "\n".join([*head, "", text]))
+    head = [f"# {Path(source).name}, with the best settings that `plait tune` measured: {_describe(record.outcome)}"]
+    head += [f"#   {change}" for change in chosen] or ["#   (as it was written)"]
+    write_atomically(records.folder / "best.yaml", "\n".join([*head, "", text]))

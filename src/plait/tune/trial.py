@@ -155,15 +155,15 @@ def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, l
 
 
 def _figures(folder: Path, tune: TuneConfig, seconds: float) -> TrialOutcome:
-    told = [each for each in _events(folder) if each.kind is EventKind.TRAIN]
-    data = [each.data for each in told if each.step > tune.warmup]
+    events = [event for event in _events(folder) if event.kind is EventKind.TRAIN]
+    data = [event.data for event in events if event.step > tune.warmup]
     if not data:
-        reason = f"the data ended after {len(told)} steps, within the warm-up of {tune.warmup}"
+        reason = f"the data ended after {len(events)} steps, within the warm-up of {tune.warmup}"
         return TrialOutcome("crashed", seconds, reason)
-    spent = sum(each["time"] for each in data)
+    spent = sum(row["time"] for row in data)
 
     def rate(name: str) -> float | None:
-        return sum(each[name] * each["time"] for each in data) / spent if all(name in each for each in data) else None
+        return sum(row[name] * row["time"] for row in data) / spent if all(name in row for row in data) else None
 
     return TrialOutcome(
         "ok",
@@ -171,7 +171,7 @@ def _figures(folder: Path, tune: TuneConfig, seconds: float) -> TrialOutcome:
         tokens_per_s=rate("tokens_per_s"),
         samples_per_s=rate("samples_per_s"),
         step_time=spent / len(data),
-        memory_mib=max(each.data["memory"] for each in told),
+        memory_mib=max(event.data["memory"] for event in events),
     )
 
 
@@ -181,7 +181,7 @@ def _events(folder: Path) -> list[Event]:
 
 
 def _last_phase(folder: Path) -> str:
-    steps = [each.step for each in _events(folder) if each.kind is EventKind.TRAIN]
+    steps = [event.step for event in _events(folder) if event.kind is EventKind.TRAIN]
     return f"at step {steps[-1]}" if steps else "before its first step"
 
 

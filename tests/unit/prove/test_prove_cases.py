@@ -54,7 +54,7 @@ def test_the_run_keeps_what_decides_a_step_and_loses_what_writes_or_measures() -
     assert (cases.candidate.train.max_steps, cases.candidate.train.clip_norm, cases.candidate.seed) == (90, 0.5, 7)
     assert cases.candidate.checkpoint.every is None
     assert cases.candidate.val_data is None
-    assert [note.split()[0] for note in cases.notes] == ["Hooks", "Both"]
+    assert [note.split()[0] for note in cases.remarks] == ["Hooks", "Both"]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_one_rank_that_does_more_than_the_reference_can_be_proved_and_is_named(
 
 def test_a_layout_that_leaves_nothing_to_shard_is_said() -> None:
     cases = make_cases(run(strategy={"zero": 3, "layout": {"tp": 2}}))
-    assert "`--ranks 4`" in cases.notes[0]
+    assert "`--ranks 4`" in cases.remarks[0]
 
 
 def test_layers_of_own_models_are_shrunk_on_both_sides() -> None:
     cases = make_cases(run(strategy="ddp"), layers=2)
     assert cases.reference.model.layers == cases.candidate.model.layers == 2  # type: ignore[union-attr]
-    (note,) = cases.notes
+    (note,) = cases.remarks
     assert not missing(note, "6", "2 layers")
 
 
@@ -130,7 +130,7 @@ def test_layers_of_a_transformers_model_are_shrunk_by_its_own_key_with_lists_of_
         "num_hidden_layers": 2,
         "layer_types": ["full_attention"] * 2,
     }
-    assert any("random" in note for note in cases.notes)
+    assert any("random" in note for note in cases.remarks)
 
 
 def test_layers_of_a_model_of_ones_own_are_shrunk_where_an_argument_names_them() -> None:
@@ -147,7 +147,7 @@ def test_a_model_without_a_number_of_layers_cannot_be_shrunk(model: dict[str, An
 
 def test_the_coarser_of_compute_and_reduction_decides_the_tolerance() -> None:
     words = {
-        word: rounding_of(run(precision=precision).precision, on_cpu=True).word
+        word: rounding_of(run(precision=precision).precision, on_cpu=True).dtype
         for word, precision in (
             ("fp32", "fp32"),
             ("bf16", "bf16"),

@@ -89,7 +89,7 @@ def test_trials_that_fail_are_recorded_with_their_reason_and_end_nothing(bench: 
     # A second search has nothing left to do, and no numbers of another kind come into the table.
     said: list[str] = []
     before = Path("out/results.jsonl").read_text()
-    again = tune(source, [], config, out="out", say=said.append)
+    again = tune(source, [], config, out="out", log=said.append)
     assert not any("trial" in line for line in said)
     assert Path("out/results.jsonl").read_text() == before
     assert again.best == found.best
@@ -178,7 +178,7 @@ def test_tiers_of_offload_are_measured_on_ranks(bench: Any) -> None:
         return [each for each in found if wanted.items() <= each.settings.items()]
 
     said: list[str] = []
-    found = tune(source, [], config, out="out", rank=host_memory_first, say=said.append)
+    found = tune(source, [], config, out="out", rank=host_memory_first, log=said.append)
     assert [record.outcome.status for record in found.records] == ["ok", "ok"], found.records
     assert said[3].startswith("trial 2: strategy.offload.optimizer=cpu strategy.offload.ratio=auto"), said
     best = parse(found.best_path).config.strategy.offload
@@ -196,7 +196,7 @@ def test_a_key_that_no_run_can_have_is_told_before_anything_is_measured(bench: A
     said: list[str] = []
     config = TuneConfig(**QUICK, space={"strategy.zreo": (0, 3), "strategy.zero": (0, 1)})
     with refused(ConfigError, "strategy.zreo", key="space.strategy.zreo") as caught:
-        tune(bench.describe(), [], config, out=bench.folder / "found", say=said.append)
+        tune(bench.describe(), [], config, out=bench.folder / "found", log=said.append)
     assert said == []
     assert len(caught.value.problems) == 1  # without it, zero 0 would make one
 

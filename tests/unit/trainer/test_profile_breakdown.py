@@ -12,9 +12,9 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import TrainingError
-from plait.profile.account import TraceLanes, account_of, cut, read_trace
+from plait.profile.breakdown import Timeline, attribute_time, breakdown_of, read_trace
 from plait.profile.count import Flops, SentMessage
-from plait.profile.marks import COMMUNICATION, KINDS, kind_of_kernel, kind_of_op
+from plait.profile.marks import CATEGORIES, COMMUNICATION, category_of_kernel, category_of_op
 from plait.profile.page import draw_step
 from plait.profile.report import folded, message_log, module_rows
 
@@ -30,14 +30,14 @@ def mark(name: str, start: float, end: float, lane: int = MAIN) -> Event:
     return span(name, start, end, "user_annotation", lane)
 
 
-def lanes(tmp_path: Path, *events: Event, until: float = 1000.0) -> TraceLanes:
+def lanes(tmp_path: Path, *events: Event, until: float = 1000.0) -> Timeline:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [mark("ProfilerStep#4", 0.0, until), *events]}))
-    return cut(read_trace(path))
+    return attribute_time(read_trace(path))
 
 
-def milliseconds(found: TraceLanes) -> dict[str, float]:
-    return {kind: round(use.ms * 1e3, 6) for kind, use in account_of(found).kinds.items()}
+def milliseconds(found: Timeline) -> dict[str, float]:
+    return {kind: round(use.ms * 1e3, 6) for kind, use in breakdown_of(found).kinds.items()}
 
 
 def test_an_operator_has_the_time_that_its_parts_do_not_have(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_an_operator_has_the_time_that_its_parts_do_not_have(tmp_path: Path) -> 
         span("aten::mm", 410, 490),
     )
     assert milliseconds(found) == {"matmul": 130.0, "elementwise": 150.0, "idle": 720.0}
-    assert [(use.name, round(use.ms * 1e3), use.calls) for use in account_of(found).operators] == [
+    assert [(use.name, round(use.ms * 1e3), use.calls) for use in breakdown_of(found).operators] == [
         ("aten::silu", 150, 1),
         ("aten::mm", 130, 2),
     ]
@@ -68,11 +68,11 @@ def test_the_kinds_of_any_trace_add_up_to_the_whole_of_its_steps(tmp_path: Path)
             at += length + random.expovariate(1 / 10)
     events += [mark("data loading", 0, 13), mark("phase: forward", 20, 480), mark("phase: step", 700, 950)]
     for chosen in (events, [event for event in events if event["tid"] == MAIN]):
-        account = account_of(lanes(tmp_path, *chosen))
+        account = breakdown_of(lanes(tmp_path, *chosen))
         assert sum(use.ms for use in account.kinds.values()) == pytest.approx(1.0)
         assert sum(sum(kinds.values()) for kinds in account.phases.values()) == pytest.approx(1.0)
         assert account.ms == pytest.approx(1.0)
-        assert set(account.kinds) <= set(KINDS)
+        assert set(account.kinds) <= set(CATEGORIES)
 
 
 def test_a_message_is_hidden_where_something_is_computed_beside_it(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_message_is_hidden_where_something_is_computed_beside_it(tmp_path: Pat
     )
     # Alone from 300 to 500 and from 550 to 600.
     assert milliseconds(found) == {"matmul": 200.0, "elementwise": 50.0, COMMUNICATION: 250.0, "idle": 500.0}
-    assert account_of(found).hidden_ms == pytest.approx(0.150)
+    assert breakdown_of(found).hidden_ms == pytest.approx(0.150)
 
 
 def test_a_message_from_another_rank_is_waited_for_and_never_hidden(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_message_from_another_rank_is_waited_for_and_never_hidden(tmp_path: Pa
         span("aten::mm", 100, 300),
     )
     assert milliseconds(found) == {"matmul": 200.0, COMMUNICATION: 290.0, "idle": 510.0}
-    assert account_of(found).hidden_ms == 0
+    assert breakdown_of(found).hidden_ms == 0
     sent = SentMessage("c10d::send", "send", "pp", 2, 4000, 4000.0, "forward")
     (row,) = message_log(found.trace, [sent]).rows
     assert (row.count, row.ms, row.gbps) == (1, None, None)
@@ -126,11 +126,11 @@ def test_what_the_update_computes_is_the_optimizers_and_a_validation_is_one(tmp_
         mark("gloo:all_reduce", 650, 850, OTHER),
     )
     assert milliseconds(found) == {"optimizer": 100.0, COMMUNICATION: 50.0, "evaluate": 400.0, "idle": 450.0}
-    assert account_of(found).hidden_ms == 0
-    assert account_of(found).phases["step"] == pytest.approx({"optimizer": 0.1, COMMUNICATION: 0.05, "idle": 0.15})
+    assert breakdown_of(found).hidden_ms == 0
+    assert breakdown_of(found).phases["step"] == pytest.approx({"optimizer": 0.1, COMMUNICATION: 0.05, "idle": 0.15})
 
 
-def device_trace(tmp_path: Path) -> TraceLanes:
+def device_trace(tmp_path: Path) -> Timeline:
     def launch(number: int, at: float, lane: int = MAIN) -> Event:
         return span("cudaLaunchKernel", at, at + 1, "cuda_runtime", lane, correlation=number)
 
@@ -169,7 +169,7 @@ def test_kernels_belong_to_the_module_and_the_phase_that_launched_them(tmp_path:
         "copies": 20.0,
         "idle": 710.0,
     }
-    account = account_of(found)
+    account = breakdown_of(found)
     assert account.hidden_ms == pytest.approx(0.030)
     # The backward operator is known by the number of the node that the forward one made.
     assert account.modules == {"blocks.0.ffn": pytest.approx({"forward": 0.1, "backward": 0.05})}
@@ -223,14 +223,14 @@ def test_blocks_that_differ_in_a_number_are_one_row_with_all_that_is_inside() ->
     ],
 )
 def test_kernels_are_known_by_their_names(kernel: str, kind: str) -> None:
-    assert kind_of_kernel(kernel, "kernel") == kind
+    assert category_of_kernel(kernel, "kernel") == kind
 
 
 def test_operators_that_compute_nothing_have_no_kind() -> None:
     for name in ("aten::view", "aten::empty_strided", "AddmmBackward0", "ProfilerStep#3", "module: head"):
-        assert kind_of_op(name) is None
-    assert kind_of_op("aten::convolution_backward") == "matmul"
-    assert kind_of_op("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
+        assert category_of_op(name) is None
+    assert category_of_op("aten::convolution_backward") == "matmul"
+    assert category_of_op("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
 
 
 def test_a_trace_without_steps_is_refused(tmp_path: Path) -> None:

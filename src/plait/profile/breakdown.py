@@ -21,20 +21,20 @@ from typing import Any, NamedTuple
 
 from plait.errors import TrainingError
 from plait.profile.marks import (
-    ASIDE,
+    BETWEEN_STEPS,
+    CATEGORIES,
     COMMUNICATION,
     COMPILED,
     COMPUTE,
     IDLE,
-    KINDS,
     MARKS,
     MODULE,
     PHASE,
-    is_between_two,
+    category_of_kernel,
+    category_of_op,
+    is_point_to_point,
     is_running_collective,
     is_update,
-    kind_of_kernel,
-    kind_of_op,
 )
 
 # A Chrome trace of torch's profiler, read back: threads of the host, streams of the device, and recorded steps.
@@ -52,7 +52,7 @@ class TraceSpan(NamedTuple):
     start: float
     end: float
     name: str
-    category: str
+    cat: str
     args: Mapping[str, Any]
 
 
@@ -71,9 +71,9 @@ class Trace:
     steps: list[tuple[float, float]]
     phases: TracePhases = field(default_factory=lambda: TracePhases([], []))
 
-    def asides(self) -> list[TraceSpan]:
+    def between_steps(self) -> list[TraceSpan]:
         """What happened between steps: validations and saves."""
-        return [span for span in self.threads[self.main] if MARKS.get(span.name) in ASIDE]
+        return [span for span in self.threads[self.main] if MARKS.get(span.name) in BETWEEN_STEPS]
 
     @property
     def window(self) -> tuple[float, float]:
@@ -101,28 +101,28 @@ class TracePhases:
         if index < 0 or moment >= self.spans[index][1]:
             return "idle"
         phase = self.spans[index][2]
-        return "backward" if phase == "forward" and self.goes_back(moment) else phase
+        return "backward" if phase == "forward" and self.in_backward(moment) else phase
 
-    def goes_back(self, moment: float) -> bool:
+    def in_backward(self, moment: float) -> bool:
         """Whether autograd is at work."""
         index = bisect_right(self._backward_starts, moment) - 1
         return index >= 0 and moment < self._backward[index][1]
 
     def boundaries(self) -> list[float]:
         """The moments at which the phase may change."""
-        told = [(start, end) for start, end, _ in self.spans]
-        return [edge for interval in [*told, *self._backward] for edge in interval]
+        forward = [(start, end) for start, end, _ in self.spans]
+        return [edge for interval in [*forward, *self._backward] for edge in interval]
 
 
 def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """The same moments as intervals that neither touch nor overlap."""
-    found: list[tuple[float, float]] = []
+    result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 def read_trace(path: Path) -> Trace:
@@ -135,17 +135,17 @@ def read_trace(path: Path) -> Trace:
     for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
         if event.get("ph") != "X":
             continue
-        category, lane, args = event.get("cat", ""), event["tid"], event.get("args", {})
+        category, track, args = event.get("cat", ""), event["tid"], event.get("args", {})
         span = TraceSpan(event["ts"], event["ts"] + event["dur"], event["name"], category, args)
         if category in _HOST:
-            threads[lane].append(span)
+            threads[track].append(span)
             if span.name.startswith("ProfilerStep#"):
-                main = lane
+                main = track
                 steps.append((span.start, span.end))
         elif category in _DEVICE:
-            streams[lane].append(span)
+            streams[track].append(span)
         elif category in _LAUNCHES and "correlation" in args:
-            launches[args["correlation"]] = (lane, span.start)
+            launches[args["correlation"]] = (track, span.start)
     if main is None:
         raise TrainingError(f"{path} holds no recorded step: was the run ended while it was profiled?")
     for spans in (*threads.values(), *streams.values()):
@@ -170,7 +170,7 @@ class Slice(NamedTuple):
 
     start: float
     end: float
-    kind: str | None
+    category: str | None
     """None: nothing is computed."""
     name: str
     module: str | None
@@ -191,8 +191,8 @@ class _Frame:
     end: float
     cursor: float
     name: str
-    kind: str | None
-    inside: str | None
+    category: str | None
+    inherited: str | None
     """The kind of everything in it; None: each operator's own."""
     module: str | None
     back: bool
@@ -228,16 +228,16 @@ def _rest(frame: _Frame, trace: Trace, until: float | None = None) -> Iterator[S
     end = frame.end if until is None else until
     if end > frame.cursor or (until is None and frame.first):
         phase = trace.phases.at(frame.cursor)
-        kind = frame.kind
-        if kind is not None and phase in _PHASES_OF_UPDATE and kind not in (COMMUNICATION, *MARKS.values()):
-            kind = "optimizer"
-        yield Slice(frame.cursor, max(end, frame.cursor), kind, frame.name, frame.module, phase, frame.first)
+        category = frame.category
+        if category is not None and phase in _PHASES_OF_UPDATE and category not in (COMMUNICATION, *MARKS.values()):
+            category = "optimizer"
+        yield Slice(frame.cursor, max(end, frame.cursor), category, frame.name, frame.module, phase, frame.first)
         frame.first = False
         frame.cursor = max(end, frame.cursor)
 
 
 def _frame(span: TraceSpan, end: float, parent: _Frame | None, owners: dict[int, str | None]) -> _Frame:
-    above, module, back = (None, None, False) if parent is None else (parent.inside, parent.module, parent.back)
+    above, module, back = (None, None, False) if parent is None else (parent.inherited, parent.module, parent.back)
     name = span.name
     if name.startswith("autograd::engine::evaluate_function"):
         module, back = None, True
@@ -250,44 +250,44 @@ def _frame(span: TraceSpan, end: float, parent: _Frame | None, owners: dict[int,
             owners[number] = module
         elif module is None:
             module = owners.get(number)
-    kind = MARKS.get(name) or kind_of_op(name)
-    if above is not None and (kind != COMMUNICATION or above in MARKS.values()):
-        kind = above
-    inside = kind if kind in _STICKY else None
-    if span.category == "user_annotation" and kind not in MARKS.values() and not name.startswith(COMPILED):
-        kind = None  # it computes nothing itself
-    return _Frame(end, span.start, name, kind, inside, module, back)
+    category = MARKS.get(name) or category_of_op(name)
+    if above is not None and (category != COMMUNICATION or above in MARKS.values()):
+        category = above
+    inherited = category if category in _STICKY else None
+    if span.cat == "user_annotation" and category not in MARKS.values() and not name.startswith(COMPILED):
+        category = None  # it computes nothing itself
+    return _Frame(end, span.start, name, category, inherited, module, back)
 
 
 def device_slices(trace: Trace, hosts: dict[int, list[Slice]]) -> dict[int, list[Slice]]:
     """What ran on each stream of the device, for the module and the phase of the operator that launched it."""
-    starts = {thread: [each.start for each in slices] for thread, slices in hosts.items()}
+    starts = {thread: [piece.start for piece in slices] for thread, slices in hosts.items()}
 
     def launched(span: TraceSpan) -> Slice | None:
         thread, moment = trace.launches.get(span.args.get("correlation", -1), (-1, 0.0))
         index = bisect_right(starts.get(thread, []), moment) - 1
-        found = hosts[thread][index] if index >= 0 else None
-        return found if found is not None and moment < found.end else None
+        launcher = hosts[thread][index] if index >= 0 else None
+        return launcher if launcher is not None and moment < launcher.end else None
 
     return {stream: [_on_device(span, launched(span)) for span in spans] for stream, spans in trace.streams.items()}
 
 
 def _on_device(span: TraceSpan, source: Slice | None) -> Slice:
-    kind = kind_of_kernel(span.name, span.category)
+    category = category_of_kernel(span.name, span.cat)
     phase, module = ("idle", None) if source is None else (source.phase, source.module)
-    if kind not in (COMMUNICATION, "copies") and source is not None:
+    if category not in (COMMUNICATION, "copies") and source is not None:
         if phase in _PHASES_OF_UPDATE:
-            kind = "optimizer"
-        elif source.kind in _STICKY and source.kind != COMMUNICATION:
-            kind = source.kind
-    return Slice(span.start, span.end, kind, span.name, module, phase, first=True)
+            category = "optimizer"
+        elif source.category in _STICKY and source.category != COMMUNICATION:
+            category = source.category
+    return Slice(span.start, span.end, category, span.name, module, phase, first=True)
 
 
 _EXPECTED = "expected"
 """A message that another rank will send: communication where it is waited for, and never hidden."""
-_LAYERS = (ASIDE, COMPUTE, (COMMUNICATION, _EXPECTED), ("copies",), ("update",), ("data",))
+_LAYERS = (BETWEEN_STEPS, COMPUTE, (COMMUNICATION, _EXPECTED), ("copies",), ("update",), ("data",))
 """Who is given a moment, in this order."""
-_LAYER_OF = {kind: index for index, kinds in enumerate(_LAYERS) for kind in kinds}
+_LAYER_OF = {category: index for index, layer in enumerate(_LAYERS) for category in layer}
 _OPERATORS = 40
 """So many are kept, the longest."""
 Interval = tuple[float, float, str]
@@ -310,7 +310,7 @@ class Operator(TimeUse):
 
 
 @dataclass(slots=True)
-class TimeAccount:
+class TimeBreakdown:
     """One rank's time in a step, on average over the recorded ones."""
 
     steps: int
@@ -329,7 +329,7 @@ class TimeAccount:
 
 
 @dataclass(slots=True)
-class TraceLanes:
+class Timeline:
     """A trace cut up: what ran where, and whose each moment is."""
 
     trace: Trace
@@ -342,37 +342,37 @@ class TraceLanes:
     @property
     def work(self) -> Iterator[Slice]:
         """What computed: on the device, where there is one."""
-        lanes = self.streams.values() if self.trace.on_device else [self.hosts[self.trace.main]]
-        return (each for lane in lanes for each in lane)
+        tracks = self.streams.values() if self.trace.on_device else [self.hosts[self.trace.main]]
+        return (piece for track in tracks for piece in track)
 
 
-def cut(trace: Trace) -> TraceLanes:
+def attribute_time(trace: Trace) -> Timeline:
     """Give each moment of the recorded steps its kind."""
     hosts = host_slices(trace)
     streams = device_slices(trace, hosts)
     moments, hidden = _sweep(_busy(trace, hosts, streams), trace)
-    return TraceLanes(trace, hosts, streams, moments, hidden)
+    return Timeline(trace, hosts, streams, moments, hidden)
 
 
 def _busy(trace: Trace, hosts: dict[int, list[Slice]], streams: dict[int, list[Slice]]) -> Iterator[Interval]:
-    mine = [each for each in hosts[trace.main] if each.kind not in ASIDE]
-    yield from ((span.start, span.end, MARKS[span.name]) for span in trace.asides())
+    mine = [piece for piece in hosts[trace.main] if piece.category not in BETWEEN_STEPS]
+    yield from ((span.start, span.end, MARKS[span.name]) for span in trace.between_steps())
     if trace.on_device:
-        yield from ((each.start, each.end, "update") for each in mine if is_update(each.name))
-        mine = [each for each in mine if each.kind == "data"]
+        yield from ((piece.start, piece.end, "update") for piece in mine if is_update(piece.name))
+        mine = [piece for piece in mine if piece.category == "data"]
     else:
         yield from _under_way(trace)
     for thread, slices in hosts.items():
         if thread != trace.main:
-            yield from ((each.start, each.end, "update") for each in slices if is_update(each.name))
+            yield from ((piece.start, piece.end, "update") for piece in slices if is_update(piece.name))
     for slices in (mine, *streams.values()):
-        yield from ((each.start, each.end, each.kind) for each in slices if each.kind is not None)
+        yield from ((piece.start, piece.end, piece.category) for piece in slices if piece.category is not None)
 
 
 def _under_way(trace: Trace) -> Iterator[Interval]:
     """When messages were under way on threads of the host."""
     spans = [span for spans in trace.threads.values() for span in spans if is_running_collective(span.name)]
-    for start, end in merged((span.start, span.end) for span in spans if not is_between_two(span.name)):
+    for start, end in merged((span.start, span.end) for span in spans if not is_point_to_point(span.name)):
         yield start, end, COMMUNICATION
     # One that was asked for ahead of time is not under way all the while, but nothing else tells who waits for it.
     for start, end in merged((span.start, span.end) for span in spans if span.name.endswith(":recv")):
@@ -383,53 +383,53 @@ def _sweep(busy: Iterable[Interval], trace: Trace) -> tuple[list[Interval], floa
     """See [Note: one kind at every moment]; also how long messages were hidden."""
     start, end = trace.window
     edges: list[tuple[float, int, str]] = [(edge, 0, "") for edge in trace.phases.boundaries() if start < edge < end]
-    for begins, ends, kind in busy:
-        if begins < end and ends > start:
-            edges += [(max(begins, start), 1, kind), (min(ends, end), -1, kind)]
+    for begins, stops, category in busy:
+        if begins < end and stops > start:
+            edges += [(max(begins, start), 1, category), (min(stops, end), -1, category)]
     edges.append((end, 0, ""))
     edges.sort(key=lambda edge: edge[0])
     active: Counter[str] = Counter()
     moments: list[Interval] = []
     hidden, at = 0.0, start
-    for moment, change, kind in edges:
+    for moment, change, category in edges:
         if moment > at:
-            chosen = min((each for each in active if active[each]), key=_rank, default=IDLE)
+            chosen = min((candidate for candidate in active if active[candidate]), key=_rank, default=IDLE)
             moments.append((at, moment, COMMUNICATION if chosen == _EXPECTED else chosen))
             if active[COMMUNICATION] and chosen in COMPUTE:
                 hidden += moment - at
             at = moment
         if change:
-            active[kind] += change
+            active[category] += change
     return moments, hidden
 
 
-def _rank(kind: str) -> tuple[int, int]:
-    return _LAYER_OF[kind], KINDS.index(kind) if kind in KINDS else len(KINDS)
+def _rank(category: str) -> tuple[int, int]:
+    return _LAYER_OF[category], CATEGORIES.index(category) if category in CATEGORIES else len(CATEGORIES)
 
 
-def account_of(lanes: TraceLanes) -> TimeAccount:
+def breakdown_of(timeline: Timeline) -> TimeBreakdown:
     """Add up the moments by kind, phase, operator and module."""
-    trace, steps = lanes.trace, len(lanes.trace.steps)
+    trace, steps = timeline.trace, len(timeline.trace.steps)
     start, end = trace.window
     scale = 1e-3 / steps
-    found = TimeAccount(steps, (end - start) * scale, hidden_ms=lanes.hidden * scale)
+    breakdown = TimeBreakdown(steps, (end - start) * scale, hidden_ms=timeline.hidden * scale)
     phases: dict[str, Counter[str]] = defaultdict(Counter)
-    for begins, ends, kind in lanes.moments:
-        found.kinds.setdefault(kind, TimeUse()).ms += (ends - begins) * scale
-        phases[trace.phases.at(begins)][kind] += (ends - begins) * scale  # type: ignore[assignment]
-    found.phases = {phase: dict(kinds) for phase, kinds in phases.items()}
+    for begins, stops, category in timeline.moments:
+        breakdown.kinds.setdefault(category, TimeUse()).ms += (stops - begins) * scale
+        phases[trace.phases.at(begins)][category] += (stops - begins) * scale  # type: ignore[assignment]
+    breakdown.phases = {phase: dict(by_category) for phase, by_category in phases.items()}
     operators: dict[tuple[str, str], Operator] = {}
-    for each in lanes.work:
-        if each.kind is None or each.kind in MARKS.values() or not start <= each.start < end:
+    for piece in timeline.work:
+        if piece.category is None or piece.category in MARKS.values() or not start <= piece.start < end:
             continue
-        use = operators.setdefault((each.name, each.kind), Operator(name=each.name, kind=each.kind))
-        use.ms += each.length * scale
-        use.calls += each.first / steps
-        if each.kind in found.kinds:
-            found.kinds[each.kind].calls += each.first / steps
-        if each.module is not None and each.kind in COMPUTE and each.kind != "optimizer":
-            module = found.modules.setdefault(each.module, {"forward": 0.0, "backward": 0.0})
-            module["forward" if each.phase == "forward" else "backward"] += each.length * scale
-    found.kinds = {kind: found.kinds[kind] for kind in KINDS if kind in found.kinds}
-    found.operators = sorted(operators.values(), key=lambda use: -use.ms)[:_OPERATORS]
-    return found
+        use = operators.setdefault((piece.name, piece.category), Operator(name=piece.name, kind=piece.category))
+        use.ms += piece.length * scale
+        use.calls += piece.first / steps
+        if piece.category in breakdown.kinds:
+            breakdown.kinds[piece.category].calls += piece.first / steps
+        if piece.module is not None and piece.category in COMPUTE and piece.category != "optimizer":
+            module = breakdown.modules.setdefault(piece.module, {"forward": 0.0, "backward": 0.0})
+            module["forward" if piece.phase == "forward" else "backward"] += piece.length * scale
+    breakdown.kinds = {category: breakdown.kinds[category] for category in CATEGORIES if category in breakdown.kinds}
+    breakdown.operators = sorted(operators.values(), key=lambda use: -use.ms)[:_OPERATORS]
+    return breakdown
