@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from plait.distributed.offload.gradients import StreamedGradients as StreamedGradients
     from plait.distributed.offload.gradients import gathering_stream as gathering_stream
     from plait.distributed.offload.gradients import listen_to_shards as listen_to_shards
-    from plait.distributed.offload.layout import PART as PART
+    from plait.distributed.offload.layout import STATE_SEPARATOR as STATE_SEPARATOR
     from plait.distributed.offload.layout import Bucket as Bucket
     from plait.distributed.offload.layout import BucketSpan as BucketSpan
     from plait.distributed.offload.layout import Home as Home
@@ -71,10 +71,10 @@ if TYPE_CHECKING:
     from plait.distributed.offload.layout import OffloadFile as OffloadFile
     from plait.distributed.offload.layout import Sink as Sink
     from plait.distributed.offload.layout import copy_options as copy_options
-    from plait.distributed.offload.layout import leaves as leaves
-    from plait.distributed.offload.layout import mapped as mapped
+    from plait.distributed.offload.layout import map_state as map_state
+    from plait.distributed.offload.layout import optimizer_for as optimizer_for
     from plait.distributed.offload.layout import plan_spans as plan_spans
-    from plait.distributed.offload.layout import twin as twin
+    from plait.distributed.offload.layout import state_tensors as state_tensors
     from plait.distributed.offload.params import ParamLimits as ParamLimits
     from plait.distributed.offload.params import ParamStream as ParamStream
     from plait.distributed.offload.params import WeightStream as WeightStream
@@ -173,13 +173,13 @@ else:
                 "Home",
                 "Key",
                 "OffloadFile",
-                "PART",
+                "STATE_SEPARATOR",
                 "Sink",
                 "copy_options",
-                "leaves",
-                "mapped",
+                "state_tensors",
+                "map_state",
                 "plan_spans",
-                "twin",
+                "optimizer_for",
             ],
             "offload.params": ["ParamLimits", "ParamStream", "WeightStream", "stream_weights"],
             "offload.streams": ["CopyStreams", "Scratch"],

@@ -129,7 +129,7 @@ class OffloadedParams(MasterWeights):
         stream = self.store.stream
         with torch.no_grad():
             for param, whole in self.frozen.items():
-                place = None if stream is None else stream.place_of(param)
+                place = None if stream is None else stream.location_of(param)
                 if place is None or stream is None:
                     local_part(param).copy_(local_part(whole))
                 else:
@@ -211,7 +211,7 @@ class Offloading:
 
         Returns whether the parameter itself can do without them.
         """
-        place = None if self._stream is None else self._stream.place_of(param)
+        place = None if self._stream is None else self._stream.location_of(param)
         with torch.no_grad():
             part = part_of(param, whole)
             index = self._index_of.get(param)
@@ -292,7 +292,7 @@ class Offloading:
         buckets = None if collectors else self._buckets(params)
         with torch.no_grad():
             for index, param in enumerate(params):
-                if not self.rounds and (self._stream is None or self._stream.place_of(param) is None):
+                if not self.rounds and (self._stream is None or self._stream.location_of(param) is None):
                     store.keep(index, local_part(param.detach()))  # the parameters themselves have the values
             if self._stream is not None:
                 store.publish()

@@ -26,11 +26,11 @@ from plait.distributed import (
     Scratch,
     Sink,
     copy_options,
-    leaves,
     local_part,
-    mapped,
+    map_state,
+    optimizer_for,
     plan_spans,
-    twin,
+    state_tensors,
 )
 from plait.kernels import AdamNumbers, ThreadPool, adam_step, host_empty
 from plait.optim.base import MakeState
@@ -308,7 +308,7 @@ class DeviceUpdates:
                 part.of(bucket.masters[part.place].data).copy_(guest.data, non_blocking=True)
                 home = self._home(bucket, part, state, new)
                 scalars[part.place] = dict(_scalars(state))
-                for key, leaf in leaves(state):
+                for key, leaf in state_tensors(state):
                     part.of(home[key]).copy_(leaf, non_blocking=True)
                     lanes.used_by(self._go, leaf)
         room.left = bucket.home = lanes.mark_of(self._go)
@@ -322,7 +322,7 @@ class DeviceUpdates:
     def _held(self, part: BucketRows, state: Mapping[str, Any], room: _DeviceBuffer) -> dict[str, Any]:
         """A parameter's state as the device sees it."""
         return {
-            key: mapped(value, lambda leaf: room.hold(part.of(leaf)), self._constant_on(self._lanes.device))
+            key: map_state(value, lambda leaf: room.hold(part.of(leaf)), self._constant_on(self._lanes.device))
             for key, value in state.items()
         }
 
@@ -331,8 +331,8 @@ class DeviceUpdates:
         assert bucket.optimizer is not None
         master = bucket.masters[part.place]
         if part.place not in new:
-            known = dict(leaves(bucket.optimizer.state.get(master, {})))
-            wanted = {key: leaf.dtype for key, leaf in leaves(state)}
+            known = dict(state_tensors(bucket.optimizer.state.get(master, {})))
+            wanted = {key: leaf.dtype for key, leaf in state_tensors(state)}
             if {key: leaf.dtype for key, leaf in known.items()} == wanted and self._lies_well(bucket, master, known):
                 return known
             rows = master.shape[:1]
@@ -340,18 +340,20 @@ class DeviceUpdates:
             def make(leaf: Tensor) -> Tensor:
                 shape = torch.Size((*rows, *leaf.shape[1:]))
                 pinned = bucket.span.home == "cpu"
-                return self._lanes.room(shape, leaf.dtype) if pinned else torch.empty(shape, dtype=leaf.dtype)
+                return self._lanes.host_tensor(shape, leaf.dtype) if pinned else torch.empty(shape, dtype=leaf.dtype)
 
             constant = self._constant_on(torch.device("cpu"))
             new[part.place] = dict(_scalars(bucket.optimizer.state.get(master, {})))
-            new[part.place] |= {key: mapped(state[key], make, constant) for key in state.keys() - dict(_scalars(state))}
-        return dict(leaves(new[part.place]))
+            new[part.place] |= {
+                key: map_state(state[key], make, constant) for key in state.keys() - dict(_scalars(state))
+            }
+        return dict(state_tensors(new[part.place]))
 
     def _lies_well(self, bucket: Bucket, master: Tensor, known: Mapping[str, Tensor]) -> bool:
         """Whether a state is where a device copies from without waiting; one that was loaded is not."""
         if bucket.span.home != "cpu" or id(master) in self._at_home:
             return True
-        return all(self._lanes.is_room(leaf) for leaf in known.values())
+        return all(self._lanes.copies_asynchronously(leaf) for leaf in known.values())
 
     def _constant_on(self, device: torch.device) -> Callable[[Any], Any]:
         """Tables that states refer to, moved once."""
@@ -371,7 +373,7 @@ def _sizes(
 ) -> Iterator[int]:
     """Bytes of a room that each tensor takes at most."""
     for part, state in zip(piece, states, strict=True):
-        wholes = [bucket.masters[part.place].data, sent[part.place].tensor, *(leaf for _, leaf in leaves(state))]
+        wholes = [bucket.masters[part.place].data, sent[part.place].tensor, *(leaf for _, leaf in state_tensors(state))]
         for whole in wholes:
             some = part.of(whole)
             yield -(-some.numel() * some.element_size() // _APART) * _APART
@@ -458,7 +460,7 @@ class Updates:
         """Learn what updates the weights."""
         self._optimizer = optimizer
         for bucket in self._buckets:
-            bucket.optimizer = twin(optimizer, bucket.masters)
+            bucket.optimizer = optimizer_for(optimizer, bucket.masters)
 
     # ---- on the thread of the training loop
 
@@ -618,7 +620,7 @@ class Updates:
         ]
 
     def _deliver(self, bucket: Bucket, rooms: Sequence[Tensor]) -> None:
-        with torch.no_grad(), self._lanes.backwards():
+        with torch.no_grad(), self._lanes.to_device():
             for target, sink, room in zip(bucket.targets, bucket.sinks, rooms, strict=True):
                 if sink is not None:
                     sink(room)
@@ -678,7 +680,7 @@ class Offload:
         self.stream = stream
         if stream is not None:
             for index, param in enumerate(params):
-                if (place := stream.place_of(param)) is not None:
+                if (place := stream.location_of(param)) is not None:
                     targets[index] = stream.target(place, targets[index].shape)
                     sinks[index] = None if not stream.in_files else partial(stream.put, place)
         # Those of `stream`, too: whoever writes weights on the host must know what still reads them.
@@ -722,7 +724,7 @@ class Offload:
             return nn.Parameter(target if same else torch.empty_like(target, dtype=dtype))
         if span.home == "cpu":
             if self.options.on_device:
-                return nn.Parameter(self.lanes.room(target.shape, dtype))
+                return nn.Parameter(self.lanes.host_tensor(target.shape, dtype))
             return nn.Parameter(host_empty(*target.shape, dtype=dtype))
         return nn.Parameter(torch.empty((), dtype=dtype).expand(target.shape))
 
@@ -774,7 +776,7 @@ class Offload:
         """Update all weights with the gradients in the outbox times `factor`; it goes on while this returns."""
         if self.stream is not None:
             self.stream.restart()
-        self._updates.begin(self.outbox.hand_over(), factor, clip_value)
+        self._updates.begin(self.outbox.take_all(), factor, clip_value)
 
     def wait_for(self, buckets: Sequence[Bucket], gathering: Any = None) -> None:
         """Until the model has the new weights of these buckets; `gathering` is a stream that reads them too."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.config import AdamW8bitConfig, RunConfig
-from plait.distributed import PART, Bucket, Key, OffloadFile, World, leaves
+from plait.distributed import STATE_SEPARATOR, Bucket, Key, OffloadFile, World, state_tensors
 from plait.errors import ConfigError, Problem
 from plait.kernels import FileQueue, FileTransfer, host_empty
 from plait.launch import cgroup_limit
@@ -116,7 +116,7 @@ class NvmeSwapper:
         states = self._states[number]
         weights = self._weights[number]
         room.under_way.append(weights.write(room.memory(0, weights.size)))
-        if states is None or {key for key, _ in self._tensors(bucket)} != states.places.keys():
+        if states is None or {key for key, _ in self._tensors(bucket)} != states.regions.keys():
             self._store_states(number, bucket)  # the first update has made some, in memory of their own
         else:
             room.under_way.append(states.write(room.memory(1, states.size)))
@@ -191,7 +191,7 @@ class NvmeSwapper:
             for index, master, _ in bucket.items():
                 whole = torch.empty(master.shape, dtype=master.dtype)
                 state = {key: make(whole) for key, make in wanted.get(index, {}).items()}
-                tensors += [((index, key), leaf.dtype, leaf.shape) for key, leaf in leaves(state)]
+                tensors += [((index, key), leaf.dtype, leaf.shape) for key, leaf in state_tensors(state)]
                 self._remember(index, state)
             self._states[number] = OffloadFile(self._queue, self._folder, tensors) if tensors else None
 
@@ -202,7 +202,7 @@ class NvmeSwapper:
         return [
             ((index, key), value)
             for index, master, _ in bucket.items()
-            for key, value in leaves(self._optimizer.state.get(master, {}))
+            for key, value in state_tensors(self._optimizer.state.get(master, {}))
         ]
 
     def _store_states(self, number: int, bucket: Bucket) -> None:
@@ -230,7 +230,7 @@ class NvmeSwapper:
             else:
                 assert self._optimizer is not None
                 state = self._optimizer.state[masters[index]]
-                name, _, part = key.partition(PART)
+                name, _, part = key.partition(STATE_SEPARATOR)
                 if part:
                     whole = state[name] if hasattr(state.get(name), "_replace") else self._packed[index, name]
                     state[name] = whole._replace(**{part: tensor})
@@ -242,7 +242,7 @@ class NvmeSwapper:
             # The right shape, and no memory.
             master.data = torch.empty((), dtype=master.dtype).expand(master.shape)
             state = self._optimizer.state.get(master, {}) if self._optimizer is not None else {}
-            for key in {key.partition(PART)[0] for key, _ in leaves(state)}:
+            for key in {key.partition(STATE_SEPARATOR)[0] for key, _ in state_tensors(state)}:
                 del state[key]
 
 

@@ -24,11 +24,11 @@ def most_blocks_here(monkeypatch: pytest.MonkeyPatch, **limits: int) -> float:
         model={**MODEL, "seq_len": 16}, strategy={"zero": 3, "offload": offload}, device="cpu"
     ).config
     found = [0]
-    bring = ParamStream._bring
+    bring = ParamStream._copy_to_device
 
     def brought(stream: ParamStream, group: Any) -> None:
         bring(stream, group)
-        blocks = [each for each in stream._groups if each.numel == BLOCK and each.here]
+        blocks = [each for each in stream._groups if each.numel == BLOCK and each.on_device]
         found.append(len(blocks))
 
     with open_world(config) as world:
@@ -37,7 +37,7 @@ def most_blocks_here(monkeypatch: pytest.MonkeyPatch, **limits: int) -> float:
         batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
         engine.train_step([batch])
         with monkeypatch.context() as patch:
-            patch.setattr(ParamStream, "_bring", brought)
+            patch.setattr(ParamStream, "_copy_to_device", brought)
             engine.train_step([batch])
     return max(found)
 

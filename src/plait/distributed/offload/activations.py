@@ -1,14 +1,14 @@
-"""Activations that wait for the backward pass in host memory.
+"""Activation offloading: what units save for the backward pass is kept in host memory.
 
 [Note: activations come and go] What a unit saves for its backward pass is copied to the host while the next unit
-computes, and let go of on the device when that one is done: then the copy is over too, or the device waits for it. The
+computes, and freed on the device when that one is done: then the copy is over too, or the device waits for it. The
 backward pass fetches a whole unit at its first use of it, and at the same time the unit before, which comes next. So
-the device holds the activations of about two units, and copies both ways run beside the computing. Weights and what all
-units share stay where they are. A unit that recomputes saves its inputs only, and those travel.
+the device holds the activations of about two units, and copies both ways overlap with the computation. Weights and what
+all units share stay where they are. A unit that recomputes saves its inputs only, and those are offloaded.
 
-No memory is handed to another stream's care: a copy out is waited for, on the device, before the tensor is dropped, and
-a copy back goes to memory that the computing stream got and will reuse. So the host runs ahead without the allocator
-having to keep anything longer.
+No memory is used across streams without an event: the device waits for a copy to the host before the tensor is dropped,
+and a copy back writes to memory that the computing stream allocated and will reuse. So the host runs ahead without the
+allocator having to keep anything longer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ LEAST = 1 << 16
 
 
 def offload_activations(units: Sequence[WrapUnit], wanted: str | Sequence[str], device: torch.device) -> list[str]:
-    """Let units keep their activations on the host; returns the names of those that do.
+    """Offload the activations of units to the host; returns the names of those units.
 
-    `wanted` is `none`, `all`, or patterns of the units' names. The units' `forward` is replaced, as recomputing does
-    it, so no parameter changes its name.
+    `wanted` is `none`, `all`, or patterns of the units' names. The units' `forward` is replaced, as activation
+    checkpointing does it, so no parameter changes its name.
     """
     if wanted == "none":
         return []
@@ -46,92 +46,91 @@ def offload_activations(units: Sequence[WrapUnit], wanted: str | Sequence[str], 
     for pattern in patterns:
         if not any(fnmatchcase(unit.name, pattern) for unit in units):
             names = ", ".join(unit.name for unit in units[:20]) or "none"
-            problem = f"{pattern!r} fits no unit of the model"
+            problem = f"{pattern!r} matches no wrap unit of the model"
             raise ConfigError(Problem("strategy.offload.activations", problem, f"There are: {names}."))
     chosen = [unit for unit in units if any(fnmatchcase(unit.name, pattern) for pattern in patterns)]
-    luggage = _Luggage(device)
+    host = _HostBuffers(device)
     for index, unit in enumerate(chosen):
-        _replace_forward(unit.module, index, luggage)
+        _replace_forward(unit.module, index, host)
     return [unit.name for unit in chosen]
 
 
-def _replace_forward(module: nn.Module, index: int, luggage: _Luggage) -> None:
+def _replace_forward(module: nn.Module, index: int, host: _HostBuffers) -> None:
     forward, uncompiled = module.forward, torch.compiler.disable
-    # A compiler takes all that runs while a unit does for the unit's own, and would trace it anew for every shape that
-    # is saved.
-    begin, pack, end = (uncompiled(each) for each in (luggage.begin, _Trip.pack, luggage.end))  # type: ignore[no-untyped-call]
+    # torch.compile would trace these as a part of the unit, and again for every shape that is saved.
+    begin, pack, end = (uncompiled(method) for method in (host.begin, _UnitCall.pack, host.end))  # type: ignore[no-untyped-call]
 
     @uncompiled(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
     @wraps(forward)
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        trip = begin(index, module, (args, kwargs))
-        with saved_tensors_hooks(partial(pack, trip), _unpack):
+        call = begin(index, module, (args, kwargs))
+        with saved_tensors_hooks(partial(pack, call), _unpack):
             outputs = forward(*args, **kwargs)
-        end(trip)
+        end(call)
         return outputs
 
     module.forward = offloading
-    offloading.luggage = luggage
+    offloading.host_buffers = host
 
 
 def activations_on_host(model: nn.Module) -> int:
-    """Bytes of host memory that a model's activations have taken so far; they are kept for the next step."""
-    found = {getattr(module.forward, "luggage", None) for module in model.modules()}
-    return sum(luggage.bytes for luggage in found if isinstance(luggage, _Luggage))
+    """Bytes of host memory that are allocated for a model's activations; they are reused in the next step."""
+    all_buffers = {getattr(module.forward, "host_buffers", None) for module in model.modules()}
+    return sum(host.bytes for host in all_buffers if isinstance(host, _HostBuffers))
 
 
-class _Luggage:
-    """What all units share: the streams, host memory for reuse, and which unit went last."""
+class _HostBuffers:
+    """What all units share: the copy streams, host buffers for reuse, and which unit ran last."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: tuple[Any, Any] | None = None
         self.bytes = 0
-        """Of all rooms, free or not."""
-        self._rooms: list[tuple[Tensor, Any]] = []
-        """Host memory that is free, each with the mark of the last copy from it."""
-        self._last: weakref.ref[_Trip] | None = None
-        self._leaving: _Trip | None = None
-        """The unit whose tensors may still be on their way out."""
+        """Of all buffers, free or not."""
+        self._free: list[tuple[Tensor, Any]] = []
+        """Free host buffers, each with the event after the last copy from it."""
+        self._last: weakref.ref[_UnitCall] | None = None
+        self._being_copied: _UnitCall | None = None
+        """The unit whose tensors may still be being copied to the host."""
 
-    def begin(self, index: int, module: nn.Module, inputs: Any) -> _Trip:
+    def begin(self, index: int, module: nn.Module, inputs: Any) -> _UnitCall:
         """A unit's forward pass begins."""
         last = None if self._last is None else self._last()
         before = last if last is not None and last.index == index - 1 else None
-        given = {_storage(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-        stays = {_storage(tensor) for tensor in _own(module)}
+        given = {_storage_key(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+        stays = {_storage_key(tensor) for tensor in _tensors_of(module)}
         if before is not None:
             stays |= given & before.given
-        trip = _Trip(self, index, before, given, stays)
-        self._last = weakref.ref(trip)
-        return trip
+        call = _UnitCall(self, index, before, given, stays)
+        self._last = weakref.ref(call)
+        return call
 
-    def end(self, trip: _Trip) -> None:
-        """A unit's forward pass is over: the one before it has to be gone by now."""
-        trip.known.clear()
-        if self._leaving is not None:
-            self._leaving.leave()
-        self._leaving = trip
+    def end(self, call: _UnitCall) -> None:
+        """A unit's forward pass is over: free the device memory of the one before it."""
+        call.known.clear()
+        if self._being_copied is not None:
+            self._being_copied.free_device()
+        self._being_copied = call
 
     # ---- copies
 
-    def room_for(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """Host memory of a tensor's size, and the mark of the last copy from it."""
-        fitting = [at for at, (room, _) in enumerate(self._rooms) if flat.nbytes <= room.numel() <= 2 * flat.nbytes]
+    def take(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """A host buffer for a tensor, and the event after the last copy from it."""
+        fitting = [at for at, (buffer, _) in enumerate(self._free) if flat.nbytes <= buffer.numel() <= 2 * flat.nbytes]
         if fitting:
-            return self._rooms.pop(min(fitting, key=lambda at: self._rooms[at][0].numel()))
+            return self._free.pop(min(fitting, key=lambda at: self._free[at][0].numel()))
         self.bytes += flat.nbytes
         return host_empty(flat.nbytes, dtype=torch.uint8, pinned=_has_streams(flat)), None
 
-    def free(self, room: Tensor, mark: Any) -> None:
-        """Take host memory back."""
-        self._rooms.append((room, mark))
+    def give_back(self, buffer: Tensor, mark: Any) -> None:
+        """Take a host buffer back; `mark` is the event after the last copy from it."""
+        self._free.append((buffer, mark))
 
-    def copy_out(self, room: Tensor, flat: Tensor, mark: Any) -> Any:
-        """Copy to the host, once `flat` is computed and `room` was read; returns a mark."""
-        target = room[: flat.nbytes].view(flat.dtype)
+    def copy_out(self, buffer: Tensor, flat: Tensor, mark: Any) -> Any:
+        """Copy to the host, once `flat` is computed and `buffer` was read; returns the event after the copy."""
+        target = buffer[: flat.nbytes].view(flat.dtype)
         if not _has_streams(flat):
             target.copy_(flat)
             return None
@@ -143,9 +142,9 @@ class _Luggage:
             target.copy_(flat, non_blocking=True)
         return stream.record_event()
 
-    def copy_back(self, room: Tensor, flat: Tensor) -> Any:
-        """Copy from the host to memory that the current stream got; returns a mark."""
-        source = room[: flat.nbytes].view(flat.dtype)
+    def copy_back(self, buffer: Tensor, flat: Tensor) -> Any:
+        """Copy from the host to memory that the current stream allocated; returns the event after the copy."""
+        source = buffer[: flat.nbytes].view(flat.dtype)
         if not _has_streams(flat):
             flat.copy_(source)
             return None
@@ -156,7 +155,7 @@ class _Luggage:
         return stream.record_event()
 
     def follow(self, mark: Any) -> None:
-        """Let the current stream wait for a copy."""
+        """Have the current stream wait for a copy."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
@@ -167,14 +166,16 @@ class _Luggage:
         return self._streams[which]
 
 
-class _Trip:
+class _UnitCall:
     """One forward pass of one unit, and what it saved."""
 
-    def __init__(self, luggage: _Luggage, index: int, before: _Trip | None, given: set[int], stays: set[int]) -> None:
-        self.luggage = luggage
+    def __init__(
+        self, host: _HostBuffers, index: int, before: _UnitCall | None, given: set[int], stays: set[int]
+    ) -> None:
+        self.host = host
         self.index = index
         self.given = given
-        """Where its inputs lie."""
+        """The storages of its inputs."""
         self.known: dict[tuple[Any, ...], _Saved] = {}
         """While it computes: a tensor that several operations save is copied once."""
         self._stays = stays
@@ -182,61 +183,61 @@ class _Trip:
         self._saved: list[weakref.ref[_Saved]] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
-        """What autograd keeps in a tensor's place."""
+        """What autograd keeps in place of a tensor."""
         if (
             tensor.nbytes < LEAST
-            or tensor.device.type != self.luggage.device.type
+            or tensor.device.type != self.host.device.type
             or tensor.layout != torch.strided
             or is_sharded(tensor)
-            or _storage(tensor) in self._stays
+            or _storage_key(tensor) in self._stays
         ):
             return tensor
         flat, offset, stride = _dense(tensor)
-        key = (_storage(flat), flat.storage_offset(), flat.numel(), flat.dtype, version_of(tensor))
+        key = (_storage_key(flat), flat.storage_offset(), flat.numel(), flat.dtype, version_of(tensor))
         saved = self.known.get(key)
         if saved is None:
             saved = self.known[key] = _Saved(self, flat)
             self._saved.append(weakref.ref(saved))
         return _Packed(saved, tensor.shape, stride, offset)
 
-    def leave(self) -> None:
-        """Let go of the device's memory, as soon as the copies are there."""
-        for saved in self._living():
-            self.luggage.follow(saved.copied)
+    def free_device(self) -> None:
+        """Free the device memory, once the copies are done."""
+        for saved in self._alive():
+            self.host.follow(saved.copied)
             saved.flat = None
 
     def fetch(self) -> None:
-        """Bring everything back, and what the unit before saved."""
-        self._bring()
+        """Copy everything back to the device, and what the unit before saved."""
+        self._copy_back()
         before = None if self._before is None else self._before()
         if before is not None:
-            before._bring()
+            before._copy_back()
 
-    def _bring(self) -> None:
-        for saved in self._living():
+    def _copy_back(self) -> None:
+        for saved in self._alive():
             if saved.flat is None:
-                saved.flat = torch.empty(saved.numel, dtype=saved.dtype, device=self.luggage.device)
-                saved.copied = self.luggage.copy_back(saved.room, saved.flat)
+                saved.flat = torch.empty(saved.numel, dtype=saved.dtype, device=self.host.device)
+                saved.copied = self.host.copy_back(saved.buffer, saved.flat)
 
-    def _living(self) -> Iterator[_Saved]:
-        return (saved for each in self._saved if (saved := each()) is not None)
+    def _alive(self) -> Iterator[_Saved]:
+        return (saved for reference in self._saved if (saved := reference()) is not None)
 
 
 class _Saved:
-    """One tensor on the host, and on the device where it is still, or again."""
+    """One tensor on the host, and on the device as long as, or once again, it is there."""
 
-    def __init__(self, trip: _Trip, flat: Tensor) -> None:
-        luggage = trip.luggage
-        self.trip = trip
+    def __init__(self, call: _UnitCall, flat: Tensor) -> None:
+        host = call.host
+        self.call = call
         self.numel, self.dtype = flat.numel(), flat.dtype
         self.flat: Tensor | None = flat
-        self.room, mark = luggage.room_for(flat)
-        self.copied = luggage.copy_out(self.room, flat, mark)
+        self.buffer, mark = host.take(flat)
+        self.copied = host.copy_out(self.buffer, flat, mark)
 
     def __del__(self) -> None:
-        # Something may die unread, its copy still on the way: the device's memory must not be used again before.
-        self.trip.luggage.follow(self.copied)
-        self.trip.luggage.free(self.room, self.copied)
+        # It may be freed unread while its copy is under way: the device memory must not be reused before that ends.
+        self.call.host.follow(self.copied)
+        self.call.host.give_back(self.buffer, self.copied)
 
 
 class _Packed(NamedTuple):
@@ -252,8 +253,8 @@ def _unpack(kept: Tensor | _Packed) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     saved = kept.saved
-    saved.trip.fetch()
-    saved.trip.luggage.follow(saved.copied)
+    saved.call.fetch()
+    saved.call.host.follow(saved.copied)
     assert saved.flat is not None
     return saved.flat.as_strided(kept.shape, kept.stride, kept.offset)
 
@@ -272,16 +273,16 @@ def _dense(tensor: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
 
 @on_fake_tensors(lambda flat: False)
 def _has_streams(flat: Tensor) -> bool:
-    """Whether a tensor travels on a stream of its own, to and from pinned memory."""
+    """Whether a tensor is copied on a separate stream, to and from pinned memory."""
     return flat.is_cuda
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             yield local_part(tensor)
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     with torch.no_grad():
         return storage_key(local_part(tensor))

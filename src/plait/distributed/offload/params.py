@@ -1,12 +1,13 @@
-"""Weights of a sharded model that live in host memory or in files, and come to the device when a unit gathers them.
+"""Parameters that live in host memory or in files, and are copied to the device unit by unit.
 
-[Note: shards without memory] `fully_shard` keeps each rank's part of a unit as a tensor on the device, copies it into
-its all-gather, and does not look at it until the next one. So the memory behind a part is given back once it is
-copied, and taken and filled again when the unit is to be gathered next. The part itself stays the tensor it was, with
-size, strides and place in the model; only its storage comes and goes.
+[Note: shards without memory] `fully_shard` keeps each rank's shards of a unit as tensors on the device, copies them
+into its all-gather, and does not read them until the next one. So the storage behind a shard is freed once it is
+copied, and allocated and filled again before the unit is gathered next. The shard itself stays the same tensor, with
+its size, strides and place in the model; only its storage is resized.
 
-[Note: what comes next] The units are gathered in the same order in every step. So the order of the last step says
-which ones to begin with before they are asked for. Nothing is begun whose update is still running: it would be old.
+[Note: what comes next] Units are gathered in the same order in every step. So the order of the last step says which
+copies to start before they are needed. A unit whose update is still running is not prefetched: its weights would be
+old.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from plait.torch_internals import (
 
 @dataclass(frozen=True, slots=True)
 class ParamLimits:
-    """How many numbers may be in memory."""
+    """How many parameters (in elements) may be on the device."""
 
     prefetch: int
     live: int
@@ -46,241 +47,257 @@ class ParamLimits:
 
 
 @dataclass(slots=True)
-class _Group:
-    """The parts of one unit that are gathered together."""
+class _HostWeights:
+    """The weights of one unit off the device: in host memory, or in a file that is read into host memory for a use."""
+
+    copies: list[Tensor] = field(default_factory=list)
+    """In host memory; none where they are in a file."""
+    file: OffloadFile | None = None
+    buffer: Tensor | None = None
+    """What the file was, or is being, read into."""
+    reading: FileTransfer | None = None
+
+    def prefetch(self) -> None:
+        """Begin to read the file."""
+        if self.file is not None and self.buffer is None:
+            self.buffer = host_empty(self.file.size, dtype=torch.uint8)
+            self.reading = self.file.read(self.buffer)
+
+    def tensors(self) -> Sequence[Tensor]:
+        """The weights in host memory, once they are read."""
+        if self.file is None:
+            return self.copies
+        self.prefetch()
+        assert self.reading is not None
+        assert self.buffer is not None
+        self.reading.wait()
+        return list(self.file.views(self.buffer).values())
+
+    def drop(self) -> None:
+        """Free what was read."""
+        if self.reading is not None:
+            self.reading.wait()
+        self.buffer = self.reading = None
+
+
+@dataclass(slots=True)
+class _OffloadedGroup:
+    """The shards of one FSDP parameter group."""
 
     shards: list[Tensor]
-    """This rank's parts, padded, flat; without memory between their uses."""
+    """Flat and padded; without storage between their uses."""
     numel: int
-    copies: list[Tensor] = field(default_factory=list)
-    """The same in host memory; none where they lie in a file."""
-    shelf: OffloadFile | None = None
-    room: Tensor | None = None
-    reading: FileTransfer | None = None
-    here: bool = True
-    """Whether the parts have memory."""
-    arrived: Any = None
-    params: list[nn.Parameter] = field(default_factory=list)
+    params: list[nn.Parameter]
+    host: _HostWeights
+    on_device: bool = True
+    """Whether the shards have storage."""
+    copied: Any = None
+    """The event after the copies to the device."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are on the device, or read from their file."""
+        return self.on_device or self.host.buffer is not None
 
 
 class ParamStream:
-    """Fetches the weights of units before they are gathered and lets go of them afterwards."""
+    """Copies the shards of units to the device before they are gathered, and frees them afterwards."""
 
-    def __init__(self, lanes: CopyStreams, limits: ParamLimits, folder: Path | None) -> None:
+    def __init__(self, streams: CopyStreams, limits: ParamLimits, folder: Path | None) -> None:
         """`folder`: for files; absent: host memory."""
-        self.lanes = lanes
+        self._streams = streams
         self._limits = limits
         self._folder = folder
-        self._queue = FileQueue() if folder is not None and not lanes.fake else None
-        self._groups: list[_Group] = []
-        self._places: dict[nn.Parameter, tuple[int, int]] = {}
-        self._before: list[int] = []
-        self._now: list[int] = []
+        self._queue = FileQueue() if folder is not None and not streams.fake else None
+        self._groups: list[_OffloadedGroup] = []
+        self._locations: dict[nn.Parameter, tuple[int, int]] = {}
+        self._last_order: list[int] = []
+        self._order: list[int] = []
         self._bucket_of: Mapping[int, Bucket] = {}
         self._wait: Callable[[Bucket], None] | None = None
 
     @property
     def in_files(self) -> bool:
-        """Whether the weights lie in files."""
+        """Whether the weights are in files."""
         return self._queue is not None
 
     # ---- at the start
 
     def take(self, module: nn.Module) -> None:
-        """Take a module of `fully_shard` over: from now on its weights are those that `put` was given."""
-        group = fsdp_param_group(module)
-        members = [] if group is None else fsdp_params(group)
+        """Offload the weights of a module of `fully_shard`: from now on they are what `put` was given."""
+        param_group = fsdp_param_group(module)
+        members = [] if param_group is None else fsdp_params(param_group)
         params = [fsdp_sharded_param(member) for member in members]
-        if group is None or sum(param.numel() for param in params) < self._limits.persistent:
+        if param_group is None or sum(param.numel() for param in params) < self._limits.persistent:
             return
         shards = [fsdp_sharded_param_data(member) for member in members]
-        mine = _Group(shards, sum(shard.numel() for shard in shards))
-        mine.params = params
-        if self._folder is None or (self._queue is None and self.lanes.separate):
-            mine.copies = [self.lanes.room(shard.shape, shard.dtype) for shard in shards]
+        host = _HostWeights()
+        if self._folder is None or (self._queue is None and self._streams.separate):
+            host.copies = [self._streams.host_tensor(shard.shape, shard.dtype) for shard in shards]
         elif self._queue is None:  # a plan of CPU ranks: there are no files, and nothing else may take memory
-            mine.copies = shards
+            host.copies = shards
         else:
             layout = [((number, "param"), shard.dtype, shard.shape) for number, shard in enumerate(shards)]
-            mine.shelf = OffloadFile(self._queue, self._folder, layout)
+            host.file = OffloadFile(self._queue, self._folder, layout)
         with torch.no_grad():
             for position, (member, shard) in enumerate(zip(members, shards, strict=True)):
-                if mine.shelf is None:
-                    mine.copies[position].copy_(shard)
+                if host.file is None:
+                    host.copies[position].copy_(shard)
                 else:
-                    mine.shelf.put((position, "param"), shard.cpu()).wait()
-                # Before its first use torch looks whether this is still the tensor that was sharded. It is.
+                    host.file.put((position, "param"), shard.cpu()).wait()
+                # Before its first use torch checks whether this is still the tensor that was sharded. It is.
                 fsdp_disable_reset_sharded_param(member)
-        self._places |= {param: (len(self._groups), position) for position, param in enumerate(mine.params)}
-        self._groups.append(mine)
-        self._surround(group, len(self._groups) - 1)
-        self._release(mine)
+        number = len(self._groups)
+        group = _OffloadedGroup(shards, sum(shard.numel() for shard in shards), params, host)
+        self._locations |= {param: (number, position) for position, param in enumerate(params)}
+        self._groups.append(group)
 
-    def follow_updates(self, bucket_of: Mapping[int, Bucket], wait: Callable[[Bucket], None]) -> None:
-        """Learn in which bucket a parameter (by its `id`) is updated, and how to wait for one."""
-        self._bucket_of, self._wait = bucket_of, wait
-
-    def _buckets(self, group: _Group) -> list[Bucket]:
-        found = (self._bucket_of.get(id(param)) for param in group.params)
-        return list({id(bucket): bucket for bucket in found if bucket is not None}.values())
-
-    def _surround(self, group: Any, number: int) -> None:
         def fetch() -> None:
-            if not fsdp_is_unsharded(group) and not fsdp_has_all_gather_result(group):
-                self._arrive(number, group)
+            if not fsdp_is_unsharded(param_group) and not fsdp_has_all_gather_result(param_group):
+                self._before_unshard(number, param_group)
 
         def release() -> None:
-            if fsdp_is_unsharded(group):
-                self._release(self._groups[number])
+            if fsdp_is_unsharded(param_group):
+                self._release(group)
 
-        fsdp_wrap_unshard(group, fetch, release)
+        fsdp_wrap_unshard(param_group, fetch, release)
+        self._release(group)
+
+    def follow_updates(self, bucket_of: Mapping[int, Bucket], wait: Callable[[Bucket], None]) -> None:
+        """Set in which bucket a parameter (by its `id`) is updated, and how to wait for one."""
+        self._bucket_of, self._wait = bucket_of, wait
+
+    def _buckets(self, group: _OffloadedGroup) -> list[Bucket]:
+        buckets = (self._bucket_of.get(id(param)) for param in group.params)
+        return list({id(bucket): bucket for bucket in buckets if bucket is not None}.values())
 
     def host_bytes(self) -> int:
-        """Host memory that the weights take; those in files only while they pass."""
-        return sum(copy.nbytes for group in self._groups for copy in group.copies if self._folder is None)
+        """Host memory that the weights take; those in files only while they are read."""
+        return sum(copy.nbytes for group in self._groups for copy in group.host.copies if self._folder is None)
 
     # ---- in a step
 
-    def _arrive(self, number: int, group: Any) -> None:
-        """See that a unit's parts are on the device, and begin with those that follow."""
-        self._now.append(number)
-        mine = self._groups[number]
-        for bucket in self._buckets(mine):
+    def _before_unshard(self, number: int, param_group: Any) -> None:
+        """Put a unit's shards on the device, and begin with those that follow."""
+        self._order.append(number)
+        group = self._groups[number]
+        for bucket in self._buckets(group):
             assert self._wait is not None
             self._wait(bucket)
-        self._bring(mine)
-        if mine.arrived is not None:
-            for stream in (fsdp_all_gather_copy_in_stream(group), torch.cuda.current_stream(self.lanes.device)):
-                stream.wait_event(mine.arrived)
-                for shard in mine.shards:
+        self._copy_to_device(group)
+        if group.copied is not None:
+            copy_in = fsdp_all_gather_copy_in_stream(param_group)
+            for stream in (copy_in, torch.cuda.current_stream(self._streams.device)):
+                stream.wait_event(group.copied)
+                for shard in group.shards:
                     shard.record_stream(stream)
         for following in self._following():
-            self._begin(following)
+            if following.host.file is None:
+                self._copy_to_device(following)
+            else:
+                following.host.prefetch()
 
     def restart(self) -> None:
-        """Weights are about to change: whatever was begun too early would be old, and the next order begins."""
+        """Weights are about to change: drop what was prefetched, which would be old, and begin a new order."""
         for group in self._groups:
-            if group.reading is not None:
-                group.reading.wait()
-            group.room = group.reading = None
+            group.host.drop()
             self._release(group)
-        if self._now:
-            self._before, self._now = self._now, []
+        if self._order:
+            self._last_order, self._order = self._order, []
 
-    def _following(self) -> list[_Group]:
+    def _following(self) -> list[_OffloadedGroup]:
         """The units that come next, as far as the limits allow."""
-        at = len(self._now)
-        if self._before[:at] != self._now:
-            return []  # this step goes another way
-        found: list[_Group] = []
-        live = sum(group.numel for group in self._groups if group.here or group.room is not None)
-        early = 0  # of all that are there before their turn, those that came with an earlier unit among them
-        for number in dict.fromkeys(self._before[at:]):
+        position = len(self._order)
+        if self._last_order[:position] != self._order:
+            return []  # another order in this step
+        following: list[_OffloadedGroup] = []
+        live = sum(group.numel for group in self._groups if group.is_loaded)
+        early = 0  # of all that are loaded before their turn, those that came with an earlier unit among them
+        for number in dict.fromkeys(self._last_order[position:]):
             group = self._groups[number]
-            if number == self._now[-1]:
+            if number == self._order[-1]:
                 continue
             first = not early
             early += group.numel
             # The next unit comes early however large it is, unless nothing is to.
             if early > self._limits.prefetch and not (first and self._limits.prefetch):
                 break
-            if group.here or group.room is not None:
+            if group.is_loaded:
                 continue
             live += group.numel
             if live > self._limits.live:
                 break
             if any(bucket.update is not None and not bucket.update.done() for bucket in self._buckets(group)):
                 break
-            found.append(group)
-        return found
+            following.append(group)
+        return following
 
-    def _begin(self, group: _Group) -> None:
-        if group.shelf is None:
-            self._bring(group)
-        else:
-            self._read(group)
-
-    def _read(self, group: _Group) -> None:
-        assert group.shelf is not None
-        if group.room is None:
-            group.room = host_empty(group.shelf.size, dtype=torch.uint8)
-            group.reading = group.shelf.read(group.room)
-
-    def _bring(self, group: _Group) -> None:
-        if group.here:
+    def _copy_to_device(self, group: _OffloadedGroup) -> None:
+        if group.on_device:
             return
-        copies: Sequence[Tensor] = group.copies
-        if group.shelf is not None:
-            self._read(group)
-            assert group.reading is not None
-            assert group.room is not None
-            group.reading.wait()
-            copies = list(group.shelf.views(group.room).values())
+        copies = group.host.tensors()
         for shard in group.shards:
             shard.untyped_storage().resize_(shard.numel() * shard.itemsize)
         with torch.no_grad():
-            self.lanes.hold_back(self.lanes.mark())
-            with self.lanes.backwards():
+            self._streams.hold_back(self._streams.mark())
+            with self._streams.to_device():
                 for shard, copy in zip(group.shards, copies, strict=True):
-                    shard.copy_(copy, non_blocking=group.shelf is None)
-                    self.lanes.fills(shard)
-            group.arrived = self.lanes.mark_back()
-        group.room = group.reading = None
-        group.here = True
+                    shard.copy_(copy, non_blocking=group.host.file is None)
+                    self._streams.fills(shard)
+            group.copied = self._streams.mark_back()
+        group.host.drop()
+        group.on_device = True
 
-    def _release(self, group: _Group) -> None:
-        if group.here:
+    def _release(self, group: _OffloadedGroup) -> None:
+        if group.on_device:
             for shard in group.shards:
                 shard.untyped_storage().resize_(0)
-            group.here = False
-            group.arrived = None
+            group.on_device = False
+            group.copied = None
 
-    # ---- for those who write weights
+    # ---- for updates, which write weights
 
-    def place_of(self, param: nn.Parameter) -> tuple[int, int] | None:
+    def location_of(self, param: nn.Parameter) -> tuple[int, int] | None:
         """Where the weights of a parameter are kept; None for one that stays on the device."""
-        return self._places.get(param)
+        return self._locations.get(param)
 
-    def target(self, place: tuple[int, int], shape: torch.Size) -> Tensor:
-        """Host memory for this rank's part; of one in a file, a tensor of the right shape without memory."""
-        number, position = place
+    def target(self, location: tuple[int, int], shape: torch.Size) -> Tensor:
+        """Host memory for this rank's shard; of one in a file, a tensor of the right shape without memory."""
+        number, position = location
         group = self._groups[number]
-        if group.shelf is None:
-            return group.copies[position][: shape.numel()].view(shape)
+        if group.host.file is None:
+            return group.host.copies[position][: shape.numel()].view(shape)
         return torch.empty((), dtype=group.shards[position].dtype).expand(shape)
 
-    def put(self, place: tuple[int, int], values: Tensor) -> None:
-        """Write this rank's part of a parameter to where it is kept."""
-        number, position = place
-        group = self._groups[number]
-        if group.shelf is None:
-            group.copies[position][: values.numel()].view(values.shape).copy_(values)
+    def put(self, location: tuple[int, int], values: Tensor) -> None:
+        """Write this rank's shard of a parameter to where it is kept."""
+        number, position = location
+        host = self._groups[number].host
+        if host.file is None:
+            host.copies[position][: values.numel()].view(values.shape).copy_(values)
         elif values.numel():
-            group.shelf.put((position, "param"), values.contiguous()).wait()
+            host.file.put((position, "param"), values.contiguous()).wait()
 
 
-# A model larger than its device, for generation and evaluation: weights come unit by unit, and go again.
+# A model larger than its device, for generation and evaluation: weights are copied to the device unit by unit.
 #
-# [Note: one unit ahead] While a unit computes, the next one travels: from pinned host memory, or from a file, which is
-# read one unit earlier still. So the device holds two units and what belongs to none, the host of the `nvme` tier two
-# units more. Units are called in the same order for every token, so the order of the last pass says which is next.
+# [Note: one unit ahead] While a unit computes, the next one is copied: from pinned host memory, or from a file, which
+# is read one unit earlier still. So the device holds two units and what belongs to none, the host of the `nvme` tier
+# two units more. Units are called in the same order for every token, so the order of the last pass says which is next.
 
 
 @dataclass(slots=True)
-class _Held:
+class _StreamedUnit:
     """The weights of one unit."""
 
     names: list[str]
     params: list[nn.Parameter]
     """Without memory between their uses."""
-    copies: list[Tensor] = field(default_factory=list)
-    """In host memory; none where they lie in a file."""
-    shelf: OffloadFile | None = None
-    room: Tensor | None = None
-    reading: FileTransfer | None = None
-    here: list[Tensor] | None = None
-    """On the device, or on the way there."""
-    mark: Any = None
+    host: _HostWeights
+    on_device: list[Tensor] | None = None
+    """On the device, or being copied there."""
+    copied: Any = None
+    """The event after the copies."""
 
 
 class WeightStream:
@@ -288,35 +305,35 @@ class WeightStream:
 
     def __init__(self, model: nn.Module, device: torch.device, folder: Path | None) -> None:
         self._model = model
-        self._lanes = CopyStreams(device, fake=False)
+        self._streams = CopyStreams(device, fake=False)
         self._folder = folder
         self._queue = FileQueue() if folder is not None else None
-        self._held: list[_Held] = []
-        self._before: list[int] = []
-        self._now: list[int] = []
+        self._units: list[_StreamedUnit] = []
+        self._last_order: list[int] = []
+        self._order: list[int] = []
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter by name, to be filled; those of units in host memory, or as memory of their files."""
-        found: dict[str, Tensor] = {name: param.detach() for name, param in self._model.named_parameters()}
-        for held in self._held:
-            copies = held.copies if held.shelf is None else list(held.shelf.mapped().values())
-            found.update(zip(held.names, copies, strict=True))
-        return found
+        tensors: dict[str, Tensor] = {name: param.detach() for name, param in self._model.named_parameters()}
+        for unit in self._units:
+            file = unit.host.file
+            tensors.update(zip(unit.names, unit.host.copies if file is None else file.mapped().values(), strict=True))
+        return tensors
 
     def filled(self) -> None:
-        """The tensors have their values: see that the files do."""
-        for held in self._held:
-            if held.shelf is not None:
-                held.shelf.sync()
+        """The tensors have their values: write them to the files."""
+        for unit in self._units:
+            if unit.host.file is not None:
+                unit.host.file.sync()
 
     def device_bytes(self) -> int:
-        """What weights take on the device now."""
+        """Memory that weights take on the device now."""
         resting = sum(p.nbytes for p in self._model.parameters() if p.untyped_storage().nbytes() >= p.nbytes)
-        return resting + sum(each.nbytes for held in self._held for each in held.here or ())
+        return resting + sum(tensor.nbytes for unit in self._units for tensor in unit.on_device or ())
 
-    def hold(self, names: Sequence[str], module: nn.Module) -> None:
-        """Take over the weights of a unit, with these names in the model."""
-        device = self._lanes.device
+    def add_unit(self, names: Sequence[str], module: nn.Module) -> None:
+        """Offload the weights of a unit, with these names in the model."""
+        device = self._streams.device
         params: dict[int, nn.Parameter] = {}
         for inner in module.modules():
             for key, param in inner._parameters.items():
@@ -325,72 +342,63 @@ class WeightStream:
                     if id(param) not in params:
                         params[id(param)] = nn.Parameter(empty, requires_grad=False)
                     inner._parameters[key] = params[id(param)]
-        held = _Held(list(names), list(params.values()))
+        unit = _StreamedUnit(list(names), list(params.values()), _HostWeights())
         if self._queue is None:
-            held.copies = [self._lanes.room(param.shape, param.dtype) for param in held.params]
+            unit.host.copies = [self._streams.host_tensor(param.shape, param.dtype) for param in unit.params]
         else:
             assert self._folder is not None
-            layout = [((number, "param"), param.dtype, param.shape) for number, param in enumerate(held.params)]
-            held.shelf = OffloadFile(self._queue, self._folder, layout)
-        number = len(self._held)
-        self._held.append(held)
-        module.register_forward_pre_hook(lambda _module, _inputs: self._arrive(number))
-        module.register_forward_hook(lambda _module, _inputs, _outputs: self._leave(number), always_call=True)
+            layout = [((number, "param"), param.dtype, param.shape) for number, param in enumerate(unit.params)]
+            unit.host.file = OffloadFile(self._queue, self._folder, layout)
+        number = len(self._units)
+        self._units.append(unit)
+        module.register_forward_pre_hook(lambda _module, _inputs: self._before_forward(number))
+        module.register_forward_hook(lambda _module, _inputs, _outputs: self._release(number), always_call=True)
 
-    def _arrive(self, number: int) -> None:
-        if not self._now or number in self._now:  # a new pass
-            self._before, self._now = self._now or self._before, []
-        self._now.append(number)
-        held = self._held[number]
-        self._bring(held)
-        assert held.here is not None
-        self._lanes.follow(held.mark)
-        for param, tensor in zip(held.params, held.here, strict=True):
+    def _before_forward(self, number: int) -> None:
+        if not self._order or number in self._order:  # a new pass
+            self._last_order, self._order = self._order or self._last_order, []
+        self._order.append(number)
+        unit = self._units[number]
+        self._copy_to_device(unit)
+        assert unit.on_device is not None
+        self._streams.follow(unit.copied)
+        for param, tensor in zip(unit.params, unit.on_device, strict=True):
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             param.data = tensor
-        following = [self._held[each] for each in self._next(2)]
-        for each in following[:1]:
-            self._bring(each)
-        for each in following[1:]:
-            self._read(each)
+        following = [self._units[index] for index in self._next(2)]
+        for next_unit in following[:1]:
+            self._copy_to_device(next_unit)
+        for next_unit in following[1:]:
+            if next_unit.on_device is None:
+                next_unit.host.prefetch()
 
-    def _leave(self, number: int) -> None:
-        held = self._held[number]
-        for param in held.params:
+    def _release(self, number: int) -> None:
+        unit = self._units[number]
+        for param in unit.params:
             param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
-        held.here = held.mark = None
+        unit.on_device = unit.copied = None
 
     def _next(self, count: int) -> list[int]:
-        """The units that come next: as in the last pass, which begins anew after its end."""
-        at = len(self._now)
-        if not self._before or self._before[:at] != self._now:
+        """The units that come next: as in the last pass, which begins again after its end."""
+        position = len(self._order)
+        if not self._last_order or self._last_order[:position] != self._order:
             return []
-        around = self._before[at:] + self._before
-        return [each for each in dict.fromkeys(around[:count]) if each != self._now[-1]]
+        upcoming = self._last_order[position:] + self._last_order
+        return [number for number in dict.fromkeys(upcoming[:count]) if number != self._order[-1]]
 
-    def _read(self, held: _Held) -> None:
-        if held.shelf is not None and held.room is None and held.here is None:
-            held.room = host_empty(held.shelf.size, dtype=torch.uint8)
-            held.reading = held.shelf.read(held.room)
-
-    def _bring(self, held: _Held) -> None:
-        if held.here is not None:
+    def _copy_to_device(self, unit: _StreamedUnit) -> None:
+        if unit.on_device is not None:
             return
-        copies: Sequence[Tensor] = held.copies
-        if held.shelf is not None:
-            self._read(held)
-            assert held.reading is not None
-            assert held.room is not None
-            held.reading.wait()
-            copies = list(held.shelf.views(held.room).values())
-        if not self._lanes.separate:
-            held.here = list(copies)  # a CPU computes with them where they are
+        copies = unit.host.tensors()
+        if not self._streams.separate:
+            unit.on_device = list(copies)  # a CPU computes with them where they are
         else:
-            with torch.no_grad(), self._lanes.backwards():
-                held.here = [copy.to(self._lanes.device, non_blocking=held.shelf is None) for copy in copies]
-            held.mark = self._lanes.mark_back()
-        held.room = held.reading = None
+            with torch.no_grad(), self._streams.to_device():
+                pinned = unit.host.file is None
+                unit.on_device = [copy.to(self._streams.device, non_blocking=pinned) for copy in copies]
+            unit.copied = self._streams.mark_back()
+        unit.host.drop()
 
 
 def stream_weights(
@@ -401,9 +409,9 @@ def stream_weights(
     tier: Literal["cpu", "nvme"],
     folder: Path | None = None,
 ) -> WeightStream:
-    """Make a model run on a device that its weights do not fit: those of `units` live on the host or in `folder`.
+    """Make a model run on a device that is too small for its weights: those of `units` stay on the host or in `folder`.
 
-    The model may lie on the meta device; weights are then filled through the stream's `tensors`, and its buffers have
+    The model may be on the meta device; weights are then filled through the stream's `tensors`, and its buffers have
     memory and no values yet. For forward passes only.
     """
     stream = WeightStream(model, device, folder if tier == "nvme" else None)
@@ -411,12 +419,12 @@ def stream_weights(
     values = {name: param.data for name, param in model.named_parameters() if not param.is_meta}
     for unit in units:
         seen = {id(param): param for param in unit.module.parameters()}
-        stream.hold([names[key] for key in seen], unit.module)
+        stream.add_unit([names[key] for key in seen], unit.module)
     inside = {id(inner) for unit in units for inner in unit.module.modules()}
     moved: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module in model.modules():
-            _settle(module, device, moved if id(module) not in inside else None)
+            _move(module, device, moved if id(module) not in inside else None)
     model.requires_grad_(False)
     if values:
         with torch.no_grad():
@@ -427,8 +435,8 @@ def stream_weights(
     return stream
 
 
-def _settle(module: nn.Module, device: torch.device, moved: dict[int, nn.Parameter] | None) -> None:
-    """Bring a module's buffers to the device, and, where it is in no unit, its parameters; tied ones stay tied."""
+def _move(module: nn.Module, device: torch.device, moved: dict[int, nn.Parameter] | None) -> None:
+    """Move a module's buffers to the device, and, where it is in no unit, its parameters; tied ones stay tied."""
     for key, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[key] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
