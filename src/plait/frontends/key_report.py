@@ -1,4 +1,26 @@
-"""The outcome of every key of another framework's configuration: honoured, mapped, unneeded or refused."""
+"""The translation of another framework's configuration, key by key: one engine for all front ends.
+
+A front end derives its settings from `TranslatedSettings`, with the value types that the framework knows, and writes a
+table with a `KeyReader` for every key that the framework has:
+
+    READERS = {
+        "lr": honoured_as("optim.lr"),
+        "bucket_size": unneeded("collectives carry one block of the model each"),
+        "amsgrad": refused_unless("leave it out", False),
+        "scheduler": read_scheduler,  # a function of the settings, the key and its value
+    }
+    settings = TranslatedSettings()
+    settings.read(config, READERS)
+    translation = settings.translation()
+
+Every key has one of four outcomes in the `KeyReport`, which users are shown. An unknown key, a value of the wrong type
+and a contradiction are problems, raised as one `ConfigError`. A refused key is an error once the caller asks for it,
+with `KeyReport.raise_refusals`.
+
+DeepSpeed (`frontends/deepspeed/config/keys.py`) adds the type of each value and its `auto`, Accelerate the spellings of
+YAML; MMEngine uses the engine as it is. Where one of them contains a DeepSpeed configuration, it calls DeepSpeed's
+`translate` and adds the entries of its report to its own; so does the Trainer of transformers.
+"""
 
 from __future__ import annotations
 
@@ -99,14 +121,17 @@ class TranslatedSettings:
         self.sections: dict[str, Any] = {}
         self.report = KeyReport()
         self.problems: list[Problem] = []
+        self.sources: dict[str, str] = {}
+        """For each dotted key of the run description, the key of the framework that it came from."""
 
-    def set(self, path: str, value: Any) -> None:
-        """Set a dotted key of the run description."""
+    def set(self, path: str, value: Any, source: str = "") -> None:
+        """Set a dotted key of the run description; `source` is the key that asks for it."""
         *names, last = path.split(".")
         section = self.sections
         for name in names:
             section = section.setdefault(name, {})
         section[last] = value
+        self.sources[path] = source
 
     def get(self, path: str) -> Any:
         """Return the value that a dotted key was set to; None where it was not."""
@@ -145,9 +170,13 @@ class TranslatedSettings:
         for name, value in section.items():
             key = f"{prefix}.{name}" if prefix else str(name)
             if (reader := readers.get(name)) is None:
-                self.wrong(key, "there is no such key", choose(name, sorted(readers), "key"))
+                self.unknown(key, readers)
             else:
                 reader(self, key, value)
+
+    def unknown(self, key: str, readers: Mapping[str, KeyReader[Any]]) -> None:
+        """Record a key that the framework does not have; `readers` has those that stand beside it."""
+        self.wrong(key, "there is no such key", choose(key.rpartition(".")[2], sorted(readers), "key"))
 
     def raise_problems(self) -> None:
         """Raise one `ConfigError` with every mistake; nothing where there is none."""
@@ -194,23 +223,24 @@ def refused(remedy: str) -> KeyReader[Any]:
     return lambda settings, key, value: settings.refused(key, value, remedy)
 
 
-def honoured_as(path: str, convert: Callable[[Any], Any] = lambda value: value) -> KeyReader[Any]:
+def honoured_as(path: str, convert: Callable[[Any], Any] = lambda value: value, comment: str = "") -> KeyReader[Any]:
     """A reader that sets a dotted key of the run description to the converted value."""
 
     def read(settings: TranslatedSettings, key: str, value: Any) -> None:
         converted = convert(value)
-        settings.set(path, converted)
-        settings.honoured(key, value, f"{path}: {converted}")
+        settings.set(path, converted, key)
+        settings.honoured(key, value, f"{path}: {show(converted)}" + (f" ({comment})" if comment else ""))
 
     return read
 
 
-def refused_unless(remedy: str, *neutral: Any) -> KeyReader[Any]:
-    """A reader that refuses every value but None and the `neutral` ones, which ask for nothing."""
+def refused_unless(remedy: str, *neutral: Any, why: str = "asks for nothing") -> KeyReader[Any]:
+    """A reader that refuses every value but None and the `neutral` ones, which are unneeded; texts in any case."""
 
     def read(settings: TranslatedSettings, key: str, value: Any) -> None:
-        if value is None or any(value is each or value == each for each in neutral):
-            settings.unneeded(key, value, "asks for nothing")
+        folded = value.lower() if isinstance(value, str) else value
+        if value is None or any(folded is item or folded == item for item in neutral):
+            settings.unneeded(key, value, why)
         else:
             settings.refused(key, value, remedy)
 

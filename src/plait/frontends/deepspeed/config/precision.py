@@ -5,29 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from plait.config import listed, show
-from plait.frontends.deepspeed.config.work import (
+from plait.frontends import honoured, refused, refused_unless, unneeded
+from plait.frontends.deepspeed.config.keys import (
     ANY,
     COUNT,
+    DTYPE,
     FLAG,
-    FORMAT,
     NUMBER,
     SECTION,
     SIZE,
     TEXTS,
+    DeepSpeedSettings,
     Key,
     Table,
-    Work,
-    dormant,
+    ValueType,
+    all_unneeded,
+    dtype_name,
     either,
-    group,
-    named_format,
     one_of,
-    only,
-    to,
-    unneeded,
+    section,
+    setting,
 )
 
-# Which format a configuration computes in: four sections may say so.
+# The format that a configuration computes in, which four sections can set.
 
 
 MODES = ("fp16", "bf16", "torch_autocast", "amp")
@@ -35,241 +35,262 @@ OPEN = "left open: off, unless the script asks for it"
 SCALER = "precision.scaler"
 
 
-def mode(work: Work) -> str | None:
-    """The section that is switched on; None where none is."""
-    return next((name for name in MODES if work.on(f"{name}.enabled")), None)
+def mode(settings: DeepSpeedSettings) -> str | None:
+    """Return the section that is switched on; None where none is."""
+    return next((name for name in MODES if settings.is_on(f"{name}.enabled")), None)
 
 
-def compute(work: Work) -> str:
-    """The format of parameters and activations."""
-    found = mode(work)
-    if found == "torch_autocast":
-        return named_format(work.look("torch_autocast.dtype")) or "fp32"
-    if found == "amp":
-        return "fp32" if str(work.look("amp.opt_level")).upper() == "O0" else "fp16"
-    return found or "fp32"
+def compute(settings: DeepSpeedSettings) -> str:
+    """Return the format of parameters and activations."""
+    section = mode(settings)
+    if section == "torch_autocast":
+        return dtype_name(settings.given("torch_autocast.dtype")) or "fp32"
+    if section == "amp":
+        return "fp32" if str(settings.given("amp.opt_level")).upper() == "O0" else "fp16"
+    return section or "fp32"
 
 
-def static_scale(work: Work, key: str, value: Any) -> None:
-    """A fixed scale of the loss; 0 is a dynamic one."""
+def static_scale(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+    """Translate a fixed loss scale; 0 is a dynamic one."""
     if value == 0 or value == "dynamic":
-        work.honour(key, value, "the scale is dynamic")
+        settings.honoured(key, value, "the scale is dynamic")
     else:
-        work.put(f"{SCALER}.static", value, key)
-        work.honour(key, value, f"{SCALER}.static: {show(value)}")
+        settings.set(f"{SCALER}.static", value, key)
+        settings.honoured(key, value, f"{SCALER}.static: {show(value)}")
 
 
-# `amp`: NVIDIA's Apex, which DeepSpeed has dropped. What it did, fp16 with autocast, is there without it.
+# `amp`: NVIDIA's Apex, which DeepSpeed has removed. What it did, fp16 with autocast, torch does itself.
 
 
-def _level(work: Work) -> str:
-    return str(work.look("amp.opt_level") or "O1").upper()
+def _opt_level(settings: DeepSpeedSettings) -> str:
+    return str(settings.given("amp.opt_level") or "O1").upper()
 
 
-def _words(work: Work, key: str, value: Any) -> None:
-    words = f"precision.compute: {compute(work)}"
-    if _level(work) != "O0":
-        words += ", with autocast" + (", precision.master: false" if _level(work) == "O3" else "")
-    work.map(key, value, words)
+def _apex_precision(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+    text = f"precision.compute: {compute(settings)}"
+    if _opt_level(settings) != "O0":
+        text += ", with autocast" + (", precision.master: false" if _opt_level(settings) == "O3" else "")
+    settings.mapped(key, value, text)
 
 
 APEX_TABLE: Table = {
-    "enabled": Key(FLAG, _words, OPEN),
-    "opt_level": Key(one_of("O0", "O1", "O2", "O3"), _words, OPEN),
+    "enabled": Key(FLAG, _apex_precision, OPEN),
+    "opt_level": Key(one_of("O0", "O1", "O2", "O3"), _apex_precision, OPEN),
     "loss_scale": Key(either(NUMBER, one_of("dynamic")), static_scale),
-    "min_loss_scale": to(f"{SCALER}.minimum", NUMBER),
-    "max_loss_scale": only(2.0**24, NUMBER, "the scale rarely gets there", "the scale has no upper end: leave it out"),
-    "keep_batchnorm_fp32": unneeded(ANY, "statistics of batch norm are always fp32"),
-    "master_weights": only(True, FLAG, "weights are kept in fp32", "write `fp16.fp16_master_weights_and_grads`"),
+    "min_loss_scale": setting(f"{SCALER}.minimum", NUMBER),
+    "max_loss_scale": Key(
+        NUMBER,
+        refused_unless("the scale has no upper end: leave it out", 2.0**24, why="the scale rarely grows that far"),
+    ),
+    "keep_batchnorm_fp32": Key(ANY, unneeded("statistics of batch norm are always fp32")),
+    "master_weights": Key(
+        FLAG, refused_unless("write `fp16.fp16_master_weights_and_grads`", True, why="weights are kept in fp32")
+    ),
     **dict.fromkeys(
         ("verbosity", "num_losses", "patch_torch_functions", "cast_model_type", "cast_model_outputs"),
-        unneeded(ANY, "it belongs to how Apex works inside"),
+        Key(ANY, unneeded("it configures Apex itself")),
     ),
 }
 
 
-def finish_apex(work: Work) -> None:
-    """Scale as Apex does where it is told nothing else."""
-    if _level(work) == "O3":
-        work.put("precision.master", False, "amp.opt_level")
-    if work.look("amp.loss_scale") in (None, 0, "dynamic"):
-        work.put(f"{SCALER}.window", 2000, "amp.enabled")
-        work.put(f"{SCALER}.hysteresis", 1, "amp.enabled")
-        work.imply("amp.loss_scale", "precision.scaler: {window: 2000, hysteresis: 1}, as Apex scales")
+def finish_apex(settings: DeepSpeedSettings) -> None:
+    """Scale the loss as Apex does by default."""
+    if _opt_level(settings) == "O3":
+        settings.set("precision.master", False, "amp.opt_level")
+    if settings.given("amp.loss_scale") in (None, 0, "dynamic"):
+        settings.set(f"{SCALER}.window", 2000, "amp.enabled")
+        settings.set(f"{SCALER}.hysteresis", 1, "amp.enabled")
+        settings.implied("amp.loss_scale", "precision.scaler: {window: 2000, hysteresis: 1}, as Apex scales")
 
 
-def _moving(name: str, kind: Any) -> Key:
-    """A setting of the dynamic scale; beside a fixed one it has nothing to move."""
-    there = to(f"{SCALER}.{name}", kind)
+def _dynamic_scale(name: str, takes: ValueType) -> Key:
+    """A setting of the dynamic loss scale; unneeded beside a fixed one."""
+    dynamic = setting(f"{SCALER}.{name}", takes)
 
-    def act(work: Work, key: str, value: Any) -> None:
-        if work.look("fp16.loss_scale"):
-            work.leave(key, value, "the scale is fixed by `loss_scale`")
+    def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+        if settings.given("fp16.loss_scale"):
+            settings.unneeded(key, value, "the scale is fixed by `loss_scale`")
         else:
-            there.act(work, key, value)
+            dynamic(settings, key, value)
 
-    return Key(kind, act)
+    return Key(takes, read)
 
 
-def _low_master(work: Work, key: str, value: bool) -> None:
+def _no_fp32_master(settings: DeepSpeedSettings, key: str, value: bool) -> None:
     if value:
-        work.put("precision.master", False, key)
-        work.map(key, value, "precision.master: false (weights, and the optimizer's states, are in the low format)")
+        settings.set("precision.master", False, key)
+        settings.mapped(
+            key, value, "precision.master: false (weights, and the optimizer's states, have the compute format)"
+        )
     else:
-        work.honour(key, value, "precision.master: true")
+        settings.honoured(key, value, "precision.master: true")
 
 
-def _low_states(work: Work, key: str, value: bool) -> None:
-    if value and not work.on("bf16.bf16_master_weights_and_grads"):
+def _bf16_states(settings: DeepSpeedSettings, key: str, value: bool) -> None:
+    if value and not settings.is_on("bf16.bf16_master_weights_and_grads"):
         message = "true goes only with `bf16.bf16_master_weights_and_grads`, which is off"
-        work.wrong(key, message, "Write both, or neither.")
+        settings.wrong(key, message, "Write both, or neither.")
     elif value:
-        work.honour(key, value, "states are in the format of the weights, which have no fp32 copy")
+        settings.honoured(key, value, "states are in the format of the weights, which have no fp32 copy")
     else:
-        work.leave(key, value, "states are in the format of the weights that are updated")
+        settings.unneeded(key, value, "states are in the format of the weights that are updated")
 
 
-def _overflow(work: Work, key: str, value: bool) -> None:
+def _overflow(settings: DeepSpeedSettings, key: str, value: bool) -> None:
     if not value:
-        work.put("train.guard.enabled", False, key)
-    work.honour(key, value, f"train.guard.enabled: {show(value)}")
+        settings.set("train.guard.enabled", False, key)
+    settings.honoured(key, value, f"train.guard.enabled: {show(value)}")
 
 
-def _enabled(words: str) -> Key:
-    return Key(FLAG, lambda work, key, value: work.honour(key, value, words), OPEN)
+def _enabled(text: str) -> Key:
+    return Key(FLAG, honoured(text), OPEN)
 
 
 FP16: Table = {
     "enabled": _enabled("precision.compute: fp16; inputs are cast by the script"),
-    "auto_cast": to("precision.cast_inputs", FLAG),
+    "auto_cast": setting("precision.cast_inputs", FLAG),
     "loss_scale": Key(NUMBER, static_scale),
-    "initial_scale_power": _moving("initial_power", SIZE),
-    "loss_scale_window": _moving("window", COUNT),
-    "hysteresis": _moving("hysteresis", COUNT),
-    "consecutive_hysteresis": _moving("consecutive_hysteresis", FLAG),
-    "min_loss_scale": _moving("minimum", NUMBER),
-    "fp16_master_weights_and_grads": Key(FLAG, _low_master),
+    "initial_scale_power": _dynamic_scale("initial_power", SIZE),
+    "loss_scale_window": _dynamic_scale("window", COUNT),
+    "hysteresis": _dynamic_scale("hysteresis", COUNT),
+    "consecutive_hysteresis": _dynamic_scale("consecutive_hysteresis", FLAG),
+    "min_loss_scale": _dynamic_scale("minimum", NUMBER),
+    "fp16_master_weights_and_grads": Key(FLAG, _no_fp32_master),
 }
 _BF16: Table = {
     "enabled": _enabled("precision.compute: bf16; inputs are cast by the script"),
-    "immediate_grad_update": unneeded(FLAG, "when a gradient is added up does not change the sum"),
+    "immediate_grad_update": Key(FLAG, unneeded("when a gradient is added up does not change the sum")),
     "check_grad_overflow": Key(FLAG, _overflow),
-    "bf16_master_weights_and_grads": Key(FLAG, _low_master),
-    "bf16_optimizer_states": Key(FLAG, _low_states),
+    "bf16_master_weights_and_grads": Key(FLAG, _no_fp32_master),
+    "bf16_optimizer_states": Key(FLAG, _bf16_states),
 }
 _AUTOCAST: Table = {
     "enabled": _enabled("precision.autocast: true"),
-    "dtype": Key(FORMAT, lambda work, key, value: work.honour(key, value, f"precision.compute: {compute(work)}")),
-    "lower_precision_safe_modules": unneeded(
-        TEXTS, "it says whose gradients are summed in the low format, and here all are summed in `precision.reduce`"
+    "dtype": Key(
+        DTYPE, lambda settings, key, value: settings.honoured(key, value, f"precision.compute: {compute(settings)}")
+    ),
+    "lower_precision_safe_modules": Key(
+        TEXTS,
+        unneeded(
+            "it lists modules whose gradients are reduced in 16 bits, and here all are reduced in `precision.reduce`"
+        ),
     ),
 }
 
 
 def _mode(name: str, table: Table) -> Key:
-    def act(work: Work, key: str, value: Any) -> None:
-        open_ = value.get("enabled") == "auto"
-        why = f"`{name}` is left open" if open_ else f"`{name}` is off"
-        off_table = {**dormant(table, why), "enabled": Key(FLAG, lambda w, k, v: w.honour(k, v, "off"), OPEN)}
-        work.walk(key, value, table if work.on(f"{name}.enabled") else off_table)
+    def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+        why = f"`{name}` is left open" if value.get("enabled") == "auto" else f"`{name}` is off"
+        table_if_off = {**all_unneeded(table, why), "enabled": Key(FLAG, honoured("off"), OPEN)}
+        settings.read(value, table if settings.is_on(f"{name}.enabled") else table_if_off, key)
 
-    return Key(SECTION, act)
-
-
-def _sums(work: Work, key: str, value: Any) -> None:
-    work.map(key, value, f"precision.reduce: {_reduce(work)[0]} (sums over micro-batches and ranks have one format)")
+    return Key(SECTION, read)
 
 
-def _reduce(work: Work) -> tuple[str, str]:
-    """The format that gradients are summed in, the widest that is asked for, and the key that asks for it."""
-    asked = {key: named_format(work.look(key)) for key in ("communication_data_type", "data_types.grad_accum_dtype")}
-    if work.on("fp32_allreduce"):
-        asked["fp32_allreduce"] = "fp32"
-    given = {key: found for key, found in asked.items() if found}
-    for key, found in given.items():
-        if found == "fp32":
-            return found, key
+def _reduce_format(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+    settings.mapped(
+        key,
+        value,
+        f"precision.reduce: {_reduce(settings)[0]} (one format for accumulation and for the reduction over ranks)",
+    )
+
+
+def _reduce(settings: DeepSpeedSettings) -> tuple[str, str]:
+    """Return the format that gradients are reduced in, the widest of those given, and the key that gives it."""
+    by_key = {
+        key: dtype_name(settings.given(key)) for key in ("communication_data_type", "data_types.grad_accum_dtype")
+    }
+    if settings.is_on("fp32_allreduce"):
+        by_key["fp32_allreduce"] = "fp32"
+    given = {key: dtype for key, dtype in by_key.items() if dtype}
     if given:
-        key = next(iter(given))
+        key = next((key for key, dtype in given.items() if dtype == "fp32"), next(iter(given)))
         return given[key], key
-    low = mode(work) in ("fp16", "bf16")
-    return (compute(work) if low else "fp32"), f"{mode(work)}.enabled"
+    dtype = compute(settings) if mode(settings) in ("fp16", "bf16") else "fp32"
+    return dtype, f"{mode(settings)}.enabled"
 
 
-def _parameters(work: Work, key: str, value: Any) -> None:
-    if named_format(value) != compute(work):
-        message = f"{value}, but `{mode(work) or 'fp16 and bf16'}` makes it {compute(work)}"
-        work.wrong(key, message, "Leave it out, or switch on the section of that format.")
+def _param_dtype(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+    if dtype_name(value) != compute(settings):
+        message = f"{value}, but `{mode(settings) or 'fp16 and bf16'}` makes it {compute(settings)}"
+        settings.wrong(key, message, "Leave it out, or switch on the section of that format.")
     else:
-        work.honour(key, value, f"precision.compute: {compute(work)}")
+        settings.honoured(key, value, f"precision.compute: {compute(settings)}")
 
 
-def _buffers(work: Work, key: str, value: str) -> None:
-    work.refuse(key, value, "buffers keep the format that the model gives them: leave it out")
-
-
-_KEPT = "names of modules cannot be kept in fp32; batch norm always is. Write the casts in the model"
+_FP32_MODULES = (
+    "single modules cannot be kept in fp32, except batch norm, which always is: write the casts in the model"
+)
 _DATA_TYPES: Table = {
-    "grad_accum_dtype": Key(FORMAT, _sums),
-    "param_dtype": Key(FORMAT, _parameters),
-    "buffer_dtype": Key(FORMAT, _buffers),
+    "grad_accum_dtype": Key(DTYPE, _reduce_format),
+    "param_dtype": Key(DTYPE, _param_dtype),
+    "buffer_dtype": Key(DTYPE, refused("buffers keep the format that the model gives them: leave it out")),
     "keep_in_fp32_modules": Key(
         either(one_of("auto"), TEXTS),
-        lambda w, k, v: w.leave(k, v, "batch norm is kept in fp32") if v == "auto" or not v else w.refuse(k, v, _KEPT),
-        knows_auto=True,
+        refused_unless(_FP32_MODULES, "auto", [], (), why="batch norm is kept in fp32"),
+        auto_is_a_value=True,
     ),
 }
+
+
+def _fp32_allreduce(settings: DeepSpeedSettings, key: str, value: bool) -> None:
+    if value:
+        settings.mapped(key, value, "precision.reduce: fp32")
+    else:
+        settings.unneeded(key, value, "gradients are summed in the format of the other keys")
+
 
 PRECISION_TABLE: Table = {
     "fp16": _mode("fp16", FP16),
     "bf16": _mode("bf16", _BF16),
     "torch_autocast": _mode("torch_autocast", _AUTOCAST),
     "amp": _mode("amp", APEX_TABLE),
-    "communication_data_type": Key(one_of("fp32", "fp16", "bf16"), _sums),
-    "fp32_allreduce": Key(
-        FLAG,
-        lambda w, k, v: w.map(k, v, "precision.reduce: fp32") if v else w.leave(k, v, "sums are as the format says"),
-    ),
-    "data_types": group(_DATA_TYPES),
+    "communication_data_type": Key(one_of("fp32", "fp16", "bf16"), _reduce_format),
+    "fp32_allreduce": Key(FLAG, _fp32_allreduce),
+    "data_types": section(_DATA_TYPES),
 }
 
 
-def finish(work: Work) -> None:
-    """Write the section, once all that has a say in it is known."""
-    if _contradicts_itself(work):
+def finish(settings: DeepSpeedSettings) -> None:
+    """Set the section, once every key that decides it has been read."""
+    if _contradicts_itself(settings):
         return
-    found, format_ = mode(work), compute(work)
-    if format_ != "fp32":
-        work.put("precision.compute", format_, f"{found}.enabled")
-    reduce, source = _reduce(work)
+    section, dtype = mode(settings), compute(settings)
+    if dtype != "fp32":
+        settings.set("precision.compute", dtype, f"{section}.enabled")
+    reduce, source = _reduce(settings)
     if reduce != "fp32":
-        work.put("precision.reduce", reduce, source)
-        if source == f"{found}.enabled":
-            work.imply("communication_data_type", f"precision.reduce: {reduce}, the format of the gradients")
-    if found in ("fp16", "bf16"):
-        if not work.on("torch_autocast.enabled"):
-            work.put("precision.autocast", False, f"{found}.enabled")
-        if "precision.cast_inputs" not in work.sources:
-            work.put("precision.cast_inputs", False, f"{found}.enabled")
-    if found == "amp" and format_ == "fp16":
-        finish_apex(work)
+        settings.set("precision.reduce", reduce, source)
+        if source == f"{section}.enabled":
+            settings.implied("communication_data_type", f"precision.reduce: {reduce}, the format of the gradients")
+    if section in ("fp16", "bf16"):
+        if not settings.is_on("torch_autocast.enabled"):
+            settings.set("precision.autocast", False, f"{section}.enabled")
+        if "precision.cast_inputs" not in settings.sources:
+            settings.set("precision.cast_inputs", False, f"{section}.enabled")
+    if section == "amp" and dtype == "fp16":
+        finish_apex(settings)
 
 
-def _contradicts_itself(work: Work) -> bool:
-    """One format is computed in; autocast may stand on top of the same."""
-    modes = [f"{name}.enabled" for name in ("fp16", "bf16", "amp") if work.on(f"{name}.enabled")]
+def _contradicts_itself(settings: DeepSpeedSettings) -> bool:
+    """Record sections that contradict each other; autocast may be combined with the section of its own format."""
+    modes = [f"{name}.enabled" for name in ("fp16", "bf16", "amp") if settings.is_on(f"{name}.enabled")]
     if len(modes) > 1:
-        work.wrong(modes[0], f"true, and so {'is' if len(modes) == 2 else 'are'} `{listed(modes[1:])}`", "Keep one.")
-        return True
-    if not work.on("torch_autocast.enabled"):
-        return False
-    key, asked = "torch_autocast.dtype", work.look("torch_autocast.dtype")
-    if asked is None:
-        work.wrong(
-            key, "there is none: torch would take fp16 on CUDA and bf16 on a CPU", "Write `bfloat16` or `float16`."
+        settings.wrong(
+            modes[0], f"true, and so {'is' if len(modes) == 2 else 'are'} `{listed(modes[1:])}`", "Keep one."
         )
-    elif modes and named_format(asked) != compute(work):
-        work.wrong(key, f"{asked}, but `{modes[0]}` asks for {compute(work)}", "Write the same in both, or keep one.")
+        return True
+    if not settings.is_on("torch_autocast.enabled"):
+        return False
+    key, dtype = "torch_autocast.dtype", settings.given("torch_autocast.dtype")
+    if dtype is None:
+        settings.wrong(
+            key, "it is absent: torch would take fp16 on CUDA and bf16 on a CPU", "Write `bfloat16` or `float16`."
+        )
+    elif modes and dtype_name(dtype) != compute(settings):
+        settings.wrong(
+            key, f"{dtype}, but `{modes[0]}` asks for {compute(settings)}", "Write the same in both, or keep one."
+        )
     else:
         return False
     return True

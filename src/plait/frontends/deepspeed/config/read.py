@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as people hand it over: a file, a mapping, or base64."""
+"""Reads a DeepSpeed configuration in each of its forms: a file, a mapping, or base64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from plait.config import SUFFIXES, load_jsonc, read, show, text_of
 from plait.errors import ConfigError, Problem
 
-# The part of Hjson that configurations make use of: DeepSpeed reads its files with it.
+# DeepSpeed reads its files as Hjson. This is the part of it that configurations use.
 #
 # A line's end stands for a comma, a key needs no quotes, `#` starts a comment, and the outermost braces may be missing.
 
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|
 
 
 def load(text: str) -> Any:
-    """The value that `text` holds. Raises `json.JSONDecodeError` where it is not even that."""
+    """Return the value that `text` holds; raises `json.JSONDecodeError` for anything else."""
     pieces: list[str] = []
     before, gap, end = "", "", 0
     for match in _TOKEN.finditer(text):
@@ -34,7 +34,7 @@ def load(text: str) -> Any:
         if token.startswith(("//", "#", "/*")):
             gap += re.sub(r"[^\n]", " ", token)
             continue
-        if _ends(before) and _begins(token) and "\n" in gap:
+        if _is_end(before) and _is_start(token) and "\n" in gap:
             gap = "," + gap
         if re.fullmatch(r"[A-Za-z_]\w*", token) and re.match(r"\s*:", text[end:]):
             token = f'"{token}"'
@@ -44,18 +44,18 @@ def load(text: str) -> Any:
     return load_jsonc(f"{{{plain}}}" if _KEY_FIRST.match(plain) else plain)
 
 
-def _ends(token: str) -> bool:
+def _is_end(token: str) -> bool:
     """Whether a value, or a key, may end with this."""
     return token not in ("", "{", "[", ",", ":")
 
 
-def _begins(token: str) -> bool:
+def _is_start(token: str) -> bool:
     """Whether a value, or a key, may begin with this."""
     return token not in ("}", "]", ",", ":")
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The keys and values, unchecked. A file may have comments; a text that names none is taken for base64."""
+    """Return the keys and values, unchecked. A file may have comments; a text that names no file is read as base64."""
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, str) and not _is_path(config):
@@ -71,18 +71,18 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         try:
             return _mapping(str(path), load(path.read_text(encoding="utf-8-sig")))
         except ValueError:
-            pass  # the first message shows the place
+            pass  # the first message has the line
         raise
 
 
 def _is_path(text: str) -> bool:
-    """A file that is there, or a name that reads like one."""
+    """Whether a text names a file that exists, or has the ending of one."""
     if Path(text).suffix.lower() in SUFFIXES:
         return True
     try:
         return Path(text).is_file()
     except (OSError, ValueError):
-        return False  # far too long for a name
+        return False  # too long for the name of a file
 
 
 def _decoded(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""From a DeepSpeed configuration to a run description, with nothing dropped on the way."""
+"""From a DeepSpeed configuration to a run description, with an outcome for every key."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Any
 from plait.config import RunConfig, parse, show, violations
 from plait.errors import ConfigError, Problem
 from plait.frontends import KeyOutcome, Translation
-from plait.frontends.deepspeed.config import optimizer, precision, zero
-from plait.frontends.deepspeed.config import sections as batch
-from plait.frontends.deepspeed.config import sections as checkpoints
-from plait.frontends.deepspeed.config import sections as compiling
-from plait.frontends.deepspeed.config import sections as monitors
-from plait.frontends.deepspeed.config import sections as others
-from plait.frontends.deepspeed.config import sections as parallel
-from plait.frontends.deepspeed.config import sections as removed
+from plait.frontends.deepspeed.config import optimizer, precision, sections, zero
+from plait.frontends.deepspeed.config.keys import AUTO, SECTION, DeepSpeedSettings, Key, Table
 from plait.frontends.deepspeed.config.read import read_config
-from plait.frontends.deepspeed.config.work import AUTO, SECTION, Key, Table, Work
 
 if TYPE_CHECKING:
     from plait.tune import Translated
@@ -53,29 +46,29 @@ def _single(value: Any) -> bool:
     return not isinstance(value, list | Mapping) and not (isinstance(value, float) and not math.isfinite(value))
 
 
-def _autotuning(work: Work, key: str, section: Mapping[str, Any]) -> None:
+def _autotuning(settings: DeepSpeedSettings, key: str, section: Mapping[str, Any]) -> None:
     from plait.tune import translate_autotuning
 
     if not section:
-        work.leave(key, section, "an empty section says nothing")
+        settings.unneeded(key, section, "an empty section says nothing")
     several = [name for name, value in section.items() if name not in _SECTIONS and not _single(value)]
     for name in several:
         message = f"{show(section[name])} is no single value"
-        work.wrong(f"{key}.{name}", message, "Write a number, a word, true or false.")
+        settings.wrong(f"{key}.{name}", message, "Write a number, a word, true or false.")
     if several:
         return
     try:
         found = translate_autotuning(_said(section))
     except ConfigError as error:
-        work.problems += error.problems
+        settings.problems += error.problems
         return
-    answers = {"honoured": work.honour, "mapped": work.map, "without meaning": work.leave}
+    record = {"honoured": settings.honoured, "mapped": settings.mapped, "without meaning": settings.unneeded}
     for entry in found.account:
         tune = " (of `plait tune`)" if entry.fate != "without meaning" else ""
-        answers[entry.fate](f"{key}.{entry.key}", section[entry.key], f"{entry.words}{tune}")
+        record[entry.fate](f"{key}.{entry.key}", section[entry.key], f"{entry.words}{tune}")
     for name, value in section.items():
         if _is_open(value):
-            work.map(f"{key}.{name}", value, "left open: the default of `plait tune`")
+            settings.mapped(f"{key}.{name}", value, "left open: the default of `plait tune`")
 
 
 AUTOTUNING_TABLE: Table = {"autotuning": Key(SECTION, _autotuning)}
@@ -90,61 +83,62 @@ def translate(
     world_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """The run description that a DeepSpeed configuration asks for, and the outcome of each of its keys.
+    """Return the run description that a DeepSpeed configuration asks for, and the outcome of each of its keys.
 
     `config` is a file (JSON, comments allowed), a mapping, or base64. With `world_size`, the number of processes, the
     batch sizes are checked against it. `auto` has values for dotted keys that are left open with `"auto"`.
 
     A key that DeepSpeed never had, a value of the wrong type and two keys that contradict each other are a
-    `ConfigError`, with all of them at once. A key that cannot be had is `refused` in the report, and not an error here:
-    `report.raise_refusals()` makes it one.
+    `ConfigError`, with all of them at once. A key that is not supported is `refused` in the report, which is not an
+    error until the caller calls `report.raise_refusals()`.
     """
     given = _filled(read_config(config), auto or {})
-    today, old_names, problems = removed.renamed(given)
-    work = Work(today, world_size, HOMES, HINTS, problems=problems)
-    if not SECTION.has(today):
-        raise ConfigError(Problem("config", "a key is no text", "Write keys as texts."))
-    work.walk("", today, TOP_TABLE)
-    optimizer.clip_by_default(work)
-    precision.finish(work)
-    batch.check(work)
-    if not work.problems:
-        work.problems += _wrong_with(work)
-    if work.problems:
-        raise ConfigError([_named(problem, old_names) for problem in work.problems])
-    _finish_account(work, old_names)
-    order = [name for name in RunConfig.model_fields if name in work.sections]
-    return Translation({name: work.sections[name] for name in order}, work.report)
+    today, old_names, problems = sections.renamed(given)
+    settings = DeepSpeedSettings(today, HOMES, HINTS)
+    settings.problems += problems
+    if not SECTION.accepts(today):
+        raise ConfigError(Problem("config", "a key is not a text", "Write keys as texts."))
+    settings.read(today, TOP_TABLE)
+    optimizer.clip_by_default(settings)
+    precision.finish(settings)
+    sections.check_batch_sizes(settings, world_size)
+    if not settings.problems:
+        settings.problems += _schema_problems(settings)
+    if settings.problems:
+        raise ConfigError([_under_old_name(problem, old_names) for problem in settings.problems])
+    _finish_report(settings, old_names)
+    order = [name for name in RunConfig.model_fields if name in settings.sections]
+    return Translation({name: settings.sections[name] for name in order}, settings.report)
 
 
 TOP_TABLE: Table = {
-    **batch.BATCH_TABLE,
+    **sections.BATCH_TABLE,
     **optimizer.OPTIMIZER_TABLE,
     **optimizer.SCHEDULER_TABLE,
     **precision.PRECISION_TABLE,
     **zero.ZERO_TABLE,
-    **parallel.PARALLEL_TABLE,
+    **sections.PARALLEL_TABLE,
     **optimizer.GRADIENTS_TABLE,
-    **checkpoints.CHECKPOINTS_TABLE,
-    **compiling.COMPILING_TABLE,
-    **monitors.MONITORS_TABLE,
-    **others.OTHERS_TABLE,
-    **removed.REMOVED_TABLE,
+    **sections.CHECKPOINTS_TABLE,
+    **sections.COMPILING_TABLE,
+    **sections.MONITORS_TABLE,
+    **sections.OTHERS_TABLE,
+    **sections.REMOVED_TABLE,
     **AUTOTUNING_TABLE,
 }
-"""Every top-level key that DeepSpeed has or had, and what becomes of it."""
+"""Every top-level key that DeepSpeed has or had."""
 
-KEYS = frozenset([*TOP_TABLE, *removed.OLD_NAMES])
-"""The names of them, old ones included."""
+KEYS = frozenset([*TOP_TABLE, *sections.OLD_NAMES])
+"""The names of top-level keys, old ones included."""
 
 HOMES = {
     **{name: "fp16" for name in precision.FP16 if name != "enabled"},
-    **dict.fromkeys(others.ACTIVATIONS, "activation_checkpointing"),
+    **dict.fromkeys(sections.ACTIVATIONS, "activation_checkpointing"),
     **dict.fromkeys(zero.STAGES, "zero_optimization"),
     **dict.fromkeys(("lr", "betas", "eps", "weight_decay", "momentum"), "optimizer.params"),
     **dict.fromkeys((name for table in optimizer.SCHEDULER_TYPES.values() for name in table), "scheduler.params"),
 }
-"""Where a key belongs that is often written one level too high or too low."""
+"""The section of keys that are often written one level too high or too low."""
 
 _CLIPPING = "Write `gradient_clipping`."
 _RATE = "Write `optimizer.params.lr`."
@@ -158,57 +152,57 @@ HINTS = {
     "precision": 'Write `"bf16": {"enabled": true}`.',
     "warmup_steps": "Write `scheduler.params.warmup_num_steps`.",
     "zero_stage": "Write `zero_optimization.stage`.",
-    "local_rank": "Leave it out: the launcher says it.",
+    "local_rank": "Leave it out: the launcher sets it.",
 }
-"""Words that are another framework's."""
+"""Remedies for the words of other frameworks."""
 
 
 def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the configuration with the values for what it leaves open."""
+    """Return a copy of the configuration with the values for the keys that it leaves open."""
     filled: dict[str, Any] = _copied(config)
     for path, value in auto.items():
-        *sections, last = path.split(".")
-        place: Any = filled
-        for name in sections:
-            place = place.get(name) if isinstance(place, dict) else None
-        if isinstance(place, dict) and place.get(last) == AUTO:
-            place[last] = value
+        *names, last = path.split(".")
+        section: Any = filled
+        for name in names:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(last) == AUTO:
+            section[last] = value
     return filled
 
 
 def _copied(value: Any) -> Any:
-    """Sections copied, values not: some are objects of the script's own. `"true"` is true, to DeepSpeed too."""
+    """Copy sections, not values: some are objects of the script's own. `"true"` is true, as in DeepSpeed."""
     if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
+        return {name: _copied(item) for name, item in value.items()}
     return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _wrong_with(work: Work) -> list[Problem]:
-    """What Plait's own schema and rules say about the result, told in DeepSpeed's words."""
+def _schema_problems(settings: DeepSpeedSettings) -> list[Problem]:
+    """Return the problems that Plait's own schema and rules find in the result, under DeepSpeed's keys."""
     try:
-        found = violations(parse(work.sections).config, has_val=False, require_length=False)
+        problems = violations(parse(settings.sections).config, has_val=False, require_length=False)
     except ConfigError as error:
-        found = list(error.problems)
-    return [_retold(work, problem) for problem in found]
+        problems = list(error.problems)
+    return [_under_deepspeed_key(settings, problem) for problem in problems]
 
 
-def _retold(work: Work, problem: Problem) -> Problem:
-    """The same about the DeepSpeed key behind a key of the run description."""
-    path = problem.path
-    behind = [each for each in work.sources if f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.")]
-    if not behind:
-        return problem
-    return Problem(work.sources[behind[0]], f"{problem.message} (it becomes `{path}`)", problem.remedy)
+def _under_deepspeed_key(settings: DeepSpeedSettings, problem: Problem) -> Problem:
+    """Return the problem under the DeepSpeed key that its key of the run description came from, if there is one."""
+    path = f"{problem.path}."
+    for setting, source in settings.sources.items():
+        if path.startswith(f"{setting}.") or f"{setting}.".startswith(path):
+            return Problem(source, f"{problem.message} (it becomes `{problem.path}`)", problem.remedy)
+    return problem
 
 
-def _named(problem: Problem, old_names: Mapping[str, str]) -> Problem:
+def _under_old_name(problem: Problem, old_names: Mapping[str, str]) -> Problem:
     first, dot, rest = problem.path.partition(".")
     return replace(problem, path=f"{old_names.get(first, first)}{dot}{rest}")
 
 
-def _finish_account(work: Work, old_names: Mapping[str, str]) -> None:
-    """Old names as they were written, and no secret shown."""
-    for index, entry in enumerate(work.report.entries):
+def _finish_report(settings: DeepSpeedSettings, old_names: Mapping[str, str]) -> None:
+    """Report old names as they were written, and no secrets."""
+    for index, entry in enumerate(settings.report.entries):
         first, dot, rest = entry.key.partition(".")
         if first in old_names:
             outcome = KeyOutcome.MAPPED if entry.outcome is KeyOutcome.HONOURED else entry.outcome
@@ -216,4 +210,4 @@ def _finish_account(work: Work, old_names: Mapping[str, str]) -> None:
             entry = replace(entry, key=f"{old_names[first]}{dot}{rest}", outcome=outcome, text=text)
         if isinstance(entry.value, Mapping) and any(name in entry.value for name in _SECRETS):
             entry = replace(entry, value={k: "…" if k in _SECRETS else v for k, v in entry.value.items()})
-        work.report.entries[index] = entry
+        settings.report.entries[index] = entry

@@ -1,4 +1,4 @@
-"""`zero_optimization`: the stage is honoured; how DeepSpeed moves bytes around is left to `fully_shard`."""
+"""`zero_optimization`: the stage and offload are honoured; buckets and communication are left to `fully_shard`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from plait.config import show
-from plait.frontends.deepspeed.config.work import (
+from plait.frontends import refused, refused_unless, unneeded
+from plait.frontends.deepspeed.config.keys import (
     ANY,
     FLAG,
     PATH,
@@ -15,18 +16,14 @@ from plait.frontends.deepspeed.config.work import (
     SIZE,
     TEXT_OR_TEXTS,
     WHOLE,
+    DeepSpeedSettings,
     Key,
     Table,
-    ValueKind,
-    Work,
     either,
-    group,
-    off,
     one_of,
-    only,
-    refused,
-    to,
-    unneeded,
+    refused_if_on,
+    section,
+    setting,
 )
 
 # Offload and ZeRO-Infinity: `offload_optimizer`, `offload_param`, their old names, and `aio`.
@@ -36,211 +33,210 @@ _ZERO = "zero_optimization"
 _BUFFERS = "buffers are sized by `strategy.offload.bucket_mb` and `budget_gib`"
 _PINNED = "host memory is page-locked wherever the device can use it"
 _OVERLAP_COPIES = "reading, writing and updating always overlap"
-_PIECES = "which pieces a file is read in is up to the file layer: requests are aligned, several in flight"
+_IO_REQUESTS = "the file layer chooses its requests itself: aligned, several in flight"
 
 
-def tier(work: Work, what: str) -> str:
-    """Where the `optimizer` or the `param`eters of this run are to live: none, cpu or nvme."""
-    device = work.look(f"{_ZERO}.offload_{what}.device")
-    old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]
-    plural = what == "param" and work.on(f"{_ZERO}.cpu_offload_params")
-    if device is None and (work.on(f"{_ZERO}.{old}") or plural):
+def offload_device(settings: DeepSpeedSettings, role: str) -> str:
+    """Return where the states of `optimizer` or `param` are offloaded to: none, cpu or nvme."""
+    device = settings.given(f"{_ZERO}.offload_{role}.device")
+    old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[role]
+    plural = role == "param" and settings.is_on(f"{_ZERO}.cpu_offload_params")
+    if device is None and (settings.is_on(f"{_ZERO}.{old}") or plural):
         return "cpu"
     return str(device).lower() if device is not None else "none"
 
 
-def _parameters_move(work: Work) -> bool:
-    """Only stage 3 has parameters that are not in use."""
-    return tier(work, "param") != "none" and work.look(f"{_ZERO}.stage") == 3
+def _offloads_params(settings: DeepSpeedSettings) -> bool:
+    """Whether parameters are offloaded: only stage 3 has some that are not in use."""
+    return offload_device(settings, "param") != "none" and settings.given(f"{_ZERO}.stage") == 3
 
 
-def _device(what: str, path: str) -> Key:
-    def act(work: Work, key: str, value: str) -> None:
-        word = value.lower()
-        if word == "none":
-            work.leave(key, value, "nothing is offloaded")
-        elif what == "param" and not _parameters_move(work):
-            work.leave(key, value, "below stage 3 weights stay on the device, in DeepSpeed too")
+def _device(role: str, path: str) -> Key:
+    def read(settings: DeepSpeedSettings, key: str, value: str) -> None:
+        device = value.lower()
+        if device == "none":
+            settings.unneeded(key, value, "nothing is offloaded")
+        elif role == "param" and not _offloads_params(settings):
+            settings.unneeded(key, value, "below stage 3 weights stay on the device, in DeepSpeed too")
         else:
-            work.put(path, word, key)
-            work.honour(key, value, f"{path}: {word}")
+            settings.set(path, device, key)
+            settings.honoured(key, value, f"{path}: {device}")
 
-    return Key(one_of("none", "cpu", "nvme"), act)
+    return Key(one_of("none", "cpu", "nvme"), read)
 
 
-def _old_switch(what: str, path: str) -> Key:
+def _old_switch(role: str, path: str) -> Key:
     """`cpu_offload: true` came before `offload_optimizer: {device: cpu}`."""
 
-    def act(work: Work, key: str, value: bool) -> None:
-        new = f"{_ZERO}.offload_{what}"
-        if work.look(new) is not None:
-            work.wrong(key, f"{show(value)} is the old form of `{new}`, which is there too", "Leave out the old one.")
+    def read(settings: DeepSpeedSettings, key: str, value: bool) -> None:
+        new = f"{_ZERO}.offload_{role}"
+        if settings.given(new) is not None:
+            settings.wrong(
+                key, f"{show(value)} is the old form of `{new}`, which is given too", "Leave out the old one."
+            )
         elif not value:
-            work.leave(key, value, "nothing is offloaded")
-        elif what == "param" and not _parameters_move(work):
-            work.leave(key, value, "below stage 3 weights stay on the device, in DeepSpeed too")
+            settings.unneeded(key, value, "nothing is offloaded")
+        elif role == "param" and not _offloads_params(settings):
+            settings.unneeded(key, value, "below stage 3 weights stay on the device, in DeepSpeed too")
         else:
-            work.put(path, "cpu", key)
-            work.map(key, value, f"{path}: cpu (the old form of `{new}`)")
+            settings.set(path, "cpu", key)
+            settings.mapped(key, value, f"{path}: cpu (the old form of `{new}`)")
 
-    return Key(FLAG, act)
+    return Key(FLAG, read)
 
 
-def _path(what: str) -> Key:
-    def act(work: Work, key: str, value: Any) -> None:
-        if tier(work, what) != "nvme" or (what == "param" and not _parameters_move(work)):
-            work.leave(key, value, "the device is not nvme")
+def _path(role: str) -> Key:
+    def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+        if offload_device(settings, role) != "nvme" or (role == "param" and not _offloads_params(settings)):
+            settings.unneeded(key, value, "the device is not nvme")
             return
         value = os.fspath(value)
         path = "strategy.offload.path"
-        before = work.sources.get(path)
-        if before is not None and work.sections["strategy"]["offload"]["path"] != value:
-            message = f"{value!r}, but `{before}` is {os.fspath(work.look(before))!r}"
-            work.wrong(key, message, "Write one folder: all files of a run lie in one.")
+        before = settings.sources.get(path)
+        if before is not None and settings.sections["strategy"]["offload"]["path"] != value:
+            message = f"{value!r}, but `{before}` is {os.fspath(settings.given(before))!r}"
+            settings.wrong(key, message, "Write one folder: all files of a run are in one.")
             return
-        work.put(path, value, key)
-        work.honour(key, value, f"{path}: {value}")
+        settings.set(path, value, key)
+        settings.honoured(key, value, f"{path}: {value}")
 
-    return Key(PATH, act)
+    return Key(PATH, read)
 
 
-def _ratio(work: Work, key: str, value: float) -> None:
-    if tier(work, "optimizer") == "none":
-        work.leave(key, value, "nothing is offloaded")
-    elif _parameters_move(work):
-        work.leave(key, value, "the weights live on the host, and so does their update")
+def _ratio(settings: DeepSpeedSettings, key: str, value: float) -> None:
+    if offload_device(settings, "optimizer") == "none":
+        settings.unneeded(key, value, "nothing is offloaded")
+    elif _offloads_params(settings):
+        settings.unneeded(key, value, "the weights live on the host, and so does their update")
     elif value == 1:
-        work.honour(key, value, "all of the update is offloaded")
+        settings.honoured(key, value, "all of the update is offloaded")
     elif value == 0:
-        work.wrong(key, "0 offloads nothing, but `device` asks for it", "Write `device: none`, or more than 0.")
+        settings.wrong(key, "0 offloads nothing, but `device` asks for it", "Write `device: none`, or more than 0.")
     else:
-        work.put("strategy.offload.ratio", round(1 - value, 9), key)
-        work.honour(key, value, f"strategy.offload.ratio: {1 - value:g} (the share that stays on the device)")
+        settings.set("strategy.offload.ratio", round(1 - value, 9), key)
+        settings.honoured(key, value, f"strategy.offload.ratio: {1 - value:g} (the share that stays on the device)")
 
 
-def limit(path: str, kind: ValueKind, why: str) -> Key:
+def _offload_limit(path: str, why: str) -> Key:
     """A limit of weights that are offloaded; where none are, there is nothing that it could limit."""
-    there = to(f"strategy.offload.{path}", kind)
+    limit = setting(f"strategy.offload.{path}", SIZE)
 
-    def act(work: Work, key: str, value: Any) -> None:
-        if _parameters_move(work) and value > 0:
-            there.act(work, key, value)
+    def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+        if _offloads_params(settings) and value > 0:
+            limit(settings, key, value)
         else:
-            work.leave(key, value, why)
+            settings.unneeded(key, value, why)
 
-    return Key(kind, act)
+    return Key(SIZE, read)
 
 
 _OPTIMIZER: Table = {
     "device": _device("optimizer", "strategy.offload.optimizer"),
     "nvme_path": _path("optimizer"),
     "ratio": Key(SHARE, _ratio),
-    "buffer_count": unneeded(SIZE, _BUFFERS),
-    "pin_memory": unneeded(FLAG, _PINNED),
-    "pipeline_read": unneeded(FLAG, _OVERLAP_COPIES),
-    "pipeline_write": unneeded(FLAG, _OVERLAP_COPIES),
-    "pipeline": unneeded(FLAG, _OVERLAP_COPIES),
-    "fast_init": unneeded(FLAG, "files are written once, as they are first needed"),
-    "super_offload": unneeded(FLAG, "updates start as soon as gradients are there, on any machine"),
-    "cpuadam_cores_perc": unneeded(SHARE, "torch's threads are used as they are set"),
+    "buffer_count": Key(SIZE, unneeded(_BUFFERS)),
+    "pin_memory": Key(FLAG, unneeded(_PINNED)),
+    "pipeline_read": Key(FLAG, unneeded(_OVERLAP_COPIES)),
+    "pipeline_write": Key(FLAG, unneeded(_OVERLAP_COPIES)),
+    "pipeline": Key(FLAG, unneeded(_OVERLAP_COPIES)),
+    "fast_init": Key(FLAG, unneeded("files are written once, as they are first needed")),
+    "super_offload": Key(FLAG, unneeded("updates start as soon as gradients are there, on any machine")),
+    "cpuadam_cores_perc": Key(SHARE, unneeded("torch's threads are used as they are set")),
 }
 _PARAM: Table = {
     "device": _device("param", "strategy.offload.params"),
     "nvme_path": _path("param"),
-    "max_in_cpu": unneeded(SIZE, "`stage3_max_live_parameters` limits what is in memory of weights in files"),
-    "buffer_count": unneeded(SIZE, _BUFFERS),
-    "buffer_size": unneeded(SIZE, _BUFFERS),
-    "pin_memory": unneeded(FLAG, _PINNED),
+    "max_in_cpu": Key(SIZE, unneeded("`stage3_max_live_parameters` limits what is in memory of weights in files")),
+    "buffer_count": Key(SIZE, unneeded(_BUFFERS)),
+    "buffer_size": Key(SIZE, unneeded(_BUFFERS)),
+    "pin_memory": Key(FLAG, unneeded(_PINNED)),
 }
-
-
-def _section(table: Table) -> Key:
-    return Key(SECTION, lambda work, key, value: work.walk(key, value, table))
 
 
 OFFLOAD_TABLE: Table = {
-    "offload_optimizer": _section(_OPTIMIZER),
-    "offload_param": _section(_PARAM),
+    "offload_optimizer": section(_OPTIMIZER),
+    "offload_param": section(_PARAM),
     "cpu_offload": _old_switch("optimizer", "strategy.offload.optimizer"),
     "cpu_offload_param": _old_switch("param", "strategy.offload.params"),
     "cpu_offload_params": _old_switch("param", "strategy.offload.params"),
-    "cpu_offload_use_pin_memory": unneeded(FLAG, _PINNED),
+    "cpu_offload_use_pin_memory": Key(FLAG, unneeded(_PINNED)),
 }
 
 AIO: Table = {
-    "block_size": unneeded(SIZE, _PIECES),
-    "queue_depth": unneeded(SIZE, _PIECES),
-    "thread_count": unneeded(SIZE, _PIECES),
-    "intra_op_parallelism": unneeded(SIZE, _PIECES),
-    "single_submit": unneeded(FLAG, _PIECES),
-    "overlap_events": unneeded(FLAG, _PIECES),
-    "use_gds": unneeded(ANY, "files pass through host memory; the result is the same"),
+    "block_size": Key(SIZE, unneeded(_IO_REQUESTS)),
+    "queue_depth": Key(SIZE, unneeded(_IO_REQUESTS)),
+    "thread_count": Key(SIZE, unneeded(_IO_REQUESTS)),
+    "intra_op_parallelism": Key(SIZE, unneeded(_IO_REQUESTS)),
+    "single_submit": Key(FLAG, unneeded(_IO_REQUESTS)),
+    "overlap_events": Key(FLAG, unneeded(_IO_REQUESTS)),
+    "use_gds": Key(ANY, unneeded("files pass through host memory; the result is the same")),
 }
 
 
-def finish(work: Work) -> None:
-    """Weights that are offloaded take the optimizer with them, for it updates them where they are."""
+def _offload_optimizer_with_params(settings: DeepSpeedSettings) -> None:
+    """Offload the optimizer too where weights are: it updates them where they are."""
     path = "strategy.offload.optimizer"
-    if "strategy.offload.params" in work.sources and path not in work.sources:
-        key, word = f"{_ZERO}.offload_optimizer", tier(work, "param")
-        work.put(path, word, key)
-        work.imply(key, f"{path}: {word} (weights are updated where they live)")
+    if "strategy.offload.params" in settings.sources and path not in settings.sources:
+        key, device = f"{_ZERO}.offload_optimizer", offload_device(settings, "param")
+        settings.set(path, device, key)
+        settings.implied(key, f"{path}: {device} (weights are updated where they are)")
 
 
 _BUCKETS = "collectives carry one block of the model each, so there is no bucket to size; the sums are the same"
-_GATHER = "how whole parameters are put together again; the values are the same"
-_LIVE = "at most two blocks are whole at a time, the one that runs and the next; a limit has nothing to cut"
-_OVERLAP = "gradients are reduced beside the backward pass in any case; the sums are the same"
+_GATHER = "how parameters are gathered; the values are the same"
+_LIVE = "at most two blocks are gathered at a time, the one that runs and the next"
+_OVERLAP = "gradient reduction always overlaps the backward pass; the sums are the same"
 _LAYOUT = "how gradients lie in memory is up to `fully_shard`; the sums are the same"
 _PREFETCH = "the next block is always gathered ahead; `strategy.forward_prefetch` gathers more"
-_SMALL = "small parameters travel with the block they belong to, so they cost no message of their own"
+_SMALL = "small parameters are gathered with their block, not by a collective of their own"
 _CHECKS = "messages and checks of DeepSpeed's own hooks"
-_QUANTIZED = "what travels between ranks is not quantized: leave it out"
-_GATHERED = "weights are put together whenever a whole model is saved or exported"
+_QUANTIZED = "communication is not quantized: leave it out"
+_GATHERED = "weights are gathered whenever a whole model is saved or exported"
 
 
-def stage(work: Work) -> int:
-    """The ZeRO stage that is asked for."""
-    value = work.look("zero_optimization")
+def _requested_stage(settings: DeepSpeedSettings) -> int:
+    value = settings.given("zero_optimization")
     if isinstance(value, bool):
         return int(value)
-    found = work.look("zero_optimization.stage")
-    return int(found) if SIZE.has(found) else 0
+    stage = settings.given("zero_optimization.stage")
+    return int(stage) if SIZE.accepts(stage) else 0
 
 
-def _stage(work: Work, key: str, value: Any) -> None:
+def _stage(settings: DeepSpeedSettings, key: str, value: Any) -> None:
     if value > 3:
-        work.wrong(key, f"{int(value)} is no stage", "Write 0, 1, 2 or 3.")
+        settings.wrong(key, f"{int(value)} is not a stage", "Write 0, 1, 2 or 3.")
         return
-    work.put("strategy.zero", int(value), key)
-    work.honour(key, value, f"strategy.zero: {int(value)}")
+    settings.set("strategy.zero", int(value), key)
+    settings.honoured(key, value, f"strategy.zero: {int(value)}")
 
 
-def _secondary(work: Work, key: str, value: Any) -> None:
-    """hpZ: parameters are whole within small groups between forward and backward."""
-    if value <= 1 or stage(work) != 3:
-        work.leave(key, value, "no second sharding" if value <= 1 else "only stage 3 shards parameters")
+def _hpz(settings: DeepSpeedSettings, key: str, value: Any) -> None:
+    """hpZ: between forward and backward, parameters are sharded within small groups alone."""
+    if value <= 1 or _requested_stage(settings) != 3:
+        settings.unneeded(key, value, "no secondary partition" if value <= 1 else "only stage 3 shards parameters")
         return
-    work.put("strategy.reshard_after_forward", int(value), key)
-    work.map(key, value, f"strategy.reshard_after_forward: {int(value)}")
+    settings.set("strategy.reshard_after_forward", int(value), key)
+    settings.mapped(key, value, f"strategy.reshard_after_forward: {int(value)}")
 
 
-def _mics(work: Work, key: str, value: Any) -> None:
+def _mics(settings: DeepSpeedSettings, key: str, value: Any) -> None:
     """MiCS shards within groups and copies between them: that is what HSDP is."""
     if value < 1:
-        work.leave(key, value, "it is off")
+        settings.unneeded(key, value, "it is off")
         return
-    work.put("strategy.layout.dp_shard", int(value), key)
-    work.map(key, value, f"strategy.layout.dp_shard: {int(value)} (shards within groups, copies between them)")
+    settings.set("strategy.layout.dp_shard", int(value), key)
+    settings.mapped(key, value, f"strategy.layout.dp_shard: {int(value)} (shards within groups, copies between them)")
 
 
 STAGES: Table = {
     "stage": Key(SIZE, _stage),
-    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "allgather_size"), unneeded(SIZE, _BUCKETS)),
-    **dict.fromkeys(("reduce_scatter", "use_multi_rank_bucket_allreduce", "overlap_comm"), unneeded(FLAG, _OVERLAP)),
+    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "allgather_size"), Key(SIZE, unneeded(_BUCKETS))),
+    **dict.fromkeys(
+        ("reduce_scatter", "use_multi_rank_bucket_allreduce", "overlap_comm"), Key(FLAG, unneeded(_OVERLAP))
+    ),
     **dict.fromkeys(
         ("contiguous_gradients", "contigious_gradients", "round_robin_gradients", "parameter_alignment"),
-        unneeded(FLAG, _LAYOUT),
+        Key(FLAG, unneeded(_LAYOUT)),
     ),
     **dict.fromkeys(
         (
@@ -250,10 +246,12 @@ STAGES: Table = {
             "stage3_allgather_sequential",
             "allgather_sequential",
         ),
-        unneeded(FLAG, _GATHER),
+        Key(FLAG, unneeded(_GATHER)),
     ),
-    **dict.fromkeys(("stage3_prefetch_bucket_size", "prefetch_bucket_size"), limit("prefetch_params", SIZE, _PREFETCH)),
-    **dict.fromkeys(("stage3_max_live_parameters", "max_live_parameters"), limit("live_params", SIZE, _LIVE)),
+    **dict.fromkeys(
+        ("stage3_prefetch_bucket_size", "prefetch_bucket_size"), _offload_limit("prefetch_params", _PREFETCH)
+    ),
+    **dict.fromkeys(("stage3_max_live_parameters", "max_live_parameters"), _offload_limit("live_params", _LIVE)),
     **dict.fromkeys(
         (
             "stage3_max_reuse_distance",
@@ -261,15 +259,15 @@ STAGES: Table = {
             "stage3_model_persistence_threshold",
             "model_persistence_threshold",
         ),
-        unneeded(SIZE, _LIVE),
+        Key(SIZE, unneeded(_LIVE)),
     ),
     **dict.fromkeys(
         ("stage3_param_persistence_threshold", "param_persistence_threshold"),
-        limit("persistent_params", SIZE, _SMALL),
+        _offload_limit("persistent_params", _SMALL),
     ),
     **dict.fromkeys(
         ("stage3_module_granularity_threshold", "module_granularity_threshold"),
-        unneeded(SIZE, "units are the model's blocks, or what `strategy.wrap` names"),
+        Key(SIZE, unneeded("units are the model's blocks, or what `strategy.wrap` names")),
     ),
     **dict.fromkeys(
         (
@@ -277,64 +275,68 @@ STAGES: Table = {
             "gather_16bit_weights_on_model_save",
             "stage3_gather_fp16_weights_on_model_save",
         ),
-        unneeded(FLAG, _GATHERED),
+        Key(FLAG, unneeded(_GATHERED)),
     ),
-    "sub_group_size": unneeded(SIZE, "the optimizer works through its shard in pieces of its own choice"),
-    "compute_grad_norm": unneeded(FLAG, "the norm is always known: the log shows it"),
-    "load_from_fp32_weights": only(
-        True,
+    "sub_group_size": Key(SIZE, unneeded("the optimizer works through its shard in pieces of its own choice")),
+    "compute_grad_norm": Key(FLAG, unneeded("the norm is always known: the log shows it")),
+    "load_from_fp32_weights": Key(
         FLAG,
-        "checkpoints hold fp32 weights, and these are loaded",
-        "fp32 weights are always loaded: leave it out",
+        refused_unless(
+            "fp32 weights are always loaded: leave it out",
+            True,
+            why="checkpoints hold fp32 weights, and these are loaded",
+        ),
     ),
-    "elastic_checkpoint": unneeded(FLAG, "every checkpoint can be resumed on any number of ranks"),
-    "ignore_unused_parameters": only(
-        True,
+    "elastic_checkpoint": Key(FLAG, unneeded("every checkpoint can be resumed on any number of ranks")),
+    "ignore_unused_parameters": Key(
         FLAG,
-        "parameters without a gradient are left as they are",
-        "a parameter that gets no gradient stops nothing: leave it out",
+        refused_unless(
+            "a parameter that gets no gradient stops nothing: leave it out",
+            True,
+            why="parameters without a gradient are left as they are",
+        ),
     ),
-    "find_unused_parameters": unneeded(FLAG, "parameters without a gradient are left as they are"),
-    "legacy_stage1": unneeded(FLAG, "another way to compute the same"),
-    "zero_hpz_partition_size": Key(SIZE, _secondary),
-    "zero_quantized_weights": off(_QUANTIZED),
-    "zero_quantized_gradients": off(_QUANTIZED),
-    "zero_quantized_nontrainable_weights": off("frozen weights are not quantized: leave it out"),
-    "zeropp_loco_param": refused(SECTION, "DeepSpeed has dropped it too: leave it out"),
+    "find_unused_parameters": Key(FLAG, unneeded("parameters without a gradient are left as they are")),
+    "legacy_stage1": Key(FLAG, unneeded("another way to compute the same")),
+    "zero_hpz_partition_size": Key(SIZE, _hpz),
+    "zero_quantized_weights": refused_if_on(_QUANTIZED),
+    "zero_quantized_gradients": refused_if_on(_QUANTIZED),
+    "zero_quantized_nontrainable_weights": refused_if_on("frozen weights are not quantized: leave it out"),
+    "zeropp_loco_param": Key(SECTION, refused("DeepSpeed has dropped it too: leave it out")),
     "mics_shard_size": Key(WHOLE, _mics),
-    "mics_hierarchical_params_gather": unneeded(FLAG, "groups are chosen by `strategy.layout`"),
-    "memory_efficient_linear": unneeded(FLAG, "autograd keeps no second copy of a weight here"),
-    "pipeline_loading_checkpoint": unneeded(FLAG, "each rank reads its own part of a checkpoint"),
-    "override_module_apply": unneeded(FLAG, "a model is built before it is sharded, so `apply` needs no care"),
-    "log_trace_cache_warnings": unneeded(FLAG, _CHECKS),
-    "enable_sanity_checks": unneeded(FLAG, _CHECKS),
-    "save_muon_momentum_buffer_in_memory": unneeded(FLAG, "where the optimizer's states lie is one choice for all"),
-    "leaf_module": group(
+    "mics_hierarchical_params_gather": Key(FLAG, unneeded("groups are chosen by `strategy.layout`")),
+    "memory_efficient_linear": Key(FLAG, unneeded("autograd keeps no second copy of a weight here")),
+    "pipeline_loading_checkpoint": Key(FLAG, unneeded("each rank reads its own part of a checkpoint")),
+    "override_module_apply": Key(FLAG, unneeded("a model is built before it is sharded, so `apply` needs no care")),
+    "log_trace_cache_warnings": Key(FLAG, unneeded(_CHECKS)),
+    "enable_sanity_checks": Key(FLAG, unneeded(_CHECKS)),
+    "save_muon_momentum_buffer_in_memory": Key(FLAG, unneeded("all states of the optimizer are in one place")),
+    "leaf_module": section(
         dict.fromkeys(
             ("classes", "names", "name_suffixes"),
-            unneeded(TEXT_OR_TEXTS, "a block is gathered as a whole, whatever is inside"),
+            Key(TEXT_OR_TEXTS, unneeded("a block is gathered as a whole, with all its modules")),
         )
     ),
     **OFFLOAD_TABLE,
-    "zenflow": refused(ANY, "updates wait for no part of the gradient: leave it out"),
+    "zenflow": Key(ANY, refused("updates are not made asynchronous: leave it out")),
 }
 
 
-def _zero(work: Work, key: str, value: Any) -> None:
+def _zero(settings: DeepSpeedSettings, key: str, value: Any) -> None:
     if isinstance(value, bool):  # the first form of all: true was stage 1
-        work.put("strategy.zero", int(value), key)
-        work.map(key, value, f"strategy.zero: {int(value)} (the old form of `stage`)")
+        settings.set("strategy.zero", int(value), key)
+        settings.mapped(key, value, f"strategy.zero: {int(value)} (the old form of `stage`)")
     else:
         for name in value:
             if name.startswith("stage3_") and name.removeprefix("stage3_") in value:
                 plain = f"{key}.{name.removeprefix('stage3_')}"
-                work.wrong(f"{key}.{name}", f"there is `{plain}` too, its other name", "Leave one of the two out.")
-        work.walk(key, value, STAGES)
-        finish(work)
+                settings.wrong(f"{key}.{name}", f"`{plain}`, its other name, is given too", "Leave one of the two out.")
+        settings.read(value, STAGES, key)
+        _offload_optimizer_with_params(settings)
 
 
 ZERO_TABLE: Table = {
     "zero_optimization": Key(either(SECTION, FLAG), _zero),
-    "allgather_size": unneeded(SIZE, _BUCKETS),
-    "aio": group(AIO),
+    "allgather_size": Key(SIZE, unneeded(_BUCKETS)),
+    "aio": section(AIO),
 }
