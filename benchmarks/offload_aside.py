@@ -37,7 +37,7 @@ def stay_within(share: float = 0.96) -> None:
     """End this process, saying so, before it takes the machine's memory: what is killed for it may be another one."""
     import psutil
 
-    from plait.launch.environment import cgroup_limit
+    from plait.launch import cgroup_limit
 
     whole = min(psutil.virtual_memory().total, cgroup_limit() or float("inf")) / 2**20
 

@@ -142,7 +142,7 @@ IN_FP32: dict[str, dict[str, Any]] = {
         "optim_wrapper": dict(optimizer=dict(type="HybridAdam", lr=1e-2, weight_decay=0.01)),
     },
 }
-SMALLER: dict[str, dict[str, Any]] = {
+MICRO_BATCHES_SPLIT: dict[str, dict[str, Any]] = {
     "bf16": {"optim_wrapper": dict(type="AmpOptimWrapper", dtype="bfloat16", optimizer=ADAM)},
     "fp16": {"optim_wrapper": dict(type="AmpOptimWrapper", dtype="float16", optimizer=ADAM)},
     **OF_THE_DOCS,

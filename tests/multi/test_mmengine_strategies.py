@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.multi.mmengine_toys import IN_FP32, SMALLER, run
+from tests.multi.mmengine_toys import IN_FP32, MICRO_BATCHES_SPLIT, run
 from tests.multi.ranks import RankPool
 
 TRAIN = re.compile(
@@ -25,7 +25,7 @@ VALIDATE = re.compile(
 
 def train_all(rank: int, size: int, folder: str) -> dict[str, Any]:
     found = {}
-    for name, options in {**IN_FP32, **SMALLER}.items():
+    for name, options in {**IN_FP32, **MICRO_BATCHES_SPLIT}.items():
         runner, noted = run(Path(folder) / name, options, batch_size=8)
         found[name] = {
             "losses": noted.losses,

@@ -11,7 +11,7 @@ import pytest
 
 from plait.errors import ConfigError
 from plait.launch.options import parse_options
-from plait.launch.prepare import prepare
+from plait.launch.prepare import prepare_launch
 
 SCRIPT = """
 import os, pathlib, sys
@@ -48,7 +48,7 @@ def test_the_exit_code_of_a_rank_is_the_jobs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["starts_nothing", "HERE", "NoSuch"])
 def test_what_is_no_launcher_is_refused_by_name(name: str, tmp_path: Path) -> None:
     words = ["--launcher", f"tests.multi.test_own_launcher:{name}" if name == "HERE" else f"{HERE}:{name}", "train.py"]
-    setup = prepare(parse_options(words), words)
+    setup = prepare_launch(parse_options(words), words)
     with pytest.raises(ConfigError) as caught:
         setup.commands()
     assert caught.value.problems[0].path == "--launcher"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from plait.errors import WorldError
 from plait.launch import (
     LaunchOptions,
-    Setup,
+    PreparedLaunch,
     absent,
     code_folder,
     find_program,
@@ -19,7 +19,7 @@ from plait.launch import (
     in_allocation,
     misplaced,
     parse_options,
-    prepare,
+    prepare_launch,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def launch(words: Sequence[str]) -> None:
     options = parse_options(words)
     if (note := misplaced(options)) is not None:
         print(f"plait: note: {note}", file=sys.stderr)
-    setup = prepare(options, words)
+    setup = prepare_launch(options, words)
     if options.autotuning is not None:
         _tune(setup)
         return
@@ -70,7 +70,7 @@ def _look_for_program(options: LaunchOptions) -> None:
         )
 
 
-def _tune(setup: Setup) -> None:
+def _tune(setup: PreparedLaunch) -> None:
     """Hand a described run to `plait tune`; `run` trains with what it finds."""
     options = setup.options
     program = "plait" if options.module else Path(options.script).name
@@ -88,7 +88,7 @@ def _tune(setup: Setup) -> None:
     search(config, overrides, options={"nproc": setup.job.size}, then_train=options.autotuning == "run")
 
 
-def _cleared(setup: Setup) -> Setup:
+def _cleared(setup: PreparedLaunch) -> PreparedLaunch:
     """The launch with what its hosts said, or an error that nothing was started."""
     found = _checked(setup)
     if not found.good:
@@ -96,7 +96,7 @@ def _cleared(setup: Setup) -> Setup:
     return replace(setup, job=found.job)
 
 
-def _checked(setup: Setup) -> Preflight:
+def _checked(setup: PreparedLaunch) -> Preflight:
     if setup.launcher == "slurm" and not in_allocation():
         raise WorldError("--preflight: Slurm has given out no hosts yet; run it inside an allocation")
     from plait.launch import preflight

@@ -37,11 +37,11 @@ from plait.launch import (
     LEAK_REMEDY,
     Machines,
     Phase,
-    become_smaller,
     gpu_count,
     growth_text,
     launched_rank,
     launched_size,
+    restart_with_smaller_batches,
     run_here,
     run_ranks,
     run_share,
@@ -103,7 +103,7 @@ def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
         ranks, reason = runner.world.ranks, str(error).partition(".")[0]
     runner.close()
     command = [sys.executable, "-m", "plait", *words]
-    become_smaller(command, attempt=ranks.attempt, split=ranks.split, why=reason)
+    restart_with_smaller_batches(command, attempt=ranks.attempt, split=ranks.split, why=reason)
 
 
 def train(

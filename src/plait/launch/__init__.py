@@ -7,8 +7,6 @@ if TYPE_CHECKING:
     from plait.launch.controller import Command as Command
     from plait.launch.diagnosis import LEAK_REMEDY as LEAK_REMEDY
     from plait.launch.diagnosis import growth_text as growth_text
-    from plait.launch.environment import cgroup_limit as cgroup_limit
-    from plait.launch.environment import report as report
     from plait.launch.failure import report_failure as report_failure
     from plait.launch.heartbeat import Phase as Phase
     from plait.launch.hostfile import read_hostfile as read_hostfile
@@ -20,13 +18,9 @@ if TYPE_CHECKING:
     from plait.launch.local import gpu_count as gpu_count
     from plait.launch.local import launched_size as launched_size
     from plait.launch.local import run_ranks as run_ranks
-    from plait.launch.membership import SMALLER as SMALLER
-    from plait.launch.membership import Machines as Machines
-    from plait.launch.membership import become_smaller as become_smaller
-    from plait.launch.membership import run_here as run_here
-    from plait.launch.membership import run_share as run_share
     from plait.launch.network import free_port as free_port
     from plait.launch.observer import StepMemory as StepMemory
+    from plait.launch.observer import cgroup_limit as cgroup_limit
     from plait.launch.options import LaunchOptions as LaunchOptions
     from plait.launch.options import flags as flags
     from plait.launch.options import misplaced as misplaced
@@ -34,15 +28,20 @@ if TYPE_CHECKING:
     from plait.launch.preflight import HostCheck as HostCheck
     from plait.launch.preflight import Preflight as Preflight
     from plait.launch.preflight import preflight as preflight
-    from plait.launch.prepare import prepare as prepare
+    from plait.launch.prepare import PreparedLaunch as PreparedLaunch
+    from plait.launch.prepare import code_folder as code_folder
+    from plait.launch.prepare import prepare_launch as prepare_launch
     from plait.launch.rank import host_words as host_words
     from plait.launch.rank import launched_rank as launched_rank
     from plait.launch.rank import rank_words as rank_words
     from plait.launch.records import STOPPED_CODES as STOPPED_CODES
     from plait.launch.records import signal_name as signal_name
     from plait.launch.remote import in_allocation as in_allocation
-    from plait.launch.setup import Setup as Setup
-    from plait.launch.setup import code_folder as code_folder
+    from plait.launch.restart import MICRO_BATCHES_SPLIT as MICRO_BATCHES_SPLIT
+    from plait.launch.restart import Machines as Machines
+    from plait.launch.restart import restart_with_smaller_batches as restart_with_smaller_batches
+    from plait.launch.restart import run_here as run_here
+    from plait.launch.restart import run_share as run_share
 else:
     from plait.lazy import attach_names
 
@@ -52,21 +51,19 @@ else:
             ".": ["heartbeat"],
             "controller": ["Command"],
             "diagnosis": ["LEAK_REMEDY", "growth_text"],
-            "environment": ["cgroup_limit", "report"],
             "failure": ["report_failure"],
             "heartbeat": ["Phase"],
             "hostfile": ["read_hostfile"],
             "job": ["Job", "absent", "cpu_count", "find_program"],
             "local": ["follow_the_launcher", "gpu_count", "launched_size", "run_ranks"],
-            "membership": ["Machines", "SMALLER", "become_smaller", "run_here", "run_share"],
             "network": ["free_port"],
-            "observer": ["StepMemory"],
+            "observer": ["StepMemory", "cgroup_limit"],
             "options": ["LaunchOptions", "flags", "misplaced", "parse_options"],
             "preflight": ["HostCheck", "Preflight", "preflight"],
-            "prepare": ["prepare"],
+            "prepare": ["PreparedLaunch", "code_folder", "prepare_launch"],
             "rank": ["host_words", "launched_rank", "rank_words"],
             "records": ["STOPPED_CODES", "signal_name"],
             "remote": ["in_allocation"],
-            "setup": ["Setup", "code_folder"],
+            "restart": ["Machines", "MICRO_BATCHES_SPLIT", "restart_with_smaller_batches", "run_here", "run_share"],
         },
     )

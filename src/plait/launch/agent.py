@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from plait.errors import PlaitError
-from plait.launch.diagnosis import conclude
-from plait.launch.failure import Messages
-from plait.launch.job import Job, RankPlace
+from plait.launch.diagnosis import report_end
+from plait.launch.failure import RankMessages
+from plait.launch.job import Job, RankPlacement
 from plait.launch.local import LocalRanks, Relay, Signals
-from plait.launch.messages import Reporter, obey
+from plait.launch.messages import Reporter, apply_order
 from plait.launch.network import interface_variables, source_address
 from plait.launch.records import exit_code
 
@@ -57,20 +57,20 @@ class Connection:
                 self._socket = socket.create_connection((address, int(port)), timeout=_CONNECT_S)
             except OSError:
                 return  # a wall between the hosts: the run goes on, and each host explains its own failures
-            self.say(password=password)
+            self.send(password=password)
 
     @property
     def connected(self) -> bool:
         """Whether somebody listens."""
         return self._socket is not None and not self.cut
 
-    def say(self, **news: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Tell the launcher something."""
         if self._socket is None or self.cut:
             return
         try:
             self._socket.settimeout(_CONNECT_S)
-            self._socket.sendall(json.dumps(news).encode() + b"\n")
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             self.cut = True
 
@@ -105,14 +105,16 @@ _BLOCKED_S = 5.0
 _TICK_S = 0.05
 
 
-def more_variables(job: Job) -> dict[str, str]:
+def extra_variables(job: Job) -> dict[str, str]:
     """What ranks of a host get besides the job's own variables."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if len(job.nodes) > 1:
-        found |= interface_variables(job.address, {**os.environ, **job.environment})
+        variables |= interface_variables(job.address, {**os.environ, **job.environment})
     if len(job.nodes) > 1 and job.rendezvous:
-        found["PET_LOCAL_ADDR"] = source_address(job.address)  # the host's own name may lead to the loopback address
-    return found
+        variables["PET_LOCAL_ADDR"] = source_address(
+            job.address
+        )  # the host's own name may lead to the loopback address
+    return variables
 
 
 class _Link:
@@ -121,20 +123,20 @@ class _Link:
     A thread listens, so that beats are heard even while the main thread waits for a console that does not move on.
     """
 
-    def __init__(self, news: IO[bytes], ranks: LocalRanks) -> None:
+    def __init__(self, output: IO[bytes], ranks: LocalRanks) -> None:
         self.orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.cut = False
-        self._news, self._ranks = news, ranks
+        self._output, self._ranks = output, ranks
 
     def listen(self) -> None:
         """Begin to. Not before the ranks have started: a process with threads should not fork."""
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def say(self, **news: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Tell the launcher something."""
         try:
-            self._news.write(json.dumps(news).encode() + b"\n")
-            self._news.flush()
+            self._output.write(json.dumps(message).encode() + b"\n")
+            self._output.flush()
         except OSError:
             self.cut = True
 
@@ -157,17 +159,17 @@ class _Link:
 def serve(node: int) -> int:
     """Run the job that stands on the first line of stdin, under the launcher's orders."""
     job = Job.from_json(_first_line())
-    with Messages() as messages:
-        ranks = LocalRanks(job, node, messages=messages, more=more_variables(job), stdin=False)
+    with RankMessages() as messages:
+        ranks = LocalRanks(job, node, messages=messages, variables=extra_variables(job), stdin=False)
         link = _Link(sys.stdout.buffer, ranks)
         try:
             ranks.start()
         except PlaitError as error:
-            link.say(error=str(error))
+            link.send(error=str(error))
             return 2
         link.listen()
         with Signals(ranks.send):
-            _AgentRanks(link, ranks).attend()
+            _AgentRanks(link, ranks).supervise()
     return exit_code(ranks.records)
 
 
@@ -187,98 +189,110 @@ class _AgentRanks:
 
     def __init__(self, link: _Link, ranks: LocalRanks) -> None:
         self._link, self._ranks = link, ranks
-        self._reporter = Reporter(ranks, link.say)
-        self._waiting = selectors.DefaultSelector()
+        self._reporter = Reporter(ranks, link.send)
+        self._selector = selectors.DefaultSelector()
         ranks.pause = self._pump
 
-    def attend(self) -> None:
+    def supervise(self) -> None:
         """Until all ranks are gone and all they printed is passed on."""
         for record, name, pipe in self._ranks.outputs():
             os.set_blocking(pipe.fileno(), False)
-            self._waiting.register(pipe, selectors.EVENT_READ, (record, name))
+            self._selector.register(pipe, selectors.EVENT_READ, (record, name))
         self._reporter.begin()
         while True:
             running = self._ranks.poll()
             ready = self._pump(_TICK_S if running else 0)
             while not self._link.orders.empty():
-                obey(self._ranks, self._link.orders.get())
-            self._reporter.tell()
+                apply_order(self._ranks, self._link.orders.get())
+            self._reporter.report()
             if running and self._link.cut:
-                self._ranks.end(say=0.0, grace=ORPHANED_S)
+                self._ranks.end(wait=0.0, grace=ORPHANED_S)
             # A worker that outlives its rank may hold the pipe open: the rank's end counts, not the pipe's.
             if not running and not ready:
                 return
 
     def _pump(self, seconds: float) -> bool:
         """Pass on what ranks print."""
-        ready = self._waiting.select(seconds)
+        ready = self._selector.select(seconds)
         for key, _ in ready:
             record, name = key.data
             data = os.read(key.fd, 65536)
             if data:
-                self._link.say(rank=record.place.rank, **{name: data.decode("latin-1")})  # any byte, there and back
+                self._link.send(
+                    rank=record.placement.rank, **{name: data.decode("latin-1")}
+                )  # any byte, there and back
             else:
-                self._waiting.unregister(key.fileobj)
+                self._selector.unregister(key.fileobj)
         return bool(ready)
 
 
 def run_alone(job: Job, node: int) -> int:
     """Run a host's ranks without orders on stdin: they print to the console, which is also the lifeline."""
-    note = _note(job.id, node)
-    note.write_text(str(os.getpid()), encoding="utf-8")
-    hang_up = select.poll()
-    hang_up.register(sys.stdout.fileno(), 0)  # nothing asked for: only that the other end is gone is told
+    pid_file = _pid_file(job.id, node)
+    pid_file.write_text(str(os.getpid()), encoding="utf-8")
+    console = select.poll()
+    console.register(sys.stdout.fileno(), 0)  # nothing asked for: only that the other end is gone is told
     try:
-        return attend_here(job, node, must_end=lambda: bool(hang_up.poll(0)))
+        return supervise_here(job, node, must_end=lambda: bool(console.poll(0)))
     finally:
-        note.unlink(missing_ok=True)
+        pid_file.unlink(missing_ok=True)
 
 
-def attend_here(
-    job: Job, node: int, places: Sequence[RankPlace] | None = None, *, must_end: Callable[[], bool] = lambda: False
+def supervise_here(
+    job: Job,
+    node: int,
+    placements: Sequence[RankPlacement] | None = None,
+    *,
+    must_end: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run ranks of this host to their end, in touch with the launcher where it can be reached; returns the exit code.
 
     Where it cannot, why they failed is said here.
     """
-    line = Connection(job.contact)
-    with Messages() as messages:
+    connection = Connection(job.contact)
+    with RankMessages() as messages:
         relay = Relay()
-        more = more_variables(job)
+        variables = extra_variables(job)
         ranks = LocalRanks(
-            job, node, places=places, messages=messages, more=more, capture=places is None, pause=relay.pump
+            job,
+            node,
+            placements=placements,
+            messages=messages,
+            variables=variables,
+            capture=placements is None,
+            pause=relay.pump,
         )
-        reporter = Reporter(ranks, line.say)
+        reporter = Reporter(ranks, connection.send)
         with Signals(ranks.send) as signals:
             ranks.start()
             reporter.begin()
             relay.open(ranks.outputs())
             while ranks.poll():
-                for order in line.orders():
-                    obey(ranks, order)
-                reporter.tell(ended_by_us=signals.waited > 0.0)
+                for order in connection.orders():
+                    apply_order(ranks, order)
+                reporter.report(ended_by_us=signals.waited > 0.0)
                 failed = any(record.failed for record in ranks.records)
-                if failed or signals.waited > ORPHANED_S or line.cut or must_end():
-                    ranks.end(say=0.5, grace=ORPHANED_S)
+                if failed or signals.waited > ORPHANED_S or connection.cut or must_end():
+                    ranks.end(wait=0.5, grace=ORPHANED_S)
                 relay.pump(_TICK_S)
         relay.close()
-        reporter.tell(ended_by_us=signals.waited > 0.0)
-        if not signals.waited and not line.connected:
-            conclude(ranks.records, hung=False, log_dir=job.log_dir, several_hosts=True)
-    line.close()
+        reporter.report(ended_by_us=signals.waited > 0.0)
+        if not signals.waited and not connection.connected:
+            report_end(ranks.records, hung=False, log_dir=job.log_dir, several_hosts=True)
+    connection.close()
     return exit_code(ranks.records)
 
 
 def end(job: str) -> int:
     """End the ranks that `run_alone` runs here, if it does."""
-    for note in Path(tempfile.gettempdir()).glob(_note(job, "*").name):
+    for pid_file in Path(tempfile.gettempdir()).glob(_pid_file(job, "*").name):
         with suppress(OSError, ValueError):  # gone already
-            if note.stat(follow_symlinks=False).st_uid == os.getuid():  # every user may leave files there
-                os.kill(int(note.read_text(encoding="utf-8")), signal.SIGTERM)
+            if pid_file.stat(follow_symlinks=False).st_uid == os.getuid():  # every user may leave files there
+                os.kill(int(pid_file.read_text(encoding="utf-8")), signal.SIGTERM)
     return 0
 
 
-def _note(job: str, node: int | str) -> Path:
+def _pid_file(job: str, node: int | str) -> Path:
     """Where `end` finds whom to end. A folder may be shared by hosts, so the file is named for the host too."""
     return Path(tempfile.gettempdir(), f"plait-{os.getuid()}-{job}-{node}.pid")
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import WorldError
-from plait.launch.diagnosis import conclude
+from plait.launch.diagnosis import report_end
+from plait.launch.heartbeat_monitor import HeartbeatMonitor
 from plait.launch.job import Job
 from plait.launch.local import Signals, follow_the_launcher
-from plait.launch.messages import take
+from plait.launch.messages import apply_message
 from plait.launch.network import is_this_host, resolve, source_address
-from plait.launch.records import GRACE_S, STACK_S, STUCK_S, exit_code, new_records, record_end
-from plait.launch.watch import Watch
+from plait.launch.records import GRACE_S, HANG_GRACE_S, STACK_WAIT_S, exit_code, new_records, record_end
 
 _MOST_BYTES = 1 << 24
 """A line longer than this is not from a rank of ours."""
@@ -44,104 +44,106 @@ class Controller:
         address = source_address(resolve(far[0])) if far else "127.0.0.1"
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._password = secrets.token_hex(16)
-        self._door = socket.create_server((address, 0), family=family, backlog=job.size)
-        self._door.setblocking(False)
-        self.job = replace(job, contact=f"{address}:{self._door.getsockname()[1]}:{self._password}")
-        self.records = new_records(job, job.places())
+        self._server = socket.create_server((address, 0), family=family, backlog=job.size)
+        self._server.setblocking(False)
+        self.job = replace(job, contact=f"{address}:{self._server.getsockname()[1]}:{self._password}")
+        self.records = new_records(job, job.placements())
         self.hung = False
-        self._callers: dict[socket.socket, _Caller] = {}
-        self._waiting = selectors.DefaultSelector()
-        self._waiting.register(self._door, selectors.EVENT_READ)
+        self._clients: dict[socket.socket, _Client] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._watch = Watch(self.records)
+        self._watch = HeartbeatMonitor(self.records)
         self._end_at: float | None = None
 
     def __enter__(self) -> Controller:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for line in [*self._callers, self._door]:
-            line.close()
-        self._waiting.close()
+        for connection in [*self._clients, self._server]:
+            connection.close()
+        self._selector.close()
 
     @property
     def connected(self) -> bool:
         """Whether any rank can be told anything."""
-        return any(caller.known for caller in self._callers.values())
+        return any(client.known for client in self._clients.values())
 
     def send(self, number: int) -> None:
         """Pass a signal on to every rank, soon: this is safe inside a signal handler."""
         self._signals.put(number)
 
-    def attend(self, seconds: float) -> None:
+    def poll(self, seconds: float) -> None:
         """Hear what comes within that time, and see to a run that hangs."""
-        for key, _ in self._waiting.select(seconds):
-            if key.fileobj is self._door:
-                self._admit()
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._server:
+                self._accept()
             else:
-                self._hear(key.fileobj)  # type: ignore[arg-type]
+                self._receive(key.fileobj)  # type: ignore[arg-type]
         while not self._signals.empty():
-            self._order(signal=self._signals.get())
+            self._broadcast(signal=self._signals.get())
         if not self.hung and self._watch.due():
-            if (late := self._watch.straggler()) is not None:
-                print(f"plait: {late}", file=sys.stderr, flush=True)
+            if (straggler := self._watch.straggler()) is not None:
+                print(f"plait: {straggler}", file=sys.stderr, flush=True)
             if self._watch.hangs():
-                self.hung, self._end_at = True, time.monotonic() + STACK_S
-                self._order(stacks=True)
+                self.hung, self._end_at = True, time.monotonic() + STACK_WAIT_S
+                self._broadcast(stacks=True)
         if self._end_at is not None and time.monotonic() > self._end_at:
             self._end_at = None
-            self._order(end=STUCK_S if self.hung else GRACE_S)
+            self._broadcast(end=HANG_GRACE_S if self.hung else GRACE_S)
 
-    def _admit(self) -> None:
+    def _accept(self) -> None:
         with suppress(OSError):
-            line, _ = self._door.accept()
-            line.setblocking(False)
-            self._callers[line] = _Caller()
-            self._waiting.register(line, selectors.EVENT_READ)
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            self._clients[connection] = _Client()
+            self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, line: socket.socket) -> None:
-        caller = self._callers[line]
+    def _receive(self, connection: socket.socket) -> None:
+        client = self._clients[connection]
         try:
-            data = line.recv(1 << 16)
+            data = connection.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        caller.rest += data
-        *lines, caller.rest = caller.rest.split(b"\n")
+        client.rest += data
+        *lines, client.rest = client.rest.split(b"\n")
         for text in lines:
-            if not self._take(caller, text):
+            if not self._handle(client, text):
                 data = b""
-        if not data or len(caller.rest) > _MOST_BYTES:
-            self._hang_up(line)
+        if not data or len(client.rest) > _MOST_BYTES:
+            self._disconnect(connection)
 
-    def _take(self, caller: _Caller, text: bytes) -> bool:
+    def _handle(self, client: _Client, text: bytes) -> bool:
         """Whether the caller may go on."""
-        if not caller.known:
-            caller.known = self._is_password(text)
-            return caller.known
-        news: dict[str, Any] = json.loads(text)
-        record = self.records[news["rank"]]
-        caller.ranks.add(record.place.rank)
-        take(record, news)
+        if not client.known:
+            client.known = self._is_password(text)
+            return client.known
+        message: dict[str, Any] = json.loads(text)
+        record = self.records[message["rank"]]
+        client.ranks.add(record.placement.rank)
+        apply_message(record, message)
         return True
 
     def _is_password(self, text: bytes) -> bool:
         """Anybody on the network may call, and say anything."""
         try:
-            news = json.loads(text)
+            message = json.loads(text)
         except (ValueError, RecursionError):
             return False
-        word = news.get("password") if isinstance(news, dict) else None
-        return isinstance(word, str) and secrets.compare_digest(word.encode(errors="replace"), self._password.encode())
+        password = message.get("password") if isinstance(message, dict) else None
+        return isinstance(password, str) and secrets.compare_digest(
+            password.encode(errors="replace"), self._password.encode()
+        )
 
-    def _hang_up(self, line: socket.socket) -> None:
+    def _disconnect(self, connection: socket.socket) -> None:
         """A caller is gone. Ranks that it did not tell the end of went with it."""
-        self._waiting.unregister(line)
-        line.close()
-        caller = self._callers.pop(line)
+        self._selector.unregister(connection)
+        connection.close()
+        client = self._clients.pop(connection)
         others_left = any(record.exit_code or record.lost for record in self.records)
-        for rank in caller.ranks:
+        for rank in client.ranks:
             record = self.records[rank]
             if record.running and others_left:
                 record_end(
@@ -150,28 +152,28 @@ class Controller:
             elif record.running:
                 record.lost, record.ended = True, time.time()
 
-    def _order(self, **order: Any) -> None:
+    def _broadcast(self, **order: Any) -> None:
         text = json.dumps(order).encode() + b"\n"
-        for line, caller in self._callers.items():
-            if caller.known:
+        for connection, client in self._clients.items():
+            if client.known:
                 with suppress(OSError):  # gone: `_hear` sees it
-                    line.sendall(text)
+                    connection.sendall(text)
 
-    def conclude(self, code: int) -> int:
+    def report_end(self, code: int) -> int:
         """Say why a run ended badly whose command ended with `code`; returns the exit code of the worst rank."""
         deadline = time.monotonic() + 1.0
-        while self._callers and time.monotonic() < deadline:
-            self.attend(0.05)
+        while self._clients and time.monotonic() < deadline:
+            self.poll(0.05)
         known = [record for record in self.records if record.exit_code is not None or record.lost]
         # A command may say that all is well when a rank has failed: a shell that only waits does.
         ill = bool(code) or self.hung or any(record.failed for record in known)
         if known and ill:
             several = len(self.job.nodes) > 1
-            conclude(known, hung=self.hung, log_dir=self.job.log_dir, several_hosts=several)
+            report_end(known, hung=self.hung, log_dir=self.job.log_dir, several_hosts=several)
         return (exit_code(known, hung=self.hung) or code) if ill else 0
 
 
-class _Caller:
+class _Client:
     """Who is at the other end of a connection."""
 
     def __init__(self) -> None:
@@ -222,16 +224,20 @@ class Command:
 
 
 def run_command(
-    command: Command, *, patience: float | None, afterwards: Sequence[Command] = (), desk: Controller | None = None
+    command: Command,
+    *,
+    stop_grace: float | None,
+    afterwards: Sequence[Command] = (),
+    controller: Controller | None = None,
 ) -> int:
     """Run it to its end; returns its exit code, or the worst rank's where the `desk` knows.
 
     A signal ends it, and `afterwards` ends what it may have left.
     """
     with command.with_files():
-        code, signals = _run(command, patience, desk)
-    if desk is not None and not signals.waited:
-        code = desk.conclude(code)
+        code, signals = _run(command, stop_grace, controller)
+    if controller is not None and not signals.waited:
+        code = controller.report_end(code)
     code = signals.code(code)
     if code:
         for other in afterwards:
@@ -239,7 +245,7 @@ def run_command(
     return code
 
 
-def _run(command: Command, patience: float | None, desk: Controller | None) -> tuple[int, Signals]:
+def _run(command: Command, stop_grace: float | None, controller: Controller | None) -> tuple[int, Signals]:
     try:
         process = subprocess.Popen(
             command.argv,
@@ -249,25 +255,25 @@ def _run(command: Command, patience: float | None, desk: Controller | None) -> t
         )
     except OSError as error:
         raise WorldError(f"{command.argv[0]} could not be started: {error}; is it installed?") from error
-    attend = time.sleep if desk is None else desk.attend
-    with Signals(lambda number: _pass_on(process, number, desk)) as signals:
+    wait = time.sleep if controller is None else controller.poll
+    with Signals(lambda number: _pass_on(process, number, controller)) as signals:
         while process.poll() is None:
-            if patience is not None and signals.waited > patience:
+            if stop_grace is not None and signals.waited > stop_grace:
                 process.terminate()
-            if signals.interrupts > 1 or (patience is not None and signals.waited > patience + _GRACE_S):
+            if signals.interrupts > 1 or (stop_grace is not None and signals.waited > stop_grace + _GRACE_S):
                 process.kill()
-            attend(0.05)
+            wait(0.05)
     code = process.returncode
     return 128 - code if code < 0 else code, signals
 
 
-def _pass_on(process: subprocess.Popen[bytes], number: int, desk: Controller | None) -> None:
+def _pass_on(process: subprocess.Popen[bytes], number: int, controller: Controller | None) -> None:
     """To the ranks themselves, where they can be reached, so that they have time to save.
 
     Else to what started them: mpirun, srun and pdsh all end their processes on SIGTERM, while two of them want SIGINT
     twice.
     """
-    if desk is not None and desk.connected:
-        desk.send(number)
+    if controller is not None and controller.connected:
+        controller.send(number)
     elif process.poll() is None:
         process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from plait.launch.failure import merged
+from plait.launch.failure import merge_messages
 from plait.launch.records import RankRecord, causes, signal_name
 
 # Why a rank ended, from its exit code, its last lines and what the host knows; and what to change.
@@ -92,10 +92,14 @@ def diagnose(record: RankRecord) -> Diagnosis:
 
 
 def _of_signal(record: RankRecord, number: int) -> Diagnosis:
-    name, found = signal_name(number), record.evidence
-    if number == signal.SIGKILL and found.oom_kills and (found.oom_of_group or found.grew_into_the_limit):
+    name, observation = signal_name(number), record.observation
+    if (
+        number == signal.SIGKILL
+        and observation.oom_kills
+        and (observation.oom_of_group or observation.grew_into_the_limit)
+    ):
         return _short_of_host_memory(record, f"was killed by the kernel: {_host_full(record)}")
-    if number == signal.SIGKILL and found.oom_kills:
+    if number == signal.SIGKILL and observation.oom_kills:
         what = "was ended by SIGKILL, perhaps for want of memory"
         return Diagnosis(f"{what}: {_HOST_KILLED}", f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
     if number == signal.SIGKILL:
@@ -123,7 +127,7 @@ def _of_exception(record: RankRecord, exception: str) -> Diagnosis:
     text = "\n".join(record.tail)
     shown = exception if len(exception) < 300 else f"{exception[:300]} …"
     if _GPU_FULL.search(exception) and not _HOST_FULL.search(exception):
-        return _short(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, record.evidence.gpu_steps, smaller=True)
+        return _short(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, record.observation.gpu_steps, smaller=True)
     if _HOST_FULL.search(exception):
         return _short_of_host_memory(record, f"was refused host memory: {shown}")
     if _LOST_WORKER.search(exception):
@@ -137,18 +141,18 @@ def _of_exception(record: RankRecord, exception: str) -> Diagnosis:
 
 def _of_worker(record: RankRecord, text: str) -> Diagnosis:
     """A process that read data for the rank has ended; what torch raises then names its signal, if anything."""
-    found, kills = _WORKERS_SIGNAL.findall(text), record.evidence.recent_oom_kills
-    how = f"ended by a signal: {found[-1]}" if found else "which ended by itself"
-    if found and found[-1] == "Bus error":
+    signals, kills = _WORKERS_SIGNAL.findall(text), record.observation.recent_oom_kills
+    how = f"ended by a signal: {signals[-1]}" if signals else "which ended by itself"
+    if signals and signals[-1] == "Bus error":
         remedy = "is /dev/shm full? see `plait doctor`; fewer data.workers need less"
         return Diagnosis(f"lost a data worker, {how}", remedy)
-    killed = not found or found[-1] == "Killed"
-    if killed and kills and record.evidence.oom_of_group:
+    killed = not signals or signals[-1] == "Killed"
+    if killed and kills and record.observation.oom_of_group:
         return Diagnosis(f"lost a data worker, killed by the kernel: {_host_full(record)}", _LESS_HOST_MEMORY)
-    if found and found[-1] == "Killed" and kills:
+    if signals and signals[-1] == "Killed" and kills:
         what = f"lost a data worker, {how}, perhaps for want of memory: {_HOST_KILLED}"
         return Diagnosis(what, f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
-    if found and found[-1] == "Killed":
+    if signals and signals[-1] == "Killed":
         what = f"lost a data worker, {how}; not for want of memory: the kernel counts no such kill"
         return Diagnosis(what, _SENT, outside=True)
     return Diagnosis(
@@ -158,7 +162,7 @@ def _of_worker(record: RankRecord, text: str) -> Diagnosis:
 
 
 def _short_of_host_memory(record: RankRecord, what: str) -> Diagnosis:
-    return _short(what, _LESS_HOST_MEMORY, record.evidence.host_steps, smaller=_computes_on_host(record))
+    return _short(what, _LESS_HOST_MEMORY, record.observation.host_steps, smaller=_computes_on_host(record))
 
 
 def _short(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smaller: bool) -> Diagnosis:
@@ -175,21 +179,21 @@ def growth_text(steps: tuple[int, int, int]) -> str:
 
 
 def _host_full(record: RankRecord) -> str:
-    limit = record.evidence.limit
+    limit = record.observation.limit
     of = "" if limit is None else f" of the {limit / _BYTES_PER_GIB:.1f} GiB that its container may have"
     return f"the host ran out of memory{of}"
 
 
 def _computes_on_host(record: RankRecord) -> bool:
-    beat = record.evidence.beat
+    beat = record.observation.beat
     return beat is not None and beat.gpu_peak == 0
 
 
 def exception_in(lines: Sequence[str]) -> str:
     """The exception that Python printed last, its message on one line; empty where there is none."""
-    found = [_GROUPS_PREFIX.sub("", _TORCHS_PREFIX.sub("", line)) for line in lines]
-    starts = [index for index, line in enumerate(found) if _EXCEPTION.match(line) or _ends_a_stack(found, index)]
-    return " ".join(line.strip() for line in found[starts[-1] :][:_MESSAGE_LINES]) if starts else ""
+    plain = [_GROUPS_PREFIX.sub("", _TORCHS_PREFIX.sub("", line)) for line in lines]
+    starts = [index for index, line in enumerate(plain) if _EXCEPTION.match(line) or _ends_a_stack(plain, index)]
+    return " ".join(line.strip() for line in plain[starts[-1] :][:_MESSAGE_LINES]) if starts else ""
 
 
 def _ends_a_stack(lines: Sequence[str], index: int) -> bool:
@@ -203,11 +207,11 @@ def _ends_a_stack(lines: Sequence[str], index: int) -> bool:
 # Which rank the others wait for.
 
 
-def missing(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
+def absent_ranks(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
     """The ranks that did not come to where the others wait, and what is odd about them; none where nobody knows."""
-    if stopped := [record for record in records if record.evidence.state == "T"]:
+    if stopped := [record for record in records if record.observation.state == "T"]:
         return stopped, "is stopped by a signal, while the others wait for it"
-    known = [record for record in records if record.evidence.beat is not None]
+    known = [record for record in records if record.observation.beat is not None]
     silent = [record for record in records if record not in known and not record.failed and record.exit_code != 0]
     if known and silent:
         return silent, "did not join the others"
@@ -228,23 +232,23 @@ def missing(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
 
 
 def _waits(record: RankRecord) -> bool:
-    beat = record.evidence.beat
+    beat = record.observation.beat
     return beat is not None and beat.pending and record.exit_code != 0
 
 
 def _what(record: RankRecord) -> tuple[str, str, int]:
-    beat = record.evidence.beat
+    beat = record.observation.beat
     assert beat is not None
     return beat.collective, beat.phase, beat.step
 
 
 def _where(known: Sequence[RankRecord]) -> str:
     """The collective that most wait in."""
-    found = Counter(r.evidence.beat.collective for r in known if r.evidence.beat is not None and _waits(r))
-    return found.most_common(1)[0][0] if found else "the collective"
+    collectives = Counter(r.observation.beat.collective for r in known if r.observation.beat is not None and _waits(r))
+    return collectives.most_common(1)[0][0] if collectives else "the collective"
 
 
-TOLD = 2
+EXPLAINED_EXIT_CODE = 2
 """The exit code of a rank that knew what was wrong with the run."""
 _GIB = 1 << 30
 _LAST_LINES = 15
@@ -253,14 +257,14 @@ _STACKS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class FailureFinding:
+class RootCause:
     """Who is to blame, and for what. No record: nobody can tell."""
 
     records: tuple[RankRecord, ...]
-    verdict: Diagnosis
+    diagnosis: Diagnosis
 
 
-def conclude(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None, several_hosts: bool) -> None:
+def report_end(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None, several_hosts: bool) -> None:
     """Say how a run ended that ended badly: on the console, and as `report.txt` where the run keeps its things.
 
     Where every rank that failed said itself what is wrong with the run, that is all there is to say.
@@ -268,12 +272,12 @@ def conclude(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None, 
     failed = causes(records)
     if not failed and not hung:
         return
-    messages = {record.place.rank: record.message for record in failed if record.message}
-    if not hung and messages and all(record.message or record.exit_code == TOLD for record in failed):
-        _print(merged(messages))
+    messages = {record.placement.rank: record.message for record in failed if record.message}
+    if not hung and messages and all(record.message or record.exit_code == EXPLAINED_EXIT_CODE for record in failed):
+        _print(merge_messages(messages))
         return
-    page = report(records, hung=hung, several_hosts=several_hosts)
-    folders = [record.evidence.beat.folder for record in records if record.evidence.beat is not None]
+    page = failure_page(records, hung=hung, several_hosts=several_hosts)
+    folders = [record.observation.beat.folder for record in records if record.observation.beat is not None]
     folder = next(filter(None, folders), log_dir)
     print(f"\n{page}", file=sys.stderr, flush=True)
     if folder is not None:
@@ -288,25 +292,25 @@ def _print(lines: Sequence[str]) -> None:
         print(f"plait: {line}", file=sys.stderr, flush=True)
 
 
-def find(records: Sequence[RankRecord], *, hung: bool) -> FailureFinding:
+def find_root_cause(records: Sequence[RankRecord], *, hung: bool) -> RootCause:
     """The root cause: of the ranks that failed the first that is nobody's victim, or the one the others waited for."""
-    verdicts = [(record, diagnose(record)) for record in causes(records)]
-    culprits = [(record, verdict) for record, verdict in verdicts if not verdict.victim]
-    if culprits and not hung:
-        return FailureFinding((culprits[0][0],), culprits[0][1])
-    absent, why = missing(records)
+    diagnoses = [(record, diagnose(record)) for record in causes(records)]
+    not_victims = [(record, diagnosis) for record, diagnosis in diagnoses if not diagnosis.victim]
+    if not_victims and not hung:
+        return RootCause((not_victims[0][0],), not_victims[0][1])
+    absent, why = absent_ranks(records)
     if absent:
-        return FailureFinding(tuple(absent), Diagnosis(why, _remedy_for_absence(absent[0])))
+        return RootCause(tuple(absent), Diagnosis(why, _remedy_for_absence(absent[0])))
     if hung:
         what = "all ranks wait, for each other, and no rank stands out"
-        return FailureFinding(
+        return RootCause(
             (), Diagnosis(what, "compare the stacks below: the ranks took different ways through the code")
         )
     left = [record for record in records if record.exit_code == 0]
     if left:
         what = "has left, and its exit code is 0, while the others still needed it"
-        return FailureFinding((min(left, key=lambda record: record.ended or 0.0),), Diagnosis(what, _SAME_STEPS))
-    return FailureFinding((verdicts[0][0],), verdicts[0][1])
+        return RootCause((min(left, key=lambda record: record.ended or 0.0),), Diagnosis(what, _SAME_STEPS))
+    return RootCause((diagnoses[0][0],), diagnoses[0][1])
 
 
 def wants_stacks(records: Sequence[RankRecord]) -> bool:
@@ -321,12 +325,12 @@ _SAME_STEPS = "every rank must take equally many steps, and call collectives in 
 
 
 def _remedy_for_absence(record: RankRecord) -> str:
-    beat = record.evidence.beat
-    if record.evidence.state == "T":
+    beat = record.observation.beat
+    if record.observation.state == "T":
         return (
             "find what sent SIGSTOP: Ctrl-Z, a debugger, a batch system that suspends jobs; SIGCONT lets a rank go on"
         )
-    if record.evidence.state == "D":
+    if record.observation.state == "D":
         return "it waits inside of the kernel: look whether the disks and network file systems of its host answer"
     if beat is None and record.exit_code != 0:
         return "it had not come to its part of the run: its imports, its data or its own code before that take too long"
@@ -335,51 +339,53 @@ def _remedy_for_absence(record: RankRecord) -> str:
     return "its stack below shows what keeps it; if that may take so long, raise timeout_s"
 
 
-def report(records: Sequence[RankRecord], *, hung: bool, several_hosts: bool) -> str:
+def failure_page(records: Sequence[RankRecord], *, hung: bool, several_hosts: bool) -> str:
     """The page that explains how a run ended."""
-    found = find(records, hung=hung)
-    blamed = found.records
+    cause = find_root_cause(records, hung=hung)
+    blamed = cause.records
     lines = ["The run hangs, and was ended." if hung else "The run failed.", ""]
     subject = ", ".join(_name(record, several_hosts) for record in blamed[:_STACKS_SHOWN])
-    lines.append(f"{subject} {found.verdict.what}" if subject else found.verdict.what)
+    lines.append(f"{subject} {cause.diagnosis.what}" if subject else cause.diagnosis.what)
     for record in blamed[:_STACKS_SHOWN]:
         lines += _details(record, several_hosts=several_hosts and len(blamed) > 1)
-    if found.verdict.remedy:
-        lines += ["", f"What to do: {found.verdict.remedy}."]
+    if cause.diagnosis.remedy:
+        lines += ["", f"What to do: {cause.diagnosis.remedy}."]
     lines += _others([record for record in records if record not in blamed])
     for record in blamed[:_STACKS_SHOWN]:
         if record.tail:
             said = [f"  {line}" for line in list(record.tail)[-_LAST_LINES:]]
-            lines += ["", f"Last lines of rank {record.place.rank}:", *said]
+            lines += ["", f"Last lines of rank {record.placement.rank}:", *said]
     return "\n".join([*lines, *_stacks(records, blamed, hung)]) + "\n"
 
 
 def _name(record: RankRecord, several_hosts: bool) -> str:
-    return f"rank {record.place.rank}" + (f" on {record.place.host}" if several_hosts else "")
+    return f"rank {record.placement.rank}" + (f" on {record.placement.host}" if several_hosts else "")
 
 
 def _details(record: RankRecord, *, several_hosts: bool) -> list[str]:
-    found, rows = record.evidence, []
+    observation, rows = record.observation, []
     if several_hosts:
         rows.append(("rank", _name(record, several_hosts)))
-    if found.beat is not None:
-        rows.append(("doing", f"{_doing(record)}, for {max(found.at - found.beat.since, 0.0):.1f} s"))
-        if found.beat.collective:
-            state = f"waiting for {found.waiting_s:.1f} s" if found.beat.pending else "done"
-            rows.append(("collective", f"{found.beat.collective}, no. {found.beat.count} ({state})"))
-    if found.memory:
-        seconds, growth = found.growth
-        limit = "" if found.limit is None else f", limit {found.limit / _GIB:.2f} GiB"
+    if observation.beat is not None:
+        rows.append(("doing", f"{_doing(record)}, for {max(observation.at - observation.beat.since, 0.0):.1f} s"))
+        if observation.beat.collective:
+            state = f"waiting for {observation.waiting_s:.1f} s" if observation.beat.pending else "done"
+            rows.append(("collective", f"{observation.beat.collective}, no. {observation.beat.count} ({state})"))
+    if observation.memory:
+        seconds, growth = observation.growth
+        limit = "" if observation.limit is None else f", limit {observation.limit / _GIB:.2f} GiB"
         moved = f"; {growth / _GIB:+.2f} GiB in the last {seconds:.0f} s" if abs(growth) > _GIB // 10 else ""
-        peak = found.memory_peak / _GIB
-        rows.append(("host memory", f"{found.memory / _GIB:.2f} GiB, peak {peak:.2f} GiB{limit}{moved}"))
-    if found.beat is not None and found.beat.gpu_peak:
-        rows.append(("GPU memory", f"{found.beat.gpu / _GIB:.2f} GiB, peak {found.beat.gpu_peak / _GIB:.2f} GiB"))
+        peak = observation.memory_peak / _GIB
+        rows.append(("host memory", f"{observation.memory / _GIB:.2f} GiB, peak {peak:.2f} GiB{limit}{moved}"))
+    if observation.beat is not None and observation.beat.gpu_peak:
+        rows.append(
+            ("GPU memory", f"{observation.beat.gpu / _GIB:.2f} GiB, peak {observation.beat.gpu_peak / _GIB:.2f} GiB")
+        )
     return [f"  {name:<12} {value}" for name, value in rows]
 
 
 def _doing(record: RankRecord) -> str:
-    beat = record.evidence.beat
+    beat = record.observation.beat
     return "unknown" if beat is None else f"{beat.phase}, after step {beat.step}"
 
 
@@ -387,12 +393,12 @@ def _others(records: Sequence[RankRecord]) -> list[str]:
     """The rest, those together of whom the same is to be said."""
     same: dict[str, list[str]] = {}
     for record in records:
-        beat = record.evidence.beat
+        beat = record.observation.beat
         end = "was ended by the launcher" if record.exit_code else "ended well"
         what = textwrap.shorten(diagnose(record).what, 160, placeholder=" …") if record.failed else end
         wait = f", waiting in {beat.collective}" if beat is not None and beat.pending else ""
         text = f"{what} ({_doing(record)}{wait})" if beat is not None else what
-        same.setdefault(text, []).append(str(record.place.rank))
+        same.setdefault(text, []).append(str(record.placement.rank))
     if not same:
         return []
     return ["", "The others:", *(f"  rank {', '.join(who)}: {text}" for text, who in same.items())]
@@ -403,8 +409,8 @@ def _stacks(records: Sequence[RankRecord], blamed: Sequence[RankRecord], hung: b
     same: dict[str, list[int]] = {}
     order = [*blamed, *(record for record in records if record not in blamed)] if hung else blamed
     for record in order:
-        if text := "\n".join(_main_thread(record.evidence.stacks)[:_STACK_LINES]):
-            same.setdefault(text, []).append(record.place.rank)
+        if text := "\n".join(_main_thread(record.observation.stacks)[:_STACK_LINES]):
+            same.setdefault(text, []).append(record.placement.rank)
     lines: list[str] = []
     for text, ranks in list(same.items())[:_STACKS_SHOWN]:
         lines += ["", f"Stack of rank {', '.join(map(str, ranks))}, the innermost call first:", text]

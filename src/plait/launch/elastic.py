@@ -44,17 +44,17 @@ def restarts(options: LaunchOptions) -> int:
     return _RESTARTS if options.elastic_training or ":" in (options.nnodes or "") else 0
 
 
-def range_of_nodes(options: LaunchOptions, there: int) -> tuple[int, int]:
+def range_of_nodes(options: LaunchOptions, host_count: int) -> tuple[int, int]:
     """The least and the most hosts; `there` are in the hostfile."""
     if options.nnodes is not None:
-        found = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
+        if match is None:
             raise WorldError(f"--nnodes {options.nnodes!r} is no number and no range; write 4 or 2:4")
-        least, most = int(found[1]), int(found[2] or found[1])
+        least, most = int(match[1]), int(match[2] or match[1])
     else:
-        least, most = options.min_elastic_nodes or 1, options.max_elastic_nodes or there
+        least, most = options.min_elastic_nodes or 1, options.max_elastic_nodes or host_count
         if not options.elastic_training:
-            least = most = there
+            least = most = host_count
     if not 1 <= least <= most:
         raise WorldError(f"{least} hosts at least and {most} at most cannot both be; the least comes first, from 1")
     return least, most

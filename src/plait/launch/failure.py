@@ -65,10 +65,10 @@ def _take_lock(lock: int) -> bool:
     return True
 
 
-class Messages:
+class RankMessages:
     """What the ranks have to say, while it is open."""
 
-    def __enter__(self) -> Messages:
+    def __enter__(self) -> RankMessages:
         _sweep(Path(tempfile.gettempdir()))
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         self._lock = os.open(self._folder.name, os.O_RDONLY)
@@ -76,7 +76,7 @@ class Messages:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._folder.cleanup()
         os.close(self._lock)
@@ -96,12 +96,12 @@ class Messages:
 
     def raw(self) -> dict[int, str]:
         """By rank, the message that it left."""
-        found = (path for path in Path(self._folder.name).iterdir() if path.name.isdecimal())
-        paths = sorted(found, key=lambda path: int(path.name))
+        files = (path for path in Path(self._folder.name).iterdir() if path.name.isdecimal())
+        paths = sorted(files, key=lambda path: int(path.name))
         return {int(path.name): path.read_text(encoding="utf-8", errors="replace") for path in paths}
 
 
-def merged(messages: Mapping[int, str]) -> list[str]:
+def merge_messages(messages: Mapping[int, str]) -> list[str]:
     """Each message once, with the ranks that left it where not all said the same."""
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(messages.items()):

@@ -101,9 +101,9 @@ class Beat:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Beat:
+    def from_json(cls, values: dict[str, Any]) -> Beat:
         """What `to_json` wrote."""
-        return cls(**{**found, "phase": Phase(found["phase"]), "sizes": tuple(found["sizes"])})
+        return cls(**{**values, "phase": Phase(values["phase"]), "sizes": tuple(values["sizes"])})
 
 
 def put_about(buffer: Any, pid: int, timeout_s: float) -> None:

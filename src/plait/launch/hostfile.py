@@ -37,17 +37,17 @@ def read_hostfile(path: Path) -> Pool:
 
 
 def _entry(text: str, where: str) -> tuple[str, int]:
-    found = _LINE.fullmatch(text)
-    if found is None:
+    match = _LINE.fullmatch(text)
+    if match is None:
         raise WorldError(f"{where}: cannot read {text!r}; write a host and its slots: `worker-0 slots=4`")
-    if found["slots"] is None:
-        raise WorldError(f"{where}: {text!r} says no slots; write how many ranks it takes: `{found['host']} slots=4`")
-    slots = whole_number(found["slots"])
+    if match["slots"] is None:
+        raise WorldError(f"{where}: {text!r} says no slots; write how many ranks it takes: `{match['host']} slots=4`")
+    slots = whole_number(match["slots"])
     if not slots:
-        raise WorldError(f"{where}: slots={found['slots']:.20} is no number from 1; write `{found['host']} slots=4`")
+        raise WorldError(f"{where}: slots={match['slots']:.20} is no number from 1; write `{match['host']} slots=4`")
     if slots > MOST_SLOTS:
         raise WorldError(f"{where}: slots={slots} is more than the {MOST_SLOTS} that a host may have")
-    host = _without_brackets(found["host"])
+    host = _without_brackets(match["host"])
     if _NAME.fullmatch(host) is None:
         raise WorldError(f"{where}: {host!r} is no name or address of a host; write it like `worker-0 slots=4`")
     return host, slots
@@ -82,34 +82,34 @@ def choose(pool: Pool, *, include: str = "", exclude: str = "") -> Pool:
 
 def _named(text: str, pool: Pool, flag: str) -> Pool:
     """What a filter names, checked against the pool."""
-    found: dict[str, set[int]] = {}
-    for part in text.split("@"):
-        name, slots = _part(part.strip(), flag)
+    slots_of: dict[str, set[int]] = {}
+    for entry in text.split("@"):
+        name, slots = _split_entry(entry.strip(), flag)
         host = _host(name, pool, flag)
         absent = [slot for slot in slots if slot not in pool[host]]
         if absent:
             there = ",".join(map(str, pool[host]))
             raise WorldError(f"{flag} {text!r}: {host!r} has no slot {absent[0]}; it has {there}")
-        found.setdefault(host, set()).update(slots or pool[host])
-    return {host: tuple(sorted(slots)) for host, slots in found.items()}
+        slots_of.setdefault(host, set()).update(slots or pool[host])
+    return {host: tuple(sorted(slots)) for host, slots in slots_of.items()}
 
 
-def _part(part: str, flag: str) -> tuple[str, list[int]]:
+def _split_entry(entry: str, flag: str) -> tuple[str, list[int]]:
     """`worker-1:0,2` → its name and slots. An IPv6 address with slots needs brackets: `[fd00::2]:0,2`."""
-    if part.startswith("["):
-        name, _, slots = part[1:].partition("]")
+    if entry.startswith("["):
+        name, _, slots = entry[1:].partition("]")
         slots = slots.removeprefix(":")
-    elif part.count(":") > 1:
-        name, slots = part, ""
+    elif entry.count(":") > 1:
+        name, slots = entry, ""
     else:
-        name, _, slots = part.partition(":")
+        name, _, slots = entry.partition(":")
     if not name:
-        raise WorldError(f"{flag}: {part!r} names no host; write `worker-0@worker-1:0,2`")
+        raise WorldError(f"{flag}: {entry!r} names no host; write `worker-0@worker-1:0,2`")
     numbers = [number.strip() for number in slots.split(",")] if slots else []
-    found = [whole_number(number) for number in numbers]
-    if None in found:
-        raise WorldError(f"{flag}: {slots!r} in {part!r} is no list of slots; write `{name}:0,2`")
-    return name, [number for number in found if number is not None]
+    parsed = [whole_number(number) for number in numbers]
+    if None in parsed:
+        raise WorldError(f"{flag}: {slots!r} in {entry!r} is no list of slots; write `{name}:0,2`")
+    return name, [number for number in parsed if number is not None]
 
 
 def _host(name: str, pool: Mapping[str, object], flag: str) -> str:

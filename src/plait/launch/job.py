@@ -32,11 +32,11 @@ def cpu_count() -> int:
 def parse_cores(text: str) -> tuple[int, ...]:
     """`1,3-5,7` → (1, 3, 4, 5, 7)."""
     cores: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
-            raise WorldError(f"--bind_core_list {text!r}: {part!r} is no core or range of cores; write `1,3-5,7`")
-        cores.extend(range(int(found[1]), int(found[2] or found[1]) + 1))
+    for entry in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", entry)
+        if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise WorldError(f"--bind_core_list {text!r}: {entry!r} is no core or range of cores; write `1,3-5,7`")
+        cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(set(cores)) < len(cores):
         raise WorldError(f"--bind_core_list {text!r} names a core twice")
     return tuple(cores)
@@ -68,7 +68,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankPlacement:
     """Where one rank runs."""
 
     rank: int
@@ -122,74 +122,76 @@ class Job:
         """How many ranks there are."""
         return sum(len(node.slots) for node in self.nodes)
 
-    def places(self) -> list[RankPlace]:
+    def placements(self) -> list[RankPlacement]:
         """Every rank's place, rank 0 first."""
-        places: list[RankPlace] = []
+        placements: list[RankPlacement] = []
         for index, node in enumerate(self.nodes):
             for local_rank, slot in enumerate(node.slots):
-                places.append(RankPlace(len(places), node.host, index, local_rank, len(node.slots), slot))
-        return places
+                placements.append(RankPlacement(len(placements), node.host, index, local_rank, len(node.slots), slot))
+        return placements
 
-    def started_on(self, node: int) -> list[RankPlace]:
+    def started_on(self, node: int) -> list[RankPlacement]:
         """What has to be started on one host."""
-        places = [place for place in self.places() if place.node == node]
-        return places[:1] if self.once_per_node else places
+        placements = [placement for placement in self.placements() if placement.node == node]
+        return placements[:1] if self.once_per_node else placements
 
-    def argv(self, place: RankPlace) -> list[str]:
+    def argv(self, placement: RankPlacement) -> list[str]:
         """The command line of a rank."""
-        flag = [f"--local_rank={place.local_rank}"] if self.local_rank_flag else []
+        flag = [f"--local_rank={placement.local_rank}"] if self.local_rank_flag else []
         return [*self.program, *flag, *self.arguments]
 
-    def variables(self, place: RankPlace, present: Mapping[str, str]) -> dict[str, str]:
+    def variables(self, placement: RankPlacement, present: Mapping[str, str]) -> dict[str, str]:
         """What a rank's environment gets on top of `present`, the environment of its host."""
-        found = dict(self.environment)
-        if self.devices and (visible := _visible(place, self.nodes[place.node].slots, {**present, **found})):
-            found["CUDA_VISIBLE_DEVICES"] = visible
+        variables = dict(self.environment)
+        if self.devices and (
+            visible := _visible(placement, self.nodes[placement.node].slots, {**present, **variables})
+        ):
+            variables["CUDA_VISIBLE_DEVICES"] = visible
         if self.rendezvous:
             # torch would compare the address with the host's own name, which often leads to another one.
-            found["PET_RDZV_CONF"] = ",".join(
-                filter(None, (f"is_host={int(place.node == 0)}", found.get("PET_RDZV_CONF")))
+            variables["PET_RDZV_CONF"] = ",".join(
+                filter(None, (f"is_host={int(placement.node == 0)}", variables.get("PET_RDZV_CONF")))
             )
         if not self.once_per_node:
-            found |= {
-                "RANK": str(place.rank),
-                "LOCAL_RANK": str(place.local_rank),
+            variables |= {
+                "RANK": str(placement.rank),
+                "LOCAL_RANK": str(placement.local_rank),
                 "WORLD_SIZE": str(self.size),
-                "LOCAL_WORLD_SIZE": str(place.local_size),
-                "GROUP_RANK": str(place.node),
+                "LOCAL_WORLD_SIZE": str(placement.local_size),
+                "GROUP_RANK": str(placement.node),
                 "GROUP_WORLD_SIZE": str(len(self.nodes)),
                 "MASTER_ADDR": self.address,
                 "MASTER_PORT": str(self.port),
             }
-        return found
+        return variables
 
-    def cores_for(self, place: RankPlace, available: tuple[int, ...]) -> tuple[int, ...] | None:
+    def cores_for(self, placement: RankPlacement, available: tuple[int, ...]) -> tuple[int, ...] | None:
         """The cores that a rank is bound to; None where it may roam."""
         if not self.bind_cores:
             return None
-        return cores_of(place.local_rank, place.local_size, self.cores or available, available)
+        return cores_of(placement.local_rank, placement.local_size, self.cores or available, available)
 
-    def log_file(self, place: RankPlace) -> str | None:
+    def log_file(self, placement: RankPlacement) -> str | None:
         """Where a rank's output goes, if not to the console."""
-        return None if self.log_dir is None else f"{self.log_dir}/{self.log_prefix}rank{place.rank}.log"
+        return None if self.log_dir is None else f"{self.log_dir}/{self.log_prefix}rank{placement.rank}.log"
 
     def to_json(self) -> str:
         """On one line, for another host; what is as usual is left out."""
-        usual = {each.name: each.default for each in fields(self)}
-        found = {name: value for name, value in asdict(self).items() if value != usual[name] and value != {}}
-        return json.dumps(found, separators=(",", ":"))
+        usual = {info.name: info.default for info in fields(self)}
+        changed = {name: value for name, value in asdict(self).items() if value != usual[name] and value != {}}
+        return json.dumps(changed, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Job:
         """The job that `to_json` wrote."""
-        found = json.loads(text)
-        nodes = tuple(Node(node["host"], tuple(node["slots"])) for node in found.pop("nodes"))
+        values = json.loads(text)
+        nodes = tuple(Node(node["host"], tuple(node["slots"])) for node in values.pop("nodes"))
         names = ("program", "arguments", "cores")
-        lists: dict[str, Any] = {name: tuple(found.pop(name)) for name in names if name in found}
-        return cls(nodes=nodes, **lists, **found)
+        lists: dict[str, Any] = {name: tuple(values.pop(name)) for name in names if name in values}
+        return cls(nodes=nodes, **lists, **values)
 
 
-def _visible(place: RankPlace, slots: tuple[int, ...], present: Mapping[str, str]) -> str | None:
+def _visible(placement: RankPlacement, slots: tuple[int, ...], present: Mapping[str, str]) -> str | None:
     """The GPUs of a host's slots. Slots count within what CUDA_VISIBLE_DEVICES already allows there."""
     allowed = present.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
@@ -199,7 +201,7 @@ def _visible(place: RankPlace, slots: tuple[int, ...], present: Mapping[str, str
         return None  # the user hides all GPUs: ranks run on the CPU
     if max(slots) >= len(names):
         raise WorldError(
-            f"{place.host}: slot {max(slots)} is asked for, but CUDA_VISIBLE_DEVICES={allowed} leaves {len(names)} "
+            f"{placement.host}: slot {max(slots)} is asked for, but CUDA_VISIBLE_DEVICES={allowed} leaves {len(names)} "
             "GPUs there; choose fewer slots, or unset it"
         )
     return ",".join(names[slot] for slot in slots)
@@ -215,8 +217,8 @@ def find_program(name: str, *, path: str | None = None, folder: str | None = Non
     other commands of its environment are. A name with a slash counts from `folder`.
     """
     if "/" in name:
-        found = Path(folder or os.curdir, name)
-        return name if found.is_file() and os.access(found, os.X_OK) else None
+        file = Path(folder or os.curdir, name)
+        return name if file.is_file() and os.access(file, os.X_OK) else None
     return shutil.which(name, path=path) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 

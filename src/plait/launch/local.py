@@ -17,17 +17,18 @@ from typing import IO, cast
 
 from plait.config import whole_number
 from plait.errors import WorldError
-from plait.launch.diagnosis import conclude, wants_stacks
-from plait.launch.failure import Messages
-from plait.launch.job import Job, Node, RankPlace, absent, available_cores, cpu_count, find_program
+from plait.launch.diagnosis import report_end, wants_stacks
+from plait.launch.failure import RankMessages
+from plait.launch.heartbeat_monitor import HeartbeatMonitor
+from plait.launch.job import Job, Node, RankPlacement, absent, available_cores, cpu_count, find_program
 from plait.launch.network import free_port
 from plait.launch.observer import Observer
 from plait.launch.records import (
+    FAILURE_WAIT_S,
     GRACE_S,
-    LEAVE_S,
-    SAY_S,
-    STACK_S,
-    STUCK_S,
+    HANG_GRACE_S,
+    SAVE_AND_EXIT_S,
+    STACK_WAIT_S,
     LaunchOutcome,
     RankRecord,
     causes,
@@ -36,7 +37,6 @@ from plait.launch.records import (
     new_records,
     record_end,
 )
-from plait.launch.watch import Watch
 
 # What ranks of this host print, passed on as it comes, and the last lines of each kept.
 
@@ -48,21 +48,21 @@ class Relay:
     """Reads only when it is asked to `pump`: there is no thread, so that ranks can be started again at any time."""
 
     def __init__(self) -> None:
-        self._waiting = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()
         self._rests: dict[int, bytes] = {}
 
     def open(self, outputs: Iterable[tuple[RankRecord, str, IO[bytes]]]) -> None:
         """Begin with these pipes: whose, `out` or `err`, and the pipe."""
         for record, name, pipe in outputs:
             os.set_blocking(pipe.fileno(), False)
-            self._waiting.register(pipe, selectors.EVENT_READ, (record, name))
+            self._selector.register(pipe, selectors.EVENT_READ, (record, name))
 
     def pump(self, seconds: float) -> bool:
         """Pass on what comes within that time; returns early, and true, once something has."""
-        if not self._waiting.get_map():
+        if not self._selector.get_map():
             time.sleep(seconds)
             return False
-        ready = self._waiting.select(seconds)
+        ready = self._selector.select(seconds)
         for key, _ in ready:
             record, name = key.data
             data = os.read(key.fd, _CHUNK)
@@ -78,12 +78,12 @@ class Relay:
         """Pass on what is left. A worker that outlives its rank may hold a pipe open: that is not waited for."""
         while self.pump(0.0):
             pass
-        for key in list(self._waiting.get_map().values()):
+        for key in list(self._selector.get_map().values()):
             self._end(key)
-        self._waiting.close()
+        self._selector.close()
 
     def _end(self, key: selectors.SelectorKey) -> None:
-        pipe = cast(IO[bytes], self._waiting.unregister(key.fileobj).fileobj)
+        pipe = cast(IO[bytes], self._selector.unregister(key.fileobj).fileobj)
         pipe.close()
         if rest := self._rests.pop(key.fd, b""):
             key.data[0].tail.append(rest.decode(errors="replace"))
@@ -104,12 +104,12 @@ def gpu_count() -> int:
     """How many GPUs a process started here would see, without loading torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     except OSError:
         return 0
-    return sum(line.startswith("GPU ") for line in found.stdout.splitlines()) if found.returncode == 0 else 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
 
 
 def launched_size() -> int | None:
@@ -127,60 +127,60 @@ def run_ranks(command: Sequence[str], count: int) -> int:
     leaves; a second Ctrl-C ends all at once.
     """
     job = Job(tuple(command), (Node("localhost", tuple(range(count))),), port=free_port())
-    return run_job(job, 0, patience=None).code
+    return run_job(job, 0, stop_grace=None).code
 
 
 def run_job(
-    job: Job, node: int, *, patience: float | None, grace: float = GRACE_S, join: Callable[[], bool] = never
+    job: Job, node: int, *, stop_grace: float | None, grace: float = GRACE_S, join: Callable[[], bool] = never
 ) -> LaunchOutcome:
     """Run this host's ranks of a job to their end, and say why if that was a bad one.
 
     `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
     is how many they may once one has failed. When `join` says that others can join, all are asked to save and leave.
     """
-    with Messages() as messages:
+    with RankMessages() as messages:
         relay = Relay()
         group = LocalRanks(job, node, messages=messages, capture=not sys.stdout.isatty(), pause=relay.pump)
         with Signals(group.send) as signals:
             group.start()
             relay.open(group.outputs())
-            hung, reform = _wait(group, signals, patience, grace, join)
+            hung, reform = _wait(group, signals, stop_grace, grace, join)
             relay.close()
             if signals.interrupts > 1:
                 return LaunchOutcome(128 + signal.SIGINT, group.records, interrupted=True)
             if not signals.waited and not reform:
                 # Said last, so that it stands below whatever the ranks themselves printed.
                 several = len(job.nodes) > 1
-                conclude(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
+                report_end(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
             code = signals.code(exit_code(group.records, hung=hung))
             return LaunchOutcome(code, group.records, hung=hung, interrupted=signals.waited > 0.0, reform=reform)
 
 
 def _wait(
-    group: LocalRanks, signals: Signals, patience: float | None, grace: float, join: Callable[[], bool]
+    group: LocalRanks, signals: Signals, stop_grace: float | None, grace: float, join: Callable[[], bool]
 ) -> tuple[bool, bool]:
     """Until all are gone; whether they had to be ended because they hung, or were asked to leave for others."""
-    watch, hung, asked = Watch(group.records), False, 0.0
+    watch, hung, asked = HeartbeatMonitor(group.records), False, 0.0
     while group.poll():
         if causes(group.records):
             if wants_stacks(group.records):
-                group.witness.ask_for_stacks()
-            group.end(say=SAY_S, grace=grace)
-        elif patience is not None and signals.waited > patience:
-            group.end(say=0.0, grace=GRACE_S)
-        elif asked and time.monotonic() > asked + LEAVE_S:
-            group.end(say=0.0, grace=grace)
+                group.observer.ask_for_stacks()
+            group.end(wait=FAILURE_WAIT_S, grace=grace)
+        elif stop_grace is not None and signals.waited > stop_grace:
+            group.end(wait=0.0, grace=GRACE_S)
+        elif asked and time.monotonic() > asked + SAVE_AND_EXIT_S:
+            group.end(wait=0.0, grace=grace)
         elif not asked and not signals.waited and join():
             asked = time.monotonic()
             group.send(signal.SIGTERM)
         elif watch.due():
-            group.witness.look_at_all()
-            if (late := watch.straggler()) is not None:
-                print(f"plait: {late}", file=sys.stderr, flush=True)
+            group.observer.look_at_all()
+            if (straggler := watch.straggler()) is not None:
+                print(f"plait: {straggler}", file=sys.stderr, flush=True)
             if watch.hangs():
                 hung = True
-                group.witness.ask_for_stacks()
-                group.end(say=STACK_S, grace=STUCK_S)
+                group.observer.ask_for_stacks()
+                group.end(wait=STACK_WAIT_S, grace=HANG_GRACE_S)
         else:
             group.pause(_POLL_S)
     return hung, bool(asked)
@@ -200,46 +200,48 @@ class LocalRanks:
         job: Job,
         node: int,
         *,
-        messages: Messages,
-        places: Sequence[RankPlace] | None = None,
-        more: dict[str, str] | None = None,
+        messages: RankMessages,
+        placements: Sequence[RankPlacement] | None = None,
+        variables: dict[str, str] | None = None,
         capture: bool = True,
         stdin: bool = True,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
         self.job = job
-        self.records = new_records(job, job.started_on(node) if places is None else places)
-        self.witness = Observer(self.records, messages.folder)
+        self.records = new_records(job, job.started_on(node) if placements is None else placements)
+        self.observer = Observer(self.records, messages.folder)
         self.pause = pause
-        self._more = {**messages.environment, **(more or {})}
+        self._variables = {**messages.environment, **(variables or {})}
         self._capture = capture
         self._stdin = stdin
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._told = False
+        self._ending = False
 
     def start(self) -> None:
         """Start all of them, or none."""
         cores = available_cores()
         # Before the first one starts, so that a wrong slot or core is an error and not a torn job.
-        bound = [self.job.cores_for(record.place, cores) for record in self.records]
-        environments = [self._environment(record.place, mine) for record, mine in zip(self.records, bound, strict=True)]
+        bound = [self.job.cores_for(record.placement, cores) for record in self.records]
+        environments = [
+            self._environment(record.placement, mine) for record, mine in zip(self.records, bound, strict=True)
+        ]
         for record, environment, mine in zip(self.records, environments, bound, strict=True):
             try:
                 process = self._start(record, environment, mine)
             except OSError as error:
-                self.end(say=0.0, grace=GRACE_S)
-                message = f"rank {record.place.rank} of {self.job.size} could not be started: {error}"
+                self.end(wait=0.0, grace=GRACE_S)
+                message = f"rank {record.placement.rank} of {self.job.size} could not be started: {error}"
                 raise WorldError(message) from error
             self._processes.append(process)
             record.pid, record.started = process.pid, time.time()
-        self.witness.begin()
+        self.observer.begin()
 
-    def _environment(self, place: RankPlace, bound: tuple[int, ...] | None) -> dict[str, str]:
-        threads = len(bound) if bound else max(cpu_count() // place.local_size, 1)
+    def _environment(self, placement: RankPlacement, bound: tuple[int, ...] | None) -> dict[str, str]:
+        threads = len(bound) if bound else max(cpu_count() // placement.local_size, 1)
         present = {"OMP_NUM_THREADS": str(threads), **os.environ}
         if bound:
             present["OMP_NUM_THREADS"] = str(threads)
-        return {**present, **self.job.variables(place, present), **self._more}
+        return {**present, **self.job.variables(placement, present), **self._variables}
 
     def _start(
         self, record: RankRecord, environment: dict[str, str], cores: tuple[int, ...] | None
@@ -255,14 +257,14 @@ class LocalRanks:
             if cores:
                 os.sched_setaffinity(0, cores)
 
-        program, *arguments = self.job.argv(record.place)
-        found = find_program(program, path=environment.get("PATH"), folder=self.job.folder)
-        if found is None:
+        program, *arguments = self.job.argv(record.placement)
+        path = find_program(program, path=environment.get("PATH"), folder=self.job.folder)
+        if path is None:
             raise FileNotFoundError(absent(program))
         log = self._log(record)
         try:
             return subprocess.Popen(
-                [found, *arguments],
+                [path, *arguments],
                 env=environment,
                 cwd=self.job.folder,
                 stdin=None if self._stdin else subprocess.DEVNULL,
@@ -287,8 +289,8 @@ class LocalRanks:
     def outputs(self) -> list[tuple[RankRecord, str, IO[bytes]]]:
         """The pipes of captured ranks: whose, `out` or `err`, and the pipe."""
         pairs = zip(self.records, self._processes, strict=True)
-        found = [(record, name, pipe) for record, p in pairs for name, pipe in (("out", p.stdout), ("err", p.stderr))]
-        return [(record, name, pipe) for record, name, pipe in found if pipe is not None]
+        pipes = [(record, name, pipe) for record, p in pairs for name, pipe in (("out", p.stdout), ("err", p.stderr))]
+        return [(record, name, pipe) for record, name, pipe in pipes if pipe is not None]
 
     def poll(self) -> bool:
         """Note who has ended; whether somebody still runs."""
@@ -297,10 +299,10 @@ class LocalRanks:
                 continue
             code = process.poll()
             if code is None:
-                self.witness.follow(record)
+                self.observer.follow(record)
                 continue
-            record_end(record, code, by_us=self._told and code != 0)
-            self.witness.look(record)
+            record_end(record, code, by_us=self._ending and code != 0)
+            self.observer.look(record)
             if code:
                 _sweep(process.pid)  # its data workers
         return any(record.exit_code is None for record in self.records[: len(self._processes)])
@@ -312,11 +314,11 @@ class LocalRanks:
             if record.exit_code is None:
                 _send(process, number)
 
-    def end(self, *, say: float, grace: float) -> None:
+    def end(self, *, wait: float, grace: float) -> None:
         """See to it that all are gone: time to say something, SIGTERM, time to leave, SIGKILL for them and theirs."""
-        self._wait_until(time.monotonic() + say)
+        self._wait_until(time.monotonic() + wait)
         self.poll()
-        self._told = True
+        self._ending = True
         self.send(signal.SIGTERM)
         self._wait_until(time.monotonic() + grace)
         self.send(signal.SIGKILL)
@@ -343,7 +345,7 @@ class Signals:
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
         self._first: float | None = None
-        self._told = 0
+        self._first_signal = 0
         self.interrupts = 0
 
     @property
@@ -351,9 +353,9 @@ class Signals:
         """Seconds since the first signal; 0 before it."""
         return 0.0 if self._first is None else time.monotonic() - self._first
 
-    def code(self, found: int) -> int:
+    def code(self, code: int) -> int:
         """The exit code where ranks ended with `found`: a run that was told to stop does not look finished."""
-        return found or (128 + self._told if self._told else 0)
+        return code or (128 + self._first_signal if self._first_signal else 0)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._first = self._first or time.monotonic()
@@ -362,7 +364,7 @@ class Signals:
             number = signal.SIGKILL  # checkpoints survive it, and a rank inside a collective hears nothing else
         elif number == signal.SIGHUP:
             number = signal.SIGTERM
-        self._told = self._told or number
+        self._first_signal = self._first_signal or number
         self._send(number)
 
     def __enter__(self) -> Signals:

@@ -18,13 +18,13 @@ def resolve(host: str) -> str:
     """The address of a host; `user@` before it is left out."""
     name = host.rpartition("@")[2]
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise WorldError(
             f"the host {name!r} has no address here: {error}; correct the name, or add it to DNS"
         ) from error
     # IPv4 first: a name often has both, and a link-local IPv6 address leads nowhere without its interface.
-    addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    addresses = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return str(addresses[0][4][0])
 
 
@@ -138,12 +138,12 @@ def port_holder(port: int) -> str:
 
 def _sockets(process: Path) -> set[str]:
     """Inodes of the sockets that a process holds; none of another user's."""
-    found = set()
+    inodes = set()
     with suppress(OSError):
         for fd in (process / "fd").iterdir():
             with suppress(OSError):  # closed meanwhile
-                found.update(_SOCKET.findall(str(fd.readlink())))
-    return found
+                inodes.update(_SOCKET.findall(str(fd.readlink())))
+    return inodes
 
 
 _SOCKET = re.compile(r"socket:\[(\d+)\]")

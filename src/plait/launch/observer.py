@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from plait.launch.heartbeat import STACK_SIGNAL, read_beat
-from plait.launch.records import FailureRecord, RankRecord
+from plait.launch.records import RankObservation, RankRecord
 
 # Memory: what a rank held, whether it grew from step to step, and whether the kernel killed it for want of memory.
 
@@ -22,7 +22,7 @@ _KEPT = 64
 _ROOT = Path("/sys/fs/cgroup")
 
 _WARM_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 24, 512
-_PARTS, _SHARE = 6, 0.1
+_SECTIONS, _LEAST_GROWTH = 6, 0.1
 """Memory grows from step to step where it does in every one of so many parts of the run, and by so much in all."""
 
 
@@ -54,14 +54,14 @@ class StepMemory:
         steps = sorted(self._least)
         if len(steps) < _LEAST_STEPS:
             return None
-        size = len(steps) // _PARTS
-        floors = [min(self._least[step] for step in steps[at * size : (at + 1) * size]) for at in range(_PARTS)]
+        size = len(steps) // _SECTIONS
+        floors = [min(self._least[step] for step in steps[at * size : (at + 1) * size]) for at in range(_SECTIONS)]
         grown = floors[-1] - floors[0]
         steadily = all(before < after for before, after in pairwise(floors))
-        return (steps[0], steps[-1], grown) if steadily and grown > _SHARE * floors[-1] else None
+        return (steps[0], steps[-1], grown) if steadily and grown > _LEAST_GROWTH * floors[-1] else None
 
 
-class Trail:
+class MemoryTrace:
     """The resident memory of a process over its last seconds, and at its peak."""
 
     def __init__(self) -> None:
@@ -130,20 +130,20 @@ class OomCounter:
 
     def read(self) -> int:
         """How many there have been."""
-        found = self._of_group()
-        return (_number(_read(Path("/proc/vmstat"))) or 0) if found is None else found
+        count = self._of_group()
+        return (_number(_read(Path("/proc/vmstat"))) or 0) if count is None else count
 
     def headroom(self) -> int | None:
         """Bytes that a process may still take: of the control group, or of the host; None where nobody says."""
-        found = [available_bytes()]
+        candidates = [available_bytes()]
         if self.limit is not None:
             names = ("memory.current", "memory.usage_in_bytes")
             used = next((text for name in names if (text := self._text(name)).isdecimal()), None)
             # What the page cache holds is counted as used, and given back before anybody is killed.
             cached = re.search(r"^(?:total_)?inactive_file (\d+)$", self._text("memory.stat"), re.MULTILINE)
             if used is not None:
-                found.append(max(self.limit - int(used) + (int(cached[1]) if cached else 0), 0))
-        known = [bytes_ for bytes_ in found if bytes_ is not None]
+                candidates.append(max(self.limit - int(used) + (int(cached[1]) if cached else 0), 0))
+        known = [bytes_ for bytes_ in candidates if bytes_ is not None]
         return min(known, default=None)
 
     @property
@@ -167,8 +167,8 @@ class OomCounter:
 
 def available_bytes() -> int | None:
     """Of the host, that a process could take without swapping; None where the system does not say."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
-    return int(found[1]) << 10 if found else None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    return int(match[1]) << 10 if match else None
 
 
 def memory_group(pid: int | str) -> Path | None:
@@ -187,8 +187,8 @@ def memory_group(pid: int | str) -> Path | None:
 
 
 def _number(text: str) -> int | None:
-    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else None
+    match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def _read(path: Path) -> str:
@@ -196,6 +196,17 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+def cgroup_limit() -> int | None:
+    """Bytes that the kernel lets this process's group have; None without a limit."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
+    return None
 
 
 _LOG_BYTES = 1 << 14
@@ -209,56 +220,56 @@ class Observer:
     def __init__(self, records: Sequence[RankRecord], folder: Path) -> None:
         self._records = records
         self._folder = folder
-        self._trails = {record.place.rank: _Trails() for record in records}
+        self._memory = {record.placement.rank: _RankMemory() for record in records}
         self._oom: OomCounter | None = None
 
     def begin(self) -> None:
         """The ranks have started."""
         pids = [record.pid for record in self._records if record.pid is not None]
         self._oom = OomCounter(pids[0] if pids else "self")
-        for trails in self._trails.values():
-            trails.note_kills(self._oom.read())
+        for memory in self._memory.values():
+            memory.note_kills(self._oom.read())
 
     def follow(self, record: RankRecord) -> None:
         """Look at the memory of a rank that runs."""
-        rank, trails = record.place.rank, self._trails[record.place.rank]
-        if record.pid is None or self._oom is None or not trails.resident.is_due():
+        rank, memory = record.placement.rank, self._memory[record.placement.rank]
+        if record.pid is None or self._oom is None or not memory.resident.is_due():
             return
         kills = self._oom.read()
-        if trails.resident.follow(record.pid):
-            trails.note_kills(kills)
-            trails.headroom = self._oom.headroom()
+        if memory.resident.follow(record.pid):
+            memory.note_kills(kills)
+            memory.headroom = self._oom.headroom()
             beat = read_beat(self._folder / f"{rank}.beat")
             if beat is not None:
-                trails.gpu.add(beat.step, beat.gpu)
-                trails.host.add(beat.step, anonymous_bytes(record.pid))
+                memory.gpu.add(beat.step, beat.gpu)
+                memory.host.add(beat.step, anonymous_bytes(record.pid))
 
-    def look(self, record: RankRecord) -> FailureRecord:
+    def look(self, record: RankRecord) -> RankObservation:
         """Everything that is known of a rank now; kept in its record."""
-        rank, trails, oom = record.place.rank, self._trails[record.place.rank], self._oom
+        rank, memory, oom = record.placement.rank, self._memory[record.placement.rank], self._oom
         beat = read_beat(self._folder / f"{rank}.beat")
-        kills, recent = (0, 0) if oom is None else trails.kills_since(oom.read())
-        record.evidence = FailureRecord(
+        kills, recent = (0, 0) if oom is None else memory.kills_since(oom.read())
+        record.observation = RankObservation(
             beat=beat,
             at=time.time() if record.ended is None else record.ended,
-            state=_state(record.pid if beat is None else beat.pid) if record.running else record.evidence.state,
+            state=_state(record.pid if beat is None else beat.pid) if record.running else record.observation.state,
             stacks=_text(self._folder / f"{rank}.stacks"),
-            memory=trails.resident.last,
-            memory_peak=trails.resident.peak,
-            growth=trails.resident.growth,
+            memory=memory.resident.last,
+            memory_peak=memory.resident.peak,
+            growth=memory.resident.growth,
             oom_kills=kills,
             recent_oom_kills=recent,
             oom_of_group=oom is not None and oom.of_group,
-            headroom=trails.headroom,
-            gpu_steps=trails.gpu.growth,
-            host_steps=trails.host.growth,
+            headroom=memory.headroom,
+            gpu_steps=memory.gpu.growth,
+            host_steps=memory.host.growth,
             limit=None if oom is None else oom.limit,
         )
         record.message = _text(self._folder / str(rank))
         if record.log is not None:
             record.tail.clear()
             record.tail.extend(_text(Path(record.log), _LOG_BYTES).splitlines()[-(record.tail.maxlen or 0) :])
-        return record.evidence
+        return record.observation
 
     def look_at_all(self) -> None:
         """At those that still run; the others were looked at when they ended."""
@@ -270,16 +281,16 @@ class Observer:
         """Of the ranks that run; those that are not prepared for it do not notice."""
         for record in self._records:
             if record.running and record.pid is not None:
-                beat = read_beat(self._folder / f"{record.place.rank}.beat")
+                beat = read_beat(self._folder / f"{record.placement.rank}.beat")
                 with suppress(ProcessLookupError):
                     os.kill(record.pid if beat is None else beat.pid, STACK_SIGNAL)
 
 
-class _Trails:
+class _RankMemory:
     """The memory of one rank, as it was followed, and the kernel's kills meanwhile."""
 
     def __init__(self) -> None:
-        self.resident, self.gpu, self.host = Trail(), StepMemory(), StepMemory()
+        self.resident, self.gpu, self.host = MemoryTrace(), StepMemory(), StepMemory()
         self.headroom: int | None = None
         self._kills: deque[tuple[float, int]] = deque()
 

@@ -50,14 +50,14 @@ def flags() -> argparse.ArgumentParser:
 
 
 def _launcher(text: str) -> str:
-    if is_own_launcher(text):
+    if is_custom_launcher(text):
         return text
     if text.lower() in LAUNCHERS:
         return text.lower()
     raise argparse.ArgumentTypeError(f"unknown launcher {text!r}. {choose_type('launcher', text, LAUNCHERS)}")
 
 
-def is_own_launcher(name: str | None) -> bool:
+def is_custom_launcher(name: str | None) -> bool:
     """Whether a launcher is the user's: named by its code, or brought by a plug-in."""
     return name is not None and name.lower() not in LAUNCHERS and (":" in name or name in entry_points_of("launcher"))
 
@@ -88,7 +88,7 @@ def _reach(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--launcher_args",
-        type=_words,
+        type=_shell_words,
         metavar="WORDS",
         help="more arguments for ssh, pdsh, mpirun, srun, sbatch",
     )
@@ -136,7 +136,7 @@ def _elastic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rdzv_conf", metavar="KEY=VALUE,…", help="as of torchrun")
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _shell_words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
 
@@ -186,10 +186,10 @@ class LaunchOptions:
     preflight: bool = False
 
 
-def parse_options(words: Sequence[str]) -> LaunchOptions:
+def parse_options(argv: Sequence[str]) -> LaunchOptions:
     """Read the command line. What comes from the script on is kept as it is."""
     parser = flags()
-    before, after = _split(words, parser)
+    before, after = _split(argv, parser)
     given = vars(parser.parse_args(before))
     if not after and "preflight" not in given:
         raise WorldError("no script to launch; write `plait launch [flags] script.py [its arguments]`")
@@ -200,22 +200,22 @@ def parse_options(words: Sequence[str]) -> LaunchOptions:
     return options
 
 
-def without(words: Sequence[str], *names: str) -> list[str]:
+def without(argv: Sequence[str], *names: str) -> list[str]:
     """The same command line, less some flags of the launcher."""
-    before, after = _split(words, flags())
-    return [word for word in before if word[2:].partition("=")[0] not in names] + ["--", *after]
+    before, after = _split(argv, flags())
+    return [flag for flag in before if flag[2:].partition("=")[0] not in names] + ["--", *after]
 
 
-def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
     """The launcher's flags, each as one word with its value, and the rest from the script on."""
     known = {flag: action for action in parser._actions for flag in action.option_strings}
     before: list[str] = []
-    rest = list(words)
+    rest = list(argv)
     while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        if word == "--":
+        flag = rest.pop(0)
+        if flag == "--":
             break
-        name, equals, value = _name(word, known)
+        name, equals, value = _name(flag, known)
         if name not in known:
             _explain(name, rest, known)
         if known[name].nargs != 0 and not equals and rest:
@@ -224,20 +224,20 @@ def _split(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[
     return before, rest
 
 
-def _name(word: str, known: Mapping[str, object]) -> tuple[str, str, str]:
+def _name(flag: str, known: Mapping[str, object]) -> tuple[str, str, str]:
     """`--num-gpus=2` → `--num_gpus`, `=`, `2`; and `-Hfile` → `-H`, `=`, `file`."""
-    name, equals, value = word.partition("=")
-    if not word.startswith("--"):
-        return (name, equals, value) if name in known or len(name) == 2 else (word[:2], "=", word[2:])
+    name, equals, value = flag.partition("=")
+    if not flag.startswith("--"):
+        return (name, equals, value) if name in known or len(name) == 2 else (flag[:2], "=", flag[2:])
     return "--" + name[2:].replace("-", "_"), equals, value
 
 
-def _explain(name: str, words: Sequence[str], known: Iterable[str]) -> NoReturn:
+def _explain(name: str, rest: Sequence[str], known: Iterable[str]) -> NoReturn:
     """A flag before the script that is none of ours: misspelt, or the script's."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if close:
         raise WorldError(f"plait launch has no flag {name}; did you mean {close[0]}?")
-    script = next((word for word in words if word.endswith(".py")), "script.py")
+    script = next((argument for argument in rest if argument.endswith(".py")), "script.py")
     raise WorldError(
         f"{name} is no flag of plait launch. If it is the script's, write it after the script: "
         f"plait launch … {script} {name} …; `plait launch --help` lists the launcher's own"
@@ -274,7 +274,7 @@ def _check(options: LaunchOptions) -> None:
 def misplaced(options: LaunchOptions) -> str | None:
     """Flags of the launcher among the script's arguments. They may be its own, so this is a note and no error."""
     ours = {flag for action in flags()._actions for flag in action.option_strings if flag.startswith("--")} - _COMMON
-    names = (word.partition("=")[0] for word in options.arguments if word.startswith("--"))
+    names = (argument.partition("=")[0] for argument in options.arguments if argument.startswith("--"))
     name = next((name for name in names if "--" + name[2:].replace("-", "_") in ours), None)
     if name is None:
         return None

@@ -21,7 +21,7 @@ from plait.launch.probe import MARK, HostFacts, ProbeRequest
 Reach = Callable[[int, Sequence[str]], list[str]]
 """(which host, words) → the command that runs these words there."""
 
-_PATIENCE_S = 60.0
+_ANSWER_S = 60.0
 _SKEW_S = 2.0
 _LITTLE = 1 << 30
 
@@ -69,8 +69,8 @@ def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | Non
 
         def ask(node: int) -> HostCheck:
             mine = replace(question, port=job.port if node == 0 else None)
-            words = [sys.executable, "-m", "plait.launch.probe"]
-            return _ask(job.nodes[node].host, reach(node, words), mine)
+            argv = [sys.executable, "-m", "plait.launch.probe"]
+            return _ask(job.nodes[node].host, reach(node, argv), mine)
 
         checks = tuple(pool.map(ask, range(len(job.nodes))))
     asked, first = bool(job.address), checks[0].facts
@@ -107,12 +107,12 @@ def _ask(host: str, command: Sequence[str], question: ProbeRequest) -> HostCheck
             input=json.dumps(asdict(question)) + "\n",
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_S,
+            timeout=_ANSWER_S,
             check=False,
             process_group=0,
         )
     except subprocess.TimeoutExpired:
-        return HostCheck(host, None, f"no answer within {_PATIENCE_S:.0f} seconds")
+        return HostCheck(host, None, f"no answer within {_ANSWER_S:.0f} seconds")
     after = time.time()
     line = next((line for line in said.stdout.splitlines() if line.startswith(MARK)), None)
     if line is None:
@@ -169,7 +169,7 @@ def _remedy(failure: str) -> str:
         "timed out": "check the network, a firewall, and that it is up",
         "No route": "check the network, a firewall, and that it is up",
     }
-    known = (remedy for words, remedy in remedies.items() if words in failure)
+    known = (remedy for text, remedy in remedies.items() if text in failure)
     return next(known, "try the same with ssh by hand; --no_ssh_check leaves this check out")
 
 

@@ -1,4 +1,4 @@
-"""From flags to a launch: which hosts, which ranks, which launcher."""
+"""From flags to a launch that is ready to go: which hosts, which ranks, which launcher; shown, or run."""
 
 from __future__ import annotations
 
@@ -7,23 +7,213 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from plait.config import read_lines, whole_number
-from plait.errors import WorldError
+from plait.errors import ConfigError, Problem, WorldError
 from plait.launch import remote
-from plait.launch.elastic import is_elastic, range_of_nodes
+from plait.launch.controller import Command, Controller, run_command
+from plait.launch.elastic import elastic_job, is_elastic, range_of_nodes, restarts, uses_torchs_agent
 from plait.launch.environment import check_address, with_variables
 from plait.launch.heartbeat import FOLDER_VARIABLE
 from plait.launch.hostfile import MOST_SLOTS, Pool, choose, limit, read_hostfile
 from plait.launch.job import Job, Node, cpu_count, parse_cores
-from plait.launch.local import gpu_count
+from plait.launch.local import gpu_count, run_job
+from plait.launch.multi_host import run_multi_host
 from plait.launch.network import DEFAULT_PORT, check_port, free_port, is_this_host, resolve, source_address
-from plait.launch.options import DEFAULT_HOSTFILE, LaunchOptions, is_own_launcher
-from plait.launch.remote import FAMILIES
-from plait.launch.setup import Setup, all_here
+from plait.launch.options import DEFAULT_HOSTFILE, LaunchOptions, is_custom_launcher
+from plait.launch.records import LaunchOutcome
+from plait.launch.remote import FAMILIES, Ssh, node_words, options_and_first, pdsh_end, shell_line
+from plait.launch.restart import GRACE_S, Membership, run_with_restarts
+from plait.plugins import call, find
+
+
+class Starter(Protocol):
+    """What `--launcher` may name: a function, or a class without arguments that is called like one.
+
+    The command runs here until the job has ended. It starts `host_words(job, N)` once on each host, the N-th of
+    `job.nodes`; or `rank_words(job)` once for each rank, under MPI's, PMI's or Slurm's variables.
+    """
+
+    def __call__(self, job: Job, arguments: Sequence[str], /) -> Command:
+        """The command that starts a job. `arguments` are those of `--launcher_args`."""
+
+
+STARTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "pdsh": "plait.launch.remote:pdsh_command",
+        "slurm": "plait.launch.remote:srun_command",
+        "openmpi": "plait.launch.remote:openmpi_command",
+        "mpich": "plait.launch.remote:mpich_command",
+        "mvapich": "plait.launch.remote:mvapich_command",
+        "impi": "plait.launch.remote:impi_command",
+    }
+)
+"""Plait's own launchers by their words; they come in as those of users do. `local` and `ssh` start ranks themselves."""
+
+
+def find_starter(name: str, **given: Any) -> Starter:
+    """A launcher of Plait's or of the user's own. `given` is what it is told besides."""
+    key = "--launcher"
+    target = find("launcher", STARTERS.get(name, name), key)
+    starter = target() if isinstance(target, type) else target
+
+    def start(job: Job, arguments: Sequence[str], /) -> Command:
+        if name in STARTERS:
+            made: Command = starter(job, arguments, **given)
+            return made
+        command = call(starter, key, job, arguments, name=name, arguments={}, **given)
+        if not isinstance(command, Command):
+            message = f"{name!r} returned a {type(command).__name__}"
+            raise ConfigError(Problem(key, message, "Return a plait.launch.Command."))
+        return command
+
+    if not callable(starter):
+        message = f"{name!r} is a {type(starter).__name__}, which cannot be called with a job"
+        raise ConfigError(Problem(key, message, "Name a function (job, arguments) → plait.launch.Command."))
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLaunch:
+    """A launch that is ready to go."""
+
+    options: LaunchOptions
+    launcher: str
+    job: Job
+    node: int = 0
+    """Which of the hosts this one is, where each is started by hand."""
+    argv: tuple[str, ...] = ()
+    """The command line that it was made from."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether this launcher goes onto other hosts itself, so that they can be looked at first."""
+        return self.launcher in ("ssh", "pdsh", *FAMILIES) and not all_here(self.job.nodes, self.options)
+
+    def reach(self, node: int, argv: Sequence[str]) -> list[str]:
+        """The command that runs `words` on one of the hosts. This host needs no ssh, unless it is forced."""
+        host = self.job.nodes[node].host
+        arguments, first = options_and_first(self.options.launcher_args if self.launcher == "ssh" else ())
+        line = shell_line(argv, folder=self.job.folder, environment=self.job.environment, first=first)
+        if not self.options.force_multi and is_this_host(host):
+            return ["sh", "-c", line] if first else list(argv)
+        return Ssh(self.options.ssh_port, arguments).command(host, line)
+
+    def commands(self) -> list[Command]:
+        """All that is run, in the launcher's words."""
+        job, options = self.final_job(), self.options
+        if self.launcher == "local":
+            variables = [(placement, job.variables(placement, os.environ)) for placement in job.started_on(self.node)]
+            return [
+                Command(tuple(job.argv(placement)), environment=environment) for placement, environment in variables
+            ]
+        if self.launcher == "ssh":
+            reached = [self.reach(node, node_words(node)) for node in range(len(job.nodes))]
+            return [Command(tuple(argv), stdin=job.to_json()) for argv in reached]
+        if self.launcher == "slurm" and not remote.in_allocation():
+            return [remote.sbatch_command(options, self.argv, job.environment)]
+        return [self._starter()(job, options.launcher_args)]
+
+    def _starter(self) -> Starter:
+        """What makes the one command that starts all ranks or hosts."""
+        further = {"ssh_port": self.options.ssh_port} if self.launcher == "pdsh" else {}
+        return find_starter(self.launcher, **further)
+
+    def final_job(self) -> Job:
+        """The job as hosts get it; made last, when the address and the port are known."""
+        return elastic_job(self.job, self.options) if uses_torchs_agent(self.options) else self.job
+
+    def run(self) -> int:
+        """Run it to its end; returns the exit code of the worst rank."""
+        stop_grace = self.options.stop_grace
+        with _pid_file(self.options.save_pid):
+            if is_elastic(self.options) and not uses_torchs_agent(self.options):
+                return run_elastic(self)
+            if self.launcher == "local":
+                return run_job(self.final_job(), self.node, stop_grace=stop_grace).code
+            if self.launcher == "ssh":
+                argvs = [command.argv for command in self.commands()]
+                return run_multi_host(self.final_job(), argvs, stop_grace=stop_grace).code
+            if self.launcher == "slurm" and not remote.in_allocation():
+                return run_command(self.commands()[0], stop_grace=stop_grace)  # submits, and is done
+            with Controller(self.job) as controller:
+                connected = replace(self, job=controller.job)
+                cleanup = []
+                if self.launcher == "pdsh":
+                    cleanup = [pdsh_end(self.job, self.options.launcher_args, ssh_port=self.options.ssh_port)]
+                return run_command(
+                    connected.commands()[0], stop_grace=stop_grace, afterwards=cleanup, controller=controller
+                )
+
+
+def run_elastic(setup: PreparedLaunch) -> int:
+    """Run a job that goes on when ranks or hosts are lost, or come back; returns its last exit code."""
+    options, stop_grace = setup.options, setup.options.stop_grace
+    least, most = range_of_nodes(options, len(setup.job.nodes))
+    index = {node.host: number for number, node in enumerate(setup.job.nodes)}
+    membership = Membership(setup.job, least, most, lambda host, argv: setup.reach(index[host], argv))
+
+    def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
+        again = replace(setup, job=_meeting_place(setup, job))
+        if setup.launcher == "local":
+            return run_job(again.job, setup.node, stop_grace=stop_grace, grace=GRACE_S, join=join)
+        commands = [command.argv for command in again.commands()]
+        return run_multi_host(again.job, commands, stop_grace=stop_grace, grace=GRACE_S, join=join)
+
+    return run_with_restarts(membership, once, restarts=restarts(options))
+
+
+def _meeting_place(setup: PreparedLaunch, job: Job) -> Job:
+    """The job with an address and a port for this attempt: the port of the last one may still be held."""
+    if setup.launcher == "local":
+        return job if setup.options.master_port is not None else replace(job, port=free_port())
+    first, same = job.nodes[0].host, job.nodes[0].host == setup.job.nodes[0].host
+    return job if same else replace(job, address=resolve(first))
+
+
+@contextmanager
+def _pid_file(wanted: bool) -> Iterator[None]:
+    """The launcher's pid in a file, while it runs, for programs that start it.
+
+    The name is known before, and every user may write into that folder: what lies there may be somebody's link to a
+    file of ours, and is never written through.
+    """
+    if not wanted:
+        yield
+        return
+    path = Path(f"/tmp/{os.getpid()}.ds")  # noqa: S108  # where DeepSpeed leaves it
+    try:
+        path.unlink(missing_ok=True)  # of a process that had this number before
+        with path.open("x", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}"
+        remedy = "Remove what another user has left there, or leave the flag out."
+        raise ConfigError(Problem("--save_pid", message, remedy)) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def all_here(nodes: Sequence[Node], options: LaunchOptions) -> bool:
+    """Whether every host is this one, and ssh is not asked for all the same."""
+    return not options.force_multi and all(is_this_host(node.host) for node in nodes)
+
+
+def code_folder(options: LaunchOptions) -> str | None:
+    """The folder whose code hosts must share: the script's, or for a module or another program the current one."""
+    if not options.script:
+        return None
+    from_current_folder = options.module or options.no_python
+    return os.getcwd() if from_current_folder else str(Path(options.script).absolute().parent)
+
 
 # Which variables go along to other hosts. Only those named here do; nothing is passed by accident.
 
@@ -43,7 +233,7 @@ def forwarded(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[s
 
     `DS_ENV_FILE` names the file instead, by its name or its path.
     """
-    found = {name: value for name, value in present.items() if name.startswith(PREFIXES) and name not in _NOT}
+    variables = {name: value for name, value in present.items() if name.startswith(PREFIXES) and name not in _NOT}
     names = (present["DS_ENV_FILE"],) if "DS_ENV_FILE" in present else ENV_FILES
     read = set()
     for name in names:
@@ -51,10 +241,10 @@ def forwarded(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[s
             path = (base / name).absolute()  # an absolute name stays as it is
             if path.is_file() and path not in read:
                 read.add(path)
-                found |= read_env_file(path)
+                variables |= read_env_file(path)
     if "DS_ENV_FILE" in present and not read:
         raise WorldError(f"DS_ENV_FILE={present['DS_ENV_FILE']}: there is no such file in {home} or {folder}")
-    return found
+    return variables
 
 
 def forwarded_here(present: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -64,7 +254,7 @@ def forwarded_here(present: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def read_env_file(path: Path) -> dict[str, str]:
     """Lines of `NAME=value`; `export` before it and quotes around the value are allowed, `#` begins a comment."""
-    found = {}
+    variables = {}
     for number, line in enumerate(read_lines(path, WorldError), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -74,38 +264,38 @@ def read_env_file(path: Path) -> dict[str, str]:
             raise WorldError(f"{path}:{number}: cannot read {text!r}; write `NAME=value`")
         value = match[2]
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-        found[match[1]] = value[1:-1] if quoted else value
-    return found
+        variables[match[1]] = value[1:-1] if quoted else value
+    return variables
 
 
-def prepare(options: LaunchOptions, words: Sequence[str]) -> Setup:
+def prepare_launch(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
     """Decide everything that can be decided without asking another host."""
     options = with_variables(options)
-    own = is_own_launcher(options.launcher)
-    if is_elastic(options) and (own or options.launcher in ("slurm", "pdsh", *FAMILIES)):
+    custom = is_custom_launcher(options.launcher)
+    if is_elastic(options) and (custom or options.launcher in ("slurm", "pdsh", *FAMILIES)):
         raise WorldError(
             f"--launcher {options.launcher} starts a fixed number of ranks; elastic training goes with ssh"
         )
     if options.launcher == "slurm":
-        return _on_slurm(options, words)
+        return _on_slurm(options, argv)
     pool = _pool(options)
     if pool is None:
-        return _without_hostfile(options, words)
+        return _without_hostfile(options, argv)
     nodes = _nodes(_chosen(pool, options))
     job = _job(options, nodes, devices=True)
-    here = all_here(nodes, options)
-    launcher = options.launcher or ("local" if here and len(nodes) == 1 else "ssh")
-    if launcher in ("ssh", "pdsh") and here and len(nodes) == 1:
+    on_this_host = all_here(nodes, options)
+    launcher = options.launcher or ("local" if on_this_host and len(nodes) == 1 else "ssh")
+    if launcher in ("ssh", "pdsh") and on_this_host and len(nodes) == 1:
         launcher = "local"
-    if launcher == "local" and not (here and len(nodes) == 1):
+    if launcher == "local" and not (on_this_host and len(nodes) == 1):
         raise WorldError(f"--launcher local starts ranks on this host only, not on {nodes[-1].host}; use ssh")
-    if here:
+    if on_this_host:
         job = _meeting_here(job, options)
     else:
         job = replace(job, address=options.master_addr or _address(nodes), port=options.master_port or DEFAULT_PORT)
     if launcher != "local":
         job = replace(job, folder=os.getcwd(), environment=forwarded_here())
-    return Setup(options, launcher, job, words=tuple(words))
+    return PreparedLaunch(options, launcher, job, argv=tuple(argv))
 
 
 def _pool(options: LaunchOptions) -> Pool | None:
@@ -153,10 +343,10 @@ def _count(options: LaunchOptions) -> int | None:
     return count or cpu_count()
 
 
-def _without_hostfile(options: LaunchOptions, words: Sequence[str]) -> Setup:
+def _without_hostfile(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
     """This host alone, or one of several that are each started by hand, as with torchrun."""
-    own = is_own_launcher(options.launcher)
-    if not own and options.launcher not in (None, "local", *FAMILIES):
+    custom = is_custom_launcher(options.launcher)
+    if not custom and options.launcher not in (None, "local", *FAMILIES):
         raise WorldError(f"--launcher {options.launcher} needs hosts; name a file with --hostfile")
     slots = _local_slots(options)
     count = range_of_nodes(options, 1)[1] if options.nnodes else 1
@@ -169,12 +359,12 @@ def _without_hostfile(options: LaunchOptions, words: Sequence[str]) -> Setup:
     node = options.node_rank or 0
     if count == 1:
         job = _job(options, (Node("localhost", slots),), devices=devices)
-        return Setup(options, options.launcher or "local", _meeting_here(job, options), words=tuple(words))
+        return PreparedLaunch(options, options.launcher or "local", _meeting_here(job, options), argv=tuple(argv))
     if is_elastic(options):
         if options.rdzv_endpoint is None:
             raise WorldError(f"--nnodes {options.nnodes}: hosts need a place to meet; name it with --rdzv_endpoint")
         job = _job(options, (Node("localhost", slots),), devices=devices)
-        return Setup(options, "local", job, words=tuple(words))
+        return PreparedLaunch(options, "local", job, argv=tuple(argv))
     if options.node_rank is None or options.master_addr is None or not 0 <= node < count:
         raise WorldError(
             f"--nnodes {count} without a hostfile: every host is started by hand, and needs --master_addr, the address "
@@ -184,7 +374,7 @@ def _without_hostfile(options: LaunchOptions, words: Sequence[str]) -> Setup:
     if node == 0:
         check_port(port, asked_by=options.master_port_by)
     job = _job(options, tuple(Node(f"node-{index}", slots) for index in range(count)), devices=devices)
-    return Setup(options, "local", replace(job, address=options.master_addr, port=port), node, tuple(words))
+    return PreparedLaunch(options, "local", replace(job, address=options.master_addr, port=port), node, tuple(argv))
 
 
 def _local_slots(options: LaunchOptions) -> tuple[int, ...]:
@@ -195,21 +385,21 @@ def _local_slots(options: LaunchOptions) -> tuple[int, ...]:
     return pool["localhost"]
 
 
-def _on_slurm(options: LaunchOptions, words: Sequence[str]) -> Setup:
+def _on_slurm(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
     if options.hostfile is not None:
         raise WorldError(f"--hostfile {options.hostfile}: with Slurm, hosts come from Slurm; leave it out")
     if not remote.in_allocation():
         job = _job(options, (Node("localhost", (0,)),), devices=False)
-        return Setup(options, "slurm", replace(job, environment=forwarded_here()), words=tuple(words))
+        return PreparedLaunch(options, "slurm", replace(job, environment=forwarded_here()), argv=tuple(argv))
     pool = remote.allocation(_ranks_a_host(options))
     nodes = _nodes(choose(pool, include=options.include, exclude=options.exclude))
     job = _job(options, nodes[: options.num_nodes], devices=False)
     address = options.master_addr or nodes[0].host
-    return Setup(
+    return PreparedLaunch(
         options,
         "slurm",
         replace(job, address=address, port=options.master_port or remote.job_port(), environment=forwarded_here()),
-        words=tuple(words),
+        argv=tuple(argv),
     )
 
 

@@ -108,11 +108,11 @@ def _version(package: str) -> str | None:
 
 def torch_cuda() -> str | None:
     """The CUDA that torch was built for, read from its files; None for a build without."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
     try:
-        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
@@ -123,10 +123,10 @@ def gpu_memory() -> list[int]:
     """Free bytes of each GPU that a process started here would see."""
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=False)
+        listing = subprocess.run(query, capture_output=True, text=True, check=False)
     except OSError:
         return []
-    free = [int(line) << 20 for line in found.stdout.split()] if found.returncode == 0 else []
+    free = [int(line) << 20 for line in listing.stdout.split()] if listing.returncode == 0 else []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return free
@@ -134,14 +134,14 @@ def gpu_memory() -> list[int]:
     return [free[int(name)] if name.isdecimal() and int(name) < len(free) else min(free) for name in chosen if free]
 
 
-def code_hash(code: Path, words: Sequence[str] = ()) -> str:
+def code_hash(code: Path, arguments: Sequence[str] = ()) -> str:
     """Of every Python file there, of Plait itself, and of what the words of a command name.
 
     Hosts with the same hash run the same code, with the same settings.
     """
     digest = hashlib.blake2b(digest_size=6)
-    files = [path for path in map(Path, _values(words)) if path.suffix.lower() in _READ_BY_RANKS]
-    texts = [*words, *(path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file())]
+    files = [path for path in map(Path, _values(arguments)) if path.suffix.lower() in _READ_BY_RANKS]
+    texts = [*arguments, *(path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file())]
     for root in (code, Path(__file__).parents[1], *files, *_modules(texts)):
         for path in _sources(root):
             digest.update(str(path.relative_to(root)).encode(errors="surrogateescape"))
@@ -156,34 +156,34 @@ _READ_BY_RANKS = (".py", ".yaml", ".yml", ".toml", ".json", ".jsonc", ".json5")
 _TARGET = re.compile(r"(?<![\w.])([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
-def _values(words: Sequence[str]) -> Iterator[str]:
+def _values(arguments: Sequence[str]) -> Iterator[str]:
     """`run.yaml`, and the same file in `--config=run.yaml`."""
-    return (value for word in words for value in dict.fromkeys((word, word.partition("=")[2])) if value)
+    return (value for argument in arguments for value in dict.fromkeys((argument, argument.partition("=")[2])) if value)
 
 
 def _modules(texts: Sequence[str]) -> list[Path]:
     """Where the user's own packages are that texts name (`target: package.module:Name`); installed ones are not."""
     names = {name for text in texts for name in _TARGET.findall(text)}
-    found = []
+    folders = []
     for name in sorted(names - sys.stdlib_module_names - {"plait"}):
         try:
             spec = find_spec(name)
         except (ImportError, ValueError):
             continue
-        places = [] if spec is None else list(spec.submodule_search_locations or filter(None, [spec.origin]))
-        found += [Path(place) for place in places if "site-packages" not in Path(place).parts]
-    return found
+        locations = [] if spec is None else list(spec.submodule_search_locations or filter(None, [spec.origin]))
+        folders += [Path(location) for location in locations if "site-packages" not in Path(location).parts]
+    return folders
 
 
 def _sources(root: Path) -> list[Path]:
     if root.is_file() or not root.exists():
         return [root]
-    found = []
+    files = []
     for path in _walk(root):
-        found.append(path)
-        if len(found) > _MOST_FILES:
+        files.append(path)
+        if len(files) > _MOST_FILES:
             break
-    return sorted(found)
+    return sorted(files)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from plait.config import whole_number
 from plait.errors import PlaitError, WorldError
-from plait.launch.agent import attend_here
+from plait.launch.agent import supervise_here
 from plait.launch.job import Job
 
 # rank, size
@@ -38,8 +38,8 @@ def host_words(job: Job, node: int) -> list[str]:
 
 def launched_rank() -> int:
     """The rank as which a launcher, whichever, started this process; 0 where nobody did."""
-    found = (os.environ.get(name, "") for name in ("RANK", *(rank for rank, _ in _NAMES)))
-    return next((number for text in found if (number := whole_number(text)) is not None), 0)
+    values = (os.environ.get(name, "") for name in ("RANK", *(rank for rank, _ in _NAMES)))
+    return next((number for text in values if (number := whole_number(text)) is not None), 0)
 
 
 def which_rank(environment: Mapping[str, str], size: int) -> int:
@@ -59,8 +59,8 @@ def main() -> int:
     options.add_argument("--job", required=True)
     try:
         job = Job.from_json(options.parse_args().job)
-        place = job.places()[which_rank(os.environ, job.size)]
-        return attend_here(job, place.node, [place])
+        placement = job.placements()[which_rank(os.environ, job.size)]
+        return supervise_here(job, placement.node, [placement])
     except PlaitError as error:
         print(f"plait: {error}", file=sys.stderr)
         return 2

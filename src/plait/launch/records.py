@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plait.launch.heartbeat import Beat, Phase
-from plait.launch.job import Job, RankPlace
+from plait.launch.job import Job, RankPlacement
 
 # What is known of a rank besides how it ended. Plain data, which travels from its host to the launcher.
 
 
 @dataclass(slots=True)
-class FailureRecord:
+class RankObservation:
     """Gathered on the rank's host, while it runs and once more when it has ended."""
 
     beat: Beat | None = None
@@ -63,11 +63,13 @@ class FailureRecord:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> FailureRecord:
+    def from_json(cls, values: dict[str, Any]) -> RankObservation:
         """What `to_json` wrote."""
-        beat = None if found["beat"] is None else Beat.from_json(found["beat"])
-        pairs = {name: tuple(found[name]) for name in ("growth", "gpu_steps", "host_steps") if found[name] is not None}
-        return cls(**{**found, "beat": beat, **pairs})
+        beat = None if values["beat"] is None else Beat.from_json(values["beat"])
+        pairs = {
+            name: tuple(values[name]) for name in ("growth", "gpu_steps", "host_steps") if values[name] is not None
+        }
+        return cls(**{**values, "beat": beat, **pairs})
 
 
 _KEPT_LINES = 60
@@ -79,7 +81,7 @@ STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 class RankRecord:
     """One rank, from before its start to after its end."""
 
-    place: RankPlace
+    placement: RankPlacement
     pid: int | None = None
     """On its own host; None before it has started."""
     started: float | None = None
@@ -97,7 +99,7 @@ class RankRecord:
     """The last lines it printed."""
     message: str = ""
     """What it left for the launcher to say."""
-    evidence: FailureRecord = field(default_factory=FailureRecord)
+    observation: RankObservation = field(default_factory=RankObservation)
 
     @property
     def running(self) -> bool:
@@ -107,7 +109,7 @@ class RankRecord:
     @property
     def stopped(self) -> bool:
         """Whether it was told to stop, by whomever, and then saved and left. Its exit code names the signal."""
-        beat = self.evidence.beat
+        beat = self.observation.beat
         return self.exit_code in STOPPED_CODES and beat is not None and beat.phase is Phase.LEFT
 
     @property
@@ -116,9 +118,9 @@ class RankRecord:
         return self.lost or (bool(self.exit_code) and not self.ended_by_us and not self.stopped)
 
 
-def new_records(job: Job, places: Iterable[RankPlace]) -> list[RankRecord]:
+def new_records(job: Job, placements: Iterable[RankPlacement]) -> list[RankRecord]:
     """Records of ranks that have not started yet."""
-    return [RankRecord(place, log=job.log_file(place)) for place in places]
+    return [RankRecord(placement, log=job.log_file(placement)) for placement in placements]
 
 
 def record_end(record: RankRecord, code: int, *, by_us: bool) -> None:
@@ -141,8 +143,8 @@ def exit_code(records: Sequence[RankRecord], *, hung: bool = False) -> int:
     failed = causes(records)
     if not failed:
         # Told to go, and gone before the end: still no success, whoever said so.
-        told = [record for record in records if record.stopped] or records
-        return max((_shell(record.exit_code or 0) for record in told), default=0)
+        stopped = [record for record in records if record.stopped] or records
+        return max((_shell(record.exit_code or 0) for record in stopped), default=0)
     signals = [record.exit_code for record in failed if (record.exit_code or 0) < 0]
     if signals:
         return max(_shell(code or 0) for code in signals)
@@ -164,7 +166,7 @@ def signal_name(number: int) -> str:
 # How one attempt at a job went.
 
 
-LEAVE_S = 60.0
+SAVE_AND_EXIT_S = 60.0
 """How long ranks may take to save and leave when they are to start again with others."""
 
 
@@ -190,11 +192,11 @@ def never() -> bool:
 # How long ranks are waited for once something has gone wrong.
 
 
-SAY_S = 2.0
+FAILURE_WAIT_S = 2.0
 """The other ranks may go on so long once one has failed: they may have something to say about it."""
 GRACE_S = 10.0
 """They may take so long to leave after SIGTERM. A step cannot be finished without the one that is gone."""
-STUCK_S = 2.0
+HANG_GRACE_S = 2.0
 """The same where the run hangs: nobody listens who waits in a collective."""
-STACK_S = 0.5
+STACK_WAIT_S = 0.5
 """Ranks may take so long to write down their stacks."""

@@ -39,31 +39,31 @@ class Ssh:
 
     def command(self, host: str, remote: str) -> list[str]:
         """The ssh command that runs a line of shell on `host`."""
-        options = [word for name, value in OPTIONS for word in ("-o", f"{name}={value}")]
+        options = [argument for name, value in OPTIONS for argument in ("-o", f"{name}={value}")]
         port = ["-p", str(self.port)] if self.port is not None else []
         return ["ssh", *self.arguments, *options, *port, "-T", host, remote]
 
 
-def options_and_first(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
+def options_and_first(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
     """`--launcher_args` for ssh and pdsh: their own options, and what each host is to do first (`source env.sh`)."""
-    begins = next((at for at, word in enumerate(words) if word in ("source", ".")), len(words))
-    if words and not words[0].startswith("-"):
+    begins = next((at for at, argument in enumerate(arguments) if argument in ("source", ".")), len(arguments))
+    if arguments and not arguments[0].startswith("-"):
         begins = 0
-    first = list(words[begins:])
+    first = list(arguments[begins:])
     if first[:1] == ["source"]:
         first[0] = "."  # which every shell knows; but it looks for a bare name elsewhere
     if first[:1] == ["."] and len(first) > 1 and "/" not in first[1]:
         first[1] = f"./{first[1]}"
-    return tuple(words[:begins]), shlex.join(first)
+    return tuple(arguments[:begins]), shlex.join(first)
 
 
-def shell_line(words: Sequence[str], *, folder: str | None, environment: Mapping[str, str], first: str = "") -> str:
+def shell_line(argv: Sequence[str], *, folder: str | None, environment: Mapping[str, str], first: str = "") -> str:
     """A command as a line of shell: from a folder, after what is to be done `first`, with some variables."""
     start = f"cd {shlex.quote(folder)} && " if folder else ""
     start += f"{first} && " if first else ""
     # Only what Python itself needs to start; the rest goes with the job, out of sight of `ps`.
     variables = [f"{name}={value}" for name, value in environment.items() if name.startswith("PYTHON")]
-    return start + shlex.join(["exec", *(["env", *variables] if variables else []), *words])
+    return start + shlex.join(["exec", *(["env", *variables] if variables else []), *argv])
 
 
 def node_words(node: int) -> list[str]:
@@ -76,8 +76,8 @@ def node_words(node: int) -> list[str]:
 
 def pdsh_command(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
     """The pdsh of a job: the same line on every host, which finds its number by the name pdsh calls it by."""
-    words = [sys.executable, "-m", "plait.launch.agent", "--job", job.to_json().replace("%", "%%"), "--node", "%n"]
-    return _command(job, arguments, words, ssh_port)
+    argv = [sys.executable, "-m", "plait.launch.agent", "--job", job.to_json().replace("%", "%%"), "--node", "%n"]
+    return _command(job, arguments, argv, ssh_port)
 
 
 def pdsh_end(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
@@ -85,18 +85,18 @@ def pdsh_end(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Com
     return _command(job, arguments, [sys.executable, "-m", "plait.launch.agent", "--end", job.id], ssh_port)
 
 
-def _command(job: Job, arguments: Sequence[str], words: Sequence[str], ssh_port: int | None) -> Command:
+def _command(job: Job, arguments: Sequence[str], argv: Sequence[str], ssh_port: int | None) -> Command:
     options, first = options_and_first(arguments)
-    remote = shell_line(words, folder=job.folder, environment=job.environment, first=first)
+    remote = shell_line(argv, folder=job.folder, environment=job.environment, first=first)
     hosts = ",".join(node.host for node in job.nodes)
     start = ("pdsh", "-S", "-R", "ssh", "-f", str(max(len(job.nodes), 32)), "-w", hosts)
     return Command((*start, *options, remote), environment=_environment(ssh_port))
 
 
 def _environment(ssh_port: int | None) -> dict[str, str]:
-    words = ["-o", "BatchMode=yes", *(["-p", str(ssh_port)] if ssh_port is not None else [])]
+    options = ["-o", "BatchMode=yes", *(["-p", str(ssh_port)] if ssh_port is not None else [])]
     present = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    return {"PDSH_SSH_ARGS_APPEND": f"{present} {shlex.join(words)}".strip()}
+    return {"PDSH_SSH_ARGS_APPEND": f"{present} {shlex.join(options)}".strip()}
 
 
 # Ranks that an mpirun starts: OpenMPI's, and those of the MPICH family.
@@ -113,7 +113,7 @@ def mpi_command(family: str, job: Job, arguments: Sequence[str]) -> Command:
         lines = [f"{node.host} slots={len(node.slots)}" for node in job.nodes]
         # Each rank gets its cores from us or none: mpirun's own binding would put a rank's threads on one core.
         start = ["mpirun", "-n", str(job.size), "--hostfile", hosts, "--map-by", "slot", "--bind-to", "none"]
-        exports = [word for name in job.environment for word in ("-x", name)]
+        exports = [option for name in job.environment for option in ("-x", name)]
     else:
         lines = [f"{node.host}:{len(node.slots)}" for node in job.nodes]
         start = ["mpirun" if family == "impi" else "mpiexec.hydra", "-n", str(job.size), "-f", hosts]
@@ -141,10 +141,12 @@ def in_allocation() -> bool:
 
 def allocation(slots: int | None) -> Pool:
     """The hosts of our allocation. Slots of each: as many as were asked for, else its tasks, else its GPUs, else 1."""
-    found = os.environ.get("SLURM_JOB_NODELIST", "")
-    listed = subprocess.run(["scontrol", "show", "hostnames", found], capture_output=True, text=True, check=False)
+    node_list = os.environ.get("SLURM_JOB_NODELIST", "")
+    listed = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=False)
     if listed.returncode or not listed.stdout.split():
-        raise WorldError(f"scontrol cannot read the node list {found!r} of this allocation: {listed.stderr.strip()}")
+        raise WorldError(
+            f"scontrol cannot read the node list {node_list!r} of this allocation: {listed.stderr.strip()}"
+        )
     count = slots or _first_number("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE") or 1
     return {host: tuple(range(count)) for host in listed.stdout.split()}
 
@@ -177,7 +179,7 @@ def _uneven(job: Job) -> WorldError:
     )
 
 
-def batch_file(options: LaunchOptions, words: Sequence[str], environment: Mapping[str, str]) -> str:
+def batch_file(options: LaunchOptions, argv: Sequence[str], environment: Mapping[str, str]) -> str:
     """The text of a batch file that asks for hosts and runs the same `plait launch` on the first of them."""
     per_node = options.num_gpus or _plain(options.nproc_per_node) or 1
     nodes = options.num_nodes or _plain(options.nnodes) or 1
@@ -194,15 +196,15 @@ def batch_file(options: LaunchOptions, words: Sequence[str], environment: Mappin
         lines.append(f"#SBATCH {shlex.join(options.launcher_args)}")
     lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
-    again = without(words, "launcher_args", "dry_run")  # the first are sbatch's, not srun's
+    again = without(argv, "launcher_args", "dry_run")  # the first are sbatch's, not srun's
     lines += [f"exec {shlex.join([sys.executable, '-m', 'plait', 'launch', *again])}"]
     return "\n".join(lines) + "\n"
 
 
-def sbatch_command(options: LaunchOptions, words: Sequence[str], environment: Mapping[str, str]) -> Command:
+def sbatch_command(options: LaunchOptions, argv: Sequence[str], environment: Mapping[str, str]) -> Command:
     """Writes the batch file into the current folder and submits it."""
     path = f"{Path(options.script).stem or 'plait'}.sbatch"
-    return Command(("sbatch", path), files={path: batch_file(options, words, environment)}, keep_files=True)
+    return Command(("sbatch", path), files={path: batch_file(options, argv, environment)}, keep_files=True)
 
 
 def _hosts(text: str, flag: str) -> str:
@@ -219,6 +221,6 @@ def _plain(text: str | None) -> int | None:
 
 def _first_number(*names: str) -> int | None:
     for name in names:
-        if (found := re.search(r"\d+", os.environ.get(name, ""))) and int(found.group()):
-            return int(found.group())
+        if (match := re.search(r"\d+", os.environ.get(name, ""))) and int(match.group()):
+            return int(match.group())
     return None

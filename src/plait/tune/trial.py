@@ -19,7 +19,7 @@ from typing import Literal
 import psutil
 
 from plait.config import RunConfig
-from plait.launch import SMALLER, follow_the_launcher
+from plait.launch import MICRO_BATCHES_SPLIT, follow_the_launcher
 from plait.monitor import Event, EventKind, events_path, read_events
 from plait.tune.config import TuneConfig
 
@@ -140,8 +140,8 @@ def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, l
     if code is None:
         return TrialOutcome("timeout", seconds, f"not over after {limit_s:.0f} s; it was {_last_phase(folder)}")
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
-    if SMALLER in text:
-        return TrialOutcome("oom", seconds, _reason(text, re.compile(SMALLER)))
+    if MICRO_BATCHES_SPLIT in text:
+        return TrialOutcome("oom", seconds, _reason(text, re.compile(MICRO_BATCHES_SPLIT)))
     if code == 0:
         return _figures(folder, tune, seconds)
     if _OUT_OF_MEMORY.search(text):

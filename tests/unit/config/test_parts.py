@@ -30,7 +30,7 @@ from plait.config.trust import entry_points_of
 from plait.distributed.activation_checkpointing import POLICIES
 from plait.errors import ConfigError
 from plait.launch.options import LAUNCHERS
-from plait.launch.setup import STARTERS, find_starter
+from plait.launch.prepare import STARTERS, find_starter
 from plait.monitor.sinks import _SINKS as OWN_SINKS
 from plait.posttrain.rl.rewards import REWARDS
 

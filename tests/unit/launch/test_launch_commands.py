@@ -16,9 +16,8 @@ from plait.errors import WorldError
 from plait.launch.environment import meeting_place, unused_hosts
 from plait.launch.job import Job
 from plait.launch.options import parse_options
-from plait.launch.prepare import prepare
+from plait.launch.prepare import PreparedLaunch, prepare_launch
 from plait.launch.rank import which_rank
-from plait.launch.setup import Setup
 
 HOSTS = "203.0.113.1 slots=2\n203.0.113.2 slots=2\n"
 
@@ -36,8 +35,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def setup(*words: str) -> Setup:
-    return prepare(parse_options(words), words)
+def setup(*words: str) -> PreparedLaunch:
+    return prepare_launch(parse_options(words), words)
 
 
 def job_in(words: list[str]) -> Job:

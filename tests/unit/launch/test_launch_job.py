@@ -23,14 +23,14 @@ NODES = (Node("a", (0, 2)), Node("b", (1,)))
 
 
 def test_ranks_are_given_out_host_by_host() -> None:
-    places = Job(("x",), NODES).places()
+    places = Job(("x",), NODES).placements()
     found = [(p.rank, p.host, p.node, p.local_rank, p.local_size, p.slot) for p in places]
     assert found == [(0, "a", 0, 0, 2, 0), (1, "a", 0, 1, 2, 2), (2, "b", 1, 0, 1, 1)]
 
 
 def test_a_rank_gets_torchruns_variables() -> None:
     job = Job(("x",), NODES, address="10.0.0.1", port=7, environment={"NCCL_DEBUG": "INFO"})
-    assert job.variables(job.places()[2], {}) == {
+    assert job.variables(job.placements()[2], {}) == {
         "NCCL_DEBUG": "INFO",
         "RANK": "2",
         "LOCAL_RANK": "0",
@@ -49,20 +49,20 @@ def test_a_rank_gets_torchruns_variables() -> None:
 )
 def test_slots_count_within_the_devices_that_are_visible(present: dict[str, str], expected: str | None) -> None:
     job = Job(("x",), NODES, devices=True)
-    assert job.variables(job.places()[0], present).get("CUDA_VISIBLE_DEVICES") == expected
+    assert job.variables(job.placements()[0], present).get("CUDA_VISIBLE_DEVICES") == expected
 
 
 def test_a_slot_beyond_the_visible_devices_is_an_error() -> None:
     job = Job(("x",), NODES, devices=True)
     with refused(WorldError, "a", "slot 2", "CUDA_VISIBLE_DEVICES=3", "1 GPU"):
-        job.variables(job.places()[0], {"CUDA_VISIBLE_DEVICES": "3"})
+        job.variables(job.placements()[0], {"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_the_scripts_arguments_are_its_own_unless_local_rank_is_asked_for() -> None:
     job = Job(("python", "t.py"), NODES, ("--lr", "1"))
-    assert job.argv(job.places()[1]) == ["python", "t.py", "--lr", "1"]
+    assert job.argv(job.placements()[1]) == ["python", "t.py", "--lr", "1"]
     asked = Job(("python", "t.py"), NODES, ("--lr", "1"), local_rank_flag=True)
-    assert asked.argv(asked.places()[1]) == ["python", "t.py", "--local_rank=1", "--lr", "1"]
+    assert asked.argv(asked.placements()[1]) == ["python", "t.py", "--local_rank=1", "--lr", "1"]
 
 
 def test_a_job_reaches_another_host_unchanged() -> None:
@@ -101,7 +101,7 @@ def test_a_bound_rank_runs_on_its_cores_only(tmp_path: Path, monkeypatch: pytest
     )
     out = str(tmp_path / "out")
     job = Job((sys.executable, "-c", text), (Node("localhost", (0,)),), (out,), bind_cores=True, cores=(core,))
-    assert run_job(job, 0, patience=None).code == 0
+    assert run_job(job, 0, stop_grace=None).code == 0
     assert (tmp_path / "out").read_text() == f"{{{core}}} 1"
 
 
@@ -179,7 +179,7 @@ def test_this_host_is_known_by_its_addresses() -> None:
     ],
 )
 def test_the_exit_code_is_that_of_the_worst_cause(ends: list[tuple[int, bool]], expected: int) -> None:
-    records = [RankRecord(place) for place in Job(("x",), (Node("a", tuple(range(len(ends)))),)).places()]
+    records = [RankRecord(place) for place in Job(("x",), (Node("a", tuple(range(len(ends)))),)).placements()]
     for record, (code, by_us) in zip(records, ends, strict=True):
         record_end(record, code, by_us=by_us)
     assert exit_code(records) == expected
@@ -189,7 +189,7 @@ def test_the_exit_code_is_that_of_the_worst_cause(ends: list[tuple[int, bool]], 
 def test_each_rank_has_a_log_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = "import os,sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)"
     job = Job((sys.executable, "-u", "-c", text), (Node("x", (0, 1)),), log_dir=str(tmp_path / "logs"), log_prefix="t_")
-    assert run_job(job, 0, patience=None).code == 0
+    assert run_job(job, 0, stop_grace=None).code == 0
     assert [(tmp_path / "logs" / f"t_rank{rank}.log").read_text() for rank in (0, 1)] == [
         "out 0\nerr\n",
         "out 1\nerr\n",

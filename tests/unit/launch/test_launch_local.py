@@ -18,7 +18,7 @@ from tests.unit.launch.processes import assert_gone
 
 from plait.errors import CheckpointError, ConfigError, Problem, WorldError
 from plait.launch import cpu_count, free_port, gpu_count, launched_size, report_failure, run_ranks
-from plait.launch.failure import Messages, merged
+from plait.launch.failure import RankMessages, merge_messages
 
 PYTHON = sys.executable
 
@@ -147,13 +147,13 @@ def test_what_a_killed_launcher_leaves_is_removed_by_a_later_one(
     (left,) = folder.iterdir()
     long_ago = time.time() - 3600
     os.utime(left, (long_ago, long_ago))
-    with Messages():
+    with RankMessages():
         assert left.exists()  # its launcher lives
     process.kill()
     process.wait(60)
     assert_gone([int((tmp_path / "0").read_text())])
     os.utime(left, (long_ago, long_ago))
-    with Messages() as messages:
+    with RankMessages() as messages:
         assert list(folder.iterdir()) == [messages.folder]
     assert not list(folder.iterdir())
 
@@ -198,12 +198,12 @@ def test_a_rank_that_somebody_else_started_speaks_for_itself(
 
 
 def test_messages_name_the_ranks_only_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Messages() as messages:
+    with RankMessages() as messages:
         monkeypatch.setenv("PLAIT_FAILURES", messages.environment["PLAIT_FAILURES"])
         for rank, text in ((0, "x"), (10, "y"), (2, "x")):
             monkeypatch.setenv("RANK", str(rank))
             report_failure(CheckpointError(text))
-        assert merged(messages.raw()) == ["rank 0, 2: x", "rank 10: y"]
+        assert merge_messages(messages.raw()) == ["rank 0, 2: x", "rank 10: y"]
 
 
 def test_a_free_port_can_be_listened_on() -> None:

@@ -17,10 +17,10 @@ from tests.refusals import missing
 from tests.unit.launch.processes import assert_gone
 
 from plait.launch import agent as node
-from plait.launch.fleet import run_fleet
 from plait.launch.job import Job, Node
+from plait.launch.multi_host import run_multi_host
+from plait.launch.prepare import _pid_file
 from plait.launch.remote import node_words
-from plait.launch.setup import _pid_note
 
 SLEEPS = """
 import os, sys, time
@@ -87,14 +87,14 @@ def test_a_launcher_that_falls_silent_is_taken_for_dead(tmp_path: Path) -> None:
 
 
 def fleet(job: Job) -> subprocess.Popen[str]:
-    """`run_fleet` over hosts that are all this one, in a process of its own."""
+    """`run_multi_host` over hosts that are all this one, in a process of its own."""
     commands = [node_words(node) for node in range(len(job.nodes))]
     code = f"""
 import sys
 from plait.launch import fleet
 from plait.launch.job import Job
 fleet.SAY_S, fleet.GRACE_S = 0.3, 1.0
-sys.exit(fleet.run_fleet(Job.from_json({job.to_json()!r}), {commands!r}, patience=1.0).code)
+sys.exit(fleet.run_multi_host(Job.from_json({job.to_json()!r}), {commands!r}, patience=1.0).code)
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -154,14 +154,17 @@ os.kill(os.getpid(), 9)
 
 def test_a_host_that_cannot_be_reached_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     job = python("pass", Node("nowhere", (0,)))
-    assert run_fleet(job, [[sys.executable, "-c", "raise SystemExit('connection refused')"]], patience=None).code != 0
+    assert (
+        run_multi_host(job, [[sys.executable, "-c", "raise SystemExit('connection refused')"]], stop_grace=None).code
+        != 0
+    )
     errors = capfd.readouterr().err
     assert not missing(errors, "nowhere", "connection refused", "rank 0 on nowhere")
 
 
 def test_what_cannot_be_started_on_a_host_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     job = Job((os.path.join(os.sep, "no", "such", "program"),), (Node("a", (0,)),))
-    assert run_fleet(job, [node_words(0)], patience=None).code != 0
+    assert run_multi_host(job, [node_words(0)], stop_grace=None).code != 0
     assert not missing(capfd.readouterr().err, "a: rank 0 of 1", job.program[0])
 
 
@@ -191,7 +194,7 @@ def test_the_pid_of_a_launcher_is_not_written_through_somebodys_link(tmp_path: P
     link, mine = Path(f"/tmp/{os.getpid()}.ds"), tmp_path / "mine"
     mine.write_text("untouched", encoding="utf-8")
     link.symlink_to(mine)
-    with _pid_note(True):
+    with _pid_file(True):
         assert not link.is_symlink()
         assert link.read_text(encoding="utf-8") == str(os.getpid())
     assert not link.exists()

@@ -19,8 +19,8 @@ from plait.launch import probe
 from plait.launch.job import Job, Node
 from plait.launch.options import parse_options
 from plait.launch.preflight import Preflight, PreflightFinding, preflight
+from plait.launch.prepare import code_folder
 from plait.launch.probe import MARK, HostFacts, ProbeRequest, answer, code_hash
-from plait.launch.setup import code_folder
 
 JOB = Job(("python", "t.py"), (Node("a", (0, 1)), Node("b", (0, 1))), address="127.0.0.1", port=29500)
 
@@ -251,5 +251,5 @@ def test_hosts_are_asked_about_the_arguments_of_the_program(tmp_path: Path) -> N
 
     preflight(job, reach, code=str(tmp_path), fixed_port=False)
     asked = [ProbeRequest(**json.loads(Path(f"{note}{node}").read_text())) for node in range(2)]
-    assert [tuple(each.words) for each in asked] == [job.arguments] * 2
+    assert [tuple(each.argv) for each in asked] == [job.arguments] * 2
     assert {each.code for each in asked} == {str(tmp_path)}

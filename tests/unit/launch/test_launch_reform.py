@@ -14,8 +14,8 @@ from tests.refusals import missing
 from plait.launch import membership
 from plait.launch.heartbeat import Beat, Phase
 from plait.launch.job import Job, Node
-from plait.launch.membership import Membership, run_again_and_again
-from plait.launch.records import FailureRecord, LaunchOutcome, RankRecord, causes, exit_code, new_records, record_end
+from plait.launch.records import LaunchOutcome, RankObservation, RankRecord, causes, exit_code, new_records, record_end
+from plait.launch.restart import Membership, run_with_restarts
 
 Once = Callable[[Job, Callable[[], bool]], LaunchOutcome]
 
@@ -27,10 +27,10 @@ def crew(*slots: int, least: int = 1, back: bool = False, **more: int) -> Member
 
 
 def records(job: Job, *, step: int, sizes: Sequence[int] = ()) -> list[RankRecord]:
-    found = new_records(job, job.places())
+    found = new_records(job, job.placements())
     for record in found:
         record.pid = 1
-        record.evidence = FailureRecord(Beat(1, 60.0, Phase.FORWARD, step, 0.0, sizes=tuple(sizes)))
+        record.observation = RankObservation(Beat(1, 60.0, Phase.FORWARD, step, 0.0, sizes=tuple(sizes)))
     return found
 
 
@@ -39,7 +39,7 @@ def killed(slot: tuple[str, int], *, step: int = 3, sizes: Sequence[int] = (), b
 
     def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found = records(job, step=step, sizes=sizes)
-        bad = [record for record in found if (record.place.host, record.place.slot) == slot]
+        bad = [record for record in found if (record.placement.host, record.placement.slot) == slot]
         for record in found:
             record_end(record, -by if record in bad else 0, by_us=False)
         return LaunchOutcome(128 + by if bad else 0, found)
@@ -55,7 +55,7 @@ def attempts(crew: Membership, *outcomes: Once, restarts: int = 10) -> tuple[int
         jobs.append(job)
         return outcomes[min(len(jobs), len(outcomes)) - 1](job, join)
 
-    return run_again_and_again(crew, once, restarts=restarts), jobs
+    return run_with_restarts(crew, once, restarts=restarts), jobs
 
 
 def test_the_same_ranks_start_again_and_know_which_attempt_it_is() -> None:
@@ -116,12 +116,12 @@ def full(*, phase: Phase = Phase.BACKWARD, sizes: Sequence[int] = (2, 4)) -> Onc
     def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found, fits = records(job, step=0, sizes=sizes), job.environment["PLAIT_SPLIT"] == "4"
         for record in found:
-            beat = record.evidence.beat
+            beat = record.observation.beat
             assert beat is not None
-            record.evidence = FailureRecord(replace(beat, phase=phase))
-            if not fits and record.place.rank == 1:
+            record.observation = RankObservation(replace(beat, phase=phase))
+            if not fits and record.placement.rank == 1:
                 record.tail.append("torch.OutOfMemoryError: CUDA out of memory.")
-            record_end(record, int(not fits and record.place.rank == 1), by_us=False)
+            record_end(record, int(not fits and record.placement.rank == 1), by_us=False)
         return LaunchOutcome(int(not fits), found)
 
     return once
@@ -145,7 +145,7 @@ def lost(host: str) -> Once:
     def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found = records(job, step=1)
         for record in found:
-            record.lost = record.place.host == host
+            record.lost = record.placement.host == host
             if not record.lost:
                 record_end(record, -signal.SIGTERM, by_us=True)
         return LaunchOutcome(255 if any(record.lost for record in found) else 0, found)
@@ -184,9 +184,9 @@ def test_ranks_that_somebody_else_told_to_stop_have_not_failed_and_do_not_start_
     def stopped(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
         found = records(job, step=7)
         for record in found:
-            beat = record.evidence.beat
+            beat = record.observation.beat
             assert beat is not None
-            record.evidence = FailureRecord(replace(beat, phase=Phase.LEFT))
+            record.observation = RankObservation(replace(beat, phase=Phase.LEFT))
             record_end(record, 143, by_us=False)
         assert not causes(found)
         return LaunchOutcome(exit_code(found), found)

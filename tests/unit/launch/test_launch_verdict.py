@@ -15,32 +15,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.refusals import missing
+from tests.refusals import absent_ranks
 
-from plait.launch.diagnosis import diagnose, exception_in, find, report
-from plait.launch.diagnosis import missing as missing_ranks
+from plait.launch.diagnosis import absent_ranks as missing_ranks
+from plait.launch.diagnosis import diagnose, exception_in, failure_page, find_root_cause
 from plait.launch.heartbeat import Beat, Phase
+from plait.launch.heartbeat_monitor import HeartbeatMonitor
 from plait.launch.job import Job, Node
 from plait.launch.observer import Observer, StepMemory
-from plait.launch.records import FailureRecord, RankRecord, new_records, record_end
-from plait.launch.watch import Watch
+from plait.launch.records import RankObservation, RankRecord, new_records, record_end
 
 
 def ranks(count: int) -> list[RankRecord]:
     job = Job(("x",), (Node("h", tuple(range(count))),))
-    return new_records(job, job.places())
+    return new_records(job, job.placements())
 
 
 def beat(record: RankRecord, *, phase: Phase = Phase.REDUCE, waits_s: float | None = None, **more: Any) -> None:
     about = {"collective": "all_reduce of 8", "called": 1000.0 - (waits_s or 0.0), "pending": waits_s is not None}
-    record.evidence = FailureRecord(Beat(1, 100.0, phase, more.pop("step", 4), 999.0, **{**about, **more}), at=1000.0)
+    record.observation = RankObservation(
+        Beat(1, 100.0, phase, more.pop("step", 4), 999.0, **{**about, **more}), at=1000.0
+    )
 
 
 def ended(code: int, *lines: str, message: str = "", **evidence: Any) -> RankRecord:
     (record,) = ranks(1)
     record_end(record, code, by_us=False)
     record.tail.extend(lines)
-    record.message, record.evidence = message, FailureRecord(**evidence)
+    record.message, record.observation = message, RankObservation(**evidence)
     return record
 
 
@@ -70,8 +72,8 @@ TRACE = ["Traceback (most recent call last):", '  File "t.py", line 3, in <modul
 )
 def test_every_end_has_its_own_words(record: RankRecord, names: list[str], remedy: list[str], victim: bool) -> None:
     verdict = diagnose(record)
-    assert not missing(verdict.what, *names)
-    assert not missing(verdict.remedy, *remedy)
+    assert not absent_ranks(verdict.what, *names)
+    assert not absent_ranks(verdict.remedy, *remedy)
     assert ("dmesg" in verdict.remedy) == ("dmesg" in remedy)
     assert verdict.victim == victim
     assert victim or verdict.remedy or record.message
@@ -97,7 +99,7 @@ def test_a_kill_somewhere_on_the_host_counts_only_for_a_rank_that_was_taking_the
 def test_memory_that_grows_from_step_to_step_asks_for_no_smaller_batches(record: RankRecord, names: list[str]) -> None:
     verdict = diagnose(record)
     assert not verdict.full
-    assert not missing(verdict.what, *names, "3.00 GiB", "step 2", "90")
+    assert not absent_ranks(verdict.what, *names, "3.00 GiB", "step 2", "90")
     assert ".detach()" in verdict.remedy
 
 
@@ -155,7 +157,7 @@ def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, group: 
     lines = [*TRACE, f"RuntimeError: DataLoader worker (pid 7) {signal_line}", "", *TRACE]
     kills = {"recent_oom_kills": int(group > 0), "oom_of_group": group == 1}
     verdict = diagnose(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", **kills))
-    assert not missing(verdict.what, "data worker", what)
+    assert not absent_ranks(verdict.what, "data worker", what)
     assert remedy in verdict.remedy
     assert ("dmesg" in verdict.remedy) == (remedy == "dmesg")
     assert not verdict.full
@@ -167,9 +169,9 @@ def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
         record_end(record, code, by_us=False)
         record.tail.append(line)
     record_end(found[1], -signal.SIGTERM, by_us=True)
-    assert find(found, hung=False).records == (found[2],)
-    page = report(found, hung=False, several_hosts=True)
-    assert not missing(page.splitlines()[2], "rank 2 on h", "SIGKILL")
+    assert find_root_cause(found, hung=False).records == (found[2],)
+    page = failure_page(found, hung=False, several_hosts=True)
+    assert not absent_ranks(page.splitlines()[2], "rank 2 on h", "SIGKILL")
     assert re.search(r"rank 0\b.*RuntimeError: Connection reset by peer", page)
 
 
@@ -189,7 +191,7 @@ def test_whoever_never_joined_is_missing_too() -> None:
     record_end(found[0], 1, by_us=False)
     found[0].tail.append("plait.errors.WorldError: rank 0 of 2 could not join the others: timed out (distributed)")
     record_end(found[1], -signal.SIGTERM, by_us=True)
-    page = report(found, hung=False, several_hosts=False)
+    page = failure_page(found, hung=False, several_hosts=False)
     assert page.splitlines()[2].startswith("rank 1 ")
 
 
@@ -208,7 +210,7 @@ def test_two_ranks_that_wait_for_each_other_are_not_judged() -> None:
     beat(found[0], waits_s=50.0)
     beat(found[1], waits_s=50.0, collective="broadcast of 1")
     assert missing_ranks(found) == ([], "")
-    assert not re.search(r"^rank \d", report(found, hung=True, several_hosts=False), re.MULTILINE)
+    assert not re.search(r"^rank \d", failure_page(found, hung=True, several_hosts=False), re.MULTILINE)
 
 
 def test_a_rank_that_a_signal_has_stopped_is_to_blame_whatever_it_last_told(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_a_rank_that_a_signal_has_stopped_is_to_blame_whatever_it_last_told(tmp_
         sleeper.kill()
     record_end(found[1], -9, by_us=True)
     witness.look(found[1])
-    page = report(found, hung=True, several_hosts=False)
+    page = failure_page(found, hung=True, several_hosts=False)
     assert page.splitlines()[2].startswith("rank 1 ")
     assert "SIGSTOP" in page
 
@@ -233,8 +235,8 @@ def test_a_rank_that_waits_for_a_disk_is_told_so() -> None:
     for record in found:
         beat(record, waits_s=50.0)
     beat(found[2], phase=Phase.SAVE)
-    found[2].evidence.state = "D"
-    assert "disk" in report(found, hung=True, several_hosts=False)
+    found[2].observation.state = "D"
+    assert "disk" in failure_page(found, hung=True, several_hosts=False)
 
 
 def test_a_crash_in_a_thread_of_a_library_shows_the_main_one() -> None:
@@ -242,10 +244,12 @@ def test_a_crash_in_a_thread_of_a_library_shows_the_main_one() -> None:
     stacks += (
         '\nThread 0x2 [python] (most recent call first):\n  File "m.py", line 7 in train\n\nExtension modules: x\n'
     )
-    page = report([ended(-6, stacks=stacks)], hung=False, several_hosts=False)
+    page = failure_page([ended(-6, stacks=stacks)], hung=False, several_hosts=False)
     assert page.endswith(':\n  File "m.py", line 7 in train\n')
     assert "a.py" not in page
-    assert "Fatal Python error" not in report([ended(-6, stacks="Fatal Python error")], hung=False, several_hosts=False)
+    assert "Fatal Python error" not in failure_page(
+        [ended(-6, stacks="Fatal Python error")], hung=False, several_hosts=False
+    )
 
 
 def test_a_rank_that_left_too_early_is_to_blame_for_those_who_time_out() -> None:
@@ -253,7 +257,7 @@ def test_a_rank_that_left_too_early_is_to_blame_for_those_who_time_out() -> None
     record_end(found[0], 0, by_us=False)
     record_end(found[1], 1, by_us=False)
     found[1].tail.extend(["distributed", "RuntimeError: Connection closed by peer"])
-    assert find(found, hung=False).records == (found[0],)
+    assert find_root_cause(found, hung=False).records == (found[0],)
 
 
 @pytest.mark.parametrize(("waits_s", "hangs"), [(85.0, False), (95.0, True)])
@@ -261,13 +265,13 @@ def test_a_hang_is_seen_shortly_before_the_collective_gives_up(waits_s: float, h
     found = ranks(2)
     beat(found[0], waits_s=waits_s)
     beat(found[1])
-    assert Watch(found).hangs() == hangs
+    assert HeartbeatMonitor(found).hangs() == hangs
 
 
 def test_a_wait_is_added_up_look_by_look(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ranks(1)
     beat(found[0], waits_s=0.5)
-    watch, said = Watch(found), []
+    watch, said = HeartbeatMonitor(found), []
     for second in range(92):
         monkeypatch.setattr(time, "monotonic", lambda at=500.0 + second: at)
         said.append(watch.hangs())
@@ -279,9 +283,9 @@ def test_a_wait_is_added_up_look_by_look(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_neither_a_clock_set_forward_nor_a_sleep_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ranks(1)
     beat(found[0], waits_s=0.2)
-    watch = Watch(found)
+    watch = HeartbeatMonitor(found)
     assert not watch.hangs()
-    found[0].evidence.at += 7200
+    found[0].observation.at += 7200
     assert not watch.hangs()
     later = time.monotonic() + 7200
     monkeypatch.setattr(time, "monotonic", lambda: later)
@@ -291,7 +295,7 @@ def test_neither_a_clock_set_forward_nor_a_sleep_is_a_hang(monkeypatch: pytest.M
 def test_a_clock_that_is_set_back_stops_no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_000_000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    watch = Watch(ranks(2))
+    watch = HeartbeatMonitor(ranks(2))
     assert watch.due()
     assert not watch.due()
     now -= 3600
@@ -303,11 +307,11 @@ def test_a_clock_that_is_set_back_stops_no_looks(monkeypatch: pytest.MonkeyPatch
 
 def test_a_rank_that_all_wait_for_most_of_the_time_is_told_once() -> None:
     found = ranks(3)
-    watch = Watch(found, window=8, share=0.75)
+    watch = HeartbeatMonitor(found, window=8, share=0.75)
     said = []
     for look in range(20):
         for record in found:
-            slow = record.place.rank == 1 and look % 8 != 0
+            slow = record.placement.rank == 1 and look % 8 != 0
             beat(record, phase=Phase.IDLE, waits_s=None if slow else 0.1, tick=look)
         said.append(watch.straggler())
     (text,) = filter(None, said)
@@ -317,8 +321,8 @@ def test_a_rank_that_all_wait_for_most_of_the_time_is_told_once() -> None:
 
 def test_ranks_that_take_turns_are_not_slow() -> None:
     found = ranks(3)
-    watch = Watch(found, window=6, share=0.5)
+    watch = HeartbeatMonitor(found, window=6, share=0.5)
     for look in range(30):
         for record in found:
-            beat(record, waits_s=None if record.place.rank == look % 3 else 0.1, tick=look)
+            beat(record, waits_s=None if record.placement.rank == look % 3 else 0.1, tick=look)
         assert watch.straggler() is None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from plait.launch.diagnosis import TOLD, FailureFinding, find
+from plait.launch.diagnosis import EXPLAINED_EXIT_CODE, RootCause, find_root_cause
 from plait.launch.environment import meeting_place, unused_hosts
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
@@ -29,7 +29,7 @@ WAIT_S = 600.0
 """How long to wait for hosts where too few are left."""
 
 _AGAIN = "starting again from the last checkpoint, if there is one"
-SMALLER = "micro-batches are split, batch.total stays"
+MICRO_BATCHES_SPLIT = "micro-batches are split, batch.total stays"
 """Said of a run that is started again with smaller ones."""
 
 Slot = tuple[str, int]
@@ -60,12 +60,12 @@ class Membership:
 
     def nodes(self) -> tuple[Node, ...]:
         """The hosts that are there, with their good slots; at most as many as wanted."""
-        found = []
+        nodes = []
         for node in self.job.nodes:
             slots = tuple(slot for slot in node.slots if (node.host, slot) not in self.bad)
             if slots and node.host not in self.away:
-                found.append(Node(node.host, slots))
-        return tuple(found[: self.most])
+                nodes.append(Node(node.host, slots))
+        return tuple(nodes[: self.most])
 
     @property
     def available(self) -> int:
@@ -74,9 +74,9 @@ class Membership:
 
     def learn(self, outcome: LaunchOutcome) -> None:
         """Who is gone, and with how many ranks the run can go on."""
-        beats = (record.evidence.beat for record in outcome.records)
+        beats = (record.observation.beat for record in outcome.records)
         self.sizes = next((beat.sizes for beat in beats if beat is not None and beat.sizes), self.sizes)
-        self.away |= {record.place.host for record in outcome.records if record.lost}
+        self.away |= {record.placement.host for record in outcome.records if record.lost}
 
     def fitting(self, available: int) -> int:
         """The most ranks, of those there are, with which the run can go on; 0: none."""
@@ -109,27 +109,27 @@ class Membership:
             probe.wait()
 
 
-def run_again_and_again(
-    crew: Membership, once: Callable[[Job, Callable[[], bool]], LaunchOutcome], *, restarts: int
+def run_with_restarts(
+    members: Membership, once: Callable[[Job, Callable[[], bool]], LaunchOutcome], *, restarts: int
 ) -> int:
     """Attempt a job until it ends well, or there is no use in another attempt; returns the last exit code."""
-    past, attempt = _Past(restarts), 0
+    attempts, attempt = _Attempts(restarts), 0
     try:
         while True:
-            outcome = once(_job(crew, attempt), crew.someone_is_back)
+            outcome = once(_job(members, attempt), members.someone_is_back)
             attempt += 1
             if outcome.interrupted or (outcome.code == 0 and not outcome.reform):
                 return outcome.code
-            crew.learn(outcome)
+            members.learn(outcome)
             if outcome.reform:
-                _say("hosts have come back; all ranks saved, left, and start again together")
-            elif (why := past.useless(outcome, crew) or _too_few(crew)) is not None:
-                _say(f"not started again: {why}")
+                _log("hosts have come back; all ranks saved, left, and start again together")
+            elif (why := attempts.useless(outcome, members) or _too_few(members)) is not None:
+                _log(f"not started again: {why}")
                 return outcome.code or 1
             else:
-                _say(f"starting again from the last checkpoint with {_those_of(crew)} ({past})")
+                _log(f"starting again from the last checkpoint with {_ranks_text(members)} ({attempts})")
     finally:
-        crew.close()
+        members.close()
 
 
 def run_here(command: Sequence[str], count: int) -> int:
@@ -139,19 +139,21 @@ def run_here(command: Sequence[str], count: int) -> int:
     """
     nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
     if (unused := unused_hosts()) is not None:
-        _say(f"note: {unused}")
+        _log(f"note: {unused}")
     while True:
         address, port = meeting_place()
-        job = Job(tuple(command), nodes, address=address, port=port, environment=_told(attempt, count, split))
-        outcome = run_job(job, 0, patience=None)
+        job = Job(
+            tuple(command), nodes, address=address, port=port, environment=_attempt_variables(attempt, count, split)
+        )
+        outcome = run_job(job, 0, stop_grace=None)
         if outcome.code == 0 or outcome.interrupted or not causes(outcome.records):
             return outcome.code
-        found = find(outcome.records, hung=outcome.hung)
-        if not _wants_smaller_batches(found):
+        cause = find_root_cause(outcome.records, hung=outcome.hung)
+        if not _wants_smaller_batches(cause):
             return outcome.code
         split, attempt = 2 * split, attempt + 1
-        _say_smaller(_who_was_short(found))
-        _say(_AGAIN)
+        _say_smaller(_who_was_short(cause))
+        _log(_AGAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,46 +178,46 @@ def run_share(command: Sequence[str], count: int, machines: Machines) -> int:
         check_port(machines.port, asked_by="main_process_port")
     nodes = tuple(Node(f"machine-{number}", tuple(range(count))) for number in range(machines.count))
     job = Job(tuple(command), nodes, address=machines.address, port=machines.port)
-    return run_job(job, machines.rank, patience=None).code
+    return run_job(job, machines.rank, stop_grace=None).code
 
 
-def become_smaller(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:
+def restart_with_smaller_batches(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:
     """Run a command instead of this process, whose attempt this was; micro-batches are split once more.
 
     It has this process's number, and nothing of what it held.
     """
     _say_smaller(why)
-    _say(_AGAIN)
+    _log(_AGAIN)
     sys.stdout.flush()
-    os.execve(command[0], list(command), {**os.environ, **_told(attempt + 1, 1, 2 * split)})
+    os.execve(command[0], list(command), {**os.environ, **_attempt_variables(attempt + 1, 1, 2 * split)})
 
 
-def _told(attempt: int, most: int, split: int) -> dict[str, str]:
+def _attempt_variables(attempt: int, most: int, split: int) -> dict[str, str]:
     """What the ranks of an attempt are told in their environment; `distributed/ranks.py` reads it."""
     return {"PLAIT_ATTEMPT": str(attempt), "PLAIT_MOST_RANKS": str(most), "PLAIT_SPLIT": str(split)}
 
 
-def _job(crew: Membership, attempt: int) -> Job:
+def _job(members: Membership, attempt: int) -> Job:
     """The job with those who can take part in this attempt."""
-    nodes = _cut(crew.nodes(), crew.fitting(crew.available))
-    crew.size = sum(len(node.slots) for node in nodes)
-    most = sum(len(node.slots) for node in crew.job.nodes)
-    told = _told(attempt, most, crew.split)
-    return replace(crew.job, nodes=nodes, environment={**crew.job.environment, **told})
+    nodes = _cut(members.nodes(), members.fitting(members.available))
+    members.size = sum(len(node.slots) for node in nodes)
+    most = sum(len(node.slots) for node in members.job.nodes)
+    variables = _attempt_variables(attempt, most, members.split)
+    return replace(members.job, nodes=nodes, environment={**members.job.environment, **variables})
 
 
 def _cut(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
     """The first so many slots."""
-    found = []
+    kept = []
     for node in nodes:
         slots = node.slots[:size]
         size -= len(slots)
         if slots:
-            found.append(Node(node.host, slots))
-    return tuple(found)
+            kept.append(Node(node.host, slots))
+    return tuple(kept)
 
 
-class _Past:
+class _Attempts:
     """How earlier attempts ended, to tell bad luck from what will happen again."""
 
     def __init__(self, restarts: int) -> None:
@@ -225,83 +227,85 @@ class _Past:
     def __str__(self) -> str:
         return f"new beginning {self._done} of {self._restarts}"
 
-    def useless(self, outcome: LaunchOutcome, crew: Membership) -> str | None:
+    def useless(self, outcome: LaunchOutcome, members: Membership) -> str | None:
         """Why another attempt would end no better. A slot that fails twice in the same place is left out."""
         failed = causes(outcome.records)
         if not failed and not outcome.hung and any(record.stopped for record in outcome.records):
             return "its ranks were told to stop, and not by the launcher; they have saved and left"
-        if any(record.message for record in failed) and all(record.exit_code == TOLD for record in failed):
+        if any(record.message for record in failed) and all(
+            record.exit_code == EXPLAINED_EXIT_CODE for record in failed
+        ):
             return "what is wrong will be wrong again"
         if not any(record.pid for record in outcome.records):
             return "no rank could be started"
         self._done += 1
         if self._done > self._restarts:
             return f"{self._restarts} new beginnings are all that --max_restarts allows"
-        found = find(outcome.records, hung=outcome.hung)
-        if _wants_smaller_batches(found):
-            crew.split *= 2
-            _say_smaller(_who_was_short(found))
+        cause = find_root_cause(outcome.records, hung=outcome.hung)
+        if _wants_smaller_batches(cause):
+            members.split *= 2
+            _say_smaller(_who_was_short(cause))
             return None
-        place, last = _place(found), self._last
-        self._last = place
-        if place is None or last is None or place[:2] != last[:2]:
+        site, last = _failure_site(cause), self._last
+        self._last = site
+        if site is None or last is None or site[:2] != last[:2]:
             return None
-        host, slot = place[2]
-        if place[2] != last[2]:
-            own = "another rank failed in the same place before, so the run itself is at fault"
-            return None if found.verdict.outside else own
-        crew.bad.add(place[2])
-        _say(f"slot {slot} of {host} failed twice in the same place and is left out")
+        host, slot = site[2]
+        if site[2] != last[2]:
+            same_place = "another rank failed in the same place before, so the run itself is at fault"
+            return None if cause.diagnosis.outside else same_place
+        members.bad.add(site[2])
+        _log(f"slot {slot} of {host} failed twice in the same place and is left out")
         return None
 
 
-def _wants_smaller_batches(found: FailureFinding) -> bool:
+def _wants_smaller_batches(cause: RootCause) -> bool:
     """Whether memory was short while a Runner computed: only there are micro-batches, and only it can split them."""
-    beat = found.records[0].evidence.beat if found.records else None
-    return found.verdict.full and beat is not None and bool(beat.sizes) and beat.phase.has_batches
+    beat = cause.records[0].observation.beat if cause.records else None
+    return cause.diagnosis.full and beat is not None and bool(beat.sizes) and beat.phase.has_batches
 
 
-def _who_was_short(found: FailureFinding) -> str:
-    return f"rank {found.records[0].place.rank} {found.verdict.what.partition(':')[0]}"
+def _who_was_short(cause: RootCause) -> str:
+    return f"rank {cause.records[0].placement.rank} {cause.diagnosis.what.partition(':')[0]}"
 
 
 def _say_smaller(why: str) -> None:
-    _say(f"{why}; {SMALLER}")
+    _log(f"{why}; {MICRO_BATCHES_SPLIT}")
 
 
-def _place(found: FailureFinding) -> tuple[str, int, Slot] | None:
+def _failure_site(cause: RootCause) -> tuple[str, int, Slot] | None:
     """Where in the run it failed, and on which slot; None where that is not known."""
-    record = found.records[0] if found.records else None
+    record = cause.records[0] if cause.records else None
     if record is None or record.lost:
         return None
-    beat = record.evidence.beat
-    return found.verdict.what, -1 if beat is None else beat.step, (record.place.host, record.place.slot)
+    beat = record.observation.beat
+    return cause.diagnosis.what, -1 if beat is None else beat.step, (record.placement.host, record.placement.slot)
 
 
-def _too_few(crew: Membership) -> str | None:
+def _too_few(members: Membership) -> str | None:
     """Wait for hosts where too few are left; why it is in vain."""
     deadline = time.monotonic() + WAIT_S
-    if len(crew.nodes()) < crew.least:
-        _say(f"{len(crew.nodes())} hosts are left, and {crew.least} are needed: waiting for others to come back")
-    while len(crew.nodes()) < crew.least:
-        if time.monotonic() > deadline or not crew.away:
-            return f"{len(crew.nodes())} hosts are left, and {crew.least} are needed"
-        crew.someone_is_back()
+    if len(members.nodes()) < members.least:
+        _log(f"{len(members.nodes())} hosts are left, and {members.least} are needed: waiting for others to come back")
+    while len(members.nodes()) < members.least:
+        if time.monotonic() > deadline or not members.away:
+            return f"{len(members.nodes())} hosts are left, and {members.least} are needed"
+        members.someone_is_back()
         time.sleep(0.2)
-    if crew.fitting(crew.available) == 0:
-        sizes = ", ".join(map(str, crew.sizes))
+    if members.fitting(members.available) == 0:
+        sizes = ", ".join(map(str, members.sizes))
         return (
-            f"{crew.available} ranks are left, but the layout and the batch fit only {sizes}; set batch.total, "
+            f"{members.available} ranks are left, but the layout and the batch fit only {sizes}; set batch.total, "
             "and leave batch.micro or batch.accumulation open"
         )
     return None
 
 
-def _those_of(crew: Membership) -> str:
-    available, size = crew.available, crew.fitting(crew.available)
+def _ranks_text(members: Membership) -> str:
+    available, size = members.available, members.fitting(members.available)
     rest = f", of {available} that are there: only so many fit the layout and the batch" if size < available else ""
     return f"{size} {'rank' if size == 1 else 'ranks'}{rest}"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"plait: {text}", file=sys.stderr, flush=True)

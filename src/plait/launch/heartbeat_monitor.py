@@ -24,14 +24,14 @@ _HINTS = {
 }
 
 
-class Watch:
+class HeartbeatMonitor:
     """Over the records of all ranks, whose evidence somebody keeps up to date."""
 
     def __init__(self, records: Sequence[RankRecord], *, window: int = 40, share: float = 0.75) -> None:
         self._records = records
         self._window, self._share = window, share
-        self._late: deque[tuple[int, Phase] | None] = deque(maxlen=window)
-        self._told: set[int] = set()
+        self._stragglers: deque[tuple[int, Phase] | None] = deque(maxlen=window)
+        self._reported: set[int] = set()
         self._next = 0.0
         self._looked: float | None = None
         self._waits: dict[int, tuple[tuple[float, int], float]] = {}
@@ -56,37 +56,41 @@ class Watch:
         self._looked, before, self._waits = now, self._waits, {}
         hung = False
         for record in self._records:
-            beat = record.evidence.beat
+            beat = record.observation.beat
             if not record.running or beat is None or not beat.pending:
                 continue
             since = (beat.called, beat.count)
-            earlier, seconds = before.get(record.place.rank, (None, 0.0))
-            seen = seconds + passed if earlier == since else min(record.evidence.waiting_s, passed)
-            self._waits[record.place.rank] = since, seen
-            hung |= seen > _patience(beat.timeout_s)
+            earlier, seconds = before.get(record.placement.rank, (None, 0.0))
+            seen = seconds + passed if earlier == since else min(record.observation.waiting_s, passed)
+            self._waits[record.placement.rank] = since, seen
+            hung |= seen > _hang_after(beat.timeout_s)
         return hung
 
     def straggler(self) -> str | None:
         """A sentence about a rank that the others wait for all the time; once for each. Call it once a look."""
-        beats = {r.place.rank: r.evidence.beat for r in self._records if r.running and r.evidence.beat is not None}
+        beats = {
+            r.placement.rank: r.observation.beat for r in self._records if r.running and r.observation.beat is not None
+        }
         busy = [(rank, beat.phase) for rank, beat in beats.items() if not beat.pending]
         same_moment = len({beat.tick for beat in beats.values()}) == 1
         if len(beats) < 2 or len(beats) < len(self._records) or not same_moment:
             return None
-        self._late.append(busy[0] if len(busy) == 1 else None)
-        counts = Counter(entry[0] for entry in self._late if entry is not None)
+        self._stragglers.append(busy[0] if len(busy) == 1 else None)
+        counts = Counter(entry[0] for entry in self._stragglers if entry is not None)
         rank, looks = counts.most_common(1)[0] if counts else (-1, 0)
-        if rank in self._told or looks < self._share * self._window:
+        if rank in self._reported or looks < self._share * self._window:
             return None
-        self._told.add(rank)
-        phase, _ = Counter(entry[1] for entry in self._late if entry is not None and entry[0] == rank).most_common(1)[0]
-        host = next(record.place.host for record in self._records if record.place.rank == rank)
+        self._reported.add(rank)
+        phase, _ = Counter(
+            entry[1] for entry in self._stragglers if entry is not None and entry[0] == rank
+        ).most_common(1)[0]
+        host = next(record.placement.host for record in self._records if record.placement.rank == rank)
         hint = _HINTS.get(phase, "")
         return (
-            f"rank {rank} on {host} is slower than the others: at {looks} of the last {len(self._late)} looks all of "
-            f"them waited for it, mostly in {phase}{f'; {hint}' if hint else ''}"
+            f"rank {rank} on {host} is slower than the others: in {looks} of the last {len(self._stragglers)} samples "
+            f"all of them waited for it, mostly in {phase}{f'; {hint}' if hint else ''}"
         )
 
 
-def _patience(timeout_s: float) -> float:
+def _hang_after(timeout_s: float) -> float:
     return timeout_s - min(_MARGIN * timeout_s, _MOST_MARGIN_S)

@@ -14,16 +14,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from plait.launch.diagnosis import TOLD, conclude, wants_stacks
+from plait.launch.diagnosis import EXPLAINED_EXIT_CODE, report_end, wants_stacks
+from plait.launch.heartbeat_monitor import HeartbeatMonitor
 from plait.launch.job import Job
 from plait.launch.local import Signals, follow_the_launcher
-from plait.launch.messages import take
+from plait.launch.messages import apply_message
 from plait.launch.records import (
+    FAILURE_WAIT_S,
     GRACE_S,
-    LEAVE_S,
-    SAY_S,
-    STACK_S,
-    STUCK_S,
+    HANG_GRACE_S,
+    SAVE_AND_EXIT_S,
+    STACK_WAIT_S,
     LaunchOutcome,
     RankRecord,
     causes,
@@ -32,7 +33,6 @@ from plait.launch.records import (
     new_records,
     record_end,
 )
-from plait.launch.watch import Watch
 
 # One console for many ranks: whole lines, each with who said it.
 
@@ -47,11 +47,11 @@ class Console:
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
         self._rests: dict[tuple[int, str], bytes] = {}
-        self._records = {record.place.rank: record for record in records}
+        self._records = {record.placement.rank: record for record in records}
 
     def write(self, record: RankRecord, stream: str, data: bytes) -> None:
         """A rank printed something. Shown as far as lines are complete; `\\r`, as bars have it, ends one too."""
-        key = (record.place.rank, stream)
+        key = (record.placement.rank, stream)
         *lines, rest = _LINE_END.split(self._rests.pop(key, b"") + data)
         if len(rest) > _LONGEST:
             lines, rest = [*lines, rest + b"\n"], b""
@@ -72,7 +72,7 @@ class Console:
 
     def _show(self, record: RankRecord, stream: str, line: bytes) -> None:
         record.tail.append(line.decode(errors="replace").rstrip("\r\n"))
-        _put(stream, f"{record.place.host}[{record.place.rank}]: ".encode() + line)
+        _put(stream, f"{record.placement.host}[{record.placement.rank}]: ".encode() + line)
 
 
 def _put(stream: str, line: bytes) -> None:
@@ -88,11 +88,11 @@ _CLEAR_S = 5.0
 """How long a connection may stay once its ranks must be gone."""
 
 
-def run_fleet(
+def run_multi_host(
     job: Job,
     commands: Sequence[Sequence[str]],
     *,
-    patience: float | None,
+    stop_grace: float | None,
     grace: float | None = None,
     join: Callable[[], bool] = never,
 ) -> LaunchOutcome:
@@ -101,24 +101,24 @@ def run_fleet(
     `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
     is how many they may once one has failed. When `join` says that others can join, all are asked to save and leave.
     """
-    fleet = Fleet(job, commands, grace=GRACE_S if grace is None else grace, join=join)
+    run = MultiHostRun(job, commands, grace=GRACE_S if grace is None else grace, join=join)
     suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a launcher that sleeps is taken for dead
     try:
-        with Signals(fleet.send) as signals:
-            fleet.start()
-            fleet.attend(signals, patience)
+        with Signals(run.send) as signals:
+            run.start()
+            run.supervise(signals, stop_grace)
     finally:
-        fleet.close()
+        run.close()
         signal.signal(signal.SIGTSTP, suspended)
     if signals.interrupts > 1:
-        return LaunchOutcome(128 + signal.SIGINT, fleet.records, interrupted=True)
-    if not signals.waited and not fleet.reform:
-        fleet.conclude()
-    code, interrupted = signals.code(fleet.exit_code()), signals.waited > 0.0
-    return LaunchOutcome(code, fleet.records, hung=fleet.hung, interrupted=interrupted, reform=fleet.reform)
+        return LaunchOutcome(128 + signal.SIGINT, run.records, interrupted=True)
+    if not signals.waited and not run.reform:
+        run.report_end()
+    code, interrupted = signals.code(run.exit_code()), signals.waited > 0.0
+    return LaunchOutcome(code, run.records, hung=run.hung, interrupted=interrupted, reform=run.reform)
 
 
-class Fleet:
+class MultiHostRun:
     """All hosts of a job. `records` knows every rank."""
 
     def __init__(
@@ -131,14 +131,14 @@ class Fleet:
     ) -> None:
         self._job, self._grace, self._join = job, grace, join
         self._nodes = [_Connection(index, job.nodes[index].host, command) for index, command in enumerate(commands)]
-        places = [place for node in range(len(job.nodes)) for place in job.started_on(node)]
-        self.records = new_records(job, places)
-        self._by_rank = {record.place.rank: record for record in self.records}
-        self._news: _FleetMessages = queue.Queue()
+        placements = [placement for node in range(len(job.nodes)) for placement in job.started_on(node)]
+        self.records = new_records(job, placements)
+        self._by_rank = {record.placement.rank: record for record in self.records}
+        self._messages: _HostMessages = queue.Queue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._console = Console(self.records)
         self._errors: list[str] = []
-        self._watch = Watch(self.records)
+        self._watch = HeartbeatMonitor(self.records)
         self._asked_for_stacks = False
         self.hung = False
         self.reform = False
@@ -149,7 +149,7 @@ class Fleet:
         for node in self._nodes:
             node.open()
         for node in self._nodes:  # only now: a process with threads should not fork
-            node.talk(self._job, self._news)
+            node.talk(self._job, self._messages)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
@@ -163,22 +163,22 @@ class Fleet:
         """Pass a signal on to every rank on every host, soon: this is safe inside a signal handler."""
         self._signals.put(number)
 
-    def attend(self, signals: Signals, patience: float | None) -> None:
+    def supervise(self, signals: Signals, stop_grace: float | None) -> None:
         """Until every connection is closed; ends all when too many have failed, or when the user has waited enough."""
         deadlines = _Deadlines()
         while any(node.is_open for node in self._nodes):
-            self._hear()
+            self._receive()
             self._pass_on()
             if len(self._failed_nodes()) > self._job.spare:
-                self._end_soon(deadlines, SAY_S)
+                self._end_soon(deadlines, FAILURE_WAIT_S)
             elif self._watched():
                 self.hung = True
-                self._end_soon(deadlines, STACK_S)
+                self._end_soon(deadlines, STACK_WAIT_S)
             elif not self.reform and not signals.waited and self._join():
                 self.reform = True
                 self.send(signal.SIGTERM)
-                deadlines.start(LEAVE_S)
-            elif signals.interrupts > 1 or (patience is not None and signals.waited > patience):
+                deadlines.start(SAVE_AND_EXIT_S)
+            elif signals.interrupts > 1 or (stop_grace is not None and signals.waited > stop_grace):
                 deadlines.start(0.0)
             self._enforce(deadlines)
 
@@ -186,8 +186,8 @@ class Fleet:
         """Look at the heartbeats, once a second; whether the run hangs."""
         if self.hung or not self._watch.due():
             return False
-        if (late := self._watch.straggler()) is not None:
-            print(f"plait: {late}", file=sys.stderr, flush=True)
+        if (straggler := self._watch.straggler()) is not None:
+            print(f"plait: {straggler}", file=sys.stderr, flush=True)
         return self._watch.hangs()
 
     def _end_soon(self, deadlines: _Deadlines, seconds: float) -> None:
@@ -198,14 +198,14 @@ class Fleet:
         deadlines.start(seconds)
 
     def _failed_nodes(self) -> set[int]:
-        return {record.place.node for record in causes(self.records)}
+        return {record.placement.node for record in causes(self.records)}
 
     def _enforce(self, deadlines: _Deadlines) -> None:
         if deadlines.passed(0.0):
-            if not deadlines.told:
+            if not deadlines.order_sent:
                 for node in self._nodes:
-                    node.order(end=STUCK_S if self.hung else self._grace)
-                deadlines.told = True
+                    node.order(end=HANG_GRACE_S if self.hung else self._grace)
+                deadlines.order_sent = True
             if deadlines.passed(self._grace + _CLEAR_S):
                 self.close()
 
@@ -215,45 +215,45 @@ class Fleet:
             for node in self._nodes:
                 node.order(signal=number)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Take in all that has come; wait a little where nothing has."""
         with suppress(queue.Empty):
-            self._take(*self._news.get(timeout=_TICK_S))
+            self._handle(*self._messages.get(timeout=_TICK_S))
             while True:
-                self._take(*self._news.get_nowait())
+                self._handle(*self._messages.get_nowait())
 
-    def _take(self, node: _Connection, news: dict[str, Any]) -> None:
-        if "closed" in news:
-            self._closed(node, news["closed"])
-        elif "error" in news:
-            node.error = f"{node.host}: {news['error']}"
-        elif "said" in news:
-            self._console.other(node.host, news["said"])
+    def _handle(self, node: _Connection, message: dict[str, Any]) -> None:
+        if "closed" in message:
+            self._closed(node, message["closed"])
+        elif "error" in message:
+            node.error = f"{node.host}: {message['error']}"
+        elif "said" in message:
+            self._console.other(node.host, message["said"])
         else:
-            self._of_rank(self._by_rank[news["rank"]], news)
+            self._of_rank(self._by_rank[message["rank"]], message)
 
-    def _of_rank(self, record: RankRecord, news: dict[str, Any]) -> None:
+    def _of_rank(self, record: RankRecord, message: dict[str, Any]) -> None:
         for stream in ("out", "err"):
-            if stream in news:
-                self._console.write(record, stream, news[stream].encode("latin-1"))
+            if stream in message:
+                self._console.write(record, stream, message[stream].encode("latin-1"))
                 return
-        take(record, news)
+        apply_message(record, message)
 
     def _closed(self, node: _Connection, code: int) -> None:
         """A connection is gone. Ranks that it did not tell the end of are lost with it, unless they never began."""
         node.is_open = False
         for record in self.records:
-            if record.place.node != node.index or not record.running:
+            if record.placement.node != node.index or not record.running:
                 continue
             if node.error:
                 record.message = node.error
-                record_end(record, TOLD, by_us=False)
+                record_end(record, EXPLAINED_EXIT_CODE, by_us=False)
             else:
                 record.lost, record.ended = True, time.time()
         if (
             not node.error
             and code not in (0, 255)
-            and not any(r.pid for r in self.records if r.place.node == node.index)
+            and not any(r.pid for r in self.records if r.placement.node == node.index)
         ):
             self._errors.append(f"{node.host}: nothing could be started there (exit code {code})")
 
@@ -266,11 +266,11 @@ class Fleet:
             node.wait_until(deadline)
         self._console.flush()
 
-    def conclude(self) -> None:
+    def report_end(self) -> None:
         """Say what is to be said below all output: errors of hosts, and why ranks failed."""
         for text in self._errors:
             print(f"plait: {text}", file=sys.stderr, flush=True)
-        conclude(self.records, hung=self.hung, log_dir=self._job.log_dir, several_hosts=True)
+        report_end(self.records, hung=self.hung, log_dir=self._job.log_dir, several_hosts=True)
 
     def exit_code(self) -> int:
         """The worst rank's; 0 where no more hosts failed than may."""
@@ -284,7 +284,7 @@ class _Deadlines:
 
     def __init__(self) -> None:
         self._at: float | None = None
-        self.told = False
+        self.order_sent = False
 
     def start(self, seconds: float) -> None:
         at = time.monotonic() + seconds
@@ -318,30 +318,32 @@ class _Connection:
         )
         self.is_open = True
 
-    def talk(self, job: Job, news: _FleetMessages) -> None:
+    def talk(self, job: Job, messages: _HostMessages) -> None:
         """Hand it the job, and put what it says into `news`."""
         assert self._process is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        aside = threading.Thread(target=self._listen, args=(self._process.stderr, news), daemon=True)
-        aside.start()
-        threading.Thread(target=self._talk, args=(job, self._process.stdout, news, aside), daemon=True).start()
+        stderr_reader = threading.Thread(target=self._listen, args=(self._process.stderr, messages), daemon=True)
+        stderr_reader.start()
+        threading.Thread(
+            target=self._talk, args=(job, self._process.stdout, messages, stderr_reader), daemon=True
+        ).start()
 
-    def _talk(self, job: Job, pipe: IO[bytes], news: _FleetMessages, aside: threading.Thread) -> None:
+    def _talk(self, job: Job, pipe: IO[bytes], messages: _HostMessages, stderr_reader: threading.Thread) -> None:
         assert self._process is not None
         self._write(job.to_json().encode() + b"\n")
         for line in pipe:
             if line.startswith(b'{"'):
-                news.put((self, json.loads(line)))
+                messages.put((self, json.loads(line)))
             else:
-                news.put((self, {"said": line}))  # a shell's greeting, or the like
+                messages.put((self, {"said": line}))  # a shell's greeting, or the like
         code = self._process.wait()
-        aside.join(1.0)  # ssh's own complaint stands above what we make of it
-        news.put((self, {"closed": code}))
+        stderr_reader.join(1.0)  # ssh's own complaint stands above what we make of it
+        messages.put((self, {"closed": code}))
 
-    def _listen(self, pipe: IO[bytes], news: _FleetMessages) -> None:
+    def _listen(self, pipe: IO[bytes], messages: _HostMessages) -> None:
         for line in pipe:
-            news.put((self, {"said": line}))
+            messages.put((self, {"said": line}))
 
     def order(self, **order: Any) -> None:
         """Tell the host what to do."""
@@ -374,4 +376,4 @@ class _Connection:
             self._process.wait()
 
 
-_FleetMessages = queue.Queue[tuple[_Connection, dict[str, Any]]]
+_HostMessages = queue.Queue[tuple[_Connection, dict[str, Any]]]
