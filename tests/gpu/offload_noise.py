@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from plait.config import parse_sections
 from plait.config.run import RunConfig
-from plait.distributed import local_part, open_world
+from plait.distributed import open_world, to_local
 from plait.engine import Preparation, prepare_native
 from plait.engine.native import NativeEngine
 from plait.engine.offload import OffloadedParams
@@ -82,7 +82,7 @@ def train(config: RunConfig, *, steps: int = 8, change: Change | None = None) ->
         found = engine.evaluate_micro_batch(batches[0])
         losses.append(found.loss_sum / found.loss_count)
         with torch.no_grad():
-            state = {name: local_part(tensor).cpu().clone() for name, tensor in engine.state_tensors().items()}
+            state = {name: to_local(tensor).cpu().clone() for name, tensor in engine.state_tensors().items()}
         return Run(losses, state, peak)
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.config import parse_sections
 from plait.config.strategy import RecomputeConfig, WrapConfig
 from plait.distributed.activation_checkpointing import apply_recompute
-from plait.distributed.expert_parallel import apply_expert_parallel, expert_modules, expert_placement, share_rows
+from plait.distributed.expert_parallel import apply_expert_parallel, expert_modules, expert_placement, share_router_sums
 from plait.distributed.materialize import give_storage, initialize
 from plait.distributed.wrap import find_wrap_units
 from plait.errors import ConfigError, ModelError
@@ -355,7 +355,7 @@ def row_penalties(rank: int, size: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(3, 8, 32, generator=seeded("x"))
     targets = torch.arange(24.0).view(3, 8)
     if size > 1:
-        share_rows(router, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
+        share_router_sums(router, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
         x, targets = x.chunk(size, 1)[rank], targets.chunk(size, 1)[rank]
     penalty = router(x).penalty
     (penalty * targets.sum(1)).sum().backward()
@@ -443,7 +443,7 @@ def refusals(rank: int, size: int) -> list[str]:
         lambda: apply_expert_parallel(Experts(3, 4, 4, layers=1), mesh),
         lambda: apply_expert_parallel(OneArgument(4, 4, 4, layers=1), mesh),
         lambda: apply_expert_parallel(spread, mesh),
-        lambda: share_rows(Router(config), mesh),  # type: ignore[arg-type]
+        lambda: share_router_sums(Router(config), mesh),  # type: ignore[arg-type]
     ):
         with pytest.raises((ConfigError, ModelError)) as caught:
             attempt()

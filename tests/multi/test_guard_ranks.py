@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.config import parse_sections
-from plait.distributed import local_part, open_world
+from plait.distributed import open_world, to_local
 from plait.engine import Preparation, prepare_native
 from plait.errors import NonFiniteError
 from tests.multi import nets
@@ -26,7 +26,7 @@ def train(rank: int, size: int, sections: dict[str, Any], bad: dict[int, int], s
     engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, say=said.append))
     found: dict[str, Any] = {"skipped": [], "scales": [], "moved": [], "said": said, "error": None}
     for step in range(steps):
-        before = {name: local_part(t.detach()).clone() for name, t in engine.state_tensors().items()}
+        before = {name: to_local(t.detach()).clone() for name, t in engine.state_tensors().items()}
         batch = nets.rows(10 * step + rank, 3)
         if bad.get(step) == rank:
             batch["x"] = torch.full_like(batch["x"], float("inf"))
@@ -35,7 +35,7 @@ def train(rank: int, size: int, sections: dict[str, Any], bad: dict[int, int], s
         except NonFiniteError as error:
             found["error"] = str(error)
             break
-        after: dict[str, Tensor] = {name: local_part(t.detach()) for name, t in engine.state_tensors().items()}
+        after: dict[str, Tensor] = {name: to_local(t.detach()) for name, t in engine.state_tensors().items()}
         found["skipped"].append(result.skipped)
         found["moved"].append(any(n not in before or not torch.equal(before[n], t) for n, t in after.items()))
         if engine.updater.scaler is not None:

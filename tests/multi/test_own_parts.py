@@ -12,7 +12,7 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.config.strategy import CustomTensorPlan, PipelineConfig
 from plait.distributed.pipeline_schedule import check_pipeline
-from plait.distributed.tensor_parallel import plan_of
+from plait.distributed.tensor_parallel import load_tensor_plan
 from plait.engine.engines import planned_as
 from plait.errors import ConfigError
 from tests.multi import own_techniques
@@ -161,5 +161,5 @@ def test_a_schedule_is_looked_through_before_the_first_step(name: str) -> None:
 
 def test_a_tensor_plan_that_returns_none_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_of(CustomTensorPlan(type=f"{OWN}:no_plan"), Classifier())
+        load_tensor_plan(CustomTensorPlan(type=f"{OWN}:no_plan"), Classifier())
     assert caught.value.problems[0].path == "strategy.tensor.plan"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.config.model import LlamaConfig
 from plait.distributed.materialize import find_initializer, give_storage, initialize
 from plait.distributed.pipeline_parallel import Pipeline, form_of_inputs
-from plait.distributed.pipeline_split import agree, make_stages, plan_stages
+from plait.distributed.pipeline_split import broadcast_costs, make_stages, plan_stages
 from plait.errors import ModelError
 from plait.models.llama import Llama
 from tests.communication_volume import pipeline_traffic
@@ -102,7 +102,7 @@ def test_what_is_sent_is_what_theory_says(two_ranks: RankPool, schedule: str) ->
 
 
 def agreed(rank: int, size: int) -> list[float]:
-    return agree([float(rank), 2.0 * rank + 1.0], CPU)
+    return broadcast_costs([float(rank), 2.0 * rank + 1.0], CPU)
 
 
 def test_ranks_agree_on_what_the_first_one_measured(two_ranks: RankPool) -> None:

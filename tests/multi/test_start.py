@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import parse_sections
-from plait.distributed import local_part, open_world
+from plait.distributed import open_world, to_local
 from plait.engine import Preparation, prepare_native
 from tests.multi import nets
 from tests.multi.ranks import RankPool
@@ -153,7 +153,7 @@ def peak_growth(rank: int, size: int, strategy: dict[str, Any], model: Any) -> t
     engine = prepare_native(Preparation(config, open_world(config), model=factory))
     peak = _kib(status.read_text(), "VmHWM")
     params = list(engine.model.parameters())
-    own = sum(local_part(p.detach()).numel() for p in params) * 4
+    own = sum(to_local(p.detach()).numel() for p in params) * 4
     return (peak - before) * 1024, sum(p.numel() for p in params) * 4, own
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.checkpoint.pieces import copy_bytes
 from plait.checkpoint.read import READ_BUFFER
 from plait.checkpoint.tensorfile import BLOCK
-from plait.distributed import is_sharded, local_part
+from plait.distributed import is_sharded, to_local
 
 WRITERS = 4
 """Threads of a rank, where there are cores for them: one waits for the disk while another computes digests."""
@@ -53,7 +53,7 @@ def thread_count(most: int, *, cores: int, ranks: int) -> int:
 
 def saved_tensor(tensor: Tensor, ranks: int) -> SavedTensor:
     """What a checkpoint of `ranks` ranks that all have this tensor, or a part of it, holds of it."""
-    local = local_part(tensor.detach())
+    local = to_local(tensor.detach())
     shards = 1
     if is_sharded(tensor):
         mesh = tensor.device_mesh

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plait.config import CustomRecompute, RecomputeConfig, RunConfig
-from plait.distributed.dtensor import local_part
+from plait.distributed.dtensor import to_local
 from plait.distributed.fake import ShapesOnly
 from plait.distributed.wrap import WrapUnit, first_input
 from plait.errors import ConfigError, Problem
@@ -447,4 +447,4 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _trained(module: nn.Module) -> int:
-    return sum(local_part(param.detach()).numel() for param in module.parameters() if param.requires_grad)
+    return sum(to_local(param.detach()).numel() for param in module.parameters() if param.requires_grad)

@@ -16,7 +16,7 @@ from plait.errors import ConfigError, Problem
 from plait.torch_internals import set_compiled_call
 
 
-def why_not(config: CompileConfig, device: torch.device) -> str | None:
+def reason_not_to_compile(config: CompileConfig, device: torch.device) -> str | None:
     """The reason why compiling cannot work here, known before the start."""
     if config.backend != "inductor":
         return None

@@ -24,7 +24,7 @@ from plait.distributed.context_parallel_attention import (
     ulysses_attention,
     visible,
 )
-from plait.distributed.dtensor import local_part
+from plait.distributed.dtensor import to_local
 from plait.distributed.tensor_parallel import is_transformers_model
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import blocks_without_registry, mixer_without_mask
@@ -373,7 +373,7 @@ def _local_heads(attention: Any) -> int | None:
     head_dim = getattr(attention, "head_dim", None)
     if weight is None or head_dim is None:
         return None
-    return int(local_part(weight.detach()).shape[0]) // int(head_dim)
+    return int(to_local(weight.detach()).shape[0]) // int(head_dim)
 
 
 def _attend(way: Way, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.distributed.dtensor import is_sharded, local_part, settled_part
+from plait.distributed.dtensor import is_sharded, local_grad, to_local
 from plait.torch_internals import non_persistent_buffers
 
 # The interface of what collects gradients: `ShardedGradients` (ZeRO), `GradientBuckets` (replicated parameters),
@@ -194,7 +194,7 @@ class GradientBuckets:
                 pending, size = [], 0
             previous = key
             pending.append(index)
-            size += local_part(param.detach()).numel() * key[0].itemsize
+            size += to_local(param.detach()).numel() * key[0].itemsize
         if pending:
             self._close_bucket(pending, *previous)
 
@@ -203,7 +203,7 @@ class GradientBuckets:
     ) -> None:
         for position, index in enumerate(indices):
             self._bucket_and_position[index] = (len(self._buckets), position)
-        sizes = [local_part(self._params[index].detach()).shape for index in indices]
+        sizes = [to_local(self._params[index].detach()).shape for index in indices]
         self._buckets.append(_GradientBucket(dtype, device, group, sizes))
 
     def _collect(self, index: int, param: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ class GradientBuckets:
             sharded = is_sharded(param)
             if sharded:
                 with torch.no_grad():
-                    grad = settled_part(grad, param)
+                    grad = local_grad(grad, param)
             if self._touched[index]:
                 view.add_(grad)
             else:

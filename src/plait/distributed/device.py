@@ -40,7 +40,7 @@ def choose_device(setting: str, ranks: Ranks) -> torch.device:
     return device
 
 
-def device_in(variable: str) -> str:
+def device_from_env(variable: str) -> str:
     """The kind of device that an environment variable names: `auto` where it names none.
 
     Raises `WorldError` for one that Plait does not compute on.

@@ -24,12 +24,12 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor. Call it without gradients enabled."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def same_kind(local: Tensor, whole: Tensor) -> Tensor:
+def dtensor_like(local: Tensor, whole: Tensor) -> Tensor:
     """A local tensor as the whole that it is a part of, given a tensor that is spread in the same way."""
     if not is_sharded(whole):
         return local
@@ -44,7 +44,7 @@ def same_kind(local: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def settled_part(gradient: Tensor, param: Tensor) -> Tensor:
+def local_grad(gradient: Tensor, param: Tensor) -> Tensor:
     """What this rank holds of a gradient, spread as its parameter is.
 
     Where a parameter is repeated, each rank may have computed a share of the sum only.

@@ -137,7 +137,7 @@ def _wait(on_its_way: Tensor) -> Tensor:
 # Rows of a batch that several ranks share: what routers sum up over a row.
 
 
-def share_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+def share_router_sums(model: nn.Module, mesh: DeviceMesh) -> None:
     """Tell the routers of a model that each row of a batch lies in parts on the ranks of a 1-D mesh, in place.
 
     Their balance and z loss are then those of the whole row, on each of its ranks, and a row's choices count as load

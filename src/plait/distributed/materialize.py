@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.distributed.deferred_init import ConstructionRecord, RecordedOperation, direct_tensors, find_replay
-from plait.distributed.dtensor import is_sharded, local_part
+from plait.distributed.dtensor import is_sharded, to_local
 from plait.torch_internals import gradient_hooks_of, storage_key
 
 # What the author of a model put on its parameters beside their values: hooks, attributes, references.
@@ -40,13 +40,13 @@ Attributes = Mapping[str, Mapping[str, Any]]
 _OF_A_MODULE = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-def attributes_of(model: nn.Module) -> Attributes:
+def param_attributes(model: nn.Module) -> Attributes:
     """The attributes that somebody set on parameters of a model, such as `param.no_weight_decay = True`."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: dict(vars(param)) for name, param in named if not is_lazy(param) and vars(param)}
 
 
-def give_attributes(model: nn.Module, attributes: Attributes) -> None:
+def restore_attributes(model: nn.Module, attributes: Attributes) -> None:
     """Set them on the parameters that have taken the places of those."""
     for name, param in model.named_parameters(remove_duplicate=False) if attributes else ():
         for key, value in attributes.get(name, {}).items():
@@ -66,15 +66,15 @@ def why_not_on_meta(model: nn.Module) -> str | None:
     """Why a model on the meta device would lose something once it is given memory; None where it would not."""
     for name, hook in gradient_hooks(model).items():
         return f"the parameter {name!r} has a gradient hook ({hook})"
-    shared = memory_in_common(model)
+    shared = find_shared_storage(model)
     if shared is not None:
         return f"{shared[0]!r} and {shared[1]!r} share their memory without being one tensor"
-    for place, _ in held_elsewhere(model):
+    for place, _ in unregistered_tensors(model):
         return f"{place} holds a tensor that is not registered as a parameter or buffer there"
     return None
 
 
-def memory_in_common(model: nn.Module, *, buffers: bool = True) -> tuple[str, str] | None:
+def find_shared_storage(model: nn.Module, *, buffers: bool = True) -> tuple[str, str] | None:
     """Two tensors of a model that lie in one storage without being one; with `buffers`, also where both are buffers."""
     owners: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -86,7 +86,7 @@ def memory_in_common(model: nn.Module, *, buffers: bool = True) -> tuple[str, st
     return None
 
 
-def held_elsewhere(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def unregistered_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a model reaches without going through a registered parameter or buffer, and from where.
 
     Attributes of modules and of parameters, containers, closures, partial functions and modules that are not
@@ -156,7 +156,7 @@ Writes = list[tuple[Tensor, list[RecordedOperation]]]
 
 
 @dataclass(frozen=True, slots=True)
-class InTurn:
+class InitializerChain:
     """Two initializers of one model, the second after the first."""
 
     first: Initializer
@@ -179,7 +179,7 @@ def find_initializer(model: nn.Module, built: ConstructionRecord | None = None) 
     declared = _declared(model)
     if built is None:
         # Many write `init_weights` for the modules they care about, and leave the rest as torch makes them.
-        possible = (_reset,) if declared is None else (declared, InTurn(_reset, declared))
+        possible = (_reset,) if declared is None else (declared, InitializerChain(_reset, declared))
         return next((each for each in possible if _fills(_writes(model, each))), None)
     # Both are asked before `init_weights` is tried, which may exchange storages.
     replay, before = find_replay(model, built), {id(tensor): built.writes_to(tensor) for tensor in _tensors(model)}
@@ -188,7 +188,7 @@ def find_initializer(model: nn.Module, built: ConstructionRecord | None = None) 
         return replay
     if _fills(writes):
         return declared
-    return None if replay is None else InTurn(replay, declared)
+    return None if replay is None else InitializerChain(replay, declared)
 
 
 def _declared(model: nn.Module) -> Initializer | None:
@@ -333,7 +333,7 @@ def _initialize_module(
         if key in there and _storage(values) == _storage(held[key]):
             continue  # unless the initializer gave it another one
         if keep is None or not keep(held[key], values):
-            assign_whole(held[key], values)
+            assign_full_tensor(held[key], values)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -349,13 +349,13 @@ def _wide(param: nn.Parameter, keep: Keep | None) -> torch.dtype:
     return torch.float32 if rounds else param.dtype
 
 
-def assign_whole(param: torch.Tensor, whole: torch.Tensor) -> None:
+def assign_full_tensor(param: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy a whole tensor into a parameter, of which this rank may hold only a part."""
     with torch.no_grad():
-        local_part(param).copy_(part_of(param, whole))
+        to_local(param).copy_(local_shard_of(param, whole))
 
 
-def part_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def local_shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a whole tensor that is spread as a parameter is. Call it without gradients enabled."""
     if not is_sharded(param):
         return whole

@@ -715,7 +715,9 @@ def _allocate(module: nn.Module, device: torch.device, *, recurse: bool) -> bool
     return found
 
 
-def agree(costs: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+def broadcast_costs(
+    costs: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[float]:
     """The measurements of the group's first rank, for all of it: ranks that measured must not cut differently."""
     shared = torch.tensor(list(costs), dtype=torch.float64, device=device)
     dist.broadcast(shared, group=group, group_src=0)
@@ -966,7 +968,7 @@ def _without_cache(keywords: dict[str, Any], module: nn.Module) -> dict[str, Any
 # Weights that several stages hold: one name, one value, one gradient.
 
 
-Find = Callable[[Stage, str], Tensor]
+TensorOf = Callable[[Stage, str], Tensor]
 """The tensor of a parameter of a stage that is meant: its gradient, say, wherever that is kept."""
 
 
@@ -987,7 +989,7 @@ class TiedWeights:
         here = {name: [index for index in holders if index in self._stages] for name, holders in self.holders.items()}
         self._copies = [(name, first, copy) for name, (first, *copies) in here.items() for copy in copies]
 
-    def sum(self, find: Find | None = None) -> None:
+    def sum(self, find: TensorOf | None = None) -> None:
         """Make every holder's tensor the sum over all holders, in place; to be called by all ranks, once a step.
 
         Without `find` these are the `.grad` of parameters, zeros where there is none. The sum is taken in the
@@ -1018,7 +1020,7 @@ class TiedWeights:
         stage = next(self._stages[index] for index in self.holders[name] if index in self._stages)
         return stage.module.get_parameter(name).requires_grad
 
-    def _local(self, index: int, name: str, find: Find | None) -> Tensor:
+    def _local(self, index: int, name: str, find: TensorOf | None) -> Tensor:
         stage = self._stages[index]
         return _local(_gradient(stage.module.get_parameter(name)) if find is None else find(stage, name))
 

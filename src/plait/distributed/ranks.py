@@ -162,3 +162,18 @@ def first_host(nodelist: str) -> str:
     if not re.fullmatch(r"[^\s\[\]]+", host):
         raise WorldError(f"cannot read the first host of the Slurm node list {nodelist!r}; set MASTER_ADDR")
     return host
+
+
+# The variables of `accelerate launch`.
+
+_ACCELERATE = "ACCELERATE_"
+
+
+def accelerate_environment() -> dict[str, str]:
+    """The variables of `accelerate launch`, without their prefix; empty where another launcher has started us.
+
+    That launcher always sets a mixed precision; other variables with the prefix are set by Accelerate itself as well.
+    """
+    if f"{_ACCELERATE}MIXED_PRECISION" not in os.environ:
+        return {}
+    return {name.removeprefix(_ACCELERATE): value for name, value in os.environ.items() if name.startswith(_ACCELERATE)}

@@ -258,7 +258,7 @@ WORDS: Mapping[str, type[Style]] = MappingProxyType(
 """What each word of a plan does to its module."""
 
 
-def read_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False) -> dict[str, str]:
+def resolve_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False) -> dict[str, str]:
     """The word of each module that a pattern names, in the order of the model.
 
     A pattern is a module name of which each part may have wildcards: `blocks.*.ffn.up`. One that matches nothing is
@@ -287,7 +287,7 @@ def read_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False)
     return {name: next(iter(found[name].values())) for name in names if name in found}
 
 
-def plan_of(plan: dict[str, str] | CustomTensorPlan, model: nn.Module) -> Mapping[str, str] | None:
+def load_tensor_plan(plan: dict[str, str] | CustomTensorPlan, model: nn.Module) -> Mapping[str, str] | None:
     """The plan that `strategy.tensor.plan` says, or makes of the model; None where it says nothing."""
     if not isinstance(plan, CustomTensorPlan):
         return plan or None
@@ -316,7 +316,7 @@ def check_sequence_plan(words: Mapping[str, str]) -> None:
         )
 
 
-def outer(name: str, words: Mapping[str, str], word: str) -> str | None:
+def enclosing_module(name: str, words: Mapping[str, str], word: str) -> str | None:
     """The innermost module around another that has a word, if any."""
     while name := name.rpartition(".")[0]:
         if words.get(name) == word:
@@ -371,7 +371,7 @@ _COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads", "qkv_hea
 _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 
-def transformers_words(model: nn.Module) -> dict[str, str]:
+def transformers_styles(model: nn.Module) -> dict[str, str]:
     """The word of each module of a `transformers` model that takes part."""
     words = _layers(model)
     if not words:
@@ -522,7 +522,7 @@ def apply_tensor_parallel(
         enable_async(mesh, sequence=sequence)
     if mesh.size() == 1:
         return
-    words = words_of(module, plan, stage=stage)
+    words = styles_of(module, plan, stage=stage)
     if sequence and not stage:
         check_sequence_plan(words)
     placed, random = Placed(mesh), dict[str, OwnRandom]()
@@ -544,22 +544,22 @@ def apply_tensor_parallel(
         answer_whole(module)
 
 
-def words_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage: bool = False) -> dict[str, str]:
+def styles_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage: bool = False) -> dict[str, str]:
     """The word of each module that takes part, by name; from the given plan, or the model's, or `transformers`'."""
     if plan is not None:
-        return read_plan(module, plan, stage=stage)
+        return resolve_plan(module, plan, stage=stage)
     declared = getattr(module, "tensor_plan", None)
     if callable(declared):
-        return read_plan(module, declared(), stage=True)
+        return resolve_plan(module, declared(), stage=True)
     if is_transformers_model(module):
-        return transformers_words(module)
+        return transformers_styles(module)
     raise ModelError(
         f"nothing says how the ranks share the layers of a {type(module).__name__}: give it a method `tensor_plan()`, "
         f"write a plan as {PLAN_KEY}, or use layout.tp: 1"
     )
 
 
-def stays_whole(
+def experts_are_replicated(
     module: nn.Module, plan: Mapping[str, str] | None = None, *, sequence: bool = False, stage: bool = False
 ) -> Callable[[str], bool]:
     """Whether a plan keeps experts, by the name of what holds them, whole on purpose, so that all ranks have them all.
@@ -567,11 +567,11 @@ def stays_whole(
     That is `replicate`, for the module or for one around it. Experts that ranks share must see the same tokens on each
     of them, so where `sequence` splits these the answer is an error. To be asked for before the plan is applied.
     """
-    words = words_of(module, plan, stage=stage)
+    words = styles_of(module, plan, stage=stage)
 
     def answer(name: str) -> bool:
         def within(word: str) -> bool:
-            return words.get(name) == word or outer(name, words, word) is not None
+            return words.get(name) == word or enclosing_module(name, words, word) is not None
 
         if not within("replicate") and sequence and within("block") and not within("whole_sequence"):
             message = f"{name!r} holds experts, which need all tokens, in a block where the sequence is split"
@@ -602,8 +602,10 @@ def _style(
         rank=mesh.get_local_rank(),
         placed=placed,
         sequence=sequence,
-        split=sequence and outer(name, words, "block") is not None and outer(name, words, "whole_sequence") is None,
-        region=outer(name, words, "region"),
+        split=sequence
+        and enclosing_module(name, words, "block") is not None
+        and enclosing_module(name, words, "whole_sequence") is None,
+        region=enclosing_module(name, words, "region"),
         random=random,
     )
     return WORDS[words[name]](site)

@@ -258,14 +258,14 @@ def _dtensor(param: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.
     whole = param.detach()
     local = whole
     if isinstance(placement, Shard):
-        start, length = part_of(whole.shape[placement.dim], mesh.size(), mesh.get_local_rank())
+        start, length = chunk_of(whole.shape[placement.dim], mesh.size(), mesh.get_local_rank())
         # A copy of its own, so that the whole can go.
         local = whole.narrow(placement.dim, start, length).clone(memory_format=torch.contiguous_format)
     placed = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(placed, requires_grad=param.requires_grad)
 
 
-def part_of(length: int, size: int, rank: int) -> tuple[int, int]:
+def chunk_of(length: int, size: int, rank: int) -> tuple[int, int]:
     """Start and length of one rank's part, as `torch.chunk` cuts: the last parts may be shorter, or empty."""
     share = -(-length // size)
     start = min(rank * share, length)
@@ -726,7 +726,7 @@ class VocabEmbedding(Style):
         """Split the table by words."""
         module = self.site.module
         assert isinstance(module, nn.Embedding)
-        start, count = part_of(module.num_embeddings, self.site.size, self.site.rank)
+        start, count = chunk_of(module.num_embeddings, self.site.size, self.site.rank)
         self.site.placed.split(module, "weight", 0)
         padding = module.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < start + count else None
@@ -814,7 +814,7 @@ def answer_whole(model: nn.Module) -> None:
 
 def _too_few_words(style: Style, words: int) -> list[Problem]:
     size = style.site.size
-    if part_of(words, size, size - 1)[1] > 0:
+    if chunk_of(words, size, size - 1)[1] > 0:
         return []
     message = f"{size} ranks cannot share the {words} words of {style.site.name!r}: some would have none"
     return [Problem(SIZE_KEY, message, "Use fewer ranks for it.")]

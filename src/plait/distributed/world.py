@@ -258,20 +258,3 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
 def as_one_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks of a mesh in one row, which is named after all of its axes."""
     return mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ()))
-
-
-# What another framework's launcher tells the processes that it starts.
-
-
-_BEGINNING = "ACCELERATE_"
-_ALWAYS = "MIXED_PRECISION"
-
-
-def told_by_accelerate() -> dict[str, str]:
-    """The variables of `accelerate launch`, without their common beginning; empty where something else has started us.
-
-    It always names a mixed precision. Other variables of that name are set by Accelerate itself as well.
-    """
-    if _BEGINNING + _ALWAYS not in os.environ:
-        return {}
-    return {name.removeprefix(_BEGINNING): value for name, value in os.environ.items() if name.startswith(_BEGINNING)}

@@ -206,7 +206,7 @@ def load_pretrained_into(
             if whole.is_floating_point() and not _is_finite(whole):
                 wrong.append(name)
             if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
-                materialize.assign_whole(tensor, whole)
+                materialize.assign_full_tensor(tensor, whole)
 
     load_pretrained(skeleton, folder, put)
     _say_not_finite(wrong, given.say)
@@ -318,7 +318,7 @@ def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
 def use_kernels(given: Preparation, module: nn.Module) -> None:
     """Take kernels where `strategy.kernels` wants them and there are some; see `models.fused`."""
     strategy, device, say = given.config.strategy, given.device, given.say
-    compiled = strategy.compile.enabled and compile.why_not(strategy.compile, device) is None
+    compiled = strategy.compile.enabled and compile.reason_not_to_compile(strategy.compile, device) is None
     if strategy.kernels == "plain" or device.type != "cuda" or compiled or strategy.layout.tp > 1:
         return
     if not has_kernels(torch.empty(0, device=device)):

@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 from plait.config import RunConfig
 from plait.distributed import (
     apply_recompute,
-    attributes_of,
     average_buffers,
     find_wrap_units,
     first_input,
-    give_attributes,
     is_sharded,
-    local_part,
     make_deterministic,
     materialize,
+    param_attributes,
     persistent_buffers,
+    restore_attributes,
+    to_local,
 )
 from plait.engine.base import Evaluation, Skips, StepResult
 from plait.engine.construction import build_module, load_pretrained_into
@@ -86,9 +86,9 @@ def build_whole(given: Preparation) -> Built:
         if world.everyone is not None:
             materialize.copy_from_main(module, world.everyone, world.device)
     else:
-        attributes = attributes_of(module)
+        attributes = param_attributes(module)
         materialize.give_storage(module, host)
-        give_attributes(module, attributes)
+        restore_attributes(module, attributes)
         materialize.initialize(module, initializer, seed=config.seed, device=world.device)
     if given.model is None:
         load_pretrained_into(given, module, module)
@@ -425,7 +425,7 @@ class ForeignEngine(SteppingEngine):
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of each trained weight: a copy, until `weights_changed`. Every rank must ask."""
         self._weights = self._share_weights()
-        return {name: local_part(share) for name, share in self._weights.items()}
+        return {name: to_local(share) for name, share in self._weights.items()}
 
     @torch.no_grad()
     def weights_changed(self) -> None:

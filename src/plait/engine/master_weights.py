@@ -24,10 +24,10 @@ from plait.distributed import (
     GradientBuckets,
     Gradients,
     LocalGradients,
+    dtensor_like,
     is_sharded,
-    local_part,
-    same_kind,
-    settled_part,
+    local_grad,
+    to_local,
 )
 from plait.engine.construction import round_parameters
 from plait.engine.preparation import Preparation
@@ -156,11 +156,11 @@ class MasterWeights(ABC):
 
     def local(self, index: int) -> Tensor:
         """This rank's part of one tensor."""
-        return local_part(self.tensors[index])
+        return to_local(self.tensors[index])
 
     def logical(self, index: int, local: Tensor) -> Tensor:
         """Wrap a local tensor, shaped like this view, as the whole that it is a part of."""
-        return same_kind(local, self.params[index])
+        return dtensor_like(local, self.params[index])
 
 
 class DirectParams(MasterWeights):
@@ -199,7 +199,7 @@ class BucketParams(MasterWeights):
         self._masters = masters
         super().__init__(names, params, elementwise=elementwise)
         self._copied = [
-            (local_part(param.detach()), local_part(tensor.detach()))
+            (to_local(param.detach()), to_local(tensor.detach()))
             for param, tensor, master in zip(self.params, self.tensors, masters, strict=True)
             if master is not None
         ]
@@ -216,7 +216,7 @@ class BucketParams(MasterWeights):
         for index, tensor in enumerate(self.tensors):
             # Where gradients are summed in a smaller format, the optimizer still wants its own.
             local = self._buckets.view_of(index).to(tensor.dtype)
-            tensor.grad = local if self._elementwise else same_kind(local, tensor)
+            tensor.grad = local if self._elementwise else dtensor_like(local, tensor)
             grads.append(local)
         return grads
 
@@ -263,8 +263,8 @@ class ShardedParams(MasterWeights):
             for param, tensor in zip(self.params, self.tensors, strict=True):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-                local = settled_part(param.grad, param)
-                tensor.grad = local if self._elementwise else same_kind(local, param)
+                local = local_grad(param.grad, param)
+                tensor.grad = local if self._elementwise else dtensor_like(local, param)
                 grads.append(local)
         return grads
 

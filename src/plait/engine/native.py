@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint import Entry
 from plait.config import RunConfig
-from plait.distributed import Gradients, UnshardedParams, World, average_buffers, local_part
+from plait.distributed import Gradients, UnshardedParams, World, average_buffers, to_local
 from plait.engine import state
 from plait.engine.base import Evaluation, StepResult
 from plait.engine.forward import Forward, Say, Select
@@ -90,7 +90,7 @@ def first_of(culprits: Sequence[Culprit]) -> str:
 
 def _finite(value: Any) -> bool:
     return all(
-        bool(torch.isfinite(local_part(leaf)).all())
+        bool(torch.isfinite(to_local(leaf)).all())
         for leaf in tree_leaves(value)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     )

@@ -21,13 +21,13 @@ from plait.distributed import (
     StreamedGradients,
     WrapUnit,
     combine_collectors,
+    dtensor_like,
     gathering_stream,
     is_sharded,
-    listen_to_shards,
-    local_part,
-    part_of,
-    same_kind,
-    settled_part,
+    listen_to_reductions,
+    local_grad,
+    local_shard_of,
+    to_local,
 )
 from plait.engine.master_weights import MasterWeights, make_buckets, trainable
 from plait.engine.preparation import Preparation
@@ -90,7 +90,7 @@ class OffloadedParams(MasterWeights):
     def _gradient_now(self, index: int, param: nn.Parameter) -> Tensor:
         if self.buckets is not None:
             return self.buckets.view_of(index)
-        return local_part(torch.zeros_like(param)) if param.grad is None else settled_part(param.grad, param)
+        return to_local(torch.zeros_like(param)) if param.grad is None else local_grad(param.grad, param)
 
     @property
     def in_buckets(self) -> bool:
@@ -131,9 +131,9 @@ class OffloadedParams(MasterWeights):
             for param, whole in self.frozen.items():
                 place = None if stream is None else stream.location_of(param)
                 if place is None or stream is None:
-                    local_part(param).copy_(local_part(whole))
+                    to_local(param).copy_(to_local(whole))
                 else:
-                    stream.put(place, local_part(whole).to(param.dtype))
+                    stream.put(place, to_local(whole).to(param.dtype))
 
     def local(self, index: int) -> Tensor:
         """This rank's part of one tensor; one in a file as memory of the file."""
@@ -213,7 +213,7 @@ class Offloading:
         """
         place = None if self._stream is None else self._stream.location_of(param)
         with torch.no_grad():
-            part = part_of(param, whole)
+            part = local_shard_of(param, whole)
             index = self._index_of.get(param)
             if index is not None:
                 assert self.store is not None
@@ -230,7 +230,7 @@ class Offloading:
         names, params = trainable(model)
         offload = self._config.strategy.offload
         with torch.no_grad():
-            parts = [local_part(param.detach()) for param in params]
+            parts = [to_local(param.detach()) for param in params]
         sizes = [part.numel() for part in parts]
         dtypes = [self._master_dtype(part) for part in parts]
         folder = offload_folder(self._config) if offload.uses_files else None
@@ -293,10 +293,10 @@ class Offloading:
         with torch.no_grad():
             for index, param in enumerate(params):
                 if not self.rounds and (self._stream is None or self._stream.location_of(param) is None):
-                    store.keep(index, local_part(param.detach()))  # the parameters themselves have the values
+                    store.keep(index, to_local(param.detach()))  # the parameters themselves have the values
             if self._stream is not None:
                 store.publish()
-            frozen = {param: same_kind(part, param) for param, part in self._kept.items() if not param.requires_grad}
+            frozen = {param: dtensor_like(part, param) for param, part in self._kept.items() if not param.requires_grad}
         self._kept = {}
         inner: Gradients | None = combine_collectors(collectors) if collectors else buckets
         # In a pipeline, stages that share a weight add up its gradients first, and look for them in the parameters.
@@ -313,7 +313,7 @@ class Offloading:
         if inner is None:
             collector.listen(params)
         else:
-            listen_to_shards(model, {id(param): index for index, param in enumerate(params)}, collector.receive)
+            listen_to_reductions(model, {id(param): index for index, param in enumerate(params)}, collector.receive)
         return collector, views
 
     def _buckets(self, params: list[nn.Parameter]) -> GradientBuckets | None:

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from plait.config import CustomPipelineSchedule, RunConfig
 from plait.distributed import (
     Attributes,
-    Find,
     Gradients,
     Initializer,
-    InTurn,
+    InitializerChain,
     Pipeline,
     Replay,
     Stage,
+    TensorOf,
     WrapUnit,
+    find_shared_storage,
     gradient_hooks,
-    held_elsewhere,
     is_legal,
     is_sharded,
-    memory_in_common,
+    unregistered_tensors,
 )
 from plait.engine.loss import LossNormalizer, WeightedLoss
 from plait.engine.master_weights import MasterWeights
@@ -89,7 +89,7 @@ def refuse_exchange(given: Preparation, module: nn.Module) -> None:
     if exchanged:
         _refuse_references(module)
     if exchanged or given.policy.mixed or any(param.device != world.device for param in module.parameters()):
-        shared = memory_in_common(module, buffers=False)
+        shared = find_shared_storage(module, buffers=False)
         if shared is not None:
             raise ModelError(
                 f"{shared[0]!r} and {shared[1]!r} share their memory without being one tensor, and would become two: "
@@ -99,7 +99,7 @@ def refuse_exchange(given: Preparation, module: nn.Module) -> None:
 
 def _refuse_references(module: nn.Module) -> None:
     name_of = {id(param): name for name, param in module.named_parameters()}
-    for place, tensor in held_elsewhere(module):
+    for place, tensor in unregistered_tensors(module):
         if id(tensor) in name_of:
             raise ModelError(
                 f"{place} holds the parameter {name_of[id(tensor)]!r} outside of the module that registers it, and "
@@ -124,7 +124,7 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
     group = world.group("pp")
     if group is None:
         return []
-    from plait.distributed import agree, make_stages, measure_layers, plan_stages
+    from plait.distributed import broadcast_costs, make_stages, measure_layers, plan_stages
 
     if world.layout.ep > 1:
         from plait.distributed import check_experts
@@ -137,7 +137,7 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
             message = "'time' needs one micro-batch to measure, and there is none"
             remedy = "Pass example=… to plait.prepare, or write `split: parameters`."
             raise ConfigError(Problem("strategy.pipeline.split", message, remedy))
-        costs = agree(measure_layers(module, given.example, device=world.device), world.device, group)
+        costs = broadcast_costs(measure_layers(module, given.example, device=world.device), world.device, group)
     plan = plan_stages(
         module,
         ranks=world.layout.pp,
@@ -245,8 +245,8 @@ def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
 
 def rebound(initializer: Initializer, part: nn.Module) -> Initializer:
     """An initializer of a model, as that of a part or a copy of it."""
-    if isinstance(initializer, InTurn):
-        return InTurn(rebound(initializer.first, part), rebound(initializer.second, part))
+    if isinstance(initializer, InitializerChain):
+        return InitializerChain(rebound(initializer.first, part), rebound(initializer.second, part))
     if isinstance(initializer, Replay):
         return initializer.onto(part)
     owner = getattr(initializer, "__self__", None)
@@ -268,11 +268,11 @@ def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[
     experts: list[nn.Module] = []
     alike = None
     if tensor is not None:
-        from plait.distributed import apply_tensor_parallel, plan_of, stays_whole
+        from plait.distributed import apply_tensor_parallel, experts_are_replicated, load_tensor_plan
 
         options = strategy.tensor
-        plan = plan_of(options.plan, module)
-        alike = stays_whole(module, plan, sequence=options.sequence_parallel, stage=stage)
+        plan = load_tensor_plan(options.plan, module)
+        alike = experts_are_replicated(module, plan, sequence=options.sequence_parallel, stage=stage)
         apply_tensor_parallel(
             module,
             tensor,
@@ -282,11 +282,11 @@ def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[
             stage=stage,
         )
     if context is not None:
-        from plait.distributed import apply_context_parallel, share_rows, split_batch
+        from plait.distributed import apply_context_parallel, share_router_sums, split_batch
 
         kind = strategy.context.kind
         apply_context_parallel(module, context, kind=kind)
-        share_rows(module, context)
+        share_router_sums(module, context)
         accepted = inspect.signature(module.forward).parameters
         named = "positions" if "positions" in accepted else "position_ids"
         real = "real" if "real" in accepted else None
@@ -366,7 +366,7 @@ class StageSet(nn.Module):
 class StagedSteps:
     """Runs micro-batches through a pipeline, and sees to their losses."""
 
-    def __init__(self, pipeline: Pipeline, collectors: Mapping[int, Gradients], find_gradient: Find | None) -> None:
+    def __init__(self, pipeline: Pipeline, collectors: Mapping[int, Gradients], find_gradient: TensorOf | None) -> None:
         """`collectors`: by stage, what collects its gradients, where that wants to be told of each pass.
 
         `find_gradient` finds a gradient that is not in its parameter's `.grad`.

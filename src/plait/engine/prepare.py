@@ -26,15 +26,15 @@ from plait.distributed import (
     World,
     WrapUnit,
     apply_recompute,
-    attributes_of,
     combine_collectors,
     compile,
     find_wrap_units,
-    give_attributes,
     is_sharded,
     make_deterministic,
     materialize,
     offload_activations,
+    param_attributes,
+    restore_attributes,
     seed_everything,
     tile_sequence,
     train_without_caches,
@@ -199,7 +199,7 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     select = select_inputs(module, config.model_inputs, has_loss=given.loss_function is not None)
     if select is not None and given.example is not None:
         given = replace(given, example=select(given.example))
-    attributes = attributes_of(module)
+    attributes = param_attributes(module)
     warn_of_smaller_range(given, module)
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, given.device)
@@ -259,7 +259,7 @@ def _compile(model: Assembly) -> Assembly:
         return model
     compiled: list[nn.Module] = []
     for part in model.parts:
-        reason = compile.why_not(settings, given.device)
+        reason = compile.reason_not_to_compile(settings, given.device)
         if reason is not None:
             given.say(f"strategy.compile is on, but {reason}: training goes on without it")
             continue
@@ -292,7 +292,7 @@ def _shard_and_give_values(model: Assembly) -> Assembly:
             module.to(device)
         else:
             materialize.give_storage(module, device, then=None if away is None else away.take_params)
-        give_attributes(module, attributes)
+        restore_attributes(module, attributes)
         if away is not None:
             away.take_aside(module)
             if len(model.parts) == 1:  # else parts may come to share parameters yet

@@ -20,7 +20,7 @@ from plait.distributed import (
     WrapUnit,
     count_activations,
     find_wrap_units,
-    local_part,
+    to_local,
 )
 from plait.engine.preparation import Preparation
 from plait.errors import ConfigError, PlaitError, Problem
@@ -219,7 +219,7 @@ def states_of(
     module: nn.Module, found: Activations, config: RunConfig, world: World, *, late_gradients: bool
 ) -> StateBytes:
     """Weights, gradients and optimizer state of one rank, by the table of ZeRO stages."""
-    params = [(local_part(param.detach()).numel(), param.requires_grad) for param in module.parameters()]
+    params = [(to_local(param.detach()).numel(), param.requires_grad) for param in module.parameters()]
     numbers, trained = sum(count for count, _ in params), sum(count for count, needed in params if needed)
     strategy, precision = config.strategy, config.precision
     stage, shards = strategy.stage, world.layout.dp_shard

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import RunConfig, VllmConfig
-from plait.distributed import ConstructionRecord, World, find_initializer, is_sharded, local_part, same_kind
+from plait.distributed import ConstructionRecord, World, dtensor_like, find_initializer, is_sharded, to_local
 from plait.engine import ManualEngine, NativeEngine
 from plait.errors import GenerateError, ModelError
 from plait.generate.batch import Decode
@@ -51,9 +51,9 @@ def whole_weights(engine: NativeEngine, dtype: torch.dtype) -> Iterator[tuple[st
     device = engine.world.device
     with torch.no_grad(), engine.views.revealed():
         for name, param in engine.model.named_parameters():
-            part = local_part(param.detach())
+            part = to_local(param.detach())
             part = part.to(device, dtype if part.dtype == torch.float32 else part.dtype)
-            whole = same_kind(part, param.detach())
+            whole = dtensor_like(part, param.detach())
             yield name, whole.full_tensor() if is_sharded(whole) else whole
 
 
@@ -94,7 +94,7 @@ class Replica:
                 )
             missing.discard(name)
             # A parameter that is whole already, and in the right format, is copied: it is the trainer's to change.
-            its_own = whole.data_ptr() != local_part(params[name].detach()).data_ptr()
+            its_own = whole.data_ptr() != to_local(params[name].detach()).data_ptr()
             self._put(name, whole if its_own else whole.clone())
         if missing:
             raise ModelError(f"the model built for writing has {min(missing)}, and the one in training has not")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from plait.distributed import local_part
+from plait.distributed import to_local
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.whole_params import Rows, rows_of, sum_over_shards
 
@@ -29,12 +29,12 @@ class _Item:
 
     @property
     def own(self) -> Tensor:
-        return local_part(self.parameter)
+        return to_local(self.parameter)
 
     @property
     def grad(self) -> Tensor:
         assert self.parameter.grad is not None
-        return local_part(self.parameter.grad)
+        return to_local(self.parameter.grad)
 
     @property
     def factored(self) -> bool:
@@ -106,7 +106,7 @@ class Adafactor(OwnOptimizer):
                     column, scale = item.rows.take(column), item.rows.take(scale)
             estimate = (row @ column).div_(scale)
         else:
-            variance = local_part(self._moment(item.parameter, "variance"))
+            variance = to_local(self._moment(item.parameter, "variance"))
             estimate = variance.lerp_(item.grad.square(), weight).clone()
         return estimate.clamp_(min=eps * eps).rsqrt_().mul_(item.grad)
 

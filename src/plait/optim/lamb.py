@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from plait.distributed import local_part
+from plait.distributed import to_local
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.clip import each_norm
 from plait.optim.whole_params import by_sharding, sum_over_shards
@@ -63,21 +63,21 @@ class Lamb(OwnOptimizer):
         ]
         updates = [self._directions(group, params) for group, params, _ in parts]
         squares = [
-            torch.stack([*each_norm([local_part(p) for p in params]), *each_norm(directions)]).square_()
+            torch.stack([*each_norm([to_local(p) for p in params]), *each_norm(directions)]).square_()
             for (_, params, _), directions in zip(parts, updates, strict=True)
         ]
         totals = sum_over_shards(squares, [rows for *_, rows in parts])
         for (group, params, _), directions, total in zip(parts, updates, totals, strict=True):
             foreach_mul_(directions, _trust(total.sqrt_(), group))
-            foreach_add_([local_part(p) for p in params], directions, alpha=-group["lr"])
+            foreach_add_([to_local(p) for p in params], directions, alpha=-group["lr"])
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         counts = [self._count(p) for p in params]
-        own = [local_part(p) for p in params]
-        grads = [local_part(p.grad) for p in params if p.grad is not None]
-        means = [local_part(self._moment(p, "exp_avg")) for p in params]
-        squares = [local_part(self._moment(p, "exp_avg_sq")) for p in params]
+        own = [to_local(p) for p in params]
+        grads = [to_local(p.grad) for p in params if p.grad is not None]
+        means = [to_local(self._moment(p, "exp_avg")) for p in params]
+        squares = [to_local(self._moment(p, "exp_avg_sq")) for p in params]
         foreach_lerp_(means, grads, 1 - beta1)
         foreach_mul_(squares, beta2)
         foreach_addcmul_(squares, grads, grads, 1 - beta2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from plait.distributed import local_part
+from plait.distributed import to_local
 from plait.errors import ModelError
 from plait.optim.base import OwnOptimizer, with_gradient
 from plait.optim.whole_params import map_whole, rows_of
@@ -76,9 +76,9 @@ class Muon(OwnOptimizer):
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         momentum = group["momentum"]
-        own = [local_part(p) for p in params]
-        grads = [local_part(p.grad) for p in params if p.grad is not None]
-        buffers = [local_part(self._moment(p, "momentum_buffer")) for p in params]
+        own = [to_local(p) for p in params]
+        grads = [to_local(p.grad) for p in params if p.grad is not None]
+        buffers = [to_local(self._moment(p, "momentum_buffer")) for p in params]
         foreach_lerp_(buffers, grads, 1 - momentum)
         updates = foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
         # Cast before they travel: half the bytes, and the very numbers that a whole matrix would start from.
@@ -95,10 +95,10 @@ class Muon(OwnOptimizer):
         for parameter in params:
             self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
         adamw(
-            [local_part(p) for p in params],
-            [local_part(p.grad) for p in params if p.grad is not None],
-            [local_part(self._moment(p, "exp_avg")) for p in params],
-            [local_part(self._moment(p, "exp_avg_sq")) for p in params],
+            [to_local(p) for p in params],
+            [to_local(p.grad) for p in params if p.grad is not None],
+            [to_local(self._moment(p, "exp_avg")) for p in params],
+            [to_local(self._moment(p, "exp_avg_sq")) for p in params],
             [],
             [self.state[p]["step"] for p in params],
             foreach=True,

@@ -26,11 +26,11 @@ from plait.distributed import (
     Scratch,
     Sink,
     copy_options,
-    local_part,
     map_state,
     optimizer_for,
     plan_spans,
     state_tensors,
+    to_local,
 )
 from plait.kernels import AdamNumbers, ThreadPool, adam_step, host_empty
 from plait.optim.base import MakeState
@@ -675,7 +675,7 @@ class Offload:
     ) -> None:
         """`dtypes`: of the masters; `stream`: of weights that do not live on the device."""
         with torch.no_grad():
-            targets = [local_part(param.detach()) for param in params]
+            targets = [to_local(param.detach()) for param in params]
         sinks: list[Sink | None] = [None] * len(params)
         self.stream = stream
         if stream is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from plait.distributed import local_part, same_kind
+from plait.distributed import dtensor_like, to_local
 from plait.errors import ModelError
 
 # How a parameter is spread over ranks, for the optimizers that must see more than one shard.
@@ -289,12 +289,12 @@ class SharedOut:
         for index in self._everywhere:
             self._updated(index).copy_(_gathered(self._tensors[index]))
             if gradients:
-                whole = _gathered(same_kind(self._grad(index), self._tensors[index]))
+                whole = _gathered(dtensor_like(self._grad(index), self._tensors[index]))
                 self._updated(index).grad = whole
         if gradients:
             for tensor, updated in zip(self._tensors, self.updated, strict=True):
                 if updated is not None and updated.grad is None and tensor.grad is not None:
-                    updated.grad = local_part(tensor.grad)
+                    updated.grad = to_local(tensor.grad)
 
     def _give_back(self) -> None:
         for bucket in self._buckets:
@@ -312,12 +312,12 @@ class SharedOut:
         return found
 
     def _part(self, index: int) -> Tensor:
-        return local_part(self._tensors[index])
+        return to_local(self._tensors[index])
 
     def _grad(self, index: int) -> Tensor:
         tensor = self._tensors[index]
         assert tensor.grad is not None  # the views give each one
-        return local_part(tensor.grad)
+        return to_local(tensor.grad)
 
     def _to_owners(self, bucket: _OwnerBucket, parts: Sequence[Tensor]) -> dict[int, Tensor]:
         """The whole tensors that this rank owns, of everybody's parts; by the index of the parameter."""
@@ -363,7 +363,7 @@ class SharedOut:
 
 
 def _whole_room(tensor: nn.Parameter) -> nn.Parameter:
-    local = local_part(tensor.detach())
+    local = to_local(tensor.detach())
     return nn.Parameter(torch.zeros(tensor.shape, dtype=local.dtype, device=local.device))
 
 

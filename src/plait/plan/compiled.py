@@ -316,7 +316,10 @@ def compiled_units(recorder: MemoryRecorder, timing: Timing, say: Callable[[str]
             set_compiled_call(module, fused(module))
         return []
 
-    with replaced(compile, "compile_wrapped_modules", compile_units), replaced(compile, "why_not", lambda *_: None):
+    with (
+        replaced(compile, "compile_wrapped_modules", compile_units),
+        replaced(compile, "reason_not_to_compile", lambda *_: None),
+    ):
         yield
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import RunConfig, sample_unit
-from plait.distributed import attributes_of, give_attributes, restore_rng_state, rng_state
+from plait.distributed import param_attributes, restore_attributes, restore_rng_state, rng_state
 from plait.errors import ConfigError, PlaitError, Problem, in_one_line
 from plait.launch import signal_name
 from plait.plan.hardware import Hardware, find_hardware, hardware_here
@@ -251,14 +251,14 @@ def _maker(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         return model
 
-    attributes = attributes_of(model)
+    attributes = param_attributes(model)
 
     def make() -> nn.Module:
         tensors: dict[int, Any] = {id(buffer): torch.empty_like(buffer) for buffer in model.buffers()}
         for param in model.parameters():
             tensors[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype), param.requires_grad)
         made = copy.deepcopy(model, tensors)
-        give_attributes(made, attributes)
+        restore_attributes(made, attributes)
         return made
 
     return make

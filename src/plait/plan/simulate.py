@@ -41,7 +41,7 @@ from plait.config import (
     leaf_sources,
     resolve_batch,
 )
-from plait.distributed import activations_on_host, fake_world, local_part, replaced
+from plait.distributed import activations_on_host, fake_world, replaced, to_local
 from plait.engine import Length, NativeEngine, OffloadedParams, Preparation, described_loss, prepare_native
 from plait.errors import ConfigError, Problem
 from plait.kernels import WORKSPACE_BYTES
@@ -179,7 +179,7 @@ def _copy_in_rows(tensors: Iterable[Tensor], device: str, writers: int) -> None:
     """Copy tensors as each thread that writes does."""
     under_way: deque[Tensor] = deque(maxlen=writers)
     for tensor in tensors:
-        local = local_part(tensor)
+        local = to_local(tensor)
         if local.device.type == device:
             under_way.append(contiguous_bytes(local))
 
@@ -188,7 +188,7 @@ def _kept(entry: Entry, ranks: int) -> SavedTensor:
     """What a checkpoint holds of an entry, in the form that it has there."""
     if isinstance(entry, Tensor):
         return saved_tensor(entry, ranks)
-    size = local_part(entry.like.detach()).numel() * entry.dtype.itemsize
+    size = to_local(entry.like.detach()).numel() * entry.dtype.itemsize
     return saved_tensor(entry.like, ranks)._replace(bytes=size, on_device=False, contiguous=True)
 
 

@@ -292,7 +292,7 @@ _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 def with_adapters(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
     """A tensor plan for a model with adapters, from the plan of the model without them."""
-    from plait.distributed import outer
+    from plait.distributed import enclosing_module
 
     found = dict(words)
     for name, module in model.named_modules():
@@ -300,7 +300,7 @@ def with_adapters(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
         if not has_adapter(module) or word in (None, "replicate", "inner"):
             continue
         # Inside a region the input has been brought into shared work; elsewhere `B` does so itself.
-        before = "inner" if outer(name, words, "region") is not None else "sequence"
+        before = "inner" if enclosing_module(name, words, "region") is not None else "sequence"
         if word in _COLUMNS:
             down, up = before, "colwise_gather" if word == "colwise_gather" else "colwise"
         elif word in _ROWS:

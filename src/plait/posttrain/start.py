@@ -285,14 +285,14 @@ def _initializer(inherited: Callable[..., None] | None, start: Start | None) -> 
 def _tensor_plan(original: type[nn.Module]) -> Callable[[nn.Module], dict[str, str]]:
     def tensor_plan(self: nn.Module) -> dict[str, str]:
         """How ranks share its layers, and with them what was added."""
-        from plait.distributed import is_transformers_model, read_plan, transformers_words
+        from plait.distributed import is_transformers_model, resolve_plan, transformers_styles
 
         with _without_adapters(self):
             declared = getattr(original, "tensor_plan", None)
             if declared is not None:
-                words = read_plan(self, declared(self), stage=True)
+                words = resolve_plan(self, declared(self), stage=True)
             elif is_transformers_model(self):
-                words = transformers_words(self)
+                words = transformers_styles(self)
             else:
                 raise ModelError(
                     f"nothing says how the ranks share the layers of a {original.__name__}: give it a method "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.config import Layout
-from plait.distributed import local_part, replaced
+from plait.distributed import replaced, to_local
 from plait.engine import Engine, NativeEngine
 from plait.launch import Phase
 from plait.models import attention
@@ -160,7 +160,7 @@ class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def count_existing(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Count what is there already."""
         for _, tensor in tensors:
-            self.hold(local_part(tensor.detach()), Phase.BUILD, sent=False)
+            self.hold(to_local(tensor.detach()), Phase.BUILD, sent=False)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint import CheckpointFolder, CheckpointWriter, as_bytes, digest
 from plait.config import Section
-from plait.distributed import World, is_sharded, local_part
+from plait.distributed import World, is_sharded, to_local
 from plait.engine import Engine
 from plait.errors import DataError, PlaitError
 from plait.launch import report_failure
@@ -194,7 +194,7 @@ def _copies(engine: Engine) -> Mapping[str, str]:
     digests = {}
     for name, tensor in engine.state_tensors().items():
         if not _cut_along_tp(tensor):
-            digests[name] = digest(as_bytes(local_part(tensor).detach().cpu().contiguous()))
+            digests[name] = digest(as_bytes(to_local(tensor).detach().cpu().contiguous()))
     return digests
 
 

@@ -111,9 +111,9 @@ def _can_compile(device: str) -> bool:
     import torch
 
     from plait.config import CompileConfig
-    from plait.distributed import why_not
+    from plait.distributed import reason_not_to_compile
 
-    return why_not(CompileConfig(), torch.device(device)) is None
+    return reason_not_to_compile(CompileConfig(), torch.device(device)) is None
 
 
 def in_order(run: RunConfig, candidates: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:

@@ -14,7 +14,7 @@ from torch._dynamo import register_backend
 
 from plait.config import parse_sections
 from plait.distributed import open_world
-from plait.distributed.compile import why_not
+from plait.distributed.compile import reason_not_to_compile
 from plait.engine import Preparation, prepare_native
 from plait.errors import ConfigError
 
@@ -131,7 +131,7 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 def test_a_missing_compiler_is_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     section = parse_sections(strategy={"compile": True}).config.strategy.compile
-    assert "C++" in (why_not(section, torch.device("cpu")) or "")
+    assert "C++" in (reason_not_to_compile(section, torch.device("cpu")) or "")
     losses, _, said = train({"compile": True})
     assert len(said) == 1
     assert not missing(said[0], "strategy.compile", "C++")
@@ -141,4 +141,4 @@ def test_a_missing_compiler_is_known_before_the_start(monkeypatch: pytest.Monkey
 def test_other_backends_need_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     section = parse_sections(strategy={"compile": {"backend": "aot_eager"}}).config.strategy.compile
-    assert why_not(section, torch.device("cpu")) is None
+    assert reason_not_to_compile(section, torch.device("cpu")) is None

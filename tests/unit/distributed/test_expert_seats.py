@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from plait.config import parse_sections
-from plait.distributed import local_part
+from plait.distributed import to_local
 from plait.distributed.expert_parallel import ExpertPlacement
 from plait.distributed.fake import fake_world
 from plait.engine import Preparation, prepare_native
@@ -69,7 +69,7 @@ def shapes(strategy: dict[str, Any], *, size: int, **sizes: Any) -> set[tuple[in
         assert isinstance(engine, NativeEngine)
         stacks = {name: param for name, param in engine.model.named_parameters() if ".experts." in name}
         with torch.no_grad():
-            return {tuple(local_part(param).shape) for param in stacks.values()}
+            return {tuple(to_local(param).shape) for param in stacks.values()}
 
 
 def test_a_rank_has_its_share_of_the_experts_along_both_axes() -> None:

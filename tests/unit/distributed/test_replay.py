@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from plait.config import parse_sections
 from plait.distributed.deferred_init import ConstructionRecord, Replay
 from plait.distributed.fake import fake_world
-from plait.distributed.materialize import Initializer, InTurn, find_initializer, give_storage, initialize
+from plait.distributed.materialize import Initializer, InitializerChain, find_initializer, give_storage, initialize
 from plait.engine import Preparation, prepare_native
 from plait.engine.construction import build_module
 
@@ -304,7 +304,7 @@ class Unasked(Truncated):
 
 def test_a_partial_init_weights_comes_after_what_the_constructor_did() -> None:
     model, initializer = on_meta(Unasked)
-    assert isinstance(initializer, InTurn)
+    assert isinstance(initializer, InitializerChain)
     give_storage(model, CPU)
     initialize(model, initializer, seed=2, device=CPU)
     found, real = tensors_of(model), tensors_of(Truncated())

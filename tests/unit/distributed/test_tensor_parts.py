@@ -8,7 +8,7 @@ from torch import nn
 
 from plait.config.model import GptConfig
 from plait.distributed.tensor_parallel import check_sequence, why_no_async
-from plait.distributed.tensor_parallel_styles import OwnRandom, drops, kv_heads_of, part_of
+from plait.distributed.tensor_parallel_styles import OwnRandom, chunk_of, drops, kv_heads_of
 from plait.errors import ModelError
 from plait.models.common.losses import row_statistics, slopes_of
 
@@ -17,7 +17,7 @@ from plait.models.common.losses import row_statistics, slopes_of
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_parts_are_those_of_torch_chunk(length: int, size: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(length).chunk(size)]
-    parts = [part_of(length, size, rank) for rank in range(size)]
+    parts = [chunk_of(length, size, rank) for rank in range(size)]
     assert [list(range(start, start + count)) for start, count in parts if count] == chunks
     assert sum(count for _, count in parts) == length
 

@@ -6,7 +6,7 @@ from tests.refusals import missing, refused
 from torch import nn
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
-from plait.distributed.tensor_parallel import WORDS, read_plan, words_of
+from plait.distributed.tensor_parallel import WORDS, resolve_plan, styles_of
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.models.common.protocol import TensorPlanned
@@ -32,8 +32,8 @@ def hf(model_type: str, **settings: object) -> nn.Module:
 
 def test_a_wildcard_stands_for_one_part_of_a_name() -> None:
     model = on_meta(LlamaConfig(vocab_size=31, dim=16, layers=2, heads=4, seq_len=8))
-    assert read_plan(model, {"blocks.*.ffn": "region"}) == {"blocks.0.ffn": "region", "blocks.1.ffn": "region"}
-    assert read_plan(model, {"blocks.1.ffn.[gu]*": "colwise"}) == {
+    assert resolve_plan(model, {"blocks.*.ffn": "region"}) == {"blocks.0.ffn": "region", "blocks.1.ffn": "region"}
+    assert resolve_plan(model, {"blocks.1.ffn.[gu]*": "colwise"}) == {
         "blocks.1.ffn.gate": "colwise",
         "blocks.1.ffn.up": "colwise",
     }
@@ -43,7 +43,7 @@ def test_every_mistake_in_a_plan_is_told_at_once() -> None:
     model = on_meta(GptConfig(vocab_size=31, dim=16, layers=1, heads=4, seq_len=8))
     plan = {"blocks.*.fnn": "region", "blocks.*.ffn.up": "columnwise", "head": "colwise", "h*d": "vocab_head"}
     with pytest.raises(ConfigError) as caught:
-        read_plan(model, plan)
+        resolve_plan(model, plan)
     first, second, third = map(str, caught.value.problems)
     assert not missing(first, "'blocks.*.fnn'", "blocks.*.ffn.down")
     assert not missing(second, "blocks.*.ffn.up", "'columnwise'", "`colwise`")
@@ -53,8 +53,10 @@ def test_every_mistake_in_a_plan_is_told_at_once() -> None:
 def test_a_stage_of_a_pipeline_need_not_have_everything_a_plan_names() -> None:
     model = on_meta(GptConfig(vocab_size=31, dim=16, layers=1, heads=4, seq_len=8))
     del model.embedding
-    assert "embedding" not in words_of(model)
-    assert words_of(model, {"embedding": "vocab_embedding", "head": "vocab_head"}, stage=True) == {"head": "vocab_head"}
+    assert "embedding" not in styles_of(model)
+    assert styles_of(model, {"embedding": "vocab_embedding", "head": "vocab_head"}, stage=True) == {
+        "head": "vocab_head"
+    }
 
 
 @pytest.mark.parametrize("config", [GptConfig(dim=16, heads=2), LlamaConfig(dim=16, heads=2)])
@@ -62,7 +64,7 @@ def test_the_plan_of_a_model_names_every_layer_of_its_blocks(config: object) -> 
     model = on_meta(config)
     assert isinstance(model, TensorPlanned)
     assert set(model.tensor_plan().values()) <= WORDS.keys()
-    words = words_of(model)
+    words = styles_of(model)
     layers = {name for name, module in model.named_modules() if module._parameters and name.startswith("blocks.")}
     assert layers <= words.keys()
 
@@ -70,7 +72,7 @@ def test_the_plan_of_a_model_names_every_layer_of_its_blocks(config: object) -> 
 def test_the_plan_of_transformers_is_completed_by_what_follows_from_the_model() -> None:
     layer = {
         name.removeprefix("model.layers.1."): word
-        for name, word in words_of(hf("llama")).items()
+        for name, word in styles_of(hf("llama")).items()
         if name.startswith("model.layers.1.")
     }
     assert layer == {
@@ -86,7 +88,7 @@ def test_the_plan_of_transformers_is_completed_by_what_follows_from_the_model() 
         "input_layernorm": "sequence",
         "post_attention_layernorm": "sequence",
     }
-    words = words_of(hf("llama"))
+    words = styles_of(hf("llama"))
     assert words["model.embed_tokens"] == "vocab_embedding"
     assert words["lm_head"] == "vocab_head"
     assert words["model.layers.0"] == "block"
@@ -94,17 +96,17 @@ def test_the_plan_of_transformers_is_completed_by_what_follows_from_the_model() 
 
 
 def test_norms_of_heads_lie_inside_a_region_and_experts_stay_whole() -> None:
-    qwen = words_of(hf("qwen3", head_dim=4))
+    qwen = styles_of(hf("qwen3", head_dim=4))
     assert qwen["model.layers.0.self_attn.k_norm"] == "inner"
     assert qwen["model.layers.0.self_attn"] == "region"
-    mixtral = words_of(hf("mixtral", num_local_experts=2))
+    mixtral = styles_of(hf("mixtral", num_local_experts=2))
     assert mixtral["model.layers.0.mlp"] == "whole_sequence"
     assert not any("experts" in name for name in mixtral)
 
 
 def test_gpt2_has_a_plan_though_transformers_has_none() -> None:
     model = on_meta(HFConfig(config={"model_type": "gpt2", "vocab_size": 31, "n_embd": 16, "n_layer": 1, "n_head": 4}))
-    words = words_of(model)
+    words = styles_of(model)
     assert words["transformer.h.0.attn.c_attn"] == "qkv_heads"
     assert words["transformer.h.0.attn"] == "region"
     assert words["transformer.wte"] == "vocab_embedding"
@@ -112,7 +114,7 @@ def test_gpt2_has_a_plan_though_transformers_has_none() -> None:
 
 
 def test_a_fused_projection_that_transformers_gathers_is_gathered_here_too() -> None:
-    words = words_of(hf("phi3", pad_token_id=0))
+    words = styles_of(hf("phi3", pad_token_id=0))
     assert words["model.layers.0.self_attn.qkv_proj"] == "colwise_gather"
     assert words["model.layers.0.self_attn.o_proj"] == "rowwise_split"
 
@@ -120,6 +122,6 @@ def test_a_fused_projection_that_transformers_gathers_is_gathered_here_too() -> 
 def test_a_model_that_nobody_has_a_plan_for_is_refused_with_the_remedy() -> None:
     sizes = {"hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
     with refused(ModelError, "'opt'", "strategy.tensor.plan"):
-        words_of(on_meta(HFConfig(config={"model_type": "opt", "vocab_size": 31, "num_hidden_layers": 1, **sizes})))
+        styles_of(on_meta(HFConfig(config={"model_type": "opt", "vocab_size": 31, "num_hidden_layers": 1, **sizes})))
     with refused(ModelError, "Sequential", "tensor_plan"):
-        words_of(nn.Sequential(nn.Linear(2, 2)))
+        styles_of(nn.Sequential(nn.Linear(2, 2)))

@@ -10,7 +10,7 @@ import torch
 from tests.refusals import refused
 
 from plait.distributed import Ranks
-from plait.distributed.device import choose_backend, choose_device, device_in, wants_growing_segments
+from plait.distributed.device import choose_backend, choose_device, device_from_env, wants_growing_segments
 from plait.errors import WorldError
 
 
@@ -105,11 +105,11 @@ def test_the_allocator_takes_the_setting() -> None:
 
 def test_a_variable_may_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    assert device_in("DS_ACCELERATOR") == "auto"
+    assert device_from_env("DS_ACCELERATOR") == "auto"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert device_in("DS_ACCELERATOR") == "cpu"
+    assert device_from_env("DS_ACCELERATOR") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for kind in ("npu", "cuda"):
         monkeypatch.setenv("DS_ACCELERATOR", kind)
         with pytest.raises(WorldError, match=f"DS_ACCELERATOR={kind}"):
-            device_in("DS_ACCELERATOR")
+            device_from_env("DS_ACCELERATOR")

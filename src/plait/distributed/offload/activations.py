@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from plait.distributed.dtensor import is_sharded, local_part
+from plait.distributed.dtensor import is_sharded, to_local
 from plait.distributed.wrap import WrapUnit
 from plait.errors import ConfigError, Problem
 from plait.fake_tensors import on_fake_tensors
@@ -280,9 +280,9 @@ def _has_streams(flat: Tensor) -> bool:
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            yield local_part(tensor)
+            yield to_local(tensor)
 
 
 def _storage_key(tensor: Tensor) -> int:
     with torch.no_grad():
-        return storage_key(local_part(tensor))
+        return storage_key(to_local(tensor))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.distributed.ddp import Gradients, listen
-from plait.distributed.dtensor import is_sharded, settled_part
+from plait.distributed.dtensor import is_sharded, local_grad
 from plait.distributed.offload.layout import Bucket
 from plait.distributed.offload.streams import CopyStreams
 from plait.torch_internals import (
@@ -128,7 +128,7 @@ class StreamedGradients:
         assert grad is not None
         param.grad = None
         with torch.no_grad():
-            self.receive(index, settled_part(grad, param) if is_sharded(grad) else grad)
+            self.receive(index, local_grad(grad, param) if is_sharded(grad) else grad)
 
     def receive(self, index: int, grad: Tensor) -> None:
         """Take one micro-batch's gradient of this rank's shard of one parameter."""
@@ -158,7 +158,7 @@ class StreamedGradients:
             self._queue.fill_in(self._sum_dtype)
 
 
-def listen_to_shards(model: nn.Module, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> None:
+def listen_to_reductions(model: nn.Module, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> None:
     """Take the gradients of a sharded model when they are reduced, in the reduce dtype.
 
     [Note: gradients before they are rounded] `fully_shard` returns gradients in the dtype of its parameters, here a

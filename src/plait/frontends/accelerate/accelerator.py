@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from plait.distributed import World, open_world, told_by_accelerate
+from plait.distributed import World, accelerate_environment, open_world
 from plait.engine import LoopEngine
 from plait.errors import ConfigError, ModelError, Problem, TrainingError
 from plait.frontends.accelerate import state_files
@@ -91,7 +91,7 @@ class PreparingAccelerator(Processes):
         plugins = [plugin for plugin in (fsdp_plugin, deepspeed_plugin, parallelism_config, dynamo_plugin) if plugin]
         handlers = list(kwargs_handlers or ())
         if config_file is None:
-            launcher = arguments_of_launcher(told_by_accelerate(), configured=bool(plugins or sections))
+            launcher = arguments_of_launcher(accelerate_environment(), configured=bool(plugins or sections))
             mixed_precision = mixed_precision or launcher.get("mixed_precision")
             cpu = cpu or launcher.get("cpu", False)
             if gradient_accumulation_steps == 1 and gradient_accumulation_plugin is None:

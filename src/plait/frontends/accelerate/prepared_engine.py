@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.config import RunConfig, TensorConfig
-from plait.distributed import World, is_transformers_model, restore_rng_state, rng_state, transformers_words
+from plait.distributed import World, is_transformers_model, restore_rng_state, rng_state, transformers_styles
 from plait.engine import LoopEngine, Preparation, Say, prepare_native
 from plait.errors import ModelError, TrainingError
 
@@ -39,7 +39,7 @@ def with_plan(config: RunConfig, model: nn.Module, *, whole_vocabulary: bool) ->
         return config
     if not adapted and not is_transformers_model(model):
         return config
-    plan = tensor_plan(model, strategy.layout.tp) if adapted else transformers_words(model)
+    plan = tensor_plan(model, strategy.layout.tp) if adapted else transformers_styles(model)
     if whole_vocabulary:
         plan = {name: style for name, style in plan.items() if style not in _VOCABULARY}
     if not plan:
@@ -58,7 +58,7 @@ def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     prefix, base = below
     plan: dict[str, str] = {}
     attentions: set[str] = set()
-    for name, style in transformers_words(base).items():
+    for name, style in transformers_styles(base).items():
         where = f"{prefix}.{name}"
         layer = model.get_submodule(where)
         if not hasattr(layer, "base_layer"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.distributed import detect_ranks, device_in
+from plait.distributed import detect_ranks, device_from_env
 from plait.frontends.deepspeed.missing_names import not_offered
 
 __all__ = ["Accelerator", "get_accelerator"]
@@ -146,7 +146,7 @@ DEVICE_VARIABLE = "DS_ACCELERATOR"
 
 def get_accelerator() -> Accelerator:
     """The kind of device that `DS_ACCELERATOR` names, or the best that torch sees here."""
-    if (named := device_in(DEVICE_VARIABLE)) != "auto":
+    if (named := device_from_env(DEVICE_VARIABLE)) != "auto":
         return Accelerator(named)
     for name in ("cuda", "xpu"):
         if getattr(torch, name).is_available():

@@ -39,7 +39,7 @@ from torch.distributed import (
 )
 
 from plait.config import parse_sections
-from plait.distributed import detect_ranks, device_in, open_world
+from plait.distributed import detect_ranks, device_from_env, open_world
 from plait.errors import WorldError
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.missing_names import not_offered
@@ -123,7 +123,7 @@ def init_distributed(
     # NCCL comes with gloo beside it, for what lies in host memory.
     backend = "auto" if dist_backend in (None, "nccl") and _has_cuda(dist_backend) else dist_backend
     seconds = None if timeout is None else timeout.total_seconds()
-    device = device_in(DEVICE_VARIABLE)
+    device = device_from_env(DEVICE_VARIABLE)
     open_world(parse_sections(backend=backend, timeout_s=seconds, device=device).config).heartbeat.close()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from plait.config import parse_sections
-from plait.distributed import device_in, open_world
+from plait.distributed import device_from_env, open_world
 from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
@@ -89,7 +89,7 @@ def init_inference(
     if size > 1:
         init_distributed()
     strategy = {"layout": {"tp": size}} if size > 1 else None
-    world = open_world(parse_sections(strategy=strategy, device=device_in(DEVICE_VARIABLE)).config)
+    world = open_world(parse_sections(strategy=strategy, device=device_from_env(DEVICE_VARIABLE)).config)
     mesh = world.submesh("tp")
     model.to(dtype)
     if mesh is not None:

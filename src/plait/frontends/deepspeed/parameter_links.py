@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from plait.distributed import assign_whole, is_sharded
+from plait.distributed import assign_full_tensor, is_sharded
 from plait.engine import ManualEngine
 from plait.errors import ModelError
 from plait.torch_internals import tree_map
@@ -138,7 +138,7 @@ def set_wholes(values: Iterable[tuple[ParameterLink, Tensor]]) -> None:
         engine = link.engine()
         assert engine is not None
         _, tensors = engines.setdefault(id(engine), (engine, engine.state_tensors()))
-        assign_whole(tensors[f"model.{link.name}"], value)
+        assign_full_tensor(tensors[f"model.{link.name}"], value)
     for engine, _ in engines.values():
         engine.state_loaded()
 

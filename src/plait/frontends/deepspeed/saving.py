@@ -39,7 +39,7 @@ from plait.checkpoint import (
     open_source,
 )
 from plait.config import CheckpointConfig, read_name
-from plait.distributed import World, assign_whole, on_main
+from plait.distributed import World, assign_full_tensor, on_main
 from plait.engine import ManualEngine
 from plait.errors import CheckpointError
 from plait.frontends.deepspeed import ops
@@ -338,7 +338,7 @@ class DeepSpeedSaver:
                 raise CheckpointError(f"{path}, saved by DeepSpeed, does not have {', '.join(sorted(absent)[:8])}")
             for name, tensor in tensors.items():
                 if name in source.entries:
-                    assign_whole(tensor, source.read(name))
+                    assign_full_tensor(tensor, source.read(name))
             native.state_loaded()
             return Loaded(path, foreign_state(path), source.state["engine"])
 

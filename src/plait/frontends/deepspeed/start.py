@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from plait.config import MuonConfig, OptimConfig, RunConfig, ScalerConfig, check, parse_sections, resolve_batch
-from plait.distributed import World, device_in, open_world, restore_rng_state, rng_state
+from plait.distributed import World, device_from_env, open_world, restore_rng_state, rng_state
 from plait.engine import ManualEngine, Preparation, prepare_native
 from plait.errors import ConfigError, ModelError, Problem
 from plait.frontends import KeyOutcome, KeyReport, Translation
@@ -272,7 +272,7 @@ def _run_config(translation: Translation, model: Any) -> RunConfig:
     sections = dict(translation.sections)
     if isinstance(model, PipelineModule):
         sections["strategy"] = model.strategy(sections.get("strategy") or {})
-    config = parse_sections(**sections, device=device_in(DEVICE_VARIABLE)).config
+    config = parse_sections(**sections, device=device_from_env(DEVICE_VARIABLE)).config
     check(config, has_val=False, require_length=False)
     return config
 

@@ -27,7 +27,7 @@ from plait.checkpoint import (
     save_checkpoint,
 )
 from plait.config import read_json_object, to_dict
-from plait.distributed import assign_whole
+from plait.distributed import assign_full_tensor
 from plait.errors import CheckpointError, ConfigError, ModelError, Problem
 from plait.frontends.accelerate import PLACED, PreparedOptimizer, full_weights, groups_of, pack, restore_groups, unpack
 from plait.frontends.deepspeed import Recipe, foreign_state, read_config
@@ -141,7 +141,7 @@ def _take_from_deepspeed(
             if name.startswith("model."):
                 if name not in source.entries:
                     raise CheckpointError(f"{inside}, saved by DeepSpeed, does not have {name.removeprefix('model.')}")
-                assign_whole(tensor, source.read(name))
+                assign_full_tensor(tensor, source.read(name))
         entries = {n.removeprefix("optim."): e for n, e in source.entries.items() if n.startswith("optim.")}
         _fill(engine, inside, entries, lambda name: source.read(f"optim.{name}"))
         _count(engine, checkpoint, source.state["engine"])
@@ -172,7 +172,7 @@ def load_weights(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
                 "from_pretrained, or set load_best_model_at_end=False"
             )
         for name, tensor in tensors.items():
-            assign_whole(tensor, source.read(stored[name]))
+            assign_full_tensor(tensor, source.read(stored[name]))
     engine.state_loaded()
 
 
@@ -193,7 +193,7 @@ def _fill(
     tensors = engine.state_tensors()
     for name in entries:
         if f"optim.{name}" in tensors:  # else another rank updates that parameter
-            assign_whole(tensors[f"optim.{name}"], read(name))
+            assign_full_tensor(tensors[f"optim.{name}"], read(name))
     engine.state_loaded()
 
 

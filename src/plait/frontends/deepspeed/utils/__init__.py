@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.distributed import assign_whole
+from plait.distributed import assign_full_tensor
 from plait.engine import ManualEngine
 from plait.errors import ModelError
 from plait.frontends.deepspeed.loader import RepeatingLoader
@@ -101,7 +101,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     if found is None:
         raise ModelError(f"{link.name} has no state {optim_state_key!r}; there is one after the first step")
     with torch.no_grad():
-        assign_whole(found, value)
+        assign_full_tensor(found, value)
 
 
 def _trained(param: Tensor) -> tuple[ManualEngine, ParameterLink]:

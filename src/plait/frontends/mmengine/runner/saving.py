@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.checkpoint import MANIFEST_NAME, CheckpointWriter, entries, load_into, open_checkpoint, open_source
 from plait.config import to_dict
-from plait.distributed import assign_whole, on_main, restore_rng_state, rng_state
+from plait.distributed import assign_full_tensor, on_main, restore_rng_state, rng_state
 from plait.engine import ManualEngine
 from plait.errors import CheckpointError, TrainingError
 from plait.frontends.mmengine.hooks import last_checkpoint, resolve
@@ -222,7 +222,7 @@ def _fill(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
         entries = {name: entry for name, entry in source.entries.items() if name.startswith("model.")}
         fitting = [name for name, t in tensors.items() if name in entries and entries[name].shape == t.shape]
         for name in fitting:
-            assign_whole(tensors[name], source.read(name))
+            assign_full_tensor(tensors[name], source.read(name))
     return sorted((tensors.keys() | entries.keys()) - set(fitting))
 
 
