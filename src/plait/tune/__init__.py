@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.tune.autotuning import Translated as Translated
-    from plait.tune.autotuning import translate_autotuning as translate_autotuning
     from plait.tune.config import Rank as Rank
     from plait.tune.config import TuneConfig as TuneConfig
     from plait.tune.config import make_tune_config as make_tune_config
@@ -18,7 +16,6 @@ else:
     attach_names(
         __name__,
         {
-            "autotuning": ["Translated", "translate_autotuning"],
             "config": ["Rank", "TuneConfig", "make_tune_config", "rank_by_rule"],
             "search": ["Tuned", "tune"],
             "trial": ["TrialOutcome"],

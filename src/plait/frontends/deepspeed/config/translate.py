@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from plait.config import RunConfig, parse, show, violations
+from plait.config import RunConfig, parse, violations
 from plait.errors import ConfigError, Problem
 from plait.frontends import KeyOutcome, Translation
 from plait.frontends.deepspeed.config import optimizer, precision, sections, zero
-from plait.frontends.deepspeed.config.keys import AUTO, SECTION, DeepSpeedSettings, Key, Table
+from plait.frontends.deepspeed.config.autotuning import AUTOTUNING_TABLE
+from plait.frontends.deepspeed.config.keys import AUTO, SECTION, DeepSpeedSettings, Table
 from plait.frontends.deepspeed.config.read import read_config
-
-if TYPE_CHECKING:
-    from plait.tune import Translated
-
-# `autotuning`: a search of `plait tune`. It is about many runs, and no part of the description of one.
-
-
-_SECTIONS = ("arg_mappings", "model_info")
-
-
-def search(config: str | os.PathLike[str] | Mapping[str, Any], *, nproc: int = 1) -> Translated | None:
-    """The search that the `autotuning` section asks for; None where there is no such section."""
-    from plait.tune import translate_autotuning
-
-    section = read_config(config).get("autotuning")
-    return translate_autotuning(_said(section), nproc=nproc) if isinstance(section, Mapping) else None
-
-
-def _said(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The section without what it leaves open."""
-    return {name: value for name, value in section.items() if not _is_open(value)}
-
-
-def _is_open(value: Any) -> bool:
-    return value is None or value == AUTO
-
-
-def _single(value: Any) -> bool:
-    """Whether a value can be compared with words and counted with."""
-    return not isinstance(value, list | Mapping) and not (isinstance(value, float) and not math.isfinite(value))
-
-
-def _autotuning(settings: DeepSpeedSettings, key: str, section: Mapping[str, Any]) -> None:
-    from plait.tune import translate_autotuning
-
-    if not section:
-        settings.unneeded(key, section, "an empty section says nothing")
-    several = [name for name, value in section.items() if name not in _SECTIONS and not _single(value)]
-    for name in several:
-        message = f"{show(section[name])} is no single value"
-        settings.wrong(f"{key}.{name}", message, "Write a number, a word, true or false.")
-    if several:
-        return
-    try:
-        found = translate_autotuning(_said(section))
-    except ConfigError as error:
-        settings.problems += error.problems
-        return
-    record = {"honoured": settings.honoured, "mapped": settings.mapped, "without meaning": settings.unneeded}
-    for entry in found.account:
-        tune = " (of `plait tune`)" if entry.fate != "without meaning" else ""
-        record[entry.fate](f"{key}.{entry.key}", section[entry.key], f"{entry.words}{tune}")
-    for name, value in section.items():
-        if _is_open(value):
-            settings.mapped(f"{key}.{name}", value, "left open: the default of `plait tune`")
-
-
-AUTOTUNING_TABLE: Table = {"autotuning": Key(SECTION, _autotuning)}
 
 _SECRETS = ("api_key",)
 _SWITCHES = {"true": True, "false": False}
