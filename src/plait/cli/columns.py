@@ -28,9 +28,11 @@ def as_columns(run: RunConfig, candidates: Sequence[Candidate], ranks: int) -> d
 
     Cells are what the run comes to: what a candidate leaves as it is written is there too.
     """
-    values = [_comes_to(run, each, ranks) for each in candidates]
-    keys = dict.fromkeys(key for each in candidates for key, value in each.settings.items() if value is not None)
-    columns = {_title(key): [_shown(_at(each, key)) for each in values] for key in keys}
+    values = [_comes_to(run, candidate_values, ranks) for candidate_values in candidates]
+    keys = dict.fromkeys(
+        key for candidate_values in candidates for key, value in candidate_values.settings.items() if value is not None
+    )
+    columns = {_title(key): [_shown(_at(candidate_values, key)) for candidate_values in values] for key in keys}
     return {title: cells for title, cells in columns.items() if len(set(cells)) > 1}
 
 
@@ -55,23 +57,23 @@ def _at(data: Mapping[str, Any], key: str) -> Any:
     """What stands under a dotted key; None where nothing does."""
     if key in data:
         return data[key]
-    found: Any = data
-    for part in key.split("."):
-        if isinstance(found, Mapping):
-            found = found.get(part)
-        elif isinstance(found, list) and part.isdigit() and int(part) < len(found):
-            found = found[int(part)]
+    value: Any = data
+    for name in key.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
         else:
             return None
-    return found
+    return value
 
 
 def _title(key: str) -> str:
     """`strategy.recompute.mode` as `recompute`, `strategy.layout.tp` as `tp`."""
     if key == "strategy.offload.optimizer":
         return "offload"
-    before = next((each for each in _BEFORE if key.startswith(each)), "")
-    after = next((each for each in _AFTER if key.endswith(each)), "")
+    before = next((affix for affix in _BEFORE if key.startswith(affix)), "")
+    after = next((affix for affix in _AFTER if key.endswith(affix)), "")
     return key.removeprefix(before).removesuffix(after)
 
 

@@ -88,13 +88,14 @@ def check_use(src: str | None, options: ConvertOptions, *, inspect: str | None, 
         problems = [Problem(key, "goes with --inspect alone", remedy) for key, given in alone.items() if given]
     else:
         message = "would convert, and --inspect only looks: nothing is written"
-        words: dict[str, Any] = {} if src is None else {"SRC": src}
+        options_set: dict[str, Any] = {} if src is None else {"SRC": src}
         for key, value in asdict(options).items():
             if value != getattr(PLAIN, key) and key != "from_":
-                words[f"--{key.replace('_', '-')}"] = value
+                options_set[f"--{key.replace('_', '-')}"] = value
         remedy = "leave out --inspect to convert, or this to look"
         problems = [
-            Problem(key, message if value is True else f"{value!r} {message}", remedy) for key, value in words.items()
+            Problem(key, message if value is True else f"{value!r} {message}", remedy)
+            for key, value in options_set.items()
         ]
     if problems:
         raise ConfigError(problems)
@@ -113,22 +114,25 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
 
     import torch
 
-    from plait.checkpoint import convert as room
+    from plait.checkpoint import convert as conversion
     from plait.monitor import format_bytes, format_duration
 
     start = time.perf_counter()
     to: Any = options.to
-    with room.open_source(Path(src), options.from_) as opened:
-        source = room.averaged(opened) if options.weights == "ema" else opened
+    with conversion.open_source(Path(src), options.from_) as opened:
+        source = conversion.averaged(opened) if options.weights == "ema" else opened
         source, description = prepared(
-            room.select_for(source, to, optimizer=options.optimizer), to, options.model, trust_code=options.trust_code
+            conversion.select_for(source, to, optimizer=options.optimizer),
+            to,
+            options.model,
+            trust_code=options.trust_code,
         )
         dtype = _DTYPES[options.dtype]
         if dtype is not None:
-            source = room.cast(source, getattr(torch, dtype))
-        with _progress(source) as told:
-            written = room.convert(
-                room.ProgressSource(source, told),
+            source = conversion.cast(source, getattr(torch, dtype))
+        with _progress(source) as advance:
+            written = conversion.convert(
+                conversion.ProgressSource(source, advance),
                 Path(dst),
                 to,
                 description=description,
@@ -187,12 +191,12 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
         totals.add_column("part")
         for heading in ("tensors", "elements", "size"):
             totals.add_column(heading, justify="right")
-        for part in group_totals(source.entries):
-            totals.add_row(part.name, str(part.tensors), format_count(part.elements), format_bytes(part.bytes))
+        for group in group_totals(source.entries):
+            totals.add_row(group.name, str(group.tensors), format_count(group.elements), format_bytes(group.bytes))
     # A pipe has no width: rows stay whole there.
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 400, highlight=False, markup=False)
-    for each in (facts, "", table, "", totals):
-        console.print(each)
+    for block in (facts, "", table, "", totals):
+        console.print(block)
 
 
 def _check(src: str | None, dst: str | None, options: ConvertOptions) -> tuple[int, list[Problem]]:
@@ -213,8 +217,8 @@ def _check(src: str | None, dst: str | None, options: ConvertOptions) -> tuple[i
     if options.from_ is not None and not _is_own(options.from_):
         message = f"{options.from_!r} is no reader of one's own; kinds that Plait knows are seen by themselves"
         problems.append(Problem("--from", message, choose_type("converter", options.from_, ())))
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?", options.shard_size.upper())
-    shard_size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?", options.shard_size.upper())
+    shard_size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
     if shard_size <= 0:
         problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "Write 5GB or 500MiB."))
     if options.optimizer and options.to not in ("torch", "yaml"):
@@ -229,14 +233,14 @@ def _is_own(name: str) -> bool:
 
 def _check_alone(options: ConvertOptions) -> list[Problem]:
     """A configuration has no weights, so what is said about weights would have no effect."""
-    words = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
+    changed = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
     return [
         Problem(
             f"--{key.strip('_').replace('_', '-')}",
             "goes with a checkpoint, and `--to yaml` with a configuration",
             "Leave it out.",
         )
-        for key, value in words.items()
+        for key, value in changed.items()
         if value != getattr(PLAIN, key)
     ]
 
@@ -259,8 +263,8 @@ def _progress(source: Source) -> Iterator[Callable[[int], None]]:
 def _peak_memory() -> int:
     """The most memory that this process had; Linux's usual answer would be that of its parent, if that had more."""
     status = Path("/proc/self/status")
-    if status.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))):
-        return int(found[1]) * 1024
+    if status.exists() and (match := re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))):
+        return int(match[1]) * 1024
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -361,31 +365,31 @@ def _refuse_a_part(source: Source) -> None:
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    found = read_description(folder) if folder.is_dir() else None
-    if found is None:
+    description = read_description(folder) if folder.is_dir() else None
+    if description is None:
         raise ConfigError(Problem("--model", f"{str(folder)!r} has no config.json", "Give a transformers folder."))
-    return found
+    return description
 
 
 def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source: Source) -> Description:
     """The tokenizer is the one of the data, or the one that the run kept; else the one in the model's own folder."""
     data, run = source.state["config"].get("data"), source.path
     files = {} if folder is None or not folder.is_dir() else companions(folder)
-    near = (place / "tokenizer.json" for place in (run, *run.absolute().parents[:2]))
+    near = (folder_near / "tokenizer.json" for folder_near in (run, *run.absolute().parents[:2]))
     kept = next((file for file in near if file.is_file()), None)
-    found = kept if data is None else _tokenizer(_parsed("data", data, source))
-    if found is None:
+    tokenizer = kept if data is None else _tokenizer(_parsed("data", data, source))
+    if tokenizer is None:
         return Description(description, files)
-    if "tokenizer.json" in files and _tokens(files["tokenizer.json"]) == _tokens(found):
+    if "tokenizer.json" in files and _tokens(files["tokenizer.json"]) == _tokens(tokenizer):
         return Description(description, files)
-    end = (read_tokenizer if data is None else load_tokenizer)(found).end
-    known = read_json_object(found, DataError).get("added_tokens") or []
-    words = [token["content"] for token in known if token["id"] == end]  # the tokenizer above was made of them
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": words[0]} if words else {})}
+    end = (read_tokenizer if data is None else load_tokenizer)(tokenizer).end
+    known = read_json_object(tokenizer, DataError).get("added_tokens") or []
+    end_texts = [token["content"] for token in known if token["id"] == end]  # the tokenizer above was made of them
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **({"eos_token": end_texts[0]} if end_texts else {})}
     others = {name: path for name, path in files.items() if name == GENERATION}
     return Description(
         {**description, "bos_token_id": end, "eos_token_id": end},
-        {**others, "tokenizer.json": found},
+        {**others, "tokenizer.json": tokenizer},
         {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"},
     )
 
@@ -397,16 +401,16 @@ def _with_template(description: Description, folder: Path | None, source: Source
         return description
     section = _parsed("posttrain", config.get("posttrain") or {}, source) or PosttrainConfig()
     named = [Path(section.tokenizer)] if section.tokenizer is not None else []
-    places = [kept.parent, *named, *([] if folder is None else [folder])]
-    template = template_of_run(section.template, read_tokenizer(kept), places, trust_code=trust_code)
+    folders = [kept.parent, *named, *([] if folder is None else [folder])]
+    template = template_of_run(section.template, read_tokenizer(kept), folders, trust_code=trust_code)
     files = {name: path for name, path in description.files.items() if name not in TEMPLATES}
     texts = {**description.texts, CHAT_TEMPLATE: template.jinja}
     generation = {} if GENERATION not in files else read_json_object(files[GENERATION], DataError)
-    told = generation.get("eos_token_id", description.config.get("eos_token_id"))
-    ends = [*([told] if isinstance(told, int) else told or []), *(end for end in template.ends if isinstance(end, int))]
-    if len(ends := list(dict.fromkeys(ends))) > 1:  # an answer ends where the template ends it, too
+    eos = generation.get("eos_token_id", description.config.get("eos_token_id"))
+    eos_ids = [*([eos] if isinstance(eos, int) else eos or []), *(end for end in template.ends if isinstance(end, int))]
+    if len(eos_ids := list(dict.fromkeys(eos_ids))) > 1:  # an answer ends where the template ends it, too
         files.pop(GENERATION, None)
-        texts[GENERATION] = json.dumps({**generation, "eos_token_id": ends}, indent=2) + "\n"
+        texts[GENERATION] = json.dumps({**generation, "eos_token_id": eos_ids}, indent=2) + "\n"
     if SETTINGS in files:  # older folders have it in there
         settings = {key: value for key, value in read_settings(files.pop(SETTINGS)).items() if key != "chat_template"}
         texts[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
@@ -467,7 +471,7 @@ def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
     else:
         write_file(dst, text, "DST")
     if dst is not None or not sys.stdout.isatty():
-        _tell(Path(src).name, name, translation.report)
+        _show_key_report(Path(src).name, name, translation.report)
     if any(translation.report.of(KeyOutcome.REFUSED)):
         raise typer.Exit(1)
 
@@ -507,8 +511,8 @@ def _search(path: Path) -> dict[str, Any]:
     """What the `autotuning` section asks `plait tune` for."""
     from plait.frontends.deepspeed import search
 
-    found = search(path)
-    return {} if found is None or not found.enabled else found.config.model_dump(mode="json", exclude_defaults=True)
+    tuning = search(path)
+    return {} if tuning is None or not tuning.enabled else tuning.config.model_dump(mode="json", exclude_defaults=True)
 
 
 def _is_ours(config: dict[str, Any]) -> bool:
@@ -525,7 +529,7 @@ def _is_ours(config: dict[str, Any]) -> bool:
     return True
 
 
-def _tell(file: str, name: str, report: KeyReport) -> None:
+def _show_key_report(file: str, name: str, report: KeyReport) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -67,10 +67,10 @@ def torch_facts() -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {_CHILD_S:.0f} seconds"}
     try:
-        found: dict[str, Any] = json.loads(said.stdout.strip().splitlines()[-1])
+        facts: dict[str, Any] = json.loads(said.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         return {"error": (said.stderr.strip().splitlines() or [f"exit code {said.returncode}"])[-1]}
-    return found
+    return facts
 
 
 def _software(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
@@ -89,7 +89,7 @@ def _internals(facts: Mapping[str, Any]) -> EnvironmentFact:
     missing, count = facts["missing"], facts["internals"]
     if not missing:
         return EnvironmentFact("torch internals", f"all {count} found")
-    named = "; ".join(f"{each['path']}, for {each['purpose']}" for each in missing)
+    named = "; ".join(f"{internal['path']}, for {internal['purpose']}" for internal in missing)
     remedy = "install a torch that docs/versions.md lists; what needs these names will be refused"
     return EnvironmentFact("torch internals", f"{len(missing)} of {count} missing: {named}", "bad", remedy)
 
@@ -170,21 +170,21 @@ def _compilers() -> Iterable[EnvironmentFact]:
 
 
 def _engines(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
-    for name, found in facts.get("engines", {}).items():
-        if found.get("version") is None:
+    for name, engine in facts.get("engines", {}).items():
+        if engine.get("version") is None:
             yield EnvironmentFact(name, "not installed", "note", f"optional: pip install {name}")
-        elif "error" in found:
+        elif "error" in engine:
             yield EnvironmentFact(
                 name,
-                f"{found['version']} does not load: {found['error']}",
+                f"{engine['version']} does not load: {engine['error']}",
                 "bad",
                 "install a version that fits this torch",
             )
         else:
-            yield EnvironmentFact(name, found["version"])
-            if found.get("parts"):
-                working = [part for part, works in found["parts"].items() if works]
-                rest = [part for part, works in found["parts"].items() if not works]
+            yield EnvironmentFact(name, engine["version"])
+            if engine.get("parts"):
+                working = [kernel for kernel, works in engine["parts"].items() if works]
+                rest = [kernel for kernel, works in engine["parts"].items() if not works]
                 yield EnvironmentFact(f"{name} kernels", f"can be built: {', '.join(working) or 'none'}")
                 if rest:
                     yield EnvironmentFact(
@@ -279,22 +279,22 @@ def doctor(out: str | None = None, *, as_json: bool = False) -> None:
 
 def show_plugins(*, as_json: bool = False) -> None:
     """The parts that installed packages bring, and from where. None of them is imported."""
-    found = installed()
+    plugins = installed()
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        print(json.dumps([asdict(plugin) for plugin in plugins], indent=1))
         return
     console = Console(soft_wrap=True)
-    if not found:
+    if not plugins:
         console.print("no installed package brings parts; see docs/write-your-own.md", markup=False)
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("", "kind", "name", "part", "package", "folder"):
         table.add_column(heading)
-    for each in found:
-        mark = _MARKS["bad" if each.problem else "ok"]
-        table.add_row(mark, each.kind, *map(Text, (each.name, each.target, each.package, each.folder)))
-        if each.problem:
-            table.add_row("", "", "", Text(each.problem))
+    for plugin in plugins:
+        mark = _MARKS["bad" if plugin.problem else "ok"]
+        table.add_row(mark, plugin.kind, *map(Text, (plugin.name, plugin.target, plugin.package, plugin.folder)))
+        if plugin.problem:
+            table.add_row("", "", "", Text(plugin.problem))
     console.print(table)
 
 
@@ -307,10 +307,10 @@ def measure(out: str | None, folder: str) -> None:
         raise ConfigError(Problem("--out", f"{out!r} is no YAML file", "Write a name that ends in .yaml."))
     from plait.plan import measure_hardware
 
-    found = measure_hardware(folder=folder)
-    _print(found.rows)
+    measured = measure_hardware(folder=folder)
+    _print(measured.rows)
     if out is not None:
-        write_file(out, yaml_io.dump(found.hardware.to_dict()), "--out")
+        write_file(out, yaml_io.dump(measured.hardware.to_dict()), "--out")
         Console(soft_wrap=True).print(f"{out}: give it to `plait plan --gpu {out}`", markup=False)
 
 

@@ -36,6 +36,6 @@ def _refusal(path: str | Path, reason: str, flag: str) -> ConfigError:
 
 def import_from_here() -> None:
     """Let `target: my_module:MyModel` find modules in the current folder, as `python -m` does."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

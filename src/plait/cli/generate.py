@@ -96,38 +96,38 @@ class Opening:
     """Run the code that the stored files name: a model of the author's own, `auto_map` of a Hugging Face folder."""
 
 
-def open_speaker(path: str, opening: Opening | None = None) -> Conversation:
+def open_conversation(path: str, opening: Opening | None = None) -> Conversation:
     """Open a run, one of its checkpoints, or a Hugging Face folder, in this one process."""
-    opening, place = opening or Opening(), Path(path)
+    opening, folder = opening or Opening(), Path(path)
     config = None
-    if not place.exists():
+    if not folder.exists():
         raise GenerateError(
             f"{path} does not exist; give the work_dir of a run, a checkpoint, or a Hugging Face folder"
         )
-    if kind_of(place) == "hf":
-        described = _described(place)
+    if kind_of(folder) == "hf":
+        described = _described(folder)
     else:
-        found = CheckpointFolder(place).find(str(place.absolute()))  # absolute: `auto` is a name here
-        assert found is not None
-        stored = {**open_checkpoint(found).manifest.state["config"], "strategy": {}}
-        config = parse_stored(stored, found / MANIFEST, trust_code=opening.trust_code)
+        checkpoint = CheckpointFolder(folder).find(str(folder.absolute()))  # absolute: `auto` is a name here
+        assert checkpoint is not None
+        stored = {**open_checkpoint(checkpoint).manifest.state["config"], "strategy": {}}
+        config = parse_stored(stored, checkpoint / MANIFEST, trust_code=opening.trust_code)
         if config.model is None:
             raise ModelError(
                 f"{path} was trained on a model that was given as an object, and nothing here can build it"
             )
         if config.phase == "reward":
             raise ModelError(f"{path} holds a reward model, which judges texts and writes none; open the tuned model")
-        place, described = found, config.model
-    lies = _tokenizer(Path(path), place, config, opening)
-    tokenizer = read_tokenizer(lies)
-    away = opening.offload is not None
-    if away:
-        model = _load_streamed(place, config, opening)
-    elif config is not None and "frozen" in open_checkpoint(place).manifest.state:
-        model = _load_trained_part(place, config, opening)
+        folder, described = checkpoint, config.model
+    tokenizer_path = _tokenizer(Path(path), folder, config, opening)
+    tokenizer = read_tokenizer(tokenizer_path)
+    streamed = opening.offload is not None
+    if streamed:
+        model = _load_streamed(folder, config, opening)
+    elif config is not None and "frozen" in open_checkpoint(folder).manifest.state:
+        model = _load_trained_part(folder, config, opening)
     else:
-        model = _load(str(place), described, opening)
-    template, stop = _manner(tokenizer, config, opening, place, lies)
+        model = _load(str(folder), described, opening)
+    template, stop = _chat_format(tokenizer, config, opening, folder, tokenizer_path)
 
     def write_down(turns: Sequence[Turn]) -> list[int]:
         try:
@@ -136,7 +136,7 @@ def open_speaker(path: str, opening: Opening | None = None) -> Conversation:
             raise GenerateError(str(error)) from error
 
     context = _context(model, config)
-    generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not away)
+    generator = Generator(model, decode=tokenizer.decode, context=context, max_rows=MAX_ROWS, graphs=not streamed)
     return Conversation(
         Path(path).resolve().name,
         generator,
@@ -189,15 +189,15 @@ def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
     return _finished(model, opening)
 
 
-def _load_trained_part(place: Path, config: RunConfig, opening: Opening) -> nn.Module:
+def _load_trained_part(checkpoint_folder: Path, config: RunConfig, opening: Opening) -> nn.Module:
     """A checkpoint that holds only what was trained, on top of the weights that the run began with."""
     assert config.model is not None
-    checkpoint = open_checkpoint(place)
+    checkpoint = open_checkpoint(checkpoint_folder)
     begun = (config.posttrain.start if config.posttrain else None) or getattr(config.model, "path", None)
     if begun is None or opening.adapter is not None:
         raise GenerateError(
-            f"{place} holds only what was trained, and the run does not say what it began with; open the model that it "
-            "began with, and give the run's folder `adapter` as --adapter"
+            f"{checkpoint_folder} holds only what was trained, and the run does not say what it began with; open the "
+            "model that it began with, and give the run's folder `adapter` as --adapter"
         )
     model = _built(config.model, opening)
     if config.lora is not None:
@@ -212,7 +212,7 @@ def _load_trained_part(place: Path, config: RunConfig, opening: Opening) -> nn.M
     return _finished(model, opening)
 
 
-def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
+def _load_streamed(checkpoint_folder: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
     """A model of which the device holds two blocks at a time."""
     from plait.generate import build_streamed
 
@@ -222,10 +222,12 @@ def _load_streamed(place: Path, config: RunConfig | None, opening: Opening) -> n
     if config is None or opening.adapter is not None or opening.dtype != "auto":
         raise GenerateError("--offload takes checkpoints of Plait as they are: convert the model or merge its adapter")
     world = open_world(config)
-    model, stream = build_streamed(config, world.device, tier=tier, folder=Path(opening.offload_path or place))  # type: ignore[arg-type]
+    model, stream = build_streamed(
+        config, world.device, tier=tier, folder=Path(opening.offload_path or checkpoint_folder)
+    )  # type: ignore[arg-type]
     tensors = {f"model.{name}": tensor for name, tensor in stream.tensors().items()}
     tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
-    load_into(open_checkpoint(place), tensors, world=world, ignore=("optim.", "rng.", "hook."))
+    load_into(open_checkpoint(checkpoint_folder), tensors, world=world, ignore=("optim.", "rng.", "hook."))
     stream.filled()
     return model
 
@@ -235,7 +237,7 @@ def _context(model: nn.Module, config: RunConfig | None) -> int | None:
     return context_of(model) or (None if config is None else getattr(config.data, "seq_len", None))
 
 
-def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Opening) -> Path:
+def _tokenizer(asked: Path, weights: Path, config: RunConfig | None, opening: Opening) -> Path:
     """Where the tokenizer lies: as told, beside the weights, or with the data of the run."""
     if opening.tokenizer is not None:
         return Path(opening.tokenizer)
@@ -243,29 +245,30 @@ def _tokenizer(asked: Path, place: Path, config: RunConfig | None, opening: Open
     data = None if config is None or section is not None else tokenizer_path(config.data)
     if data is not None:
         return data
-    near = [asked, place, *place.absolute().parents[:2]]
+    near = [asked, weights, *weights.absolute().parents[:2]]
     named = [section.tokenizer if section else None, getattr(config.model, "path", None) if config else None]
-    for folder in (*near, *(Path(each) for each in named if each)):
+    for folder in (*near, *(Path(path) for path in named if path)):
         if folder.is_file() or (folder / NAME).is_file():
             return folder
     raise GenerateError(f"there is no {NAME} with {asked}: name one with --tokenizer, a file or the folder of a model")
 
 
-def _manner(
-    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, place: Path, lies: Path
+def _chat_format(
+    tokenizer: ChatTokenizer, config: RunConfig | None, opening: Opening, weights: Path, tokenizer_location: Path
 ) -> tuple[Template, tuple[int | str, ...]]:
-    """How conversations are written down, and what ends an answer; the tokenizer `lies` there."""
+    """Return the chat template, and the tokens and texts that end an answer."""
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
-    named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(place))
-    places = [lies, *(Path(each) for each in named if each is not None)]
+    named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(weights))
+    template_folders = [tokenizer_location, *(Path(path) for path in named if path is not None)]
     if config is None or config.phase is None:  # nothing was written down in any way, so the model's own it is
-        places = [*(each for each in places if chat_template_in(tokenizer_folder(each)) is not None), *places]
-    template = template_of_run(section.template, tokenizer, places, trust_code=opening.trust_code)
+        template_folders = [
+            *(path for path in template_folders if chat_template_in(tokenizer_folder(path)) is not None),
+            *template_folders,
+        ]
+    template = template_of_run(section.template, tokenizer, template_folders, trust_code=opening.trust_code)
     folders = (opening.tokenizer, *named)
-    folder = next((Path(each) for each in folders if each is not None and Path(each).is_dir()), place)
-    ends = dict.fromkeys((*template.ends, *_ends(folder)))
-
-    return template, tuple(ends)
+    folder = next((Path(path) for path in folders if path is not None and Path(path).is_dir()), weights)
+    return template, tuple(dict.fromkeys((*template.ends, *_eos_tokens(folder))))
 
 
 def _with_tools(
@@ -290,14 +293,14 @@ def _with_tools(
     return write_with_tools
 
 
-def _ends(folder: Path) -> list[int]:
+def _eos_tokens(folder: Path) -> list[int]:
     """The tokens that end an answer, as a Hugging Face folder says."""
     file = folder / "generation_config.json"
-    found = _json(file).get("eos_token_id")
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(end) is int for end in ends):
-        raise DataError(f"{file} has the eos_token_id {found!r:.80}, expected a token's number or a list of them")
-    return ends
+    value = _json(file).get("eos_token_id")
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(end) is int for end in tokens):
+        raise DataError(f"{file} has the eos_token_id {value!r:.80}, expected a token's number or a list of them")
+    return tokens
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -340,47 +343,47 @@ def generate(
     asked += [] if held_out is None else kept_back(path, held_out, trust_code=opening.trust_code)
     if not asked and text is None:
         asked = [Question((ChatMessage("user", "def "),))]
-    judge = None
+    reward_model = None
     if reward is not None:
         if not Path(reward).exists():
             import_from_here()  # a function that is named on the command line may lie here
-        judge = open_judge(reward, run_behind(path), trust_code=opening.trust_code)
+        reward_model = open_judge(reward, run_behind(path), trust_code=opening.trust_code)
     paths = [path, *(against or [])]
     answers: list[list[str]] = [[] for _ in asked]
-    notes: list[list[str]] = [[] for _ in asked]
+    rewards_shown: list[list[str]] = [[] for _ in asked]
     figures: dict[str, list[str]] = {}
-    for each in paths:  # one after another, so that one at a time is in memory
-        speaker = open_speaker(each, opening)
+    for model_path in paths:  # one after another, so that one at a time is in memory
+        conversation = open_conversation(model_path, opening)
         if text is not None:
-            expected = _expect(speaker, text)
+            expected = _expect(conversation, text)
             figures.setdefault("perplexity", []).append(f"{expected.perplexity:.4g}")
-            typer.echo(f"{each}: perplexity {expected.perplexity:.4g} over {expected.tokens} tokens")
-        told = [_prompt(speaker, question, chat=chat or held_out is not None) for question in asked]
-        found = speaker.write(told, sampling)
-        for row, question, (answer, completion) in zip(answers, asked, found, strict=True):
+            typer.echo(f"{model_path}: perplexity {expected.perplexity:.4g} over {expected.tokens} tokens")
+        encoded = [_prompt(conversation, question, chat=chat or held_out is not None) for question in asked]
+        written = conversation.write(encoded, sampling)
+        for row, question, (answer, completion) in zip(answers, asked, written, strict=True):
             row.append(answer)
             if html is None:
                 text = question.text + answer
                 typer.echo(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
             if completion.finish_reason == "length" and len(completion.tokens) < sampling.max_new_tokens:
-                typer.echo(f"({each} sees {speaker.generator.context} tokens: no room for more)", err=True)
-        if judge is not None and asked:
-            rewards = judge.rewards(asked, [answer for answer, _ in found])
-            for row, value in zip(notes, rewards, strict=True):
+                typer.echo(f"({model_path} sees {conversation.generator.context} tokens: no room for more)", err=True)
+        if reward_model is not None and asked:
+            rewards = reward_model.rewards(asked, [answer for answer, _ in written])
+            for row, value in zip(rewards_shown, rewards, strict=True):
                 row.append("not judged" if math.isnan(value) else f"reward {value:.3g}")
             mean, said = _mean(rewards)
             figures.setdefault("mean reward", []).append(mean)
-            typer.echo(f"{each}: reward {mean} over {said}")
+            typer.echo(f"{model_path}: reward {mean} over {said}")
     if html is not None:
         rows = list(figures.items())
-        write_file(html, page_of(paths, [q.text for q in asked], answers, notes=notes, figures=rows), "--html")
+        write_file(html, page_of(paths, [q.text for q in asked], answers, notes=rewards_shown, figures=rows), "--html")
         typer.echo(f"side by side: {html}")
 
 
-def _prompt(speaker: Conversation, question: Question, *, chat: bool) -> list[int]:
+def _prompt(conversation: Conversation, question: Question, *, chat: bool) -> list[int]:
     if not chat:
-        return speaker.encode(question.text)
-    asked = speaker.ask([Turn(message.role, message.content) for message in question.messages])
+        return conversation.encode(question.text)
+    asked = conversation.ask([Turn(message.role, message.content) for message in question.messages])
     if asked.left_out:
         typer.echo(f"({asked.left_out} earliest turns of {question.text[:40]!r} have no room)", err=True)
     return asked.tokens
@@ -426,9 +429,9 @@ def _read(file: Path) -> str:
         raise DataError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _expect(speaker: Conversation, text: str) -> Perplexity:
-    window = speaker.generator.context or _WINDOW
-    return measure_perplexity(speaker.generator.model, [speaker.encode(text)], window=window)
+def _expect(conversation: Conversation, text: str) -> Perplexity:
+    window = conversation.generator.context or _WINDOW
+    return measure_perplexity(conversation.generator.model, [conversation.encode(text)], window=window)
 
 
 # `plait chat`: a conversation in the terminal.
@@ -440,11 +443,11 @@ HELP = "/clear begins anew, /undo takes the last question back, /quit ends (so d
 
 def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None = None) -> None:
     """Talk until the input ends. Every answer is streamed; the whole conversation is the prompt of the next one."""
-    speaker = open_speaker(path, opening)
+    conversation = open_conversation(path, opening)
     first = [Turn("system", system)] if system else []
     turns, shows = list(first), sys.stdin.isatty()
     if shows:
-        typer.secho(f"{printable(speaker.name)} (template {speaker.template!r}): {HELP}", dim=True)
+        typer.secho(f"{printable(conversation.name)} (template {conversation.template!r}): {HELP}", dim=True)
     while (said := _ask(shows)) is not None:
         if said in ("/quit", "/exit"):
             break
@@ -457,7 +460,7 @@ def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None 
         elif _COMMAND.fullmatch(said):
             typer.secho(f"there is no {said}: {HELP}", fg="red", err=True)
         elif said:
-            answer = _answer(speaker, [*turns, Turn("user", said)], sampling)
+            answer = _answer(conversation, [*turns, Turn("user", said)], sampling)
             if answer is not None:
                 turns += [Turn("user", said), Turn("assistant", answer)]
                 sampling = replace(sampling, seed=sampling.seed + 1)  # the same question twice, two answers
@@ -473,17 +476,17 @@ def _ask(shows: bool) -> str | None:
         return None
 
 
-def _answer(speaker: Conversation, turns: list[Turn], sampling: Sampling) -> str | None:
+def _answer(conversation: Conversation, turns: list[Turn], sampling: Sampling) -> str | None:
     """Print the answer as it comes; what was said before an interruption counts. None where there is none.
 
     A model may write escape sequences, and a terminal would follow them: they are shown instead.
     """
     said: list[str] = []
     try:
-        asked = speaker.ask(turns)
+        asked = conversation.ask(turns)
         if asked.left_out:
             typer.secho(f"({asked.left_out} earliest turns have no room any more)", dim=True, err=True)
-        for piece in speaker.tell(asked.tokens, sampling):
+        for piece in conversation.tell(asked.tokens, sampling):
             said.append(piece.text)
             typer.echo(printable(piece.text, keep="\n\t"), nl=False)
             sys.stdout.flush()
@@ -506,14 +509,14 @@ def serve(
     if open_to_all and host not in HERE:
         raise GenerateError(f"--no-token with --host {host} would let anybody use this machine; give a token")
     token = None if open_to_all else _token(token_file)
-    speaker = open_speaker(path, opening)
+    conversation = open_conversation(path, opening)
     try:
-        server = Server(speaker, host=host, port=port, token=token, limits=limits, log=typer.echo)
+        server = Server(conversation, host=host, port=port, token=token, limits=limits, log=typer.echo)
     except OSError as error:
         raise GenerateError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
     shown = "" if token is None else f"/#token={token}" if token_file is None else "/ (token from the file)"
-    typer.echo(f"{printable(speaker.name)}: {server.url}{shown}")
-    typer.echo(f"conversations are written with the template {speaker.template!r}")
+    typer.echo(f"{printable(conversation.name)}: {server.url}{shown}")
+    typer.echo(f"conversations are written with the template {conversation.template!r}")
     typer.echo(f"OpenAI-compatible: {server.url}/v1 (chat/completions, completions, models)")
     server.run()
     typer.echo("stopped")

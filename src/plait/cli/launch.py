@@ -32,15 +32,15 @@ _WIDTH = 150
 """A row that a narrow terminal breaks is easier to read than columns that are cut."""
 
 
-def launch(words: Sequence[str]) -> None:
+def launch(argv: Sequence[str]) -> None:
     """Read the flags, look at the hosts, run the job; ends the process with the exit code of the worst rank."""
-    if list(words) in ([], ["-h"], ["--help"]):
+    if list(argv) in ([], ["-h"], ["--help"]):
         flags().print_help()
         return
-    options = parse_options(words)
-    if (note := misplaced(options)) is not None:
-        print(f"plait: note: {note}", file=sys.stderr)
-    setup = prepare_launch(options, words)
+    options = parse_options(argv)
+    if (remark := misplaced(options)) is not None:
+        print(f"plait: note: {remark}", file=sys.stderr)
+    setup = prepare_launch(options, argv)
     if options.autotuning is not None:
         _tune(setup)
         return
@@ -90,10 +90,10 @@ def _tune(setup: PreparedLaunch) -> None:
 
 def _cleared(setup: PreparedLaunch) -> PreparedLaunch:
     """The launch with what its hosts said, or an error that nothing was started."""
-    found = _checked(setup)
-    if not found.good:
+    checked = _checked(setup)
+    if not checked.good:
         raise WorldError("nothing was started; the table above says what to change")
-    return replace(setup, job=found.job)
+    return replace(setup, job=checked.job)
 
 
 def _checked(setup: PreparedLaunch) -> Preflight:
@@ -102,12 +102,12 @@ def _checked(setup: PreparedLaunch) -> Preflight:
     from plait.launch import preflight
 
     fixed = None if setup.options.master_port is None else setup.options.master_port_by
-    found = preflight(setup.job, setup.reach, code=code_folder(setup.options), fixed_port=fixed)
-    _show(found)
-    return found
+    checked = preflight(setup.job, setup.reach, code=code_folder(setup.options), fixed_port=fixed)
+    _show(checked)
+    return checked
 
 
-def _show(found: Preflight) -> None:
+def _show(checked: Preflight) -> None:
     """The table, and below it what is wrong and what to do."""
     from rich.console import Console
     from rich.table import Table
@@ -127,22 +127,22 @@ def _show(found: Preflight) -> None:
         "",
     )
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    troubled = {finding.host for finding in found.findings}
-    shown = [check for check in found.checks if len(found.checks) <= _MOST_ROWS or check.host in troubled]
+    troubled = {finding.host for finding in checked.findings}
+    shown = [check for check in checked.checks if len(checked.checks) <= _MOST_ROWS or check.host in troubled]
     for check in shown:
-        fatal = any(finding.fatal for finding in found.findings if finding.host == check.host)
-        verdict = "[red]no[/]" if fatal else "[yellow]see below[/]" if check.host in troubled else "[green]ok[/]"
-        table.add_row(*_row(check), verdict)
+        fatal = any(finding.fatal for finding in checked.findings if finding.host == check.host)
+        status = "[red]no[/]" if fatal else "[yellow]see below[/]" if check.host in troubled else "[green]ok[/]"
+        table.add_row(*_row(check), status)
     console = Console(stderr=True, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     console.print(table)
-    if hidden := len(found.checks) - len(shown):
+    if hidden := len(checked.checks) - len(shown):
         console.print(f"and {hidden} more hosts that are fine")
-    job = found.job
+    job = checked.job
     console.print(f"{job.size} ranks on {len(job.nodes)} hosts; rank 0 listens on {job.address} port {job.port}")
-    for finding in found.findings:
-        word = "error" if finding.fatal else "warning"
-        console.print(f"{word}: {finding.host}: {finding.what}\n      {finding.remedy}", markup=False)
+    for finding in checked.findings:
+        severity = "error" if finding.fatal else "warning"
+        console.print(f"{severity}: {finding.host}: {finding.what}\n      {finding.remedy}", markup=False)
 
 
 def _row(check: HostCheck) -> list[str]:

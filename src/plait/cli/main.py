@@ -7,13 +7,12 @@ import errno
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from plait.cli import talking
-from plait.cli.talking import TrustCode
 from plait.errors import ConfigError, PlaitError, Problem
 
 # Standard streams that whoever started the command has closed, as some daemons and `>&-` do.
@@ -63,6 +62,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+ConfigFile = Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings on top of the file, as dotted keys: `strategy.zero=3 optim.lr=3e-4`."),
@@ -73,6 +73,20 @@ Nproc = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the resolved settings and where each came from; start nothing.")
 ]
+ModelPath = Annotated[str, typer.Argument(help="A run's work_dir, one of its checkpoints, or a Hugging Face folder.")]
+Adapter = Annotated[str | None, typer.Option("--adapter", metavar="DIR", help="A LoRA adapter on top of it.")]
+TokenizerFile = Annotated[str | None, typer.Option("--tokenizer", help="Absent: the one that belongs to the model.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 elsewhere.")]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="Run code that stored files name; otherwise it is refused.")
+]
+NewTokens = Annotated[int, typer.Option("--tokens", "-t", min=1, help="At most so many new tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest, up to this share.")]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: what came before is less likely.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends an answer. May be repeated.")]
+Seed = Annotated[int, typer.Option(help="Another seed, another text.")]
 
 
 def _settings(overrides: list[str] | None, *, trust_code: bool) -> list[str]:
@@ -86,9 +100,9 @@ class _Described(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As ever, where every `--word` may be an option."""
         options = {name for param in self.params for name in param.opts}
-        for word in args:
-            key, equals, value = word.lstrip("-").partition("=")
-            if word.startswith("--") and f"--{key}" not in options and _is_setting(key):
+        for argument in args:
+            key, equals, value = argument.lstrip("-").partition("=")
+            if argument.startswith("--") and f"--{key}" not in options and _is_setting(key):
                 remedy = f"A setting has no dashes, and its value follows `=`: `{key}={value if equals else '…'}`."
                 raise ConfigError(Problem(f"--{key}", "no option of this command", remedy))
         return super().parse_args(ctx, args)
@@ -102,15 +116,13 @@ def _is_setting(key: str) -> bool:
 
 @app.command(cls=_Described)
 def train(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    config: ConfigFile,
     overrides: Overrides = None,
     nproc: Annotated[
         str | None,
         typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one a GPU; absent: 1."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the resolved settings and where each came from; start nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     accelerate_config: Annotated[
         str | None, typer.Option("--accelerate-config", metavar="YAML", help="Spread the run as `accelerate` would.")
     ] = None,
@@ -128,79 +140,31 @@ def train(
     )
 
 
-@app.command(cls=_Described)
-def sft(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
-    overrides: Overrides = None,
-    nproc: Nproc = "1",
-    dry_run: DryRun = False,
-    trust_code: TrustCode = False,
-) -> None:
-    """Fine-tune a language model on answers."""
-    from plait.cli.train import run_phase
+def _add_phase(phase: str, summary: str) -> None:
+    def run(
+        config: ConfigFile,
+        overrides: Overrides = None,
+        nproc: Nproc = "1",
+        dry_run: DryRun = False,
+        trust_code: TrustCode = False,
+    ) -> None:
+        from plait.cli.train import run_phase
 
-    run_phase("sft", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
+        run_phase(phase, config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
-
-@app.command(cls=_Described)
-def reward(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
-    overrides: Overrides = None,
-    nproc: Nproc = "1",
-    dry_run: DryRun = False,
-    trust_code: TrustCode = False,
-) -> None:
-    """Train a model that tells the better of two answers."""
-    from plait.cli.train import run_phase
-
-    run_phase("reward", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
+    app.command(phase, cls=_Described, help=summary)(run)
 
 
-@app.command(cls=_Described)
-def dpo(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
-    overrides: Overrides = None,
-    nproc: Nproc = "1",
-    dry_run: DryRun = False,
-    trust_code: TrustCode = False,
-) -> None:
-    """Train a language model on pairs of answers, without a reward model (DPO, IPO, KTO)."""
-    from plait.cli.train import run_phase
-
-    run_phase("dpo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
-
-
-@app.command(cls=_Described)
-def ppo(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
-    overrides: Overrides = None,
-    nproc: Nproc = "1",
-    dry_run: DryRun = False,
-    trust_code: TrustCode = False,
-) -> None:
-    """Train a language model on its own answers, with a critic and a reward model or function (PPO)."""
-    from plait.cli.train import run_phase
-
-    run_phase("ppo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
-
-
-@app.command(cls=_Described)
-def grpo(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
-    overrides: Overrides = None,
-    nproc: Nproc = "1",
-    dry_run: DryRun = False,
-    trust_code: TrustCode = False,
-) -> None:
-    """Train a language model on its own answers, several to a prompt that judge each other (GRPO)."""
-    from plait.cli.train import run_phase
-
-    run_phase("grpo", config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
+_add_phase("sft", "Fine-tune a language model on answers.")
+_add_phase("reward", "Train a reward model: it scores answers, so that the better of two has the higher score.")
+_add_phase("dpo", "Train a language model on pairs of answers, without a reward model (DPO, IPO, KTO).")
+_add_phase("ppo", "Train a language model on its own answers, with a critic and a reward model or function (PPO).")
+_add_phase("grpo", "Train a language model on its own answers, compared within groups of one prompt (GRPO).")
 
 
 @app.command(cls=_Described)
 def plan(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    config: ConfigFile,
     overrides: Overrides = None,
     gpus: Annotated[
         int | None, typer.Option("--gpus", "--nproc", "-n", min=1, help="Ranks; absent: as few as the layout takes.")
@@ -227,21 +191,21 @@ def plan(
     """Show what a run will take before it starts: memory, time, and whether it fits."""
     from plait.cli import plan as commands
 
-    words = _settings(overrides, trust_code=trust_code)
+    settings = _settings(overrides, trust_code=trust_code)
     modes = {"--schedule": schedule, "--states-only": states_only, "--search": search}
     commands.check_use(modes | {"--gpu": gpu, "--exact": exact, "--timeline": timeline, "--out": out})
     if schedule:
-        commands.draw_pipeline(config, words, out, ranks=gpus)
+        commands.draw_pipeline(config, settings, out, ranks=gpus)
         return
     if states_only:
         from plait.cli.plan import show_states
 
-        show_states(config, words, gpus=gpus or 1)
+        show_states(config, settings, gpus=gpus or 1)
         return
     fits = (
-        commands.search_run(config, words, gpu=gpu, gpus=gpus, out=out)
+        commands.search_run(config, settings, gpu=gpu, gpus=gpus, out=out)
         if search
-        else commands.plan_run(config, words, gpu=gpu, gpus=gpus, out=out, timeline=timeline, exact=exact)
+        else commands.plan_run(config, settings, gpu=gpu, gpus=gpus, out=out, timeline=timeline, exact=exact)
     )
     if not fits:
         raise typer.Exit(1)
@@ -249,7 +213,7 @@ def plan(
 
 @app.command(cls=_Described)
 def profile(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    config: ConfigFile,
     overrides: Overrides = None,
     steps: Annotated[
         int | None, typer.Option("--steps", "-s", min=1, help="Recorded steps; absent: `profile.steps`, 3.")
@@ -268,7 +232,7 @@ def profile(
 
 @app.command(cls=_Described)
 def prove(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    config: ConfigFile,
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option("--steps", "-s", min=1, help="Optimizer steps to compare.")] = 5,
     ranks: Annotated[
@@ -282,9 +246,16 @@ def prove(
     trust_code: TrustCode = False,
 ) -> None:
     """Compare a few steps of a run under its strategy with the same steps on one process."""
-    from plait.cli.prove import prove as run
+    from plait.prove import prove as run
 
-    run(config, _settings(overrides, trust_code=trust_code), steps=steps, ranks=ranks, layers=layers, out=out)
+    settings = _settings(overrides, trust_code=trust_code)
+    certificate = run(config, settings, steps=steps, ranks=ranks, layers=layers, out=out, log=typer.echo)
+    typer.echo(certificate.verdict())
+    for remark in certificate.notes:
+        typer.echo(f"note: {remark}")
+    typer.echo(f"{Path(out, 'certificate.html')} and {Path(out, 'certificate.json')} have all of it")
+    if not certificate.passed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -335,7 +306,152 @@ def convert(
         commands.convert(src, dst, options)
 
 
-talking.add_to(app)
+# The commands that let a model write.
+
+
+def _opening(
+    adapter: str | None,
+    tokenizer: str | None,
+    dtype: str,
+    offload: str | None = None,
+    offload_path: str | None = None,
+    *,
+    trust_code: bool,
+) -> Any:
+    from plait.cli.generate import DTYPES, Opening
+
+    if dtype not in ("auto", *DTYPES):
+        raise typer.BadParameter(f"--dtype {dtype}: choose auto, {', '.join(DTYPES)}")
+    return Opening(adapter, tokenizer, dtype, offload, offload_path, trust_code)  # type: ignore[arg-type]
+
+
+@app.command()
+def generate(
+    run_dir: ModelPath,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="To continue. May be repeated.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option("--prompts", metavar="FILE", help="Prompts: one a line, or `prompt` of a .jsonl file.")
+    ] = None,
+    tokens: NewTokens = 120,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 50,
+    top_p: TopP = None,
+    repetition_penalty: Penalty = 1.0,
+    stop: Stop = None,
+    seed: Seed = 0,
+    against: Annotated[
+        list[str] | None, typer.Option("--against", metavar="PATH", help="Another model, for the page.")
+    ] = None,
+    html: Annotated[str | None, typer.Option("--html", help="Write a page with all texts side by side.")] = None,
+    perplexity: Annotated[
+        str | None, typer.Option("--perplexity", metavar="FILE", help="Show how well a text is expected.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask prompts as `plait chat` does, in the model's template.")
+    ] = False,
+    held_out: Annotated[
+        int | None, typer.Option("--held-out", min=1, help="Ask so many questions that the run kept for validation.")
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="WHO", help="Who judges: a reward model's folder, task, gsm8k, module:name."),
+    ] = None,
+    adapter: Adapter = None,
+    tokenizer: TokenizerFile = None,
+    dtype: Dtype = "auto",
+    trust_code: TrustCode = False,
+    offload: Annotated[
+        str | None, typer.Option(metavar="TIER", help="Weights that do not fit the device live in cpu or nvme memory.")
+    ] = None,
+    offload_path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder of the nvme tier; absent: the checkpoint's.")
+    ] = None,
+) -> None:
+    """Continue texts with a trained language model."""
+    from plait.cli.generate import generate as run
+    from plait.generate import Sampling
+
+    sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
+    opening = _opening(adapter, tokenizer, dtype, offload, offload_path, trust_code=trust_code)
+    run(
+        run_dir,
+        prompt or [],
+        sampling,
+        opening,
+        prompts_file=prompts,
+        against=against,
+        html=html,
+        perplexity=perplexity,
+        chat=chat,
+        held_out=held_out,
+        reward=reward,
+    )
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str | None, typer.Argument(help="A run's work_dir, one of its checkpoints, or a Hugging Face folder.")
+    ] = None,
+    path: Annotated[str | None, typer.Option("--path", help="The same, as DeepSpeed-Chat says it.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="What the model is told before anything else.")] = None,
+    tokens: NewTokens = 512,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 0.95,
+    repetition_penalty: Penalty = 1.0,
+    stop: Stop = None,
+    seed: Seed = 0,
+    adapter: Adapter = None,
+    tokenizer: TokenizerFile = None,
+    dtype: Dtype = "auto",
+    trust_code: TrustCode = False,
+) -> None:
+    """Talk to a trained model in the terminal."""
+    if (model is None) == (path is None):
+        raise typer.BadParameter("name one model: `plait chat MODEL` or `plait chat --path MODEL`")
+    from plait.cli.generate import chat as run
+    from plait.generate import Sampling
+
+    sampling = Sampling(tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), seed)
+    run(model or path or "", sampling, _opening(adapter, tokenizer, dtype, trust_code=trust_code), system=system)
+
+
+@app.command()
+def serve(
+    path: ModelPath,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8000,
+    token_file: Annotated[
+        str | None, typer.Option("--token-file", help="A file with the token to ask for; absent: one is made up.")
+    ] = None,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on this machine only.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of one answer at most.")] = 1024,
+    max_batch: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 16,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones are refused.")] = 256,
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of one request at most.")] = 1 << 20,
+    max_messages: Annotated[int, typer.Option(min=1, help="Messages of one conversation at most.")] = 2048,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one request, waiting included.")] = 600.0,
+    adapter: Adapter = None,
+    tokenizer: TokenizerFile = None,
+    dtype: Dtype = "auto",
+    trust_code: TrustCode = False,
+) -> None:
+    """Answer over HTTP in the words of OpenAI's API, with a web page to try it."""
+    from plait.generate import Limits  # isort: skip  # first: without its extra nothing else is loaded
+
+    from plait.cli.generate import serve as run
+
+    limits = Limits(
+        body_bytes=max_body,
+        messages=max_messages,
+        batch_rows=max_batch,
+        waiting=waiting,
+        max_new_tokens=max_tokens,
+        request_s=timeout,
+    )
+    opening = _opening(adapter, tokenizer, dtype, trust_code=trust_code)
+    run(path, opening, host=host, port=port, token_file=token_file, open_to_all=no_token, limits=limits)
 
 
 @app.command()
@@ -345,14 +461,26 @@ def report(
     sample: Annotated[list[str] | None, typer.Option("--sample", help="A text file to show in the report.")] = None,
 ) -> None:
     """Draw a run's history as one self-contained HTML page."""
-    from plait.cli.report import report as run
+    from plait.cli.files import read_file
+    from plait.errors import DataError
+    from plait.monitor import read_events, write_report
 
-    run(run_dir, out, sample or [])
+    record = Path(run_dir) / "events-rank0.jsonl"
+    if not record.exists():
+        raise DataError(f"{record} does not exist: {run_dir!r} is not the work_dir of a run with the jsonl sink")
+    target = Path(out) if out else Path(run_dir) / "report.html"
+    samples = [(Path(name).stem, read_file(name, "--sample")) for name in sample or []]
+    events = read_events([record])
+    try:
+        write_report(events, target, title=Path(run_dir).resolve().name, samples=samples, folder=Path(run_dir))
+    except OSError as error:
+        raise DataError(f"{target} cannot be written: {error.strerror}; name another place with --out") from error
+    typer.echo(f"report: {target}")
 
 
 @app.command(cls=_Described)
 def tune(
-    config: Annotated[str, typer.Argument(help="Run description: YAML, TOML, or JSON (comments allowed).")],
+    config: ConfigFile,
     overrides: Overrides = None,
     tuner: Annotated[
         str | None, typer.Option(help="Order of trials: grid, random, or model (the plan's ranking first; default).")

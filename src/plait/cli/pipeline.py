@@ -55,26 +55,26 @@ class PipelineCommand:
 
     files: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
-    own: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
     """Of `_ONE` and `_NONE`, without dashes."""
-    words: list[str] = field(default_factory=list)
+    step_flags: list[str] = field(default_factory=list)
     """Of `train.py`."""
     flags: list[str] = field(default_factory=list)
     """Of `main.py`."""
 
 
-def pipeline(words: Sequence[str]) -> None:
+def pipeline(argv: Sequence[str]) -> None:
     """Check everything, run what is not complete, and show what came of it; ends with the exit code of a failure."""
-    if not words or {"-h", "--help"} & set(words):
+    if not argv or {"-h", "--help"} & set(argv):
         typer.echo(HELP)
         return
-    asked = sort_words(words)
+    asked = sort_arguments(argv)
     from plait.cli.files import import_from_here
 
     import_from_here()
-    ranks, local, start = _place(asked)
+    ranks, local, start = _ranks_and_start(asked)
     steps = _steps(asked, ranks, local)
-    if "dry_run" in asked.own:
+    if "dry_run" in asked.options:
         _show(steps)
         return
     from plait.posttrain import run_steps
@@ -82,80 +82,80 @@ def pipeline(words: Sequence[str]) -> None:
     code = run_steps(steps, start, typer.echo)
     _show(steps)
     if code != 0:
-        typer.echo(f"go on with: plait pipeline {shlex.join(words)}")
+        typer.echo(f"go on with: plait pipeline {shlex.join(argv)}")
         sys.exit(code)
 
 
-def sort_words(words: Sequence[str]) -> PipelineCommand:
+def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
     """Files, settings and flags apart. A flag takes what stands behind it, up to the next flag or setting."""
     from plait.config import nearest
     from plait.posttrain import FLAGS, WORDS
 
     asked = PipelineCommand()
-    taking: list[str] = []
-    last, room = "", 0  # the flag of our own that waits for its value, and how many words a flag still takes
-    for word in words:
-        if word.startswith("-") and not _is_number(word):
-            flag, equals, value = _long(word).partition("=")
+    flag_list: list[str] = []
+    last, values_left = "", 0  # the flag of our own that waits for its value, and how many words a flag still takes
+    for argument in argv:
+        if argument.startswith("-") and not _is_number(argument):
+            flag, equals, value = _long(argument).partition("=")
             name = flag[2:].replace("-", "_")
             if name == "trust_code":
                 asked.overrides.append("trust_code=true")
                 continue
             if name in (*_ONE, *_NONE):
-                asked.own[name] = value
-                last, room = name, int(name in _ONE and not equals)
+                asked.options[name] = value
+                last, values_left = name, int(name in _ONE and not equals)
                 continue
             if name not in WORDS and name not in FLAGS:
                 meant = nearest(name, (*_ONE, *_NONE, "trust_code", *WORDS, *FLAGS))
                 remedy = f"Did you mean `--{meant}`? " if meant else ""
                 raise ConfigError(Problem(flag, "unknown flag", f"{remedy}`plait pipeline --help` lists them."))
-            taking = asked.words if name in WORDS else asked.flags
-            room = 0 if equals else 1 if name in WORDS and name != "step" else 1 << 30
-            taking.append(word)
+            flag_list = asked.step_flags if name in WORDS else asked.flags
+            values_left = 0 if equals else 1 if name in WORDS and name != "step" else 1 << 30
+            flag_list.append(argument)
             last = ""
-        elif _is_setting(word):
-            asked.overrides.append(word)
-            room = 0
-        elif room:
-            room -= 1
+        elif _is_setting(argument):
+            asked.overrides.append(argument)
+            values_left = 0
+        elif values_left:
+            values_left -= 1
             if last:
-                asked.own[last] = word
+                asked.options[last] = argument
             else:
-                taking.append(word)
-        elif Path(word).suffix.lower() in SUFFIXES:
-            asked.files.append(word)
+                flag_list.append(argument)
+        elif Path(argument).suffix.lower() in SUFFIXES:
+            asked.files.append(argument)
         else:
             remedy = f"Files end in {', '.join(SUFFIXES)}; settings are `key=value`."
-            raise ConfigError(Problem(word, "is neither a file nor a setting", remedy))
+            raise ConfigError(Problem(argument, "is neither a file nor a setting", remedy))
     for name in _ONE:
-        if asked.own.get(name) == "":
+        if asked.options.get(name) == "":
             raise ConfigError(Problem(f"--{name}", "there is no value", f"Write `--{name} VALUE`."))
     return asked
 
 
-def _long(word: str) -> str:
+def _long(argument: str) -> str:
     """`-n 2`, `-n2` and `-n=2` are the same as `--nproc` with its value."""
-    if not word.startswith("-n") or word.startswith("--"):
-        return word
-    value = word[2:].removeprefix("=")
+    if not argument.startswith("-n") or argument.startswith("--"):
+        return argument
+    value = argument[2:].removeprefix("=")
     return f"--nproc={value}" if value else "--nproc"
 
 
-def _is_setting(word: str) -> bool:
-    key, equals, _ = word.partition("=")
-    return bool(equals) and all(part.isidentifier() or part.isdecimal() for part in key.split("."))
+def _is_setting(argument: str) -> bool:
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and all(name.isidentifier() or name.isdecimal() for name in key.split("."))
 
 
-def _is_number(word: str) -> bool:
-    return word[1:2].isdecimal()
+def _is_number(argument: str) -> bool:
+    return argument[1:2].isdecimal()
 
 
-def _place(asked: PipelineCommand) -> tuple[int, int, Start]:
+def _ranks_and_start(asked: PipelineCommand) -> tuple[int, int, Start]:
     """Ranks in all, ranks on one host, and what starts them."""
     from plait.posttrain import read_steps
 
-    steps, nproc, hostfile = read_steps(asked.words), asked.own.get("nproc"), asked.own.get("hostfile")
-    said = any(word.startswith(("--deployment-type", "--deployment_type")) for word in asked.words)
+    steps, nproc, hostfile = read_steps(asked.step_flags), asked.options.get("nproc"), asked.options.get("hostfile")
+    said = any(argument.startswith(("--deployment-type", "--deployment_type")) for argument in asked.step_flags)
     if nproc is not None and hostfile is not None:
         raise ConfigError(Problem("--nproc", "a hostfile says how many processes there are", "Give one of them."))
     if said and steps.nproc is None and hostfile is None:
@@ -169,7 +169,7 @@ def _place(asked: PipelineCommand) -> tuple[int, int, Start]:
         return count, count, lambda command: run_here([sys.executable, "-m", "plait", *command], count)
     from plait.launch import read_hostfile
 
-    slots = [len(each) for each in read_hostfile(Path(hostfile)).values()]
+    slots = [len(host_slots) for host_slots in read_hostfile(Path(hostfile)).values()]
     return sum(slots), max(slots), lambda command: _on_hosts(hostfile, command)
 
 
@@ -188,13 +188,15 @@ def _steps(asked: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
 
     from plait.posttrain import as_overrides, from_files, from_words, make_steps, read_steps, translate, with_words
 
-    words = read_steps(asked.words)
-    given = [word[2:].partition("=")[0].replace("-", "_") for word in asked.words if word.startswith("--")]
-    settings, notes = translate(asked.flags)
-    for note in notes:
-        typer.echo(note, err=True)
-    wanted = from_files(asked.files) if asked.files else from_words(words)
-    wanted = with_words(wanted, words, given)
+    flags = read_steps(asked.step_flags)
+    given = [
+        argument[2:].partition("=")[0].replace("-", "_") for argument in asked.step_flags if argument.startswith("--")
+    ]
+    settings, remarks = translate(asked.flags)
+    for remark in remarks:
+        typer.echo(remark, err=True)
+    wanted = from_files(asked.files) if asked.files else from_words(flags)
+    wanted = with_words(wanted, flags, given)
     common = (*as_overrides(settings), *asked.overrides)
     steps = tuple(replace(step, settings=(*step.settings, *common)) for step in wanted.steps)
     return make_steps(replace(wanted, steps=steps), ranks=ranks, local_ranks=local)
@@ -209,10 +211,10 @@ def _show(steps: Sequence[PhaseStep]) -> None:
 
     table = Table("step", "phase", "state", "time", "figures", "begins with", "result", box=None, pad_edge=False)
     for step in steps:
-        found = outcome_of(step)
-        before = ", ".join(each.phase for each in step.after) or "its model"
-        state = found.state.value if step.chosen else f"{found.state.value}, not asked for"
-        table.add_row(str(step.number), step.phase, state, found.time, found.figures, before, str(step.folder))
+        outcome = outcome_of(step)
+        before = ", ".join(earlier.phase for earlier in step.after) or "its model"
+        state = outcome.state.value if step.chosen else f"{outcome.state.value}, not asked for"
+        table.add_row(str(step.number), step.phase, state, outcome.time, outcome.figures, before, str(step.folder))
     console = Console(soft_wrap=True, highlight=False)
     console.width = max(console.width, _WIDTH)
     console.print(table)

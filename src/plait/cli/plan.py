@@ -42,21 +42,23 @@ _ALONE = {
 def check_use(given: dict[str, object]) -> None:
     """Refuse options that say nothing beside others; `given` has each with its value."""
     for mode, others in _ALONE.items():
-        if given[mode] and (idle := [each for each in others if given[each]]):
-            raise ConfigError([Problem(each, f"no effect beside {mode}", "Leave one of the two out.") for each in idle])
+        if given[mode] and (idle := [option for option in others if given[option]]):
+            raise ConfigError(
+                [Problem(option, f"no effect beside {mode}", "Leave one of the two out.") for option in idle]
+            )
 
 
 def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ranks: int | None) -> None:
     """Draw the pipeline of a run as a picture: who works on which micro-batch, when, and who waits."""
-    found = parse(config, overrides).config
-    strategy = found.strategy
+    run = parse(config, overrides).config
+    strategy = run.strategy
     if strategy.layout.pp == 1:
         message = "1: the run has no pipeline, so there is no schedule to draw"
         raise ConfigError(Problem("strategy.layout.pp", message, "Write `strategy.layout.pp: 2`, or more."))
-    size = ranks or min_ranks(found.strategy)
+    size = ranks or min_ranks(run.strategy)
     layout = resolve_layout(strategy, size=size, local_size=size)
     pipeline = strategy.pipeline
-    batch = resolve_batch(found.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
+    batch = resolve_batch(run.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
 
     from plait.distributed import draw_schedule, theoretical_bubble
 
@@ -124,21 +126,21 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
     import_from_here()
     machine, ranks = _machine(gpu, config), gpus or min_ranks(config.strategy)
     console = wide_console()
-    found = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))
-    _show_search(console, found, config, ranks)
+    result = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))
+    _show_search(console, result, config, ranks)
     if out is not None:
         rows = [
             {
-                "settings": dict(each.candidate.settings),
-                "reason": each.reason,
-                "tokens_per_second": each.tokens_per_second,
-                "needed_gib": None if each.plan is None else each.plan.needed_gib,
+                "settings": dict(way.candidate.settings),
+                "reason": way.reason,
+                "tokens_per_second": way.tokens_per_second,
+                "needed_gib": None if way.plan is None else way.plan.needed_gib,
             }
-            for each in found.found
+            for way in result.found
         ]
         write_file(out, json.dumps(rows, indent=1) + "\n", "--out")
         console.print(f"{out}: all {len(rows)} ways")
-    return found.best is not None
+    return result.best is not None
 
 
 def _machine(gpu: str | None, config: RunConfig) -> Hardware:
@@ -154,11 +156,11 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     machine, layout = plan.hardware, plan.layout
     axes = ", ".join(f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1) or "one process"
     console.print(f"[bold]{layout.size} × {machine.name}[/]: {axes}, ZeRO {config.strategy.stage}", highlight=False)
-    verdict = "[green]fits[/]" if plan.fits else "[red]does not fit[/]"
+    status = "[green]fits[/]" if plan.fits else "[red]does not fit[/]"
     where = "on a device" if machine.kind == "cuda" else "for a process"
     host = f"{plan.host_gib:.0f}" if plan.host_gib >= _WHOLE_GIB else f"{plan.host_gib:.1f}"
     console.print(
-        f"{verdict}: {plan.needed_gib:.2f} of {machine.memory_gib:.1f} GiB {where} ({plan.fullest.name}), "
+        f"{status}: {plan.needed_gib:.2f} of {machine.memory_gib:.1f} GiB {where} ({plan.fullest.name}), "
         f"{host} of {machine.host_memory_gib:.0f} GiB on a host",
         highlight=False,
     )
@@ -185,8 +187,8 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
         console.print(f"{plan.bubble:.1%} of the pipeline's time is idle ({config.strategy.pipeline.schedule})")
     if config.train.max_steps is not None:
         console.print(f"{config.train.max_steps:,} steps take {format_duration(plan.seconds * config.train.max_steps)}")
-    for note in plan.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+    for remark in plan.notes:
+        console.print(f"note: {remark}", markup=False, highlight=False)
     if machine.kind == "cpu" and not machine.measured:
         console.print("note: seconds are those of ordinary cores; `plait doctor --measure` finds those of this machine")
 
@@ -210,33 +212,39 @@ def _columns(plan: Plan) -> list[str]:
 
 def _part_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
     accounts = [rank.account for rank in plan.ranks]
-    held = [account.under("part") for account in accounts]
-    parts = dict.fromkeys(part for each in held for part in each)
-    rows = {part: [each.get(part, 0.0) for each in held] for part in sorted(parts, key=lambda p: -held[0].get(p, 0.0))}
+    held = [ledger.under("part") for ledger in accounts]
+    categories = dict.fromkeys(category for bytes_of in held for category in bytes_of)
+    rows = {
+        category: [bytes_of.get(category, 0.0) for bytes_of in held]
+        for category in sorted(categories, key=lambda p: -held[0].get(p, 0.0))
+    }
     rows["kept free by the allocator"] = [max(0.0, a.numbers["reserved"] - a.peak[1]) for a in accounts]
     before = "CUDA context" if plan.hardware.kind == "cuda" else "Python and its libraries"
     rows[before] = [plan.hardware.context_gib * GIB] * len(accounts)
     yield from ((f"  {name}", values) for name, values in rows.items())
-    yield "a checkpoint of the rank", [account.numbers["state"] for account in accounts]
+    yield "a checkpoint of the rank", [ledger.numbers["state"] for ledger in accounts]
 
 
 def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
     accounts = [rank.account for rank in plan.ranks]
-    kinds = sorted({key.split(".")[1] for account in accounts for key in account.under("compute")})
-    for kind in kinds:
-        yield kind, [sum(v for k, v in a.under("compute").items() if k.endswith(f".{kind}")) for a in accounts]
-    axes = sorted({key.rpartition(".")[0] for account in accounts for key in account.under("sent")})
+    operations = sorted({key.split(".")[1] for ledger in accounts for key in ledger.under("compute")})
+    for operation in operations:
+        yield (
+            operation,
+            [sum(v for k, v in a.under("compute").items() if k.endswith(f".{operation}")) for a in accounts],
+        )
+    axes = sorted({key.rpartition(".")[0] for ledger in accounts for key in ledger.under("sent")})
     for axis in axes:
         how = "waited for" if any(a.total("waited", axis) for a in accounts) else "beside computing"
         yield f"messages {axis}, {how}", [a.total("waited", axis) + a.total("hidden", axis) for a in accounts]
-    yield "host, beside the device", [account.total("host") for account in accounts]
-    for way, words in (("out", "copies to the host"), ("in", "copies to the device"), ("files", "weights from files")):
-        values = [account.total("link", way) for account in accounts]
+    yield "host, beside the device", [ledger.total("host") for ledger in accounts]
+    for way, label in (("out", "copies to the host"), ("in", "copies to the device"), ("files", "weights from files")):
+        values = [ledger.total("link", way) for ledger in accounts]
         if max(values) > _NOTABLE_S:
-            yield f"{words}, beside computing", values
-    if any(account.total("update") for account in accounts):
-        yield "update of what is offloaded", [account.on_host() for account in accounts]
-        yield "  of that waited for", [account.updating() for account in accounts]
+            yield f"{label}, beside computing", values
+    if any(ledger.total("update") for ledger in accounts):
+        yield "update of what is offloaded", [ledger.on_host() for ledger in accounts]
+        yield "  of that waited for", [ledger.updating() for ledger in accounts]
 
 
 def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
@@ -244,54 +252,54 @@ def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: 
     from plait.plan import RemedySearch
 
     console.print("\nOne change after the other, each on top of those before:")
-    ladder = RemedySearch(config, machine, ranks, known=known)
+    remedies = RemedySearch(config, machine, ranks, known=known)
     rungs: list[Rung] = []
-    for rung in ladder.climb():
+    for rung in remedies.climb():
         rungs.append(rung)
-        words = " ".join(rung.added.changes(config))
+        changes = " ".join(rung.added.changes(config))
         if rung.reason:
-            console.print(f"  {words}: {rung.reason}", markup=False, highlight=False)
+            console.print(f"  {changes}: {rung.reason}", markup=False, highlight=False)
         elif rung.plan is None:
-            console.print(f"  {words}: at least {rung.least:.1f} GiB, too much", highlight=False)
+            console.print(f"  {changes}: at least {rung.least:.1f} GiB, too much", highlight=False)
         else:
             host = "" if rung.plan.host_gib <= machine.host_memory_gib else f" and {rung.plan.host_gib:.0f} on a host"
-            verdict = "[green]fits[/]" if rung.fits else "too much"
-            console.print(f"  {words}: {rung.plan.needed_gib:.1f} GiB{host}, {verdict}", highlight=False)
+            status = "[green]fits[/]" if rung.fits else "too much"
+            console.print(f"  {changes}: {rung.plan.needed_gib:.1f} GiB{host}, {status}", highlight=False)
     if rungs and rungs[-1].fits:
-        least = ladder.taken_back(rungs)
+        least = remedies.taken_back(rungs)
         assert least.plan is not None
-        words, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
-        console.print(f"What it takes: {words} ({needed:.1f} GiB)", markup=False, highlight=False)
-    elif not ladder.cut:
+        changes, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
+        console.print(f"What it takes: {changes} ({needed:.1f} GiB)", markup=False, highlight=False)
+    elif not remedies.cut:
         console.print("None of this makes it fit. `--search` looks at pipelines too; else use more devices.")
-    if left_out := ladder.left_out(rungs):
+    if left_out := remedies.left_out(rungs):
         console.print(left_out, markup=False, highlight=False)
 
 
-def _show_search(console: Console, found: Search, config: RunConfig, ranks: int) -> None:
+def _show_search(console: Console, result: Search, config: RunConfig, ranks: int) -> None:
     from rich.table import Column, Table
 
     from plait.cli.columns import as_columns
 
-    shown = found.found[:_SHOWN]
-    columns = as_columns(config, [each.candidate for each in shown], ranks)
+    shown = result.found[:_SHOWN]
+    columns = as_columns(config, [way.candidate for way in shown], ranks)
     figures = [Column(title, justify="right", no_wrap=True) for title in (f"{sample_unit(config.data)}/s", "GiB")]
     titles = [Column(title, no_wrap=True) for title in columns]
     table = Table(*figures, *titles, "", box=None, pad_edge=False, header_style="bold")
-    for index, each in enumerate(shown):
-        needed = "" if each.plan is None else f"{each.plan.needed_gib:.1f}"
-        note = each.reason or ("" if each.candidate.settings else "as it is written")
+    for index, way in enumerate(shown):
+        needed = "" if way.plan is None else f"{way.plan.needed_gib:.1f}"
+        remark = way.reason or ("" if way.candidate.settings else "as it is written")
         cells = [column[index] for column in columns.values()]
-        about = "" if each.plan else "~"  # by the quick account
-        table.add_row(f"{about}{each.tokens_per_second:,.0f}", needed, *cells, note, style="dim" if about else None)
+        about = "" if way.plan else "~"  # by the quick account
+        table.add_row(f"{about}{way.tokens_per_second:,.0f}", needed, *cells, remark, style="dim" if about else None)
     console.print(table)
-    if len(found.found) > _SHOWN:
-        console.print(f"and {len(found.found) - _SHOWN} more; all of them with --out FILE ({found.seconds:.0f} s)")
-    if found.best is None:
+    if len(result.found) > _SHOWN:
+        console.print(f"and {len(result.found) - _SHOWN} more; all of them with --out FILE ({result.seconds:.0f} s)")
+    if result.best is None:
         console.print("[red]nothing fits[/]")
         return
-    words = " ".join(found.best.candidate.changes(config)) or "nothing to change"
-    console.print(f"[bold]the first:[/] {words}", highlight=False)
+    changes = " ".join(result.best.candidate.changes(config)) or "nothing to change"
+    console.print(f"[bold]the first:[/] {changes}", highlight=False)
 
 
 # `plait plan --states-only`: memory of weights, gradients and optimizer, as DeepSpeed's estimators count it.
@@ -299,16 +307,16 @@ def _show_search(console: Console, found: Search, config: RunConfig, ranks: int)
 
 def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None:
     """Print the account of the run's own model, and DeepSpeed's tables for it. The model is never given storage."""
-    found = parse(config, overrides).config
+    run = parse(config, overrides).config
 
     from plait.plan import account_of, zero2_table, zero3_table
 
-    total, largest = _count(found)
-    account = account_of(found, total)
+    total, largest = _count(run)
+    state_memory = account_of(run, total)
     head = f"{total / 1e6:,.1f}M parameters, {largest / 1e6:,.1f}M in the largest layer"
-    typer.echo(f"{head}: {found.precision.compute}, {found.optim.type}")
-    for name, each, size in account.rows():
-        typer.echo(f"  {name:<10} {each:4g} B a parameter  {size:10.2f} GB")
+    typer.echo(f"{head}: {run.precision.compute}, {run.optim.type}")
+    for name, per_param, size in state_memory.rows():
+        typer.echo(f"  {name:<10} {per_param:4g} B a parameter  {size:10.2f} GB")
     typer.echo("Without activations, buffers and what torch itself takes: `plait plan` counts those too.\n")
     typer.echo("ZeRO-2, as DeepSpeed estimates it (16-bit weights, Adam; GB of 2^30 bytes)")
     typer.echo(zero2_table(total, gpus) + "\n")

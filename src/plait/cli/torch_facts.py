@@ -24,7 +24,7 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "internals": len(needed_internals()),
-        "missing": [each._asdict() for each in missing_internals()],
+        "missing": [internal._asdict() for internal in missing_internals()],
         "gloo": _gloo(),
         "nccl": _nccl(),
         "mpi": distributed.is_mpi_available(),
@@ -70,16 +70,16 @@ def _links() -> str:
 
 def _engine(name: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = {"version": version(name)}
+        facts: dict[str, Any] = {"version": version(name)}
     except PackageNotFoundError:
         return {"version": None}
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             import_module(name)
-            found["parts"] = _deepspeed_parts() if name == "deepspeed" else {}
+            facts["parts"] = _deepspeed_parts() if name == "deepspeed" else {}
     except Exception as error:
-        found["error"] = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return found
+        facts["error"] = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return facts
 
 
 def _deepspeed_parts() -> dict[str, bool]:

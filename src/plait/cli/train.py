@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 # What all commands that train have in common: smaller micro-batches where memory is short, and how they end.
 
 
-def train_with(runner: Runner, words: Sequence[str]) -> None:
+def train_with(runner: Runner, argv: Sequence[str]) -> None:
     """Train; `words` are the command that this process was started with, without the name of the program.
 
     A run that somebody stopped says how to go on, and ends the process with 128 and the signal: a script that looks
     at the exit code must not take it for a finished one.
     """
-    with _smaller_if_full(runner, words):
+    with _smaller_if_full(runner, argv):
         runner.train()
     leave_if_stopped(runner)
 
@@ -82,7 +82,7 @@ def leave_if_stopped(runner: Runner) -> None:
 
 
 @contextmanager
-def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
+def _smaller_if_full(runner: Runner, argv: Sequence[str]) -> Iterator[None]:
     """Where memory is short in a step of a run of one process, start again with smaller micro-batches.
 
     A launcher, where there is one, does the same for its ranks.
@@ -102,7 +102,7 @@ def _smaller_if_full(runner: Runner, words: Sequence[str]) -> Iterator[None]:
             raise
         ranks, reason = runner.world.ranks, str(error).partition(".")[0]
     runner.close()
-    command = [sys.executable, "-m", "plait", *words]
+    command = [sys.executable, "-m", "plait", *argv]
     restart_with_smaller_batches(command, attempt=ranks.attempt, split=ranks.split, why=reason)
 
 
@@ -128,10 +128,10 @@ def train(
     if machines is not None:
         _check_found_alike(parsed)
     if parsed.config.strategy.auto and launched_size() is None:
-        overrides = [*overrides, *_found(config, overrides, count)]
+        overrides = [*overrides, *_search_strategy(config, overrides, count)]
         parsed = parse(config, overrides)
     if parsed.config.strategy.offload.ratio == "auto" and launched_size() is None:
-        overrides = [*overrides, *_shared(config, overrides, count)]
+        overrides = [*overrides, *_search_offload_ratio(config, overrides, count)]
         parsed = parse(config, overrides)
     _check(parsed, launched_size() or count * (1 if machines is None else machines.count))
     _check_metrics(parsed)
@@ -159,30 +159,30 @@ def _check_found_alike(parsed: Parsed) -> None:
         raise ConfigError([Problem(key, "auto is not offered for num_machines from 2", remedy) for key in wrong])
 
 
-def _found(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
+def _search_strategy(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """The settings of the fastest way to spread the run, for `strategy: auto`."""
     from plait.plan import best_settings, in_a_child
 
     asked = [*overrides, "strategy.auto=false"]
     wanted = parse(config, asked).config
-    found = in_a_child(lambda: best_settings(wanted, ranks), seconds=600.0)
-    if isinstance(found, str):
-        raise ConfigError(Problem("strategy.auto", f"no way was found: {found}", "Write a strategy."))
-    settings, words = found
-    print(f"strategy: auto takes {' '.join(settings) or 'the run as it is written'} ({words})")
+    best = in_a_child(lambda: best_settings(wanted, ranks), seconds=600.0)
+    if isinstance(best, str):
+        raise ConfigError(Problem("strategy.auto", f"no way was found: {best}", "Write a strategy."))
+    settings, summary = best
+    print(f"strategy: auto takes {' '.join(settings) or 'the run as it is written'} ({summary})")
     return ["strategy.auto=false", *settings]
 
 
-def _shared(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
+def _search_offload_ratio(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """A number for `strategy.offload.ratio: auto`."""
     from plait.plan import best_ratio, in_a_child
 
     wanted = parse(config, overrides).config
-    found = in_a_child(lambda: best_ratio(wanted, ranks), seconds=600.0)
-    if isinstance(found, str):
-        raise ConfigError(Problem("strategy.offload.ratio", f"auto, but {found}", "Write a number from 0 to 1."))
-    print(f"strategy.offload.ratio: auto takes {found[0].partition('=')[2]}")
-    return found
+    best = in_a_child(lambda: best_ratio(wanted, ranks), seconds=600.0)
+    if isinstance(best, str):
+        raise ConfigError(Problem("strategy.offload.ratio", f"auto, but {best}", "Write a number from 0 to 1."))
+    print(f"strategy.offload.ratio: auto takes {best[0].partition('=')[2]}")
+    return best
 
 
 def _accelerated(path: str, *, launched: bool) -> tuple[list[str], str | None, Machines | None]:
@@ -193,14 +193,16 @@ def _accelerated(path: str, *, launched: bool) -> tuple[list[str], str | None, M
     from plait.config import read
     from plait.frontends.accelerate import as_overrides, machines, processes, translate
 
-    found = translate(path)
+    translation = translate(path)
     if not launched:
-        print(f"{path}: {found.report.summary()}", *(f"  {line}" for line in found.report.lines()), sep="\n")
-    found.report.raise_refusals()
+        print(
+            f"{path}: {translation.report.summary()}", *(f"  {line}" for line in translation.report.lines()), sep="\n"
+        )
+    translation.report.raise_refusals()
     config = read(path)
     count = processes(config)
     where = None if launched else machines(config)
-    return as_overrides(found.sections), None if count is None else str(count), where
+    return as_overrides(translation.sections), None if count is None else str(count), where
 
 
 def _count(nproc: str) -> int:
@@ -231,20 +233,22 @@ def _check_metrics(parsed: Parsed) -> None:
     """What a description measures, where no part of somebody's own measures more."""
     config = parsed.config
     if config.phase is not None or any(
-        isinstance(each, (*CUSTOM_HOOKS, CustomMetric)) for each in (*config.hooks, *config.metrics)
+        isinstance(section, (*CUSTOM_HOOKS, CustomMetric)) for section in (*config.hooks, *config.metrics)
     ):
         return
     measured = [
         "loss",
-        *(f"{each.prefix}/top{each.top}" for each in config.metrics if isinstance(each, AccuracyConfig)),
+        *(f"{section.prefix}/top{section.top}" for section in config.metrics if isinstance(section, AccuracyConfig)),
     ]
     named = {
-        f"hooks.{at}.metric": each.metric for at, each in enumerate(config.hooks) if isinstance(each, EarlyStopConfig)
+        f"hooks.{at}.metric": section.metric
+        for at, section in enumerate(config.hooks)
+        if isinstance(section, EarlyStopConfig)
     }
     if config.checkpoint.best is not None:
         named["checkpoint.best.metric"] = config.checkpoint.best.metric
     if wrong := [key for key, metric in named.items() if metric not in measured]:
-        remedy = f"Write {listed(f'`{each}`' for each in measured)}; the section `metrics` says what is measured."
+        remedy = f"Write {listed(f'`{name}`' for name in measured)}; the section `metrics` says what is measured."
         origins = parsed.origins
         raise ConfigError(
             [Problem(key, f"{named[key]!r} is not measured", remedy, origins.get(key, "")) for key in wrong]
@@ -262,7 +266,7 @@ def _show(parsed: Parsed) -> None:
     table.add_column("from", no_wrap=True)
     settings = describe(parsed)
     for path, value, origin in settings:
-        row = (Text(word) for word in (path, _written(value), origin))  # as text: `[…]` is no markup
+        row = (Text(cell) for cell in (path, _written(value), origin))  # as text: `[…]` is no markup
         table.add_row(*row, style="dim" if origin == "default" else None)
     console = Console()
     narrowest = max(len(path) for path, *_ in settings) + max(len(origin) for *_, origin in settings) + 40
@@ -318,16 +322,16 @@ def _check_phase(parsed: Parsed, ranks: int) -> None:
 def _look_for_files(parsed: Parsed) -> None:
     """Not for a dry run: what other phases are to make need not be there yet."""
     if missing := [*missing_paths(parsed.config), *missing_start_paths(parsed.config)]:
-        raise ConfigError([replace(each, origin=origin_of(each.path, parsed.origins)) for each in missing])
+        raise ConfigError([replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in missing])
 
 
-def _run_phase(parsed: Parsed, words: Sequence[str]) -> None:
+def _run_phase(parsed: Parsed, argv: Sequence[str]) -> None:
     from plait.cli.files import import_from_here
     from plait.posttrain import make_runner
 
     import_from_here()
     with make_runner(parsed) as runner:
-        train_with(runner, words)
+        train_with(runner, argv)
 
 
 # `plait profile`.
@@ -343,38 +347,38 @@ def profile(config: str, overrides: Sequence[str], *, steps: int | None, nproc: 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     given = parse(config, overrides).config
     folder = out or (given.profile or ProfileConfig()).folder or f"{given.work_dir.rstrip('/')}-profile"
-    words = [*overrides, f"work_dir={folder}", f"profile.folder={folder}", *_without_saving(given)]
+    settings = [*overrides, f"work_dir={folder}", f"profile.folder={folder}", *_without_saving(given)]
     if steps is not None:
-        words.append(f"profile.steps={steps}")
-    wanted = parse(config, words).config.profile
+        settings.append(f"profile.steps={steps}")
+    wanted = parse(config, settings).config.profile
     assert wanted is not None
     last = wanted.start + wanted.steps - 1
     if given.train.max_steps is not None and given.train.max_steps < last:
-        words.append(f"train.max_steps={last}")
+        settings.append(f"train.max_steps={last}")
     count = _count(nproc)
-    _check(parse(config, words), launched_size() or count)
+    _check(parse(config, settings), launched_size() or count)
     if count > 1:
         command = [sys.executable, "-m", "plait", "profile", config, *overrides]
         command += ["--out", folder, *([] if steps is None else ["--steps", str(steps)])]
         sys.exit(run_ranks(command, count))
-    _run_profile(config, words, wanted)
+    _run_profile(config, settings, wanted)
 
 
 def _without_saving(given: Any) -> list[str]:
-    words = ["checkpoint.last=false"]
+    settings = ["checkpoint.last=false"]
     if given.checkpoint.every is not None:
-        words.append("checkpoint.every=null")
-    return words
+        settings.append("checkpoint.every=null")
+    return settings
 
 
-def _run_profile(config: str, words: Sequence[str], wanted: ProfileConfig) -> None:
+def _run_profile(config: str, settings: Sequence[str], wanted: ProfileConfig) -> None:
     from plait.cli.files import import_from_here
     from plait.profile import Profile
     from plait.trainer import Runner
 
     import_from_here()
     hook = Profile(wanted, then_stop=True)
-    with Runner.from_config(config, [*words, "profile=null"], hooks=[hook]) as runner:
+    with Runner.from_config(config, [*settings, "profile=null"], hooks=[hook]) as runner:
         runner.train()
         leave_if_stopped(runner)
         if runner.world.is_main:
@@ -393,8 +397,8 @@ def _show_profile(report: Report, folder: str) -> None:
         console = Console(highlight=False, width=_WIDTH)
     axes = ", ".join(f"{axis} {size}" for axis, size in report.layout.items()) or "one process"
     console.print(f"\n[bold]{report.title}[/] on {len(report.ranks)} × {report.device_name}: {axes}")
-    for what, value, note in headline(report):
-        console.print(f"  {what:<13}{value}{f'  ({note})' if note else ''}", markup=False)
+    for what, value, remark in headline(report):
+        console.print(f"  {what:<13}{value}{f'  ({remark})' if remark else ''}", markup=False)
     for grid in grids(report):
         _print(console, grid)
     console.print(f"\n{folder}: profile.html, step.svg, profile.json, {', '.join(report.traces)}", markup=False)

@@ -43,12 +43,14 @@ def search(
     try:
         wanted = make_tune_config(given, origin=Path(settings).name if settings else "")
     except ConfigError as error:
-        raise ConfigError([_as_typed(each) if each.path in typed else each for each in error.problems]) from None
+        raise ConfigError(
+            [_as_typed(problem) if problem.path in typed else problem for problem in error.problems]
+        ) from None
     folder = out or f"{parse(config, overrides).config.work_dir.rstrip('/')}-tune"
     console = wide_console()
     import_from_here()
     try:
-        found = tune(
+        tuned = tune(
             config,
             overrides,
             wanted,
@@ -60,11 +62,11 @@ def search(
     except KeyboardInterrupt:
         console.print(f"\nstopped; the same command goes on from what is in {folder}", markup=False)
         sys.exit(130)
-    _show(found, parse(config, overrides).config, wanted.nproc, console)
+    _show(tuned, parse(config, overrides).config, wanted.nproc, console)
     if then_train:
         from plait.cli.train import train
 
-        train(str(found.best_path), [], nproc=str(wanted.nproc), dry_run=False)
+        train(str(tuned.best_path), [], nproc=str(wanted.nproc), dry_run=False)
 
 
 def _printer(console: Console) -> Callable[[str], None]:
@@ -85,11 +87,11 @@ def _values(text: str) -> tuple[str, list[Any]]:
     return ".".join(keys), values
 
 
-def _show(found: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
-    tried = [each for each in found.records if each.was_run]
-    ordered = sorted(tried, key=lambda each: (each.value is None, -(each.value or 0.0)))
+def _show(tuned: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
+    tried = [trial for trial in tuned.records if trial.was_run]
+    ordered = sorted(tried, key=lambda trial: (trial.value is None, -(trial.value or 0.0)))
     shown = ordered[:_ROWS]
-    columns = as_columns(run, [Candidate(each.settings) for each in shown], ranks)
+    columns = as_columns(run, [Candidate(trial.settings) for trial in shown], ranks)
     table = Table(*(Column(title, no_wrap=True) for title in columns), box=None, pad_edge=False, header_style="bold")
     for title in ("tokens/s", "samples/s", "s a step", "MiB"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -98,30 +100,30 @@ def _show(found: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
         outcome = record.outcome
         figures = (outcome.tokens_per_s, outcome.samples_per_s, outcome.step_time, outcome.memory_mib)
         cells = ["" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}" for value in figures]
-        remarks = ["best"] if record is found.best else []
+        remarks = ["best"] if record is tuned.best else []
         remarks += [f"{outcome.status}: {outcome.reason}"] if outcome.reason else []
         remarks += [] if record.settings else ["as it is written"]
         table.add_row(*(column[index] for column in columns.values()), *cells, ", ".join(remarks))
     console.print(table)
-    refused = len(found.records) - len(tried)
+    refused = len(tuned.records) - len(tried)
     counts = f"{counted(len(tried), 'trial')}, {counted(refused, 'setting')} refused before the start"
-    console.print(f"{counts}; ended: {found.why}", markup=False)
-    console.print(f"{found.best_path} has the best settings; results.csv beside it has all of them", markup=False)
+    console.print(f"{counts}; ended: {tuned.why}", markup=False)
+    console.print(f"{tuned.best_path} has the best settings; results.csv beside it has all of them", markup=False)
 
 
 def _by_plan(ranks: int) -> Rank:
     """The order that the plan expects; where it knows nothing, a rule of thumb."""
 
-    def rank(run: RunConfig, found: Sequence[Candidate]) -> Sequence[Candidate]:
+    def rank(run: RunConfig, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         from plait.plan import hardware_here, in_a_child, in_expected_order
 
         def order() -> list[Candidate]:
-            return in_expected_order(run, found, hardware_here(run.device), ranks)
+            return in_expected_order(run, candidates, hardware_here(run.device), ranks)
 
         ordered = in_a_child(order, seconds=300.0)
         if isinstance(ordered, str):
             print(f"plait: no plan orders the trials, a rule of thumb does: {ordered}", file=sys.stderr, flush=True)
-            return rank_by_rule(run, found)
+            return rank_by_rule(run, candidates)
         return ordered
 
     return rank

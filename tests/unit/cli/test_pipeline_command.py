@@ -32,8 +32,8 @@ def test_files_settings_and_flags_may_stand_in_any_order() -> None:
     line = "a.yaml optim.lr=3e-4 b.toml -n 2 --step 1 3 seed=5 --output-dir=out --data_path x.jsonl y.json --dry-run"
     asked = sort_words(line.split())
     assert (asked.files, asked.overrides) == (["a.yaml", "b.toml"], ["optim.lr=3e-4", "seed=5"])
-    assert asked.own == {"nproc": "2", "dry_run": ""}
-    assert asked.words == ["--step", "1", "3", "--output-dir=out"]
+    assert asked.options == {"nproc": "2", "dry_run": ""}
+    assert asked.step_flags == ["--step", "1", "3", "--output-dir=out"]
     assert asked.flags == ["--data_path", "x.jsonl", "y.json"]
     assert sort_words(["--actor-model", "m", "a.yaml"]).files == ["a.yaml"], "one folder is one word"
 
