@@ -80,7 +80,7 @@ def predict(row: str) -> Result:
     for rank in range(RANKS):
         seen = simulate(config, find_hardware("cpu"), ranks=RANKS, rank=rank, received=received)
         received = seen.handed_on
-        found.append(host_bytes(seen.account) / MIB)
+        found.append(host_bytes(seen.ledger) / MIB)
     return {"peak": max(found)}
 
 

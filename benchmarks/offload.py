@@ -103,7 +103,7 @@ def shares_of(offload: dict[str, Any], given: argparse.Namespace) -> dict[str, f
 def planned_share(given: argparse.Namespace) -> float:
     """What `ratio: auto` takes for this model on this machine; before CUDA is begun, in a copy of the process."""
     from plait.config import parse_sections
-    from plait.plan.gate import in_a_child
+    from plait.plan.gate import run_forked
     from plait.plan.hardware import hardware_here
     from plait.plan.shares import with_ratio
 
@@ -122,7 +122,7 @@ def planned_share(given: argparse.Namespace) -> float:
     def look() -> float:
         return with_ratio(config, hardware_here(given.device), ranks=1).strategy.offload.share
 
-    found = in_a_child(look, seconds=120.0)
+    found = run_forked(look, seconds=120.0)
     if isinstance(found, str):
         raise SystemExit(f"ratio: auto: {found}")
     return found

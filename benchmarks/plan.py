@@ -172,7 +172,7 @@ def predict(gpu: str, out: Path, only: list[int]) -> None:
         start = time.perf_counter()
         config = config_of(run)
         plan = make_plan(config, machine, ranks=1, detailed=False)
-        account = plan.ranks[0].account
+        account = plan.ranks[0].ledger
         found[name_of(run)] = {
             "allocated": account.peak[1] / GIB,
             "reserved": account.numbers["reserved"] / GIB,

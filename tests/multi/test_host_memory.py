@@ -71,7 +71,7 @@ def simulated(config: RunConfig) -> list[Any]:
     for rank in range(2):
         seen = simulate(config, find_hardware("cpu"), ranks=2, rank=rank, received=received)
         received = seen.handed_on
-        found.append(seen.account)
+        found.append(seen.ledger)
     return found
 
 
@@ -205,7 +205,7 @@ def test_saving_and_loading_take_the_resident_memory_that_was_simulated(
     settings = config.checkpoint.model_copy(update={"async_save": background})
     config = config.model_copy(update={"checkpoint": settings})
     machine = replace(find_hardware("cpu"), host_cores=os.cpu_count() or 1)  # who write and read at once are threads
-    peaks = simulate(config, machine, ranks=2).account.peaks()
+    peaks = simulate(config, machine, ranks=2).ledger.peaks()
     for saving, loading in fresh_ranks.run(checkpoint_growth, CHECKPOINTS[name], optim, str(tmp_path), background):
         assert saving == pytest.approx(peaks[Phase.SAVE], rel=0.1)
         assert loading == pytest.approx(peaks[Phase.LOAD], rel=0.1)

@@ -18,7 +18,7 @@ from plait.monitor import format_duration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from plait.plan import Hardware, Known, Plan, Rung, Search
+    from plait.plan import Hardware, Known, Plan, Remedy, Search
 
 GIB, MIB = 2**30, 2**20
 _SHOWN = 12
@@ -126,7 +126,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
     import_from_here()
     machine, ranks = _machine(gpu, config), gpus or min_ranks(config.strategy)
     console = wide_console()
-    result = search(config, machine, ranks=ranks, say=lambda text: console.print(text, style="dim"))
+    result = search(config, machine, ranks=ranks, log=lambda text: console.print(text, style="dim"))
     _show_search(console, result, config, ranks)
     if out is not None:
         rows = [
@@ -136,7 +136,7 @@ def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: 
                 "tokens_per_second": way.tokens_per_second,
                 "needed_gib": None if way.plan is None else way.plan.needed_gib,
             }
-            for way in result.found
+            for way in result.results
         ]
         write_file(out, json.dumps(rows, indent=1) + "\n", "--out")
         console.print(f"{out}: all {len(rows)} ways")
@@ -164,7 +164,7 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
         f"{host} of {machine.host_memory_gib:.0f} GiB on a host",
         highlight=False,
     )
-    unit, size = ("GiB", GIB) if plan.fullest.account.peak[1] >= GIB else ("MiB", MIB)
+    unit, size = ("GiB", GIB) if plan.fullest.ledger.peak[1] >= GIB else ("MiB", MIB)
     names = [column.format(rank.name) for rank in plan.ranks for column in _columns(plan)]
     table = Table(unit, *names, box=None, pad_edge=False, header_style="bold")
     for name, held in _memory_rows(plan):
@@ -198,7 +198,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float | None]]]:
     from plait.plan import host_peaks
 
     width = len(_columns(plan))
-    peaks = [(rank.account.peaks(), host_peaks(rank.account, plan.hardware))[:width] for rank in plan.ranks]
+    peaks = [(rank.ledger.peaks(), host_peaks(rank.ledger, plan.hardware))[:width] for rank in plan.ranks]
     for phase in _PHASES:
         yield phase, [column.get(phase) for columns in peaks for column in columns]
     yield "at the peak:", []
@@ -211,7 +211,7 @@ def _columns(plan: Plan) -> list[str]:
 
 
 def _part_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
-    accounts = [rank.account for rank in plan.ranks]
+    accounts = [rank.ledger for rank in plan.ranks]
     held = [ledger.under("part") for ledger in accounts]
     categories = dict.fromkeys(category for bytes_of in held for category in bytes_of)
     rows = {
@@ -226,7 +226,7 @@ def _part_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
 
 
 def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
-    accounts = [rank.account for rank in plan.ranks]
+    accounts = [rank.ledger for rank in plan.ranks]
     operations = sorted({key.split(".")[1] for ledger in accounts for key in ledger.under("compute")})
     for operation in operations:
         yield (
@@ -248,13 +248,13 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
 
 
 def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
-    """Rung by rung as they are planned; at the end what to write, that nothing helps, or that the time was up."""
+    """Remedy by rung as they are planned; at the end what to write, that nothing helps, or that the time was up."""
     from plait.plan import RemedySearch
 
     console.print("\nOne change after the other, each on top of those before:")
     remedies = RemedySearch(config, machine, ranks, known=known)
-    rungs: list[Rung] = []
-    for rung in remedies.climb():
+    rungs: list[Remedy] = []
+    for rung in remedies.remedies():
         rungs.append(rung)
         changes = " ".join(rung.added.changes(config))
         if rung.reason:
@@ -266,7 +266,7 @@ def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: 
             status = "[green]fits[/]" if rung.fits else "too much"
             console.print(f"  {changes}: {rung.plan.needed_gib:.1f} GiB{host}, {status}", highlight=False)
     if rungs and rungs[-1].fits:
-        least = remedies.taken_back(rungs)
+        least = remedies.without_needless(rungs)
         assert least.plan is not None
         changes, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
         console.print(f"What it takes: {changes} ({needed:.1f} GiB)", markup=False, highlight=False)
@@ -281,7 +281,7 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
 
     from plait.cli.columns import as_columns
 
-    shown = result.found[:_SHOWN]
+    shown = result.results[:_SHOWN]
     columns = as_columns(config, [way.candidate for way in shown], ranks)
     figures = [Column(title, justify="right", no_wrap=True) for title in (f"{sample_unit(config.data)}/s", "GiB")]
     titles = [Column(title, no_wrap=True) for title in columns]
@@ -293,8 +293,8 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
         about = "" if way.plan else "~"  # by the quick account
         table.add_row(f"{about}{way.tokens_per_second:,.0f}", needed, *cells, remark, style="dim" if about else None)
     console.print(table)
-    if len(result.found) > _SHOWN:
-        console.print(f"and {len(result.found) - _SHOWN} more; all of them with --out FILE ({result.seconds:.0f} s)")
+    if len(result.results) > _SHOWN:
+        console.print(f"and {len(result.results) - _SHOWN} more; all of them with --out FILE ({result.seconds:.0f} s)")
     if result.best is None:
         console.print("[red]nothing fits[/]")
         return
@@ -309,10 +309,10 @@ def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None
     """Print the account of the run's own model, and DeepSpeed's tables for it. The model is never given storage."""
     run = parse(config, overrides).config
 
-    from plait.plan import account_of, zero2_table, zero3_table
+    from plait.plan import estimate_states, zero2_table, zero3_table
 
     total, largest = _count(run)
-    state_memory = account_of(run, total)
+    state_memory = estimate_states(run, total)
     head = f"{total / 1e6:,.1f}M parameters, {largest / 1e6:,.1f}M in the largest layer"
     typer.echo(f"{head}: {run.precision.compute}, {run.optim.type}")
     for name, per_param, size in state_memory.rows():

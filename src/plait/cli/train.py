@@ -161,11 +161,11 @@ def _check_found_alike(parsed: Parsed) -> None:
 
 def _search_strategy(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """The settings of the fastest way to spread the run, for `strategy: auto`."""
-    from plait.plan import best_settings, in_a_child
+    from plait.plan import best_settings, run_forked
 
     asked = [*overrides, "strategy.auto=false"]
     wanted = parse(config, asked).config
-    best = in_a_child(lambda: best_settings(wanted, ranks), seconds=600.0)
+    best = run_forked(lambda: best_settings(wanted, ranks), seconds=600.0)
     if isinstance(best, str):
         raise ConfigError(Problem("strategy.auto", f"no way was found: {best}", "Write a strategy."))
     settings, summary = best
@@ -175,10 +175,10 @@ def _search_strategy(config: str, overrides: Sequence[str], ranks: int) -> list[
 
 def _search_offload_ratio(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """A number for `strategy.offload.ratio: auto`."""
-    from plait.plan import best_ratio, in_a_child
+    from plait.plan import best_ratio, run_forked
 
     wanted = parse(config, overrides).config
-    best = in_a_child(lambda: best_ratio(wanted, ranks), seconds=600.0)
+    best = run_forked(lambda: best_ratio(wanted, ranks), seconds=600.0)
     if isinstance(best, str):
         raise ConfigError(Problem("strategy.offload.ratio", f"auto, but {best}", "Write a number from 0 to 1."))
     print(f"strategy.offload.ratio: auto takes {best[0].partition('=')[2]}")

@@ -115,12 +115,12 @@ def _by_plan(ranks: int) -> Rank:
     """The order that the plan expects; where it knows nothing, a rule of thumb."""
 
     def rank(run: RunConfig, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        from plait.plan import hardware_here, in_a_child, in_expected_order
+        from plait.plan import hardware_here, order_by_estimate, run_forked
 
         def order() -> list[Candidate]:
-            return in_expected_order(run, candidates, hardware_here(run.device), ranks)
+            return order_by_estimate(run, candidates, hardware_here(run.device), ranks)
 
-        ordered = in_a_child(order, seconds=300.0)
+        ordered = run_forked(order, seconds=300.0)
         if isinstance(ordered, str):
             print(f"plait: no plan orders the trials, a rule of thumb does: {ordered}", file=sys.stderr, flush=True)
             return rank_by_rule(run, candidates)

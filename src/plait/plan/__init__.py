@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.plan.classify import classify as classify
     from plait.plan.classify import known_tensors as known_tensors
-    from plait.plan.gate import RunForecast as RunForecast
+    from plait.plan.gate import RunPlan as RunPlan
     from plait.plan.gate import best_ratio as best_ratio
     from plait.plan.gate import best_settings as best_settings
-    from plait.plan.gate import forecast as forecast
-    from plait.plan.gate import in_a_child as in_a_child
+    from plait.plan.gate import plan_run as plan_run
+    from plait.plan.gate import run_forked as run_forked
     from plait.plan.hardware import Hardware as Hardware
     from plait.plan.hardware import find_hardware as find_hardware
     from plait.plan.hardware import hardware_here as hardware_here
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from plait.plan.quick import shards_of as shards_of
     from plait.plan.rankplan import Known as Known
     from plait.plan.recorder import MemoryRecorder as MemoryRecorder
+    from plait.plan.remedies import Remedy as Remedy
     from plait.plan.remedies import RemedySearch as RemedySearch
-    from plait.plan.remedies import Rung as Rung
     from plait.plan.search import Search as Search
-    from plait.plan.search import in_expected_order as in_expected_order
+    from plait.plan.search import order_by_estimate as order_by_estimate
     from plait.plan.search import search as search
     from plait.plan.space import Candidate as Candidate
     from plait.plan.space import Space as Space
     from plait.plan.space import candidates as candidates
-    from plait.plan.space import that_can_pay as that_can_pay
-    from plait.plan.states import account_of as account_of
+    from plait.plan.space import useful_dimensions as useful_dimensions
     from plait.plan.states import count_params as count_params
+    from plait.plan.states import estimate_states as estimate_states
     from plait.plan.states import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
     from plait.plan.states import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
@@ -61,7 +61,7 @@ else:
         __name__,
         {
             "classify": ["classify", "known_tensors"],
-            "gate": ["RunForecast", "best_ratio", "best_settings", "forecast", "in_a_child"],
+            "gate": ["RunPlan", "best_ratio", "best_settings", "plan_run", "run_forked"],
             "hardware": ["Hardware", "find_hardware", "hardware_here"],
             "ledger": ["host_peaks"],
             "measure": ["measure_hardware"],
@@ -69,11 +69,11 @@ else:
             "quick": ["shards_of"],
             "rankplan": ["Known"],
             "recorder": ["MemoryRecorder"],
-            "remedies": ["RemedySearch", "Rung"],
-            "search": ["Search", "in_expected_order", "search"],
-            "space": ["Candidate", "Space", "candidates", "that_can_pay"],
+            "remedies": ["RemedySearch", "Remedy"],
+            "search": ["Search", "order_by_estimate", "search"],
+            "space": ["Candidate", "Space", "candidates", "useful_dimensions"],
             "states": [
-                "account_of",
+                "estimate_states",
                 "count_params",
                 "estimate_zero2_model_states_mem_needs",
                 "estimate_zero2_model_states_mem_needs_all_cold",

@@ -24,7 +24,7 @@ from plait.torch_internals import (
     storage_key,
 )
 
-PARTS = (
+CATEGORIES = (
     "parameters",
     "gradients",
     "optimizer",
@@ -52,18 +52,18 @@ class Owners:
         with torch.no_grad(), replaced(recorder, "paused", True):  # a view that is made to look is no part of the step
             for owner, tensor in self.known():
                 owners.setdefault(_storage(tensor), owner)
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for key, piece in recorder.pieces.items():
-            part = owners.get(key)
-            if part is None and piece.sent:
-                part = "communication"
-            if part is None:
+            category = owners.get(key)
+            if category is None and piece.sent:
+                category = "communication"
+            if category is None:
                 # What the forward pass made and is still there, the backward pass will need.
-                part = "activations" if piece.born is Phase.FORWARD else "temporaries"
+                category = "activations" if piece.born is Phase.FORWARD else "temporaries"
                 if piece.born is Phase.BUILD:
-                    part = "kernel workspaces"
-            found[part] += piece.size
-        return {part: found[part] for part in PARTS if found[part]}
+                    category = "kernel workspaces"
+            sizes[category] += piece.size
+        return {category: sizes[category] for category in CATEGORIES if sizes[category]}
 
     def known(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that belong to someone now."""
@@ -75,19 +75,19 @@ class Owners:
         for buffer in self._buffers:
             yield "parameters", buffer
         for state in engine.updater.optimizer.state.values():
-            for part in leaves(state):
-                yield "optimizer", part
-        for whole in engine.views.updated if engine.views.shared_out is not None else ():
-            if whole is not None:
-                yield "optimizer", whole
+            for tensor in leaves(state):
+                yield "optimizer", tensor
+        for master in engine.views.updated if engine.views.shared_out is not None else ():
+            if master is not None:
+                yield "optimizer", master
         for name, tensor in zip(engine.views.names, engine.views.tensors, strict=True):
             yield "parameters", tensor  # the fp32 weights behind rounded ones
             if tensor.grad is not None:
                 yield "gradients", tensor.grad
             if engine.views.in_buckets:
                 yield "gradients", engine.views.gradient_of(name)
-        for each in self._gathering:
-            yield from _gathered(each)
+        for param in self._gathering:
+            yield from _gathered(param)
         if isinstance(engine.views, OffloadedParams):
             yield "optimizer", engine.views.store.stand_in
         if isinstance(engine.gradients, StreamedGradients):
@@ -115,9 +115,9 @@ def _gathered(param: Any) -> Iterator[tuple[str, Tensor]]:
     """What `fully_shard` holds of a parameter beside its shard."""
     for tensor in fsdp_all_gather_outputs(param):
         yield "gathered parameters", tensor
-    whole = fsdp_unsharded_param(param)
-    if whole is not None:
-        yield "gathered parameters", whole
+    unsharded = fsdp_unsharded_param(param)
+    if unsharded is not None:
+        yield "gathered parameters", unsharded
     accumulated = fsdp_unsharded_accumulated_grad(param)
     if accumulated is not None:
         yield "gradients", accumulated

@@ -131,7 +131,7 @@ class FusedGraph:
         """
         levels: dict[fx.Node, int] = {}
         for node in self._nodes:
-            above = (levels[each] + _is_extern(each) for each in node.all_input_nodes)
+            above = (levels[source] + _is_extern(source) for source in node.all_input_nodes)
             levels[node] = max(above, default=0)
         for node in reversed(self._nodes):
             if node.op == "call_function" and not _is_extern(node) and node.users:
@@ -186,43 +186,43 @@ class FusedGraph:
         return self._known_reads[node]
 
     def _find_reads(self, node: fx.Node) -> frozenset[fx.Node]:
-        found: set[fx.Node] = set()
-        for each in node.all_input_nodes:
-            base = self._base(each)
+        reads: set[fx.Node] = set()
+        for source in node.all_input_nodes:
+            base = self._base(source)
             if base.op != "call_function" or self._is_kernel(base):
-                found.add(base)
+                reads.add(base)
             else:
-                found |= self._reads(base)
-        return frozenset(found)
+                reads |= self._reads(base)
+        return frozenset(reads)
 
     def _traffic(self) -> dict[int, tuple[set[fx.Node], set[fx.Node]]]:
         """By level, what its fused kernels read and write."""
-        found: dict[int, tuple[set[fx.Node], set[fx.Node]]] = defaultdict(lambda: (set(), set()))
+        traffic: dict[int, tuple[set[fx.Node], set[fx.Node]]] = defaultdict(lambda: (set(), set()))
         for node in self._kernels:
             if not _is_extern(node):
-                reads, writes = found[self._levels[node]]
+                reads, writes = traffic[self._levels[node]]
                 reads |= self._reads(node)
                 writes.add(node)
-        return found
+        return traffic
 
     def _find_rise(self) -> int:
         """How far memory rises above where it was at the call, while kernels run in their order."""
         last: dict[fx.Node, fx.Node] = {}
         for node in self._kernels:
-            for each in self._reads(node):
-                last[each] = node
+            for source in self._reads(node):
+                last[source] = node
         final = {self._base(out) for out in self._tensors_out()}
-        ends: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        last_uses: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node, reader in last.items():
             # What the caller holds on to is not free: weights, the batch, and incoming gradients.
             owned = node.op == "placeholder" and node.name.startswith(("primals", "tangents"))
             if node not in final and not owned:
-                ends[reader].append(node)
+                last_uses[reader].append(node)
         now = rise = 0
         for node in self._kernels:
             now += _bytes(node)
             rise = max(rise, now + self._hidden(node))
-            now -= sum(_bytes(each) for each in ends[node])
+            now -= sum(_bytes(source) for source in last_uses[node])
         return rise
 
     def _hidden(self, node: fx.Node) -> int:
@@ -231,7 +231,7 @@ class FusedGraph:
         args, kwargs = _values((node.args, node.kwargs))
         if body is None:
             return hidden_bytes(node.target, args) if _is_extern(node) else 0
-        with self._recorder.aside() as inside:
+        with self._recorder.nested() as inside:
             body(*args, **kwargs)
         return max(0, max(peak.bytes for peak in inside.peaks.values()) - _bytes(node))
 
@@ -240,13 +240,13 @@ class FusedGraph:
         args, kwargs = _values((node.args, node.kwargs))
         body = body_of(func)
         if body is not None:
-            with self._recorder.aside(self._timing, phase=phase):
+            with self._recorder.nested(self._timing, phase=phase):
                 body(*args, **kwargs)
             return
         out = node.meta["val"]
-        flops, kind = flops_of(func, args, kwargs, out)
-        moved = _bytes(node) + sum(_bytes(each) for each in node.all_input_nodes)
-        self._timing.add(phase, kind, flops, moved, computes_in(func, args, out))
+        flops, operation = flops_of(func, args, kwargs, out)
+        moved = _bytes(node) + sum(_bytes(source) for source in node.all_input_nodes)
+        self._timing.add(phase, operation, flops, moved, computes_in(func, args, out))
 
 
 def _values(tree: Any) -> Any:
@@ -273,7 +273,8 @@ def _is_extern(node: fx.Node) -> bool:
 def _is_reduction(node: fx.Node) -> bool:
     """Whether a node makes less out of more."""
     value = node.meta["val"]
-    sizes = [each.meta["val"].numel() for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    sizes = [tensor.numel() for tensor in inputs if isinstance(tensor, Tensor)]
     return isinstance(value, Tensor) and value.numel() < max(sizes, default=0)
 
 
@@ -294,7 +295,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 @contextmanager
-def compiled_units(recorder: MemoryRecorder, timing: Timing, say: Callable[[str], None]) -> Iterator[None]:
+def compiled_units(recorder: MemoryRecorder, timing: Timing, log: Callable[[str], None]) -> Iterator[None]:
     """Compiling makes fused graphs that only count, until the block ends."""
 
     def compile_units(
@@ -303,7 +304,7 @@ def compiled_units(recorder: MemoryRecorder, timing: Timing, say: Callable[[str]
         whole = config.scope == "model" or (config.scope == "auto" and (not sharded or not units))
         blocks = [unit.module for unit in units]
         if any(is_sharded(param) for param in model.parameters()):
-            say("compiled modules with tensor-parallel parameters are planned as if they were not compiled")
+            log("compiled modules with tensor-parallel parameters are planned as if they were not compiled")
             return []
         traces: dict[Any, Any] = {}
         fused = partial(_Fused, traces=traces, recorder=recorder, timing=timing)
@@ -407,7 +408,7 @@ def _mark(joint: fx.GraphModule, kept: frozenset[Any]) -> None:
     for node in joint.graph.nodes:
         if node.op == "placeholder" and "tangent" in str(node.target):
             behind.add(node)
-        if any(each in behind for each in node.all_input_nodes):
+        if any(source in behind for source in node.all_input_nodes):
             behind.add(node)
         elif node.op == "call_function" and node not in behind:
             whole = node.args[0] if node.target is operator.getitem else node
@@ -421,10 +422,10 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
+        for item in value.values():
+            yield from _tensors_in(item)
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors_in(each)
+        for item in value:
+            yield from _tensors_in(item)
     elif hasattr(value, "__dict__") and not callable(value):
         yield from _tensors_in(vars(value))

@@ -1,4 +1,4 @@
-"""The plan that every run makes of itself before it starts."""
+"""The plan that every run makes before it starts, in a forked process."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from plait.plan.search import search
 from plait.plan.shares import SHARE, with_ratio
 from plait.torch_internals import tree_map_only
 
-# Doing something in a child, so that this process stays as it was.
+# Running a function in a forked process.
 #
-# A plan loads much that training does not need, and leaves caches behind. In a copy of the process it costs nothing
-# lasting, and whatever goes wrong there is no harm to the run.
+# A plan loads modules that training does not need and leaves caches behind. In a fork this does not last, and an error
+# there does not harm the run.
 
 
 T = TypeVar("T")
@@ -40,9 +40,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """An error on its way out of the child. Errors with arguments of their own cannot be pickled as they are."""
+    """An error sent from the forked process. Errors whose constructor takes arguments cannot be pickled."""
 
-    kind: type[PlaitError] | None
+    error_type: type[PlaitError] | None
     text: str
     fields: dict[str, Any]
 
@@ -53,18 +53,18 @@ class _Raised:
         return cls(None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}", {})
 
     def reason(self) -> str:
-        """Raises what somebody has to change in the run; anything else is a reason, with the way to where it arose."""
-        if self.kind is None:
+        """Raise a `PlaitError`; return any other error as text with its traceback."""
+        if self.error_type is None:
             return self.text
-        error = self.kind.__new__(self.kind, self.text)
+        error = self.error_type.__new__(self.error_type, self.text)
         error.__dict__.update(self.fields)
         raise error
 
 
-def in_a_child(work: Callable[[], T], *, seconds: float) -> T | str:
-    """What `work` returns, from a forked child; a reason where none comes. Without fork, it is done here.
+def run_forked(work: Callable[[], T], *, seconds: float) -> T | str:
+    """Return what `work` returns in a forked process, or a text why there is no result. Without fork, call it here.
 
-    A `PlaitError` is raised here as well. Any other exception is a reason, with its traceback.
+    A `PlaitError` is raised here too. Any other exception is returned as text with its traceback.
     """
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return work()
@@ -81,13 +81,13 @@ def in_a_child(work: Callable[[], T], *, seconds: float) -> T | str:
     finally:
         os.close(reading)
         if data != b"":
-            os.kill(child, signal.SIGKILL)  # it has answered, or never will
+            os.kill(child, signal.SIGKILL)  # it has answered, or is not going to
         _, status = os.waitpid(child, 0)
     if data is None:
         return f"it took more than {seconds:.0f} s"
     if not data:
         return _how_it_ended(os.waitstatus_to_exitcode(status))
-    # From our own child, through a pipe that nobody else holds.
+    # From our own child, through a pipe that no other process holds.
     answer = pickle.loads(data)  # noqa: S301  # from a child of this process
     return answer.reason() if isinstance(answer, _Raised) else answer
 
@@ -100,7 +100,7 @@ def _how_it_ended(code: int) -> str:
 
 
 def _answer(work: Callable[[], object], writing: int) -> None:
-    """Work, write down the result, and end without a trace: nothing of the parent's must run here."""
+    """Call `work`, write its result, and exit at once, without the parent's exit handlers."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -117,42 +117,40 @@ def _answer(work: Callable[[], object], writing: int) -> None:
 
 def _read(reading: int, seconds: float) -> bytes | None:
     end = time.monotonic() + seconds
-    parts: list[bytes] = []
+    chunks: list[bytes] = []
     while True:
         ready, _, _ = select.select([reading], [], [], max(0.0, end - time.monotonic()))
         if not ready:
             return None
-        part = os.read(reading, 65536)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
+        chunk = os.read(reading, 65536)
+        if not chunk:
+            return b"".join(chunks)
+        chunks.append(chunk)
 
 
-# What a run expects of itself.
-#
-# Nothing else of the plan is loaded here: that takes longer than loading torch, and happens in a child.
+# The plan of this run. Other modules of the plan are loaded in the forked process only: they take longer than torch.
 
 
-_PATIENCE_S = 180.0
+_TIMEOUT_S = 180.0
 """How long a run waits for its plan."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunForecast:
-    """What a run expects of itself. Plain values: it travels between ranks."""
+class RunPlan:
+    """The predicted memory and step time of a run. Plain values, so that it can be sent between ranks."""
 
     peak_gib: float
-    """What the device's own account will say: tensors on a GPU, the whole process on a CPU."""
+    """Predicted peak of what is measured at the end: tensors on a GPU, the whole process on a CPU."""
     needed_gib: float
     memory_gib: float
     seconds: float | None
-    """Of a step; None where the machine's speed is not known."""
+    """Per step; None if the speed of the machine is not known."""
     took: float
     refusal: ConfigError | None = None
     """Why the run should not start."""
 
 
-def forecast(
+def plan_run(
     config: RunConfig,
     *,
     ranks: int,
@@ -160,41 +158,40 @@ def forecast(
     model: Any = None,
     loss_function: Any = None,
     example: Any = None,
-) -> RunForecast | str:
-    """Plan this run on the machine at hand; a reason where that cannot be.
+) -> RunPlan | str:
+    """Plan this run on this machine in a forked process. Return a text if it cannot be planned.
 
-    `example` is one micro-batch, where the data are no section that tells its shapes. This process stays as it was.
+    `example` is one micro-batch, needed when `config.data` does not determine its shapes.
     """
 
-    def look() -> RunForecast | str:
+    def work() -> RunPlan | str:
+        return plan_here(config, ranks, local_ranks, model, loss_function, example)
 
-        return look_ahead(config, ranks, local_ranks, model, loss_function, example)
-
-    found = in_a_child(look, seconds=_PATIENCE_S)
-    if isinstance(found, str) and "fork-based multiprocessing" in found:
-        # A process that has gone backward before cannot do so in a copy; then it is done here, and put right after.
-        here = torch.device("cpu")
-        state = rng_state(here)
-        found = look()
-        restore_rng_state(state, here)
-    return found
+    plan = run_forked(work, seconds=_TIMEOUT_S)
+    if isinstance(plan, str) and "fork-based multiprocessing" in plan:
+        # autograd does not run in a fork of a process that has run it. Then plan here, and restore the RNG state.
+        cpu = torch.device("cpu")
+        state = rng_state(cpu)
+        plan = work()
+        restore_rng_state(state, cpu)
+    return plan
 
 
 def best_settings(config: RunConfig, ranks: int) -> tuple[list[str], str] | str:
-    """Overrides for the fastest way to spread a run over this machine, and what they promise; a reason without any."""
+    """Return overrides for the fastest layout on this machine and a summary; a text if nothing fits."""
     machine = _machine(config, ranks)
-    found = search(config, machine, ranks=ranks)
-    best = found.best
+    result = search(config, machine, ranks=ranks)
+    best = result.best
     if best is None or best.plan is None:
-        return next((each.reason for each in found.found if each.plan is not None), "nothing fits")
+        return next((candidate.reason for candidate in result.results if candidate.plan is not None), "nothing fits")
     known = machine.kind == "cuda" or machine.measured
     rate = f"{best.plan.tokens_per_second:,.0f} {sample_unit(config.data)}/s, " if known else ""
-    words = f"{rate}{best.plan.needed_gib:.1f} GiB; {len(found.found)} ways in {found.seconds:.0f} s"
-    return best.candidate.changes(config), words
+    summary = f"{rate}{best.plan.needed_gib:.1f} GiB; {len(result.results)} ways in {result.seconds:.0f} s"
+    return best.candidate.changes(config), summary
 
 
 def best_ratio(config: RunConfig, ranks: int) -> list[str] | str:
-    """An override with a number for `strategy.offload.ratio: auto` on this machine; a reason without any."""
+    """Return an override with a number for `strategy.offload.ratio: auto`; a text if there is none."""
     try:
         share = with_ratio(config, _machine(config, ranks), ranks=ranks).strategy.offload.share
     except PlaitError as error:
@@ -202,10 +199,10 @@ def best_ratio(config: RunConfig, ranks: int) -> list[str] | str:
     return [f"{SHARE}={share:g}"]
 
 
-def look_ahead(
+def plan_here(
     config: RunConfig, ranks: int, local_ranks: int, model: Any, loss_function: Any, example: Any
-) -> RunForecast | str:
-    """Plan a run here and now; see `expectation.forecast`, which leaves the process as it was."""
+) -> RunPlan | str:
+    """Plan a run in this process; `plan_run` does it in a fork."""
     start = time.perf_counter()
     try:
         machine = _machine(config, local_ranks)
@@ -215,11 +212,11 @@ def look_ahead(
         options = {key: value for key, value in options.items() if value is not None}
         simulated: Known = {}
         plan = make_plan(config, machine, ranks=ranks, detailed=False, known=simulated, **options)
-        ladder = RemedySearch(config, machine, ranks, known=simulated, options=options)
-        refusal = None if plan.fits else _refusal(config, plan, ladder)
+        remedy_search = RemedySearch(config, machine, ranks, known=simulated, options=options)
+        refusal = None if plan.fits else _refusal(config, plan, remedy_search)
         known = machine.kind == "cuda" or bool(machine.measured)
-        peak = plan.fullest.account.peak[1] / 2**30
-        return RunForecast(
+        peak = plan.fullest.ledger.peak[1] / 2**30
+        return RunPlan(
             peak if machine.kind == "cuda" else plan.needed_gib,
             plan.needed_gib,
             machine.memory_gib,
@@ -230,7 +227,7 @@ def look_ahead(
     except PlaitError as error:
         return in_one_line(error)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
-        # A model may do what tensors without values cannot; its run is not the worse for it.
+        # A model may do what fake tensors do not support; it can be trained all the same.
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -240,14 +237,12 @@ def _machine(config: RunConfig, local_ranks: int) -> Hardware:
     elif config.device in ("auto", "cpu", "cuda"):
         machine = hardware_here(config.device)
     else:
-        raise ConfigError(
-            Problem("device", f"{config.device} is no machine that can be planned for", "Use cuda or cpu.")
-        )
+        raise ConfigError(Problem("device", f"a run on {config.device} cannot be planned", "Use cuda or cpu."))
     return replace(machine, per_host=max(machine.per_host, local_ranks))
 
 
 def _maker(model: Any) -> Any:
-    """A model that was given as an object, as a function that makes another of the same shapes."""
+    """Return a function that makes a copy of a model object with new tensors; other values as they are."""
     if not isinstance(model, nn.Module):
         return model
 
@@ -268,24 +263,22 @@ def _blank(example: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), example)
 
 
-def _refusal(config: RunConfig, plan: Plan, ladder: RemedySearch) -> ConfigError:
-    machine = ladder.hardware
-    phase, _ = plan.fullest.account.peak
+def _refusal(config: RunConfig, plan: Plan, remedy_search: RemedySearch) -> ConfigError:
+    machine = remedy_search.hardware
+    phase, _ = plan.fullest.ledger.peak
     if plan.needed_gib > machine.memory_gib:
-        what = (
-            f"each device would need {plan.needed_gib:.1f} GiB, in the {phase} phase, and has {machine.memory_gib:.1f}"
-        )
+        what = f"each device needs {plan.needed_gib:.1f} GiB in the {phase} phase, and has {machine.memory_gib:.1f}"
     else:
         host, phase = plan.host_gib, plan.host_phase
-        what = f"a host would need {host:.0f} GiB, in the {phase} phase, and has {machine.host_memory_gib:.0f}"
-    rungs = list(ladder.climb())
+        what = f"a host needs {host:.0f} GiB in the {phase} phase, and has {machine.host_memory_gib:.0f}"
+    remedies = list(remedy_search.remedies())
     remedy = ""
-    if rungs and rungs[-1].fits:
-        least = ladder.taken_back(rungs)
+    if remedies and remedies[-1].fits:
+        least = remedy_search.without_needless(remedies)
         assert least.plan is not None
         remedy = f"With `{' '.join(least.candidate.changes(config))}` it needs {least.plan.needed_gib:.1f} GiB."
-    elif not ladder.cut:
-        remedy = "Nothing on the ladder makes it fit here: use more devices, or a smaller model."
-    left_out = ladder.left_out(rungs)
-    sentences = (remedy, left_out, "`plan=warn` starts it all the same.")
-    return ConfigError(Problem("strategy", what, " ".join(each for each in sentences if each)))
+    elif not remedy_search.cut:
+        remedy = "No change of the strategy makes it fit: use more devices, or a smaller model."
+    left_out = remedy_search.left_out(remedies)
+    sentences = (remedy, left_out, "`plan=warn` starts it anyway.")
+    return ConfigError(Problem("strategy", what, " ".join(text for text in sentences if text)))

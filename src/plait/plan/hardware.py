@@ -1,4 +1,4 @@
-"""What a plan must know of the machine that a run will stand on.
+"""The hardware that a plan is made for.
 
 A machine is a preset (`h100-80g`), a file that `plait doctor --measure` wrote, or the one at hand.
 """
@@ -17,24 +17,24 @@ from plait.errors import ConfigError, Problem
 CORE_GBPS = 4.0
 """What one core of a host adds to `host_gbps`, about: 16 cores beside an H200 reached 63 GB/s."""
 NUMBER_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
-"""The words for the formats in which matrices are multiplied."""
+"""Names of the formats in which matrices are multiplied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """A way between devices."""
+    """A link between devices."""
 
     kind: str
     """`nvlink`, `pcie`, `infiniband`, `ethernet`, `memory`, or `none`."""
     gbps: float
     """GB/s in one direction, for each device. 1 GB is 10⁹ bytes."""
     latency_us: float
-    """What a message costs however small it is."""
+    """Latency of a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of device, the host it stands in, and what lies between hosts.
+    """One type of device, its host, and the network between hosts.
 
     On a CPU a device is the whole host: its ranks share memory, bandwidth and arithmetic.
     """
@@ -44,11 +44,11 @@ class Hardware:
     memory_gib: float
     """Memory of one device that a process can have, in GiB of 2³⁰ bytes; less than the name says."""
     context_gib: float
-    """What of it is gone before the first tensor: the CUDA context, its kernels, and NCCL's first buffers."""
+    """Memory in use before the first tensor: the CUDA context, its kernels, and NCCL's first buffers."""
     flops: Mapping[str, float]
-    """Number format → dense peak in TFLOP/s. A format that is absent is not multiplied in hardware."""
+    """Number format → dense peak in TFLOP/s. The hardware does not multiply formats that are absent."""
     matmul_efficiency: float = 0.8
-    """The share of the peak that large matrix products reach, where it was not measured."""
+    """Share of the peak that large matrix products reach, if it was not measured."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Number format → TFLOP/s that a large matrix product reached on this machine."""
     memory_gbps: float
@@ -74,7 +74,7 @@ class Hardware:
     disk_gbps: float
     """Reading or writing files, whichever is slower, GB/s for the whole host."""
     launch_us: float
-    """What the host spends on one operation of a training step, autograd's part of it included."""
+    """Host time per operation of a training step, including autograd."""
     dollars_per_hour: float | None = None
     """Price of one device, where a cost is wanted."""
 
@@ -95,7 +95,7 @@ class Hardware:
 
 
 def find_hardware(name_or_path: str | Path, *, key: str = "--gpu") -> Hardware:
-    """The machine that a preset's name or a file says; `key` is what a user wrote it under.
+    """Return the machine of a preset's name or of a file; `key` is the option it was given under.
 
     Names are read leniently: `H100`, `h100_80GB` and `NVIDIA H100 80GB HBM3` are `h100-80g`. Raises `ConfigError` for
     a name that means nothing or several things, and for a file with a wrong key or value.
@@ -104,23 +104,23 @@ def find_hardware(name_or_path: str | Path, *, key: str = "--gpu") -> Hardware:
     if Path(text).suffix.lower() in SUFFIXES:
         return _from_file(Path(text))
 
-    found = _matches(text, PRESETS)
-    if len(found) == 1:
-        return PRESETS[found[0]]
-    if found:
-        raise ConfigError(Problem(key, f"{text!r} may be {listed(found, 'or')}", "Write which one."))
+    names = _matches(text, PRESETS)
+    if len(names) == 1:
+        return PRESETS[names[0]]
+    if names:
+        raise ConfigError(Problem(key, f"{text!r} may be {listed(names, 'or')}", "Write which one."))
     meant = nearest(text, [name.partition("-")[0] for name in PRESETS])
     first = f"Did you mean `{meant}`? " if meant else ""
     remedy = (
         f"{first}The presets are {listed(PRESETS)}; `plait doctor --measure --out machine.yaml` describes this one."
     )
-    raise ConfigError(Problem(key, f"no machine is called {text!r}", remedy))
+    raise ConfigError(Problem(key, f"unknown hardware {text!r}", remedy))
 
 
-def hardware_here(kind: str = "auto") -> Hardware:
-    """The machine at hand: its preset, with the sizes that are seen at once. Measures nothing.
+def hardware_here(device_type: str = "auto") -> Hardware:
+    """Return this machine: its preset, with the memory and the counts that it has. Measures nothing.
 
-    `kind` is `cuda`, `cpu`, or `auto` for the first of these that is there.
+    `device_type` is `cuda`, `cpu`, or `auto`: CUDA where there is a GPU.
     """
     import psutil
     import torch
@@ -128,10 +128,10 @@ def hardware_here(kind: str = "auto") -> Hardware:
     from plait.launch import cpu_count
 
     host = psutil.virtual_memory().total / 2**30
-    if kind == "cpu" or not torch.cuda.is_available():
+    if device_type == "cpu" or not torch.cuda.is_available():
         cores = cpu_count()
         cpu = PRESETS["cpu"]
-        flops = {word: tflops * cores / cpu.per_host for word, tflops in cpu.flops.items()}
+        flops = {dtype_name: tflops * cores / cpu.per_host for dtype_name, tflops in cpu.flops.items()}
         cpu = replace(cpu, memory_gib=host, host_memory_gib=host, per_host=cores, flops=flops)
         return with_cores(cpu, cores)
     device = torch.cuda.get_device_properties(0)
@@ -140,29 +140,29 @@ def hardware_here(kind: str = "auto") -> Hardware:
     if not known:
         remedy = "Run `plait doctor --measure --out machine.yaml`, and give that file."
         raise ConfigError(Problem("--gpu", f"no preset is known for {device.name!r}", remedy))
-    nearest_size = min(known, key=lambda each: abs(each.memory_gib - memory))
-    here = replace(nearest_size, memory_gib=memory, host_memory_gib=host, per_host=torch.cuda.device_count())
-    return with_cores(here, cpu_count())
+    nearest_size = min(known, key=lambda preset: abs(preset.memory_gib - memory))
+    machine = replace(nearest_size, memory_gib=memory, host_memory_gib=host, per_host=torch.cuda.device_count())
+    return with_cores(machine, cpu_count())
 
 
 def with_cores(hardware: Hardware, cores: int) -> Hardware:
-    """The machine with another number of cores, and what so many are able to update."""
+    """Return the machine with another number of cores, and their update bandwidth."""
     return replace(hardware, host_cores=cores, host_gbps=min(hardware.host_gbps, cores * CORE_GBPS))
 
 
 def _matches(text: str, names: Mapping[str, Hardware]) -> list[str]:
-    """The presets that a name may mean: the one it spells, or those whose model it names."""
-    word = _fold(text)
-    exact = [name for name in names if _fold(name) == word]
-    if exact or len(word) < 3:
+    """Return the presets that a name may mean: an exact match, or all that name its model."""
+    folded = _fold(text)
+    exact = [name for name in names if _fold(name) == folded]
+    if exact or len(folded) < 3:
         return exact
     models = {name: _fold(name.partition("-")[0]) for name in names}
     # `nvidia h100 80gb hbm3` names a model and perhaps a size, and `4090` is a part of a model's name. Words and
     # numbers are taken whole: neither an H20 nor a GH200 is an H200.
     spaced = re.sub(r"(?<=[a-z])[^a-z0-9]+(?=[0-9])", "", text.lower())
     named = [name for name, model in models.items() if re.search(rf"(?<![a-z]){model}(?![0-9])", spaced)]
-    sized = [name for name in named if all(_fold(part) in word for part in name.split("-"))]
-    return sized or named or [name for name, model in models.items() if re.search(rf"{word}(?![0-9])", model)]
+    sized = [name for name in named if all(_fold(piece) in folded for piece in name.split("-"))]
+    return sized or named or [name for name, model in models.items() if re.search(rf"{folded}(?![0-9])", model)]
 
 
 def _fold(text: str) -> str:
@@ -171,9 +171,9 @@ def _fold(text: str) -> str:
 
 def _from_file(path: Path) -> Hardware:
     data = read(path)
-    known = {each.name: each for each in fields(Hardware)}
+    known = {field.name: field for field in fields(Hardware)}
     problems = [_unknown(path, key, known) for key in data if key not in known]
-    link_keys = [each.name for each in fields(Interconnect)]
+    link_keys = [field.name for field in fields(Interconnect)]
     for key in ("link", "network"):
         if isinstance(data.get(key), Mapping):
             problems += [_unknown(path, inner, link_keys, key) for inner in data[key] if inner not in link_keys]
@@ -184,11 +184,11 @@ def _from_file(path: Path) -> Hardware:
     try:
         hardware = TypeAdapter(Hardware).validate_python(data)
     except ValidationError as error:
-        found = [(".".join(map(str, each["loc"])), each) for each in error.errors()]
+        details = [(".".join(map(str, detail["loc"])), detail) for detail in error.errors()]
         raise ConfigError(
             [
-                Problem(key, _told(each), "Measure it again with `plait doctor --measure`.", str(path))
-                for key, each in found
+                Problem(key, _describe(detail), "Measure it again with `plait doctor --measure`.", str(path))
+                for key, detail in details
             ]
         ) from None
     if problems := list(_impossible(hardware, str(path))):
@@ -196,7 +196,7 @@ def _from_file(path: Path) -> Hardware:
     return hardware
 
 
-def _told(error: Any) -> str:
+def _describe(error: Any) -> str:
     value = "" if error["type"] == "missing" else f"{show(error['input'])}: "
     return f"{value}{error['msg'][:1].lower()}{error['msg'][1:]}"
 
@@ -204,11 +204,11 @@ def _told(error: Any) -> str:
 def _unknown(path: Path, key: str, known: Any, section: str = "") -> Problem:
     meant = nearest(key, known)
     remedy = f"Did you mean `{meant}`?" if meant else f"The keys are {listed(known)}."
-    return Problem(f"{section}.{key}" if section else key, "there is no such key", remedy, str(path))
+    return Problem(f"{section}.{key}" if section else key, "unknown key", remedy, str(path))
 
 
 def _impossible(hardware: Hardware, origin: str) -> list[Problem]:
-    """Numbers that no machine has: a plan would divide by them."""
+    """Yield the values that are not positive; a plan divides by them."""
     numbers = {
         "memory_gib": hardware.memory_gib,
         "matmul_efficiency": hardware.matmul_efficiency,
@@ -221,39 +221,39 @@ def _impossible(hardware: Hardware, origin: str) -> list[Problem]:
         "host_gbps": hardware.host_gbps,
         "pcie_gbps": hardware.pcie_gbps,
         "disk_gbps": hardware.disk_gbps,
-        **{f"flops.{word}": value for word, value in hardware.flops.items()},
-        **{f"measured.{word}": value for word, value in hardware.measured.items()},
+        **{f"flops.{name}": value for name, value in hardware.flops.items()},
+        **{f"measured.{name}": value for name, value in hardware.measured.items()},
     }
     problems = [
         Problem(key, f"{value:g}", "It must be more than 0.", origin) for key, value in numbers.items() if not value > 0
     ]
-    words = [word for word in (*hardware.flops, *hardware.measured) if word not in NUMBER_FORMATS]
+    unknown = [name for name in (*hardware.flops, *hardware.measured) if name not in NUMBER_FORMATS]
     problems += [
-        Problem(f"flops.{word}", "no such number format", choose(word, NUMBER_FORMATS, "format"), origin)
-        for word in words
+        Problem(f"flops.{name}", "no such number format", choose(name, NUMBER_FORMATS, "format"), origin)
+        for name in unknown
     ]
     if "fp32" not in hardware.flops:
-        problems.append(Problem("flops", "there is no `fp32`", "Every machine has a rate for it.", origin))
+        problems.append(Problem("flops", "missing `fp32`", "Add its rate: every machine has one.", origin))
     return problems
 
 
-# Machines that everybody knows, from their makers' data sheets.
+# Presets, from the makers' data sheets.
 #
 # Peaks are dense (sheets like to print twice that, for sparse matrices), and links are for one direction (sheets print
 # the sum of both). Memory is what CUDA reports, with ECC and the driver's share taken off. Hosts are the maker's own:
-# eight devices behind NVLink switches with one Infiniband port a device (DGX), or four cards on PCIe; of their memory's
+# eight devices behind NVLink switches with an InfiniBand port for each (DGX), or four cards on PCIe; of their memory's
 # bandwidth an update reaches about two thirds. Latencies, launch times, disks and the context are ordinary values,
 # which `plait doctor --measure` replaces by those of a machine.
 
 
 _HDR = Interconnect("infiniband", 25.0, 8.0)
-"""200 Gbit/s a device."""
+"""200 Gbit/s per device."""
 _NDR = Interconnect("infiniband", 50.0, 8.0)
-"""400 Gbit/s a device."""
+"""400 Gbit/s per device."""
 _EDR = Interconnect("infiniband", 6.25, 10.0)
 """Four ports of 100 Gbit/s for eight devices."""
 _ETHERNET = Interconnect("ethernet", 3.0, 30.0)
-"""25 Gbit/s a device, by TCP."""
+"""25 Gbit/s per device, by TCP."""
 
 _V100 = Hardware(
     name="v100-16g",
@@ -358,5 +358,5 @@ _MACHINES = (
     ),
 )
 
-PRESETS = {each.name: each for each in _MACHINES}
+PRESETS = {machine.name: machine for machine in _MACHINES}
 """Name → machine."""

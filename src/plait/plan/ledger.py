@@ -91,9 +91,9 @@ def host_work(
     gradient = policy.reduce.itemsize if wide and policy.mixed else computed
     # The weights are read again to be copied where nothing has to be rounded on the way.
     moved = gradient + 2 * (4 + state) + (computed if computed < 4 else 2 * computed)
-    each = moved / (hardware.host_gbps * 1e9)
+    seconds_per_number = moved / (hardware.host_gbps * 1e9)
     if config.optim.type == "AdamW8bit":
-        each = max(each, 1.0 / (_EIGHT_BIT * hardware.host_cores))
+        seconds_per_number = max(seconds_per_number, 1.0 / (_EIGHT_BIT * hardware.host_cores))
     link = hardware.pcie_gbps * 1e9 if hardware.kind == "cuda" else float("inf")
     files = away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9)
     if device_updates(config, hardware, layout):
@@ -104,8 +104,8 @@ def host_work(
         return HostWork(host=away.on_host * comes, through=away.in_files * comes, files=files)
     fetched = away.in_files * gradient / link
     return HostWork(
-        host=away.on_host * each * ranks,
-        through=away.in_files * each * ranks + fetched,
+        host=away.on_host * seconds_per_number * ranks,
+        through=away.in_files * seconds_per_number * ranks + fetched,
         files=files,
         back=away.back * computed / link,
     )
@@ -126,10 +126,10 @@ def with_update(config: RunConfig, hardware: Hardware, layout: Layout) -> RunCon
     return config.model_copy(update={"strategy": config.strategy.model_copy(update={"offload": offload})})
 
 
-def mode_of(config: RunConfig, layout: Layout, kind: str) -> Mode:
+def mode_of(config: RunConfig, layout: Layout, device_type: str) -> Mode:
     """What the update of a run overlaps with."""
     strategy = config.strategy
-    if kind == "cpu":
+    if device_type == "cpu":
         return "waited"  # it takes the cores that compute
     if strategy.offload.delayed:
         return "late"
@@ -142,15 +142,15 @@ def read_work(numbers: Mapping[str, float]) -> tuple[HostWork, Mode]:
     """What an account keeps of an update."""
     for mode in ("beside", "waited", "late"):
         start = f"update.{mode}."
-        found = {key.removeprefix(start): value for key, value in numbers.items() if key.startswith(start)}
-        if found:
-            return HostWork(**found), mode
+        values = {key.removeprefix(start): value for key, value in numbers.items() if key.startswith(start)}
+        if values:
+            return HostWork(**values), mode
     return HostWork(), "beside"
 
 
-EACH = "each"
+PER_MICRO_BATCH = "each"
 """Part of a key: this comes with every micro-batch."""
-ONCE = "once"
+PER_STEP = "once"
 """Part of a key: this comes once a step."""
 
 
@@ -200,8 +200,8 @@ class Ledger:
         numbers = {key: value for key, value in self.numbers.items() if not key.startswith("part.")}
         highest = max(self.under("peak").items(), key=_height)[0]
         held = self.under(f"at.{highest}").items()
-        parts = {f"part.{whose}": size for whose, size in held if "." not in whose and size}
-        return Ledger(numbers | parts)
+        breakdown = {f"part.{whose}": size for whose, size in held if "." not in whose and size}
+        return Ledger(numbers | breakdown)
 
     def total(self, *prefix: str) -> float:
         """The sum of all numbers whose names begin like this."""
@@ -214,11 +214,11 @@ class Ledger:
 
     def peaks(self) -> dict[Phase, float]:
         """Bytes by phase."""
-        found: dict[Phase, float] = {}
+        sizes: dict[Phase, float] = {}
         for key, value in self.under("peak").items():
             phase = Phase(key.split(".")[0])
-            found[phase] = max(found.get(phase, 0), value)
-        return found
+            sizes[phase] = max(sizes.get(phase, 0), value)
+        return sizes
 
     @property
     def peak(self) -> tuple[Phase, float]:
@@ -227,11 +227,11 @@ class Ledger:
 
     def working(self) -> float:
         """How long forward and backward passes and the device's update take; see [Note: what overlaps]."""
-        links = (self.numbers.get(f"link.{way}.{EACH}", 0.0) for way in ("in", "out", "files"))
+        links = (self.numbers.get(f"link.{way}.{PER_MICRO_BATCH}", 0.0) for way in ("in", "out", "files"))
         computing = self.total("compute") + self.total("waited")
-        beside = max(computing, self.total("hidden"), self.total("host"), *links)
-        leaving = self.numbers.get(f"link.out.{ONCE}", 0.0)
-        return beside + max(0.0, leaving - self._one("backward"))
+        overlapped = max(computing, self.total("hidden"), self.total("host"), *links)
+        leaving = self.numbers.get(f"link.out.{PER_STEP}", 0.0)
+        return overlapped + max(0.0, leaving - self._one("backward"))
 
     def on_host(self) -> float:
         """How long an update on the host takes, beside whatever it is."""
@@ -266,19 +266,19 @@ _OF_SAMPLES = ("activations", "temporaries", "communication")
 
 
 def _grows(key: str) -> bool:
-    words = key.split(".")
-    if words[0] == "compute":
-        return words[1] in (Phase.FORWARD, Phase.BACKWARD)
-    if words[0] == "at":
-        return words[-1] in _OF_SAMPLES
-    return words[0] in ("flops", "tokens") or (words[0] in ("waited", "link") and words[-1] == EACH)
+    path = key.split(".")
+    if path[0] == "compute":
+        return path[1] in (Phase.FORWARD, Phase.BACKWARD)
+    if path[0] == "at":
+        return path[-1] in _OF_SAMPLES
+    return path[0] in ("flops", "tokens") or (path[0] in ("waited", "link") and path[-1] == PER_MICRO_BATCH)
 
 
 def _comes_again(key: str) -> bool:
-    words = key.split(".")
-    if words[0] in ("compute", "host"):
-        return words[1] in (Phase.FORWARD, Phase.BACKWARD)
-    return words[0] in ("flops", "tokens", "micro_batches") or words[-1] == EACH
+    path = key.split(".")
+    if path[0] in ("compute", "host"):
+        return path[1] in (Phase.FORWARD, Phase.BACKWARD)
+    return path[0] in ("flops", "tokens", "micro_batches") or path[-1] == PER_MICRO_BATCH
 
 
 # What a rank's process takes of its host's memory.
@@ -302,24 +302,24 @@ TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "2
 """Variables of the environment with which glibc gives memory back when it is free; read when a process starts."""
 
 
-def host_bytes(account: Ledger, *, ranks: int = 1) -> float:
+def host_bytes(ledger: Ledger, *, ranks: int = 1) -> float:
     """Resident memory that `ranks` CPU ranks need which do as `account` says, at their highest moment.
 
     That is what they have under `TIGHT_MALLOC`; see [Note: what malloc keeps].
     """
-    return ranks * (PROCESS_BYTES + account.peak[1])
+    return ranks * (PROCESS_BYTES + ledger.peak[1])
 
 
-def host_peaks(account: Ledger, hardware: Hardware) -> dict[Phase, float]:
+def host_peaks(ledger: Ledger, hardware: Hardware) -> dict[Phase, float]:
     """Bytes of host memory that one rank's process has in each phase, at its highest moment."""
-    peaks = account.peaks()
+    peaks = ledger.peaks()
     if hardware.kind == "cpu":
         return {phase: PROCESS_BYTES + size for phase, size in peaks.items()}
 
-    def of(*parts: str) -> float:
-        return sum(account.numbers.get(f"host_{part}", 0.0) for part in parts)
+    def of(*names: str) -> float:
+        return sum(ledger.numbers.get(f"host_{name}", 0.0) for name in names)
 
-    found = dict.fromkeys(peaks, of("state", "rooms", "copy"))
-    found |= {Phase.BUILD: of("built"), Phase.LOAD: of("built", "reading", "loading"), Phase.INIT: of("state", "rooms")}
-    found[Phase.SAVE] = of("state", "rooms", "copy", "saving")
-    return {phase: CUDA_PROCESS_GIB * 2**30 + found[phase] for phase in peaks}
+    sizes = dict.fromkeys(peaks, of("state", "rooms", "copy"))
+    sizes |= {Phase.BUILD: of("built"), Phase.LOAD: of("built", "reading", "loading"), Phase.INIT: of("state", "rooms")}
+    sizes[Phase.SAVE] = of("state", "rooms", "copy", "saving")
+    return {phase: CUDA_PROCESS_GIB * 2**30 + sizes[phase] for phase in peaks}

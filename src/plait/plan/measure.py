@@ -79,8 +79,8 @@ def measure_hardware(*, folder: str | Path = ".") -> MeasuredMachine:
     base = _base(device)
     rows = [("machine", base.name), ("memory", f"{base.memory_gib:.1f} GiB, host {base.host_memory_gib:.1f} GiB")]
     launch = _launch_us(device)
-    rates = {word: rate for word in ("fp32", "tf32", "bf16", "fp16", "fp8") if (rate := _matmul(word, device))}
-    rows += [(f"matmul {word}", f"{rate:.3g} TFLOP/s") for word, rate in rates.items()]
+    rates = {name: rate for name in ("fp32", "tf32", "bf16", "fp16", "fp8") if (rate := _matmul(name, device))}
+    rows += [(f"matmul {dtype_name}", f"{rate:.3g} TFLOP/s") for dtype_name, rate in rates.items()]
     memory = round(_memory_gbps(device), 2)  # what is shown is what is written
     rows += [("memory bandwidth", f"{memory:.1f} GB/s"), ("start of an operation", f"{launch:.1f} µs")]
     pcie = base.pcie_gbps
@@ -115,18 +115,18 @@ def measure_hardware(*, folder: str | Path = ".") -> MeasuredMachine:
 
 
 def _rounded(rates: dict[str, float]) -> dict[str, float]:
-    return {word: float(f"{rate:.4g}") for word, rate in rates.items()}
+    return {dtype_name: float(f"{rate:.4g}") for dtype_name, rate in rates.items()}
 
 
 def _base(device: torch.device) -> Hardware:
     """The preset to start from, under the name that this machine has for itself."""
     if device.type == "cpu":
-        here = hardware_here()
+        machine = hardware_here()
         return replace(
-            here,
+            machine,
             name=f"{platform.node() or 'this'}-cpu",
-            memory_gib=round(here.memory_gib, 2),
-            host_memory_gib=round(here.host_memory_gib, 2),
+            memory_gib=round(machine.memory_gib, 2),
+            host_memory_gib=round(machine.host_memory_gib, 2),
         )
     name = torch.cuda.get_device_name(0)
     try:
@@ -155,20 +155,20 @@ def _best_time(work: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _matmul(word: str, device: torch.device) -> float | None:
+def _matmul(dtype_name: str, device: torch.device) -> float | None:
     """TFLOP/s of a large matrix product; None where the device has no such format."""
     size = 8192 if device.type == "cuda" else 1024
-    if word == "fp8":
+    if dtype_name == "fp8":
         work = _fp8_product(size, device)
         return None if work is None else 2 * size**3 / _best_time(work, device) / 1e12
-    if device.type == "cpu" and word in ("tf32", "fp16"):
+    if device.type == "cpu" and dtype_name in ("tf32", "fp16"):
         return None  # the same as fp32, and a slow emulation
-    if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 8 and word in ("tf32", "bf16"):
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 8 and dtype_name in ("tf32", "bf16"):
         return None
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if word == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if dtype_name == "tf32" else "highest")
     try:
-        left, right = (torch.randn(size, size, device=device).to(_DTYPES[word]) for _ in range(2))
+        left, right = (torch.randn(size, size, device=device).to(_DTYPES[dtype_name]) for _ in range(2))
         return 2 * size**3 / _best_time(lambda: left @ right, device) / 1e12
     finally:
         torch.set_float32_matmul_precision(before)
@@ -203,7 +203,7 @@ def _memory_gbps(device: torch.device) -> float:
 
 def _launch_us(device: torch.device) -> float:
     """What the host spends on one operation of a training step, autograd's part of it included."""
-    layers = [part for _ in range(8) for part in (nn.Linear(32, 32, device=device), nn.GELU())]
+    layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32, device=device), nn.GELU())]
     model, batch = nn.Sequential(*layers), torch.randn(8, 32, device=device)
 
     def step() -> None:
@@ -275,6 +275,6 @@ def _collectives(device: torch.device, base: Hardware) -> tuple[Interconnect, st
         code = run_ranks([sys.executable, "-m", "plait.plan.probe", device.type, str(out)], ranks)
         if code != 0 or not out.exists():
             return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (measuring failed with exit code {code})"
-        found = json.loads(out.read_text(encoding="utf-8"))
-    link = Interconnect(base.link.kind, round(found["gbps"], 3), round(found["latency_us"], 1))
+        figures = json.loads(out.read_text(encoding="utf-8"))
+    link = Interconnect(base.link.kind, round(figures["gbps"], 3), round(figures["latency_us"], 1))
     return link, f"{link.gbps:.2f} GB/s, {link.latency_us:.0f} µs between {ranks} ranks"

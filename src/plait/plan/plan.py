@@ -28,7 +28,7 @@ class RankPlan:
 
     name: str
     """`every rank`, `first pipeline stage`, `last pipeline stage`."""
-    account: Ledger
+    ledger: Ledger
     trail: tuple[tuple[Phase, int], ...] = ()
     """Bytes in use after every operation, from the build to a save; only of a plan that is `exact`."""
 
@@ -53,12 +53,12 @@ class Plan:
     @property
     def fullest(self) -> RankPlan:
         """The rank that needs most."""
-        return max(self.ranks, key=lambda rank: rank.account.needed(self.hardware))
+        return max(self.ranks, key=lambda rank: rank.ledger.needed(self.hardware))
 
     @property
     def needed_gib(self) -> float:
         """Memory that each device must have."""
-        return self.fullest.account.needed(self.hardware) / GIB
+        return self.fullest.ledger.needed(self.hardware) / GIB
 
     @property
     def host_phase(self) -> Phase:
@@ -78,8 +78,8 @@ class Plan:
     @property
     def seconds(self) -> float:
         """How long a step takes: as long as its slowest rank, and a pipeline's idle share on top."""
-        accounts = [rank.account for rank in self.ranks]
-        return max(each.working() / (1.0 - self.bubble) + each.updating() for each in accounts)
+        accounts = [rank.ledger for rank in self.ranks]
+        return max(ledger.working() / (1.0 - self.bubble) + ledger.updating() for ledger in accounts)
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,7 +91,7 @@ class Plan:
         """The share of the devices' peak that the model's own arithmetic makes up."""
         if self.flops_per_token is None:
             return None
-        peak = max(self.hardware.flops.get(word, 0.0) for word in ("bf16", "fp16", "fp32")) * 1e12
+        peak = max(self.hardware.flops.get(dtype_name, 0.0) for dtype_name in ("bf16", "fp16", "fp32")) * 1e12
         return self.flops_per_token * self.tokens_per_second / (peak * self.layout.size)
 
     def dollars_per_billion(self) -> float | None:
@@ -116,7 +116,7 @@ class Plan:
             "mfu": self.mfu,
             "bubble": self.bubble,
             "dollars_per_billion_tokens": self.dollars_per_billion(),
-            "ranks": {rank.name: dict(sorted(rank.account.numbers.items())) for rank in self.ranks},
+            "ranks": {rank.name: dict(sorted(rank.ledger.numbers.items())) for rank in self.ranks},
             "notes": list(self.notes),
         }
 
@@ -132,12 +132,12 @@ def make_plan(
     detailed: bool = True,
     exact: bool = False,
     known: Known | None = None,
-    patience: TimeBudget | None = None,
+    budget: TimeBudget | None = None,
 ) -> Plan:
     """Plan a run of `ranks` ranks; of a pipeline, its first and its last stage are looked at.
 
     The first has the most micro-batches under way, the last has the head and the loss. Plans that share `known` and
-    differ little simulate little; `patience` ends a plan with its `TimeUpError`.
+    differ little simulate little; `budget` ends a plan with its `TimeUpError`.
     """
     if isinstance(config.model, HFConfig) and config.model.pretrained:  # its shapes are enough
         config = config.model_copy(update={"model": config.model.model_copy(update={"pretrained": False})})
@@ -145,7 +145,7 @@ def make_plan(
     if config.strategy.offload.ratio == "auto":
         known = {} if known is None else known
         given = {"model": model, "loss_function": loss_function, "make_example": make_example}
-        config = with_ratio(config, hardware, ranks=ranks, **given, known=known, patience=patience)
+        config = with_ratio(config, hardware, ranks=ranks, **given, known=known, budget=budget)
         notes.append(f"strategy.offload.ratio: auto is {config.strategy.offload.share:g}")
     layout = resolve_layout(config.strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     pipeline = config.strategy.pipeline
@@ -160,10 +160,10 @@ def make_plan(
         "detailed": detailed,
         "exact": exact,
         "known": known,
-        "patience": patience,
+        "budget": budget,
     }
     first = plan_rank(config, hardware, **options)
-    found = [RankPlan("every rank" if layout.pp == 1 else "first pipeline stage", first.account, tuple(first.trail))]
+    plans = [RankPlan("every rank" if layout.pp == 1 else "first pipeline stage", first.ledger, tuple(first.trail))]
     notes += first.notes
     bubble = 0.0
     if layout.pp > 1:
@@ -172,18 +172,18 @@ def make_plan(
         last_rank = (layout.pp - 1) * (layout.size // layout.pp)
         stage = layout.pp - 1
         last = plan_rank(config, hardware, rank=last_rank, stage=stage, received=first.handed_on, **options)
-        found.append(RankPlan("last pipeline stage", last.account, tuple(last.trail)))
+        plans.append(RankPlan("last pipeline stage", last.ledger, tuple(last.trail)))
         notes += last.notes
         bubble = theoretical_bubble(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
     return Plan(
         hardware,
         layout,
-        tuple(found),
+        tuple(plans),
         batch.accumulation,
-        found[-1].account.numbers["tokens"] * layout.data_parallel,
+        plans[-1].ledger.numbers["tokens"] * layout.data_parallel,
         _flops_per_token(config) or first.flops_per_token,
         bubble,
-        _host_phases(found, hardware, ranks=min(layout.size, hardware.per_host)),
+        _host_phases(plans, hardware, ranks=min(layout.size, hardware.per_host)),
         tuple(dict.fromkeys(notes)),
     )
 
@@ -200,9 +200,9 @@ def _flops_per_token(config: RunConfig) -> float | None:
 
 def _host_phases(ranks_planned: Sequence[RankPlan], hardware: Hardware, *, ranks: int) -> dict[Phase, float]:
     """Of a host with so many ranks, each like the one that takes most of it."""
-    peaks = [host_peaks(rank.account, hardware) for rank in ranks_planned]
-    phases = dict.fromkeys(phase for each in peaks for phase in each)
-    return {phase: ranks * max(each.get(phase, 0.0) for each in peaks) / GIB for phase in phases}
+    peaks = [host_peaks(rank.ledger, hardware) for rank in ranks_planned]
+    phases = dict.fromkeys(phase for peaks_of_rank in peaks for phase in peaks_of_rank)
+    return {phase: ranks * max(peaks_of_rank.get(phase, 0.0) for peaks_of_rank in peaks) / GIB for phase in phases}
 
 
 # A run's memory as a picture: operation by operation, phase by phase, against what the device has.
@@ -262,15 +262,15 @@ def _chart(rank: RankPlan, plan: Plan, down: int) -> str:
         level = y(limit)
         lines.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{level:.1f}" y2="{level:.1f}" stroke="#c00"/>')
     for index, (phase, colour) in enumerate(_COLOURS.items()):
-        place, row = _LEFT + index * 98, down + _HEIGHT - 12
-        lines.append(f'<rect x="{place}" y="{row - 10}" width="11" height="11" fill="{colour}"/>')
-        lines.append(f'<text x="{place + 16}" y="{row}">{phase}</text>')
+        left, row = _LEFT + index * 98, down + _HEIGHT - 12
+        lines.append(f'<rect x="{left}" y="{row - 10}" width="11" height="11" fill="{colour}"/>')
+        lines.append(f'<text x="{left + 16}" y="{row}">{phase}</text>')
     return "\n".join(lines)
 
 
 def _thinned(trail: Sequence[tuple[Phase, int]]) -> list[tuple[Phase, int]]:
     width = max(1, len(trail) // _POINTS)
-    found = []
+    kept = []
     for _, group in groupby(enumerate(trail), key=lambda entry: (entry[1][0], entry[0] // width)):
-        found.append(max((point for _, point in group), key=lambda point: point[1]))
-    return found
+        kept.append(max((point for _, point in group), key=lambda point: point[1]))
+    return kept

@@ -34,7 +34,7 @@ from plait.plan.shares import best_share
 from plait.plan.simulate import MakeExample
 
 if TYPE_CHECKING:
-    from plait.plan.search import Found
+    from plait.plan.search import SearchResult
 
 # The memory of a way to spread a run, from one micro-batch of it where nothing is spread: the quick account's.
 
@@ -58,8 +58,8 @@ class Weights(NamedTuple):
 
 def weights_of(sample: Ledger, config: RunConfig, layout: Layout) -> Weights:
     """The weights in a sample."""
-    parts, pp = sample.under("part"), layout.pp
-    whole, gradients = parts.get("parameters", 0.0) / pp, parts.get("gradients", 0.0) / pp
+    categories, pp = sample.under("part"), layout.pp
+    whole, gradients = categories.get("parameters", 0.0) / pp, categories.get("gradients", 0.0) / pp
     narrow = config.precision.compute in ("bf16", "fp16")
     computed = whole / 3 if narrow and config.precision.master else whole
     return Weights(computed, whole - computed, gradients, computed / (2 if narrow else 4))
@@ -74,21 +74,23 @@ def device_gib(
     sample: Ledger, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch, share: float
 ) -> float:
     """Memory that a device needs where `share` of an offloaded optimizer stays there."""
-    offload, parts = config.strategy.offload, sample.under("part")
+    offload, categories = config.strategy.offload, sample.under("part")
     shards, weights = shards_of(config, layout), weights_of(sample, config, layout)
-    here = share if offload.on else 1.0
-    memory = (weights.kept + parts.get("optimizer", 0.0) / layout.pp) / shards * here
+    on_device = share if offload.on else 1.0
+    memory = (weights.kept + categories.get("optimizer", 0.0) / layout.pp) / shards * on_device
     memory += _computing(weights, config, shards)
     streams = batch.accumulation == 1 and _streams(config, layout)
-    memory += _gradients(weights, config.strategy.stage, shards, max(here, 1 / _UNITS) if streams else None)
+    memory += _gradients(weights, config.strategy.stage, shards, max(on_device, 1 / _UNITS) if streams else None)
     under_way = min(layout.pp, batch.accumulation)
-    moving = sum(parts.get(part, 0.0) for part in ("temporaries", "communication", "kernel workspaces"))
+    transient = sum(categories.get(name, 0.0) for name in ("temporaries", "communication", "kernel workspaces"))
     # With few samples the highest moment may be the update, when no activation is left: the forward pass tells too.
-    forward = sample.numbers.get("peak.forward", 0.0) - parts.get("parameters", 0.0) - parts.get("optimizer", 0.0)
-    activations = max(parts.get("activations", 0.0), forward - moving)
-    memory += activations * under_way / layout.pp + moving
+    forward = (
+        sample.numbers.get("peak.forward", 0.0) - categories.get("parameters", 0.0) - categories.get("optimizer", 0.0)
+    )
+    activations = max(categories.get("activations", 0.0), forward - transient)
+    memory += activations * under_way / layout.pp + transient
     if offload.on and device_updates(config, hardware, layout):
-        memory += room_bytes(weights.numbers / shards * (1.0 - here), state_bytes(config))
+        memory += room_bytes(weights.numbers / shards * (1.0 - on_device), state_bytes(config))
     return memory * 1.03 / GIB + hardware.context_gib
 
 
@@ -150,9 +152,9 @@ def seconds_of(
     """
     pp, shards, offload = layout.pp, shards_of(config, layout), config.strategy.offload
     weights = weights_of(sample, config, layout)
-    here = share if offload.on else 1.0
+    on_device = share if offload.on else 1.0
     forward, backward = (sample.total("compute", phase) / pp for phase in ("forward", "backward"))
-    compute = batch.accumulation * (forward + backward) + sample.total("compute", "step") / pp / shards * here
+    compute = batch.accumulation * (forward + backward) + sample.total("compute", "step") / pp / shards * on_device
     waited = batch.accumulation * sample.total("waited") / pp
     host = batch.accumulation * (sample.total("host", "forward") + sample.total("host", "backward")) / pp
     sent = _data_parallel_bytes(weights, config.strategy.stage, layout, batch.accumulation)
@@ -166,20 +168,20 @@ def seconds_of(
     if not offload.on:
         return seconds
     numbers = weights.numbers / shards
-    in_files = numbers * (1.0 - here - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
-    on_host = numbers * (1.0 - here) - in_files
+    in_files = numbers * (1.0 - on_device - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
+    on_host = numbers * (1.0 - on_device) - in_files
     wide = batch.accumulation > 1 or layout.replicas > 1 or config.strategy.stage == 3
     back = 0.0 if offload.params != "none" else on_host + in_files
     away = Away(on_host, in_files, back)
     work = host_work(away, config, hardware, layout, state=state, wide=wide)
-    leaving = weights.computed / shards * (1.0 - here) * (2 if wide else 1) / (hardware.pcie_gbps * 1e9)
+    leaving = weights.computed / shards * (1.0 - on_device) * (2 if wide else 1) / (hardware.pcie_gbps * 1e9)
     seconds += max(0.0, leaving - backward) if hardware.kind == "cuda" and offload.optimizer == "cpu" else 0.0
     return seconds + work.shows(mode_of(config, layout, hardware.kind), forward=forward, step=seconds)
 
 
-def _fetching(own: float, config: RunConfig, hardware: Hardware, layout: Layout, micro_batches: int) -> float:
+def _fetching(shard: float, config: RunConfig, hardware: Hardware, layout: Layout, micro_batches: int) -> float:
     """Weights that live on the host or in files come twice with each micro-batch: forward, and back."""
-    moved = 2.0 * micro_batches * own
+    moved = 2.0 * micro_batches * shard
     seconds = moved / (hardware.pcie_gbps * 1e9)
     if config.strategy.offload.params == "nvme":
         seconds = max(seconds, moved * min(layout.size, hardware.per_host) / (hardware.disk_gbps * 1e9))
@@ -189,12 +191,12 @@ def _fetching(own: float, config: RunConfig, hardware: Hardware, layout: Layout,
 def _data_parallel_bytes(weights: Weights, stage: int, layout: Layout, micro_batches: int) -> float:
     """Bytes that a rank sends to bring parameters and gradients together, about."""
     ranks = layout.replicas
-    part = (ranks - 1) / ranks
+    others = (ranks - 1) / ranks
     if stage == 0:
-        return 2 * part * weights.gradients
+        return 2 * others * weights.gradients
     gathers = 2 * micro_batches if stage == 3 else 1
     scatters = 1 if stage == 1 else micro_batches
-    return part * (weights.computed * gathers + weights.gradients * scatters)
+    return others * (weights.computed * gathers + weights.gradients * scatters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +237,12 @@ class Seen:
         return self.bubbles[key]
 
 
-def quick_look(found: Sequence[Found], hardware: Hardware, ranks: int, make_example: MakeExample) -> list[Quick | str]:
+def estimate_all(
+    candidates: Sequence[SearchResult], hardware: Hardware, ranks: int, make_example: MakeExample
+) -> list[Quick | str]:
     """An account of each; a reason where it cannot be."""
-    configs = [each.config for each in found if each.config is not None]
-    assert len(configs) == len(found), "an account belongs to a way by its place in the list"
+    configs = [candidate.config for candidate in candidates if candidate.config is not None]
+    assert len(configs) == len(candidates), "an account belongs to a way by its place in the list"
     sizes = [_micro(config, hardware, ranks) for config in configs] or [1]
     seen = Seen(min(sizes), max(sizes))
     looked: list[Quick | str] = []
@@ -250,7 +254,7 @@ def quick_look(found: Sequence[Found], hardware: Hardware, ranks: int, make_exam
     return looked
 
 
-def quick_of(
+def estimate(
     config: RunConfig, hardware: Hardware, ranks: int, *, seen: Seen | None = None, **options: Any
 ) -> Quick | str:
     """An account of one run; `options` are those of `plan_rank`: the model, where it is not described.
@@ -328,7 +332,7 @@ def _sample(config: RunConfig, hardware: Hardware, layout: Layout, micro: int, *
     alone = config.model_copy(update={"strategy": strategy, "batch": BatchConfig(micro=micro, accumulation=1)})
     try:
         ranks = layout.tp * layout.cp * layout.ep
-        return plan_rank(alone, hardware, ranks=ranks, detailed=True, **options).account
+        return plan_rank(alone, hardware, ranks=ranks, detailed=True, **options).ledger
     except PlaitError as error:
         return in_one_line(error)
 

@@ -90,10 +90,10 @@ def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Leng
     period = every = strategy.recompute.every if strategy.recompute.mode == "every" else 1
     head = 0
     if isinstance(config.model, HFConfig):
-        found = _rhythm(config, layers, every)
-        if found is None:
+        rhythm = _rhythm(config, layers, every)
+        if rhythm is None:
             return None
-        head, period = found
+        head, period = rhythm
     elif isinstance(config.model, MoeConfig):
         period = lcm(period, config.model.moe_every)
     least = 3
@@ -120,9 +120,9 @@ def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: 
     changes: dict[str, Any] = {}
     whole = layers
     if layout.pp > 1:
-        counts = [layers if each == stage else 1 for each in range(layout.pp)]
+        counts = [layers if index == stage else 1 for index in range(layout.pp)]
         whole = sum(counts)
-        firsts = [sum(counts[: each + 1]) for each in range(layout.pp - 1)]
+        firsts = [sum(counts[: index + 1]) for index in range(layout.pp - 1)]
         names = _layer_names(_with_layers(config, whole))
         pipeline = strategy.pipeline.model_copy(
             update={"split": tuple(names[first] for first in firsts), "micro_batches": lengths.least_micro_batches}
@@ -144,24 +144,24 @@ def _rhythm(config: RunConfig, layers: int, every: int) -> tuple[int, int] | Non
     A model may have dense layers before its mixtures of experts, or another kind of attention in every fourth layer.
     None where its layers cannot be told apart, or where a shorter model has other ones.
     """
-    kinds = _kinds(config, layers)
-    if kinds is None:
+    layer_types = _layer_types(config, layers)
+    if layer_types is None:
         return None
-    marked = [(kind, index % every) for index, kind in enumerate(kinds)]
-    found = []
+    marked = [(layer_type, index % every) for index, layer_type in enumerate(layer_types)]
+    periods = []
     for period in range(every, max(layers // 2, every) + 1, every):
         unlike = [index for index in range(period, layers) if marked[index] != marked[index - period]]
         head = unlike[-1] - period + 1 if unlike else 0
         head += (layers - head) % period
-        found.append((head, period))
-    head, period = min(found, key=lambda each: each[0] + _MOST_GROUPS * each[1])
+        periods.append((head, period))
+    head, period = min(periods, key=lambda candidate: candidate[0] + _MOST_GROUPS * candidate[1])
     shorter = head + _MOST_GROUPS * period
-    if shorter < layers and _kinds(_with_layers(config, shorter), shorter) != kinds[:shorter]:
+    if shorter < layers and _layer_types(_with_layers(config, shorter), shorter) != layer_types[:shorter]:
         return None
     return head, period
 
 
-def _kinds(config: RunConfig, layers: int) -> list[object] | None:
+def _layer_types(config: RunConfig, layers: int) -> list[object] | None:
     """What each layer of a described `transformers` model is made of; None where it has not so many."""
     assert config.model is not None
     with torch.device("meta"):
@@ -171,7 +171,7 @@ def _kinds(config: RunConfig, layers: int) -> list[object] | None:
         return None
     text = model.config.get_text_config()
     types = [getattr(text, key, None) or [None] * layers for key in ("layer_types", "mlp_layer_types")]
-    made_of = [tuple((name, param.shape, param.dtype) for name, param in each.named_parameters()) for each in blocks]
+    made_of = [tuple((name, param.shape, param.dtype) for name, param in block.named_parameters()) for block in blocks]
     return list(zip(made_of, *types, strict=False))
 
 
@@ -222,7 +222,7 @@ def plan_rank(
     detailed: bool = False,
     exact: bool = False,
     known: Known | None = None,
-    patience: TimeBudget | None = None,
+    budget: TimeBudget | None = None,
 ) -> Simulated:
     """Simulate `rank`, which has the pipeline stage `stage`.
 
@@ -237,7 +237,7 @@ def plan_rank(
         "received": received,
         "detailed": detailed,
         "known": known,
-        "patience": patience,
+        "budget": budget,
     }
     lengths = None if model is not None else lengths_of(config, ranks, hardware.per_host, stage)
     if lengths is None or exact or (lengths.is_short and not lengths.repeats):
@@ -266,8 +266,8 @@ def _simulated(config: RunConfig, hardware: Hardware, *, known: Known | None, **
     for detailed in (True, False)[: 1 if options["detailed"] else 2]:
         if (*key, detailed) in known:
             return known[*key, detailed]
-    found = known[*key, options["detailed"]] = simulate(config, hardware, **options)
-    return found
+    simulated = known[*key, options["detailed"]] = simulate(config, hardware, **options)
+    return simulated
 
 
 def _from_few(
@@ -283,12 +283,12 @@ def _from_few(
     short = _simulated(few.config, hardware, layers=few.layers, **options)
     longer = _simulated(more.config, hardware, layers=more.layers, **options)
     times = (lengths.groups - groups[0]) / (groups[1] - groups[0])
-    account = short.account.stretched(longer.account, times)
-    account = account.repeated(lengths.micro_batches / lengths.least_micro_batches)
-    account = _completed(account, longer.account)
+    ledger = short.ledger.stretched(longer.ledger, times)
+    ledger = ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)
+    ledger = _completed(ledger, longer.ledger)
     # What both say holds for any length; a count of layers is that of the short model, as are FLOPs and trail.
     notes = [note for note in longer.notes if note in short.notes]
-    return replace(longer, account=account, flops_per_token=None, trail=[], notes=notes)
+    return replace(longer, ledger=ledger, flops_per_token=None, trail=[], notes=notes)
 
 
 def _from_few_micro_batches(
@@ -296,9 +296,9 @@ def _from_few_micro_batches(
 ) -> Simulated:
     """All layers, and as few micro-batches as will do."""
     short = shortened(config, options["ranks"], hardware.per_host, stage, lengths.groups, lengths)
-    found = _simulated(short.config, hardware, layers=short.layers, **options)
-    account = found.account.repeated(lengths.micro_batches / lengths.least_micro_batches)
-    return replace(found, account=account, flops_per_token=None, trail=[])
+    simulated = _simulated(short.config, hardware, layers=short.layers, **options)
+    ledger = simulated.ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)
+    return replace(simulated, ledger=ledger, flops_per_token=None, trail=[])
 
 
 _NEARLY_ALL = 1.0 - 1e-9
@@ -308,8 +308,8 @@ _NEARLY_ALL = 1.0 - 1e-9
 def _shares(config: RunConfig) -> dict[str, float]:
     """Shares of the weights whose state stays on the device or in host memory."""
     offload = config.strategy.offload
-    found = {"ratio": offload.share, "host_ratio": offload.host_ratio}
-    return {key: share for key, share in found.items() if share > 0}
+    shares = {"ratio": offload.share, "host_ratio": offload.host_ratio}
+    return {key: share for key, share in shares.items() if share > 0}
 
 
 def _between(shares: dict[str, float], at: Callable[..., Simulated]) -> Simulated:
@@ -319,22 +319,22 @@ def _between(shares: dict[str, float], at: Callable[..., Simulated]) -> Simulate
     layers. But what a step takes grows with the share itself, from nothing to all; a peak grows by at most that.
     """
     nothing = at()
-    numbers = dict(nothing.account.numbers)
+    numbers = dict(nothing.ledger.numbers)
     for key, share in shares.items():
-        everything = at(**{key: _NEARLY_ALL}).account.numbers
+        everything = at(**{key: _NEARLY_ALL}).ledger.numbers
         for name in (numbers.keys() | everything.keys()) - {"host_rooms", "host_reading"}:
-            base = nothing.account.numbers.get(name, 0.0)
+            base = nothing.ledger.numbers.get(name, 0.0)
             numbers[name] = numbers.get(name, 0.0) + share * (everything.get(name, 0.0) - base)
         # A few tensors are read by way of as much memory as many.
         numbers["host_reading"] = max(numbers.get("host_reading", 0.0), everything.get("host_reading", 0.0))
-    return replace(nothing, account=Ledger(numbers).settled())
+    return replace(nothing, ledger=Ledger(numbers).settled())
 
 
-def _completed(account: Ledger, sample: Ledger) -> Ledger:
+def _completed(ledger: Ledger, sample: Ledger) -> Ledger:
     """What does not grow by the same amount with each layer: the build, one module at a time, and the allocator's."""
-    numbers = dict(account.numbers)
+    numbers = dict(ledger.numbers)
     numbers["peak.build"] = max(numbers["peak.build"], sample.numbers["peak.build"])
     # What the allocator keeps beyond need is a few pieces of the largest sizes, however many layers there are.
-    spare = max(sample.numbers["reserved"] - sample.peak[1], _SPARE * account.peak[1])
-    numbers["reserved"] = account.peak[1] + spare
+    spare = max(sample.numbers["reserved"] - sample.peak[1], _SPARE * ledger.peak[1])
+    numbers["reserved"] = ledger.peak[1] + spare
     return Ledger(numbers).settled()

@@ -70,8 +70,8 @@ class _Pool:
         del self.free[bisect_left(self.free, (block.size, block.segment, block.start), key=lambda entry: entry[:3])]
 
     def take(self, size: int) -> SegmentBlock | None:
-        place = bisect_left(self.free, (size, -1, -1), key=lambda entry: entry[:3])
-        return self.free.pop(place)[3] if place < len(self.free) else None
+        index = bisect_left(self.free, (size, -1, -1), key=lambda entry: entry[:3])
+        return self.free.pop(index)[3] if index < len(self.free) else None
 
 
 class CachingAllocator:
@@ -224,7 +224,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     @contextmanager
-    def deaf_to_questions(self) -> Iterator[None]:
+    def ignoring_shape_propagation(self) -> Iterator[None]:
         """Until the block ends, do not see what DTensor computes, once for each kind of operation, to know a shape."""
 
         def unseen(ask: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +260,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._raise(self.peaks[phase], phase, size, kernel=False)
 
     @contextmanager
-    def aside(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[MemoryRecorder]:
+    def nested(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[MemoryRecorder]:
         """Another one that begins at nothing, and alone sees what happens until the block ends."""
         other = MemoryRecorder(self._device, watchers=watchers)
         other.phase = phase or Phase.IDLE

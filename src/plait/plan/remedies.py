@@ -1,16 +1,15 @@
-"""What to change when a run does not fit: one rung after the other, cheapest first, until one does.
+"""What to change when a run does not fit: remedies are added one after the other, cheapest first, until it does.
 
-[Note: up the ladder, and down again] The last rung may save so much that some before it were not needed: with weights
-shared out, the optimizer can stay on the device. So those are taken back that the run fits without, the dearest first.
-A micro-batch of 1, where it stays, then grows to the largest for which there is room, and so do shares of an offloaded
-optimizer.
+[Note: remedies are added, then removed] The last remedy may save so much that some before it were not needed: with
+sharded weights, the optimizer can stay on the device. So remedies that the run fits without are removed again, the most
+expensive first. A micro-batch of 1 that is still needed then grows to the largest that fits, and so do the shares of an
+offloaded optimizer.
 
-[Note: what is cheap comes first] A simulation takes seconds. So a rung whose weights and optimizer alone are too large
-is not simulated (`least_gib`), and short models that two rungs have in common are simulated once (`Known`). Once half
-of the `TimeBudget` is gone, rungs are passed over up to the last before tensor parallelism, which has all that ranks
-and hosts can take over: something that fits is worth more than the next figure, and what it does not need is taken back
-in the other half. All of it ends when the patience does; what nobody has simulated by then is said, with what the quick
-account (`quick`) makes of it.
+[Note: what is cheap comes first] A simulation takes seconds. So a remedy whose weights and optimizer alone are too
+large is not simulated (`least_gib`), and short models that two remedies have in common are simulated once (`Known`).
+Once half of the `TimeBudget` is spent, remedies are skipped up to the last before tensor parallelism, which uses all
+that ranks and hosts offer: something that fits matters more than the next figure, and what it does not need is removed
+in the other half. When the budget is spent, what was not simulated is listed with an estimate (`quick`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from plait.errors import PlaitError, in_one_line
 from plait.models import build_model
 from plait.plan.hardware import Hardware
 from plait.plan.plan import Plan, make_plan
-from plait.plan.quick import Quick, Seen, quick_of
+from plait.plan.quick import Quick, Seen, estimate
 from plait.plan.rankplan import Known
 from plait.plan.shares import HOST_SHARE, SHARE, lowered_shares
 from plait.plan.simulate import TimeBudget, TimeUpError
@@ -38,67 +37,67 @@ _TENSOR = "strategy.layout.tp"
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """Settings beyond those before, and what the run would take with all of them."""
+class Remedy:
+    """Settings added to those before, and the plan with all of them."""
 
     candidate: Candidate
     """All changes up to here."""
     added: Candidate
-    """Those of this rung."""
+    """The changes of this remedy."""
     plan: Plan | None
     reason: str = ""
     """Why there is no plan."""
     least: float = 0.0
-    """GiB that each device needs at least; where that is too much, nobody looks closer."""
-    late: bool = False
+    """GiB that each device needs at least; if that is too much, it is not simulated."""
+    timed_out: bool = False
     """Whether there was no time to simulate it."""
     estimate: float | None = None
-    """GiB of each device by the quick account, of a rung that nobody simulated."""
+    """Estimated GiB of each device, of a remedy that was not simulated."""
     seems_to_fit: bool = False
-    """Whether the run fits from here on by that account."""
+    """Whether the run fits by that estimate."""
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits from here on."""
+        """Whether the run fits with all changes up to here."""
         return self.plan is not None and self.plan.fits
 
 
 @dataclass
 class RemedySearch:
-    """The changes that may make a run fit, and what is known of them so far."""
+    """Searches for changes that make a run fit."""
 
     config: RunConfig
     hardware: Hardware
     ranks: int
-    patience: TimeBudget = field(default_factory=TimeBudget)
+    budget: TimeBudget = field(default_factory=TimeBudget)
     known: Known = field(default_factory=dict)
-    """What was simulated, perhaps by the plan that did not fit."""
+    """Simulations to reuse, for example of the plan that did not fit."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of `make_plan`: what the run was given beside its description."""
+    """Arguments of `make_plan` that are not in the run description."""
     cut: bool = False
-    """Whether the time was up before all was done."""
+    """Whether the budget ended the search."""
 
-    def climb(self) -> Iterator[Rung]:
-        """Rung by rung up to the first that fits. Each keeps the global batch and the losses."""
+    def remedies(self) -> Iterator[Remedy]:
+        """Yield remedies up to the first that fits. Each keeps the global batch and the losses."""
         settings: dict[str, Any] = {}
         changes = list(_changes(self.config, self.ranks, self.hardware))
         top = max((index for index, change in enumerate(changes) if _TENSOR not in change), default=0)
         for index, change in enumerate(changes):
-            hurries = index < top and self.patience.half_over and not self.patience.over
-            rung = self._passed_over(settings, change) if hurries else self._rung(settings, change)
-            settings = dict(rung.candidate.settings)
-            yield rung
-            if rung.fits or (rung.seems_to_fit and self.patience.over):
+            skips = index < top and self.budget.half_over and not self.budget.over
+            remedy = self._skipped(settings, change) if skips else self._remedy(settings, change)
+            settings = dict(remedy.candidate.settings)
+            yield remedy
+            if remedy.fits or (remedy.seems_to_fit and self.budget.over):
                 return
 
-    def taken_back(self, rungs: Sequence[Rung]) -> Rung:
-        """The last of `rungs`, which fits, without those that are not needed."""
-        least, needed = rungs[-1], [rung.added.settings for rung in rungs]
+    def without_needless(self, remedies: Sequence[Remedy]) -> Remedy:
+        """Return the last of `remedies`, which fits, without the changes that are not needed."""
+        smallest, needed = remedies[-1], [remedy.added.settings for remedy in remedies]
         try:
-            for index in reversed(range(len(rungs))):  # the last too: what was before it may have been passed over
+            for index in reversed(range(len(remedies))):  # the last too: what was before it may have been skipped
                 fewer = [*needed[:index], *needed[index + 1 :]]
                 candidate = Candidate({key: value for change in fewer for key, value in change.items()})
-                if candidate.settings == least.candidate.settings:  # a later rung has the last word on it
+                if candidate.settings == smallest.candidate.settings:  # a later remedy has the last word on it
                     needed = fewer
                     continue
                 try:
@@ -109,29 +108,29 @@ class RemedySearch:
                 except PlaitError:
                     continue  # what came later rests on it
                 if plan.fits:
-                    least, needed = Rung(candidate, rungs[-1].added, plan), fewer
-            if least is not rungs[-1] or not _is_shares(least.added.settings):
-                least = self._larger_shares(least)
-            return self._larger_micro(least)
+                    smallest, needed = Remedy(candidate, remedies[-1].added, plan), fewer
+            if smallest is not remedies[-1] or not _is_shares(smallest.added.settings):
+                smallest = self._larger_shares(smallest)
+            return self._larger_micro(smallest)
         except TimeUpError:
             self.cut = True
-            return least
+            return smallest
 
-    def left_out(self, rungs: Sequence[Rung]) -> str:
-        """A sentence on what there was no time for; empty where there was."""
+    def left_out(self, remedies: Sequence[Remedy]) -> str:
+        """Return a sentence on what was not simulated; empty if the budget sufficed."""
         if not self.cut:
             return ""
-        over = f"The {self.patience.seconds:.0f} s of computing for this search were over"
-        if rungs[-1].fits:
+        over = f"The {self.budget.seconds:.0f} s of computing for this search were over"
+        if remedies[-1].fits:
             return f"{over} before it was clear whether less would do."
-        likely = next((rung for rung in rungs if rung.seems_to_fit), None)
+        likely = next((remedy for remedy in remedies if remedy.seems_to_fit), None)
         if likely is not None:
             changes = " ".join(likely.candidate.changes(self.config))
             return f"{over}. Estimated, not simulated: with `{changes}` it needs about {likely.estimate:.1f} GiB."
-        words = [f"`{' '.join(rung.added.changes(self.config))}`" for rung in rungs if rung.late]
-        return f"{over} before all was simulated: {', '.join(words)} may still make it fit."
+        options = [f"`{' '.join(remedy.added.changes(self.config))}`" for remedy in remedies if remedy.timed_out]
+        return f"{over} before all was simulated: {', '.join(options)} may still make it fit."
 
-    def _rung(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
+    def _remedy(self, before: dict[str, Any], change: dict[str, Any]) -> Remedy:
         settings = {**before, **change}
         plan, least, reason = None, 0.0, ""
         try:
@@ -146,47 +145,49 @@ class RemedySearch:
             reason = in_one_line(error)
         except TimeUpError:
             self.cut = True
-            return self._estimated(settings, before, "not simulated", f"{self.patience.seconds:.0f} s", least)
-        return Rung(Candidate(settings), _added(before, settings), plan, reason, least)
+            return self._estimated(settings, before, "not simulated", f"{self.budget.seconds:.0f} s", least)
+        return Remedy(Candidate(settings), _added(before, settings), plan, reason, least)
 
-    def _passed_over(self, before: dict[str, Any], change: dict[str, Any]) -> Rung:
-        when = f"half of the {self.patience.seconds:.0f} s"
-        return self._estimated({**before, **change}, before, "passed over", when)
+    def _skipped(self, before: dict[str, Any], change: dict[str, Any]) -> Remedy:
+        when = f"half of the {self.budget.seconds:.0f} s"
+        return self._estimated({**before, **change}, before, "skipped", when)
 
     def _estimated(
         self, settings: dict[str, Any], before: dict[str, Any], what: str, when: str, least: float = 0.0
-    ) -> Rung:
-        """A rung that there is no time to simulate, by the quick account, for which half as much time is spent."""
+    ) -> Remedy:
+        """Return a remedy that there is no time to simulate, with an estimate, on which half as much time is spent."""
         candidate, reason = Candidate(settings), f"{what}: {when} of computing for this search were over"
         quick = self._quick(candidate)
         if quick is None:
-            return Rung(candidate, _added(before, settings), None, reason, least, late=True)
+            return Remedy(candidate, _added(before, settings), None, reason, least, timed_out=True)
         hardware = self.hardware
         fits = quick.needed_gib <= hardware.memory_gib and quick.host_gib <= hardware.host_memory_gib
-        verdict = "seems to fit" if fits else "seems too much"
-        reason = f"about {quick.needed_gib:.1f} GiB, {verdict} (estimated; {reason})"
+        outlook = "seems to fit" if fits else "seems too much"
+        reason = f"about {quick.needed_gib:.1f} GiB, {outlook} (estimated; {reason})"
         added = _added(before, settings)
-        return Rung(candidate, added, None, reason, least, late=True, estimate=quick.needed_gib, seems_to_fit=fits)
+        return Remedy(
+            candidate, added, None, reason, least, timed_out=True, estimate=quick.needed_gib, seems_to_fit=fits
+        )
 
     def _quick(self, candidate: Candidate) -> Quick | None:
         try:
             if self._estimating.over:
                 return None
             config = candidate.applied_to(self.config)
-            found = quick_of(
-                config, self.hardware, self.ranks, seen=self._seen, patience=self._estimating, **self.options
+            result = estimate(
+                config, self.hardware, self.ranks, seen=self._seen, budget=self._estimating, **self.options
             )
         except (PlaitError, TimeUpError):
             return None
-        return None if isinstance(found, str) else found
+        return None if isinstance(result, str) else result
 
     @cached_property
     def _estimating(self) -> TimeBudget:
-        return self.patience.again(self.patience.seconds / 2)
+        return self.budget.again(self.budget.seconds / 2)
 
     @cached_property
     def _seen(self) -> Seen:
-        """What the rungs have in common; the one for the micro-batch ends at 1."""
+        """What the remedies have in common; the one for the micro-batch ends at 1."""
         return Seen(1, self._micro)
 
     @property
@@ -197,9 +198,9 @@ class RemedySearch:
         return resolve_batch(self.config.batch, layout.data_parallel, micro_batches=stages).micro
 
     def _plan(self, config: RunConfig) -> Plan:
-        if self.patience.over:
+        if self.budget.over:
             raise TimeUpError
-        common: dict[str, Any] = {"known": self.known, "patience": self.patience}
+        common: dict[str, Any] = {"known": self.known, "budget": self.budget}
         return make_plan(config, self.hardware, ranks=self.ranks, detailed=False, **common, **self.options)
 
     def _least(self, config: RunConfig) -> float:
@@ -232,40 +233,40 @@ class RemedySearch:
 
         return lowered_shares(self.config, plan_with)
 
-    def _larger_shares(self, rung: Rung) -> Rung:
-        """A rung that fits, with the largest shares that fit too."""
-        settings = dict(rung.candidate.settings)
+    def _larger_shares(self, remedy: Remedy) -> Remedy:
+        """Return a remedy that fits with the largest shares that fit too."""
+        settings = dict(remedy.candidate.settings)
         away = settings.get("strategy.offload.params", "none") != "none"  # nothing is left to be updated on the device
         if away or not (SHARE in settings or HOST_SHARE in settings):
-            return rung
+            return remedy
         candidate = Candidate({**settings, **self._shares(settings)})
-        if candidate.settings == rung.candidate.settings:
-            return rung
+        if candidate.settings == remedy.candidate.settings:
+            return remedy
         plan = self._plan(candidate.applied_to(self.config))
-        return Rung(candidate, rung.added, plan) if plan.fits else rung
+        return Remedy(candidate, remedy.added, plan) if plan.fits else remedy
 
-    def _larger_micro(self, rung: Rung) -> Rung:
-        """A rung that fits with a micro-batch of 1, with the largest that fits too: memory grows evenly with it."""
-        if rung.plan is None or rung.candidate.settings.get("batch.micro") != 1:
-            return rung
+    def _larger_micro(self, remedy: Remedy) -> Remedy:
+        """Return a remedy that fits at micro-batch 1 with the largest one that fits: memory grows linearly with it."""
+        if remedy.plan is None or remedy.candidate.settings.get("batch.micro") != 1:
+            return remedy
 
-        def at(micro: int) -> Rung:
-            candidate = Candidate({**rung.candidate.settings, "batch.micro": micro})
-            return Rung(candidate, rung.added, self._plan(candidate.applied_to(self.config)))
+        def at(micro: int) -> Remedy:
+            candidate = Candidate({**remedy.candidate.settings, "batch.micro": micro})
+            return Remedy(candidate, remedy.added, self._plan(candidate.applied_to(self.config)))
 
         written = self._micro
         try:
             whole = at(written).plan
             assert whole is not None
-            grows = (whole.needed_gib - rung.plan.needed_gib) / (written - 1)
-            most = 1 + (self.hardware.memory_gib - rung.plan.needed_gib) / max(grows, 1e-9)
+            grows = (whole.needed_gib - remedy.plan.needed_gib) / (written - 1)
+            most = 1 + (self.hardware.memory_gib - remedy.plan.needed_gib) / max(grows, 1e-9)
             sizes = [size for size in range(2, written) if written % size == 0 and size <= most]
-            return next((found for size in reversed(sizes[-2:]) if (found := at(size)).fits), rung)
+            return next((larger for size in reversed(sizes[-2:]) if (larger := at(size)).fits), remedy)
         except PlaitError:
-            return rung  # another layout takes no other micro-batch
+            return remedy  # another layout takes no other micro-batch
         except TimeUpError:
             self.cut = True
-            return rung
+            return remedy
 
 
 def _added(before: dict[str, Any], settings: dict[str, Any]) -> Candidate:

@@ -18,10 +18,10 @@ from plait.config import RunConfig, resolve_layout
 from plait.errors import ConfigError, PlaitError, in_one_line
 from plait.plan.hardware import Hardware
 from plait.plan.plan import GIB, Plan, make_plan
-from plait.plan.quick import Quick, quick_look
+from plait.plan.quick import Quick, estimate_all
 from plait.plan.shares import SHARE, with_share
 from plait.plan.simulate import MakeExample, example_of
-from plait.plan.space import Candidate, Space, candidates, that_can_pay
+from plait.plan.space import Candidate, Space, candidates, useful_dimensions
 
 _AWAY = 0.03
 """What keeps something off the device must be faster by this share: so far off may a plan be, and the host has a part
@@ -31,7 +31,7 @@ _MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """One way to spread the run."""
 
     candidate: Candidate
@@ -50,7 +50,7 @@ class Found:
         return 0.0 if self.quick is None else self.quick.tokens_per_second
 
     @property
-    def worth(self) -> float:
+    def score(self) -> float:
         """By what ways are ordered: tokens per second, and of those that are about equal the simpler first."""
         return self.tokens_per_second * (1.0 - _AWAY * _tiers(self.config))
 
@@ -59,13 +59,13 @@ class Found:
 class Search:
     """What a search has found, best first: those that were simulated and fit, then the others."""
 
-    found: tuple[Found, ...]
+    results: tuple[SearchResult, ...]
     seconds: float
 
     @property
-    def best(self) -> Found | None:
-        """The fastest that fits, by its `worth`; None where nothing does."""
-        return next((each for each in self.found if each.plan is not None and not each.reason), None)
+    def best(self) -> SearchResult | None:
+        """The fastest that fits, by its `score`; None where nothing does."""
+        return next((result for result in self.results if result.plan is not None and not result.reason), None)
 
 
 def search(
@@ -77,59 +77,59 @@ def search(
     seconds: float = 50.0,
     space: Space | None = None,
     make_example: MakeExample = example_of,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Search:
     """Look at every way to spread a run, and closely at the `close` best, for about so many seconds."""
     start = time.monotonic()
-    space = space or Space(ranks, that_can_pay(hardware.kind, ("zero", "layout", "recompute", "micro", "offload")))
+    space = space or Space(ranks, useful_dimensions(hardware.kind, ("zero", "layout", "recompute", "micro", "offload")))
     legal, refused = _legal(candidates(config, space), config, ranks)
-    say(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
-    looked = quick_look(legal, hardware, ranks, make_example)
+    log(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
+    looked = estimate_all(legal, hardware, ranks, make_example)
     promising, large = [], []
-    for each, quick in zip(legal, looked, strict=True):
+    for result, quick in zip(legal, looked, strict=True):
         if isinstance(quick, str):
-            refused.append(replace(each, reason=quick))
+            refused.append(replace(result, reason=quick))
         elif quick.needed_gib > hardware.memory_gib * _MARGIN:
             reason = f"needs about {quick.needed_gib:.0f} GiB of {hardware.memory_gib:.0f}"
-            large.append(replace(each, quick=quick, reason=reason))
+            large.append(replace(result, quick=quick, reason=reason))
         elif quick.host_gib > hardware.host_memory_gib * _MARGIN:
             reason = f"needs about {quick.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
-            large.append(replace(each, quick=quick, reason=reason))
+            large.append(replace(result, quick=quick, reason=reason))
         else:
-            promising.append(_with_share(replace(each, quick=quick), quick.share))
-    promising.sort(key=lambda each: -each.worth)
-    simulated: list[Found] = []
-    late = False
-    for index, each in enumerate(promising):
-        fitting = sum(not one.reason for one in simulated)
-        late = bool(fitting) and time.monotonic() - start > seconds
-        if fitting >= close or late:
+            promising.append(_with_share(replace(result, quick=quick), quick.share))
+    promising.sort(key=lambda result: -result.score)
+    simulated: list[SearchResult] = []
+    time_is_up = False
+    for index, result in enumerate(promising):
+        fitting = sum(not other.reason for other in simulated)
+        time_is_up = bool(fitting) and time.monotonic() - start > seconds
+        if fitting >= close or time_is_up:
             promising = promising[index:]
             break
-        simulated.append(_simulated(each, hardware, ranks, make_example))
+        simulated.append(_simulated(result, hardware, ranks, make_example))
     else:
         promising = []
-    fits = sorted((each for each in simulated if not each.reason), key=lambda each: -each.worth)
-    fails = [each for each in simulated if each.reason]
-    why = "not simulated: the search's time was up" if late else "not simulated: behind by the quick account"
-    rest = [replace(each, reason=why) for each in promising]
+    fits = sorted((result for result in simulated if not result.reason), key=lambda result: -result.score)
+    fails = [result for result in simulated if result.reason]
+    why = "not simulated: the search's time was up" if time_is_up else "not simulated: behind by the quick account"
+    rest = [replace(result, reason=why) for result in promising]
     return Search((*fits, *rest, *fails, *large, *refused), time.monotonic() - start)
 
 
-def _legal(found: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[list[Found], list[Found]]:
+def _legal(proposals: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[list[SearchResult], list[SearchResult]]:
     """Those that make a run, one of each that would be the same, and those that do not, with the reason."""
     legal, refused = [], []
     seen: set[str] = set()
-    for candidate in found:
+    for candidate in proposals:
         try:
             config = candidate.applied_to(run)
             key = _same(config, ranks)
         except ConfigError as error:
-            refused.append(Found(candidate, None, in_one_line(error)))
+            refused.append(SearchResult(candidate, None, in_one_line(error)))
             continue
         if key not in seen:
             seen.add(key)
-            legal.append(Found(candidate, config, ""))
+            legal.append(SearchResult(candidate, config, ""))
     return legal, refused
 
 
@@ -141,13 +141,13 @@ def _tiers(config: RunConfig | None) -> int:
     return offload.on + (offload.optimizer == "nvme") + (offload.params != "none")
 
 
-def _with_share(found: Found, share: float) -> Found:
+def _with_share(result: SearchResult, share: float) -> SearchResult:
     """A way with a number for `ratio: auto`."""
-    assert found.config is not None
-    if found.config.strategy.offload.ratio != "auto":
-        return found
-    candidate = Candidate({**found.candidate.settings, SHARE: share})
-    return replace(found, candidate=candidate, config=with_share(found.config, share))
+    assert result.config is not None
+    if result.config.strategy.offload.ratio != "auto":
+        return result
+    candidate = Candidate({**result.candidate.settings, SHARE: share})
+    return replace(result, candidate=candidate, config=with_share(result.config, share))
 
 
 def _same(config: RunConfig, ranks: int) -> str:
@@ -159,15 +159,15 @@ def _same(config: RunConfig, ranks: int) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeExample) -> Found:
-    assert found.config is not None
+def _simulated(result: SearchResult, hardware: Hardware, ranks: int, make_example: MakeExample) -> SearchResult:
+    assert result.config is not None
     try:
-        plan = make_plan(found.config, hardware, ranks=ranks, make_example=make_example, detailed=False)
+        plan = make_plan(result.config, hardware, ranks=ranks, make_example=make_example, detailed=False)
     except PlaitError as error:
-        return replace(found, reason=in_one_line(error))
+        return replace(result, reason=in_one_line(error))
     reason = ""
     if plan.needed_gib > hardware.memory_gib:
-        phase, peak = plan.fullest.account.peak
+        phase, peak = plan.fullest.ledger.peak
         reason = (
             f"needs {plan.needed_gib:.1f} GiB of {hardware.memory_gib:.1f}: "
             f"{peak / GIB:.1f} in the {phase} phase of the {plan.fullest.name}"
@@ -175,18 +175,20 @@ def _simulated(found: Found, hardware: Hardware, ranks: int, make_example: MakeE
     elif plan.host_gib > hardware.host_memory_gib:
         least = f"needs {plan.host_gib:.0f} GiB of the host's {hardware.host_memory_gib:.0f}"
         reason = f"{least}, in the {plan.host_phase} phase"
-    return replace(found, plan=plan, reason=reason)
+    return replace(result, plan=plan, reason=reason)
 
 
 def _too_large(quick: Quick, hardware: Hardware) -> bool:
     return quick.needed_gib > hardware.memory_gib or quick.host_gib > hardware.host_memory_gib
 
 
-def in_expected_order(config: RunConfig, found: Sequence[Candidate], hardware: Hardware, ranks: int) -> list[Candidate]:
+def order_by_estimate(
+    config: RunConfig, proposals: Sequence[Candidate], hardware: Hardware, ranks: int
+) -> list[Candidate]:
     """Candidates as the quick account expects them to be: fastest first, then those that are too large."""
-    legal, _ = _legal(found, config, ranks)
-    looked = quick_look(legal, hardware, ranks, example_of)
+    legal, _ = _legal(proposals, config, ranks)
+    looked = estimate_all(legal, hardware, ranks, example_of)
     pairs = zip(legal, looked, strict=True)
-    known = [(replace(each, quick=quick), quick) for each, quick in pairs if not isinstance(quick, str)]
-    known.sort(key=lambda pair: (_too_large(pair[1], hardware), -pair[0].worth))
-    return [each.candidate for each, _ in known]
+    known = [(replace(result, quick=quick), quick) for result, quick in pairs if not isinstance(quick, str)]
+    known.sort(key=lambda pair: (_too_large(pair[1], hardware), -pair[0].score))
+    return [result.candidate for result, _ in known]

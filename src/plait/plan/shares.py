@@ -23,7 +23,7 @@ SHARE = "strategy.offload.ratio"
 HOST_SHARE = "strategy.offload.host_ratio"
 STEPS = 20
 """Shares are looked at in steps of one part in so many."""
-_ROOM = 0.95
+_USABLE = 0.95
 """Of the device's memory, what a share may be planned to fill: the quick account may be off."""
 _ALIKE = 1.01
 """Two shares are as fast as each other where they differ by less."""
@@ -31,7 +31,7 @@ _ALIKE = 1.01
 
 def best_share(seconds: Callable[[float], float], needed: Callable[[float], float], memory: float) -> float:
     """The best share, given what a step takes with one, and the memory that it needs; 0 where none fits."""
-    fitting = [step / STEPS for step in range(STEPS) if needed(step / STEPS) <= memory * _ROOM]
+    fitting = [step / STEPS for step in range(STEPS) if needed(step / STEPS) <= memory * _USABLE]
     if not fitting:
         return 0.0
     fastest = min(seconds(share) for share in fitting)
@@ -43,16 +43,16 @@ def with_ratio(config: RunConfig, hardware: Hardware, *, ranks: int, **options: 
     if config.strategy.offload.ratio != "auto":
         return config
     from plait.plan.plan import make_plan
-    from plait.plan.quick import quick_of
+    from plait.plan.quick import estimate
 
-    quick = quick_of(config, hardware, ranks, **options)
+    quick = estimate(config, hardware, ranks, **options)
     if isinstance(quick, str):
         raise ConfigError(Problem(SHARE, f"auto, but the run cannot be planned: {quick}", "Write a number."))
     share = quick.share
     while share > 0:
-        found = with_share(config, share)
-        if make_plan(found, hardware, ranks=ranks, detailed=False, **options).fits:
-            return found
+        lowered = with_share(config, share)
+        if make_plan(lowered, hardware, ranks=ranks, detailed=False, **options).fits:
+            return lowered
         share = round(max(share - 2 / STEPS, 0.0), 4)
     return with_share(config, 0.0)
 
@@ -68,19 +68,19 @@ def lowered_shares(config: RunConfig, plan_with: Callable[[dict[str, Any]], Plan
     offload = config.strategy.offload
     ratio, host = offload.share, offload.host_ratio
 
-    def beside(share: float) -> dict[str, float]:
+    def shares_with(share: float) -> dict[str, float]:
         """With so much on the device, and as much in host memory as it has room for."""
         on_device = {SHARE: share} if ratio > 0 else {}
         if host == 0:
             return on_device
 
-        def has_room(part: float) -> bool:
-            plan = plan_with({**on_device, HOST_SHARE: part})
+        def has_room(host_share: float) -> bool:
+            plan = plan_with({**on_device, HOST_SHARE: host_share})
             return plan.host_gib <= plan.hardware.host_memory_gib
 
         return {**on_device, HOST_SHARE: _largest(round(host + ratio - share, 4), has_room)}
 
-    return beside(_largest(ratio, lambda share: plan_with(beside(share)).fits))
+    return shares_with(_largest(ratio, lambda share: plan_with(shares_with(share)).fits))
 
 
 def _largest(most: float, fits: Callable[[float], bool]) -> float:

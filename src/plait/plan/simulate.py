@@ -1,4 +1,4 @@
-"""One rank's training step, run by the real code on tensors without values.
+"""One rank's training step, run by the real code on fake tensors.
 
 [Note: two steps] The first step makes the optimizer's state, and lets DTensor find out how its operations are spread;
 the second is what every later step is like. Of the first, only the update is kept: the optimizer's beginning.
@@ -50,7 +50,7 @@ from plait.optim import Offload
 from plait.plan.classify import Owners
 from plait.plan.compiled import compiled_units
 from plait.plan.hardware import Hardware
-from plait.plan.ledger import EACH, Away, Ledger, host_work, mode_of, with_update
+from plait.plan.ledger import PER_MICRO_BATCH, Away, Ledger, host_work, mode_of, with_update
 from plait.plan.recorder import END, CachingAllocator, MemoryRecorder, Peak
 from plait.plan.timing import MATMUL_WORKSPACE, Timing, kernels_of_cuda
 from plait.torch_internals import in_backward_pass
@@ -118,7 +118,7 @@ class SimulatedCheckpoints:
                 tensors = engine.state_entries()
                 entries = {name: _kept(entry, self._ranks) for name, entry in tensors.items()}
             entries |= {name: entries[name]._replace(contiguous=True) for name in away.in_files}
-            numbers = {"state": sum(each.bytes for each in (*entries.values(), *away.entries))}
+            numbers = {"state": sum(entry.bytes for entry in (*entries.values(), *away.entries))}
             if not self.loads:
                 return numbers
             frozen = {f"model.{name}" for name in engine.frozen()} if self._settings.trainable_only else set()
@@ -132,15 +132,17 @@ class SimulatedCheckpoints:
             # See [Note: a few rows at a time] in `spec.deferred`; a block may have to be put together from two strips.
             wide = (min(largest, STRIP) + 2 * BLOCK * (largest > STRIP) + WORKSPACE_BYTES) * at_once if largest else 0.0
             if self.saves:
-                loose = [each for name, each in tensors.items() if not entries[name].contiguous]
-                _copy_in_rows((each for each in loose if isinstance(each, Tensor)), engine.world.device.type, at_once)
+                strided = [tensor for name, tensor in tensors.items() if not entries[name].contiguous]
+                _copy_in_rows(
+                    (tensor for tensor in strided if isinstance(tensor, Tensor)), engine.world.device.type, at_once
+                )
                 numbers |= {"written": needed.written, "host_copy": needed.copied}
                 numbers["host_saving"] = needed.writing + wide
-            numbers["loaded"] = self._make_room(tensors)
+            numbers["loaded"] = self._allocate_optimizer_state(tensors)
         there = 0.0 if separate else away.held
         return numbers | {"host_reading": needed.reading, "host_loading": wide + away.held - there}
 
-    def _make_room(self, tensors: dict[str, Entry]) -> float:
+    def _allocate_optimizer_state(self, tensors: dict[str, Entry]) -> float:
         """What room for an optimizer's state takes on the device; the one that is there, in `tensors`, is given up."""
         shapes = {
             name.removeprefix("optim."): (tensor.shape, tensor.dtype)
@@ -194,31 +196,31 @@ def _kept(entry: Entry, ranks: int) -> SavedTensor:
 
 def completed(numbers: dict[str, float], *, one_memory: bool) -> dict[str, float]:
     """With what loading makes for the optimizer; in `one_memory` with what others have on the host, too."""
-    found = dict(numbers)
-    loaded = {"optimizer": found.pop("loaded", 0.0)}
-    more = _beside(found) if one_memory else {}
+    completed_numbers = dict(numbers)
+    loaded = {"optimizer": completed_numbers.pop("loaded", 0.0)}
+    more = _host_memory_by_peak(completed_numbers) if one_memory else {}
     more[Phase.LOAD] = {**loaded, **more.get(Phase.LOAD, {})}
-    detailed = any(key.startswith("at.") for key in found)
-    for name, parts in more.items():
-        for part, size in parts.items():
-            if size and f"peak.{name}" in found:
-                found[f"peak.{name}"] += size
+    detailed = any(key.startswith("at.") for key in completed_numbers)
+    for name, owners in more.items():
+        for owner, size in owners.items():
+            if size and f"peak.{name}" in completed_numbers:
+                completed_numbers[f"peak.{name}"] += size
                 if detailed:
-                    found[f"at.{name}.{part}"] = found.get(f"at.{name}.{part}", 0.0) + size
-    return found
+                    completed_numbers[f"at.{name}.{owner}"] = completed_numbers.get(f"at.{name}.{owner}", 0.0) + size
+    return completed_numbers
 
 
-def _beside(numbers: dict[str, float]) -> dict[str, dict[str, float]]:
+def _host_memory_by_peak(numbers: dict[str, float]) -> dict[str, dict[str, float]]:
     """What a device of its own would have beside it, by peak and whose it is; taken out of `numbers`."""
     copy, saving, reading, loading = (
         numbers.pop(f"host_{key}", 0.0) for key in ("copy", "saving", "reading", "loading")
     )
-    found = {str(name): {COPY: copy} for name in _SINCE_A_SAVE}
-    found[Phase.SAVE]["optimizer"] = saving
-    return {**found, Phase.LOAD: {"temporaries": reading + loading}}
+    sizes = {str(name): {COPY: copy} for name in _SINCE_A_SAVE}
+    sizes[Phase.SAVE]["optimizer"] = saving
+    return {**sizes, Phase.LOAD: {"temporaries": reading + loading}}
 
 
-# A micro-batch of the right shapes, for a run whose data nobody has to read.
+# A micro-batch of the right shapes, without reading the data.
 
 
 def example_of(config: RunConfig, micro: int) -> Any:
@@ -236,8 +238,8 @@ def example_of(config: RunConfig, micro: int) -> Any:
     length = None if isinstance(config.model, CUSTOM_MODELS) else getattr(config.model, "seq_len", None)
     if data is None and isinstance(length, int):
         return _token_example(micro, length, documents=False)
-    kind = "there are none" if data is None else f"data of type {data.type!r}"
-    message = f"{kind}, so the shapes of a micro-batch are not known without reading one"
+    described = "there are none" if data is None else f"data of type {data.type!r}"
+    message = f"{described}, so the shapes of a micro-batch are not known without reading one"
     raise ConfigError(Problem("data", message, "Start the run: it plans itself, with its first micro-batch."))
 
 
@@ -246,10 +248,8 @@ def _token_example(micro: int, length: int, *, documents: bool) -> dict[str, tor
     return {key: torch.zeros(micro, length, dtype=torch.int64) for key in keys}
 
 
-# A limit of time for a search, which also ends a simulation that is under way.
-#
-# What counts is what this process computes, not what a clock on the wall says: on a host that others keep busy a search
-# takes longer, and finds the same.
+# A time limit for a search, which also ends a running simulation. It counts CPU seconds of this process and not wall
+# clock time, so that a search on a busy host takes longer and finds the same.
 
 
 SEARCH_S = 40.0
@@ -257,13 +257,13 @@ SEARCH_S = 40.0
 
 
 class TimeUpError(Exception):
-    """The time is up. Nobody meets it: whoever gives patience catches it, and says what was left out."""
+    """The time budget is spent. Whoever sets a budget catches it and reports what was left out."""
 
 
 class TimeBudget:
-    """So many CPU seconds from now on; a recorder's watcher, so that an operation soon after them is the last.
+    """A budget of CPU seconds. As a watcher of a recorder it raises `TimeUpError` at the first operation after it.
 
-    Not one of a backward pass: autograd's threads do not survive it. What comes after the pass is as good.
+    Not within a backward pass: an exception there would end autograd's threads.
     """
 
     def __init__(self, seconds: float = SEARCH_S, clock: Callable[[], float] = time.process_time) -> None:
@@ -273,20 +273,20 @@ class TimeBudget:
 
     @property
     def over(self) -> bool:
-        """Whether the time is up."""
+        """Whether the budget is spent."""
         return self._passed() >= self.seconds
 
     @property
     def half_over(self) -> bool:
-        """Whether half of it is."""
+        """Whether half of it is spent."""
         return self._passed() >= self.seconds / 2
 
     def again(self, seconds: float) -> TimeBudget:
-        """Other seconds from now on, by the same clock."""
+        """Return a new budget that starts now, with the same clock."""
         return TimeBudget(seconds, self._clock)
 
     def saw(self, *_operation: Any) -> None:
-        """Go on, or not."""
+        """Raise `TimeUpError` if the budget is spent."""
         if not in_backward_pass() and self.over:
             raise TimeUpError
 
@@ -307,9 +307,9 @@ MakeExample = Callable[[RunConfig, int], Any]
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What one rank's step takes."""
+    """Memory and time of one rank's step."""
 
-    account: Ledger
+    ledger: Ledger
     flops_per_token: float | None
     """Of the model's own account, where it gives one."""
     trail: list[tuple[Phase, int]] = field(default_factory=list)
@@ -331,9 +331,9 @@ def simulate(
     make_example: MakeExample = example_of,
     received: Any = None,
     detailed: bool = False,
-    patience: TimeBudget | None = None,
+    budget: TimeBudget | None = None,
 ) -> Simulated:
-    """Run `rank` of `ranks` through two steps, as long as there is `patience`; `detailed` adds whose the memory is.
+    """Run `rank` of `ranks` through two steps, within `budget`; `detailed` adds whose the memory is.
 
     `layers` is how many layers this rank has: the end of its backward pass is the last of so many parts.
     `received` is what the stage before hands on, for ranks that are not first in a pipeline.
@@ -355,7 +355,7 @@ def simulate(
             stack.enter_context(kernels_of_cuda(hardware.capability))
         config = with_update(config, hardware, world.layout)
         timing = Timing(hardware, config, world.layout)
-        watchers = (timing,) if patience is None else (timing, patience)
+        watchers = (timing,) if budget is None else (timing, budget)
         recorder = MemoryRecorder(hardware.kind, allocator=CachingAllocator() if on_cuda else None, watchers=watchers)
         recorder.trail = [] if detailed else None
         mode = config.strategy.recompute.mode
@@ -379,17 +379,17 @@ def simulate(
         )
         if engine.pipeline is not None:
             engine.pipeline.transport.foretold = received
-        stack.enter_context(recorder.deaf_to_questions())
-        parts: dict[str, dict[str, int]] = {}
+        stack.enter_context(recorder.ignoring_shape_propagation())
+        peaks: dict[str, dict[str, int]] = {}
         keeping = SimulatedCheckpoints(engine, recorder, config, cores=hardware.host_cores)
         if detailed:
-            _look_at_peaks(recorder, engine, parts)
+            _look_at_peaks(recorder, engine, peaks)
         keeping.load()
         recorder.at_peak = None
 
         def enter_first(phase: Phase) -> None:
             if phase is Phase.STEP and detailed:
-                _look_at_peaks(recorder, engine, parts)
+                _look_at_peaks(recorder, engine, peaks)
             recorder.enter(Phase.INIT if phase is Phase.STEP else phase)
 
         engine.on_phase = enter_first
@@ -415,13 +415,13 @@ def simulate(
         if isinstance(engine.views, OffloadedParams):
             numbers |= _update(engine.views.store, config, hardware, world.layout)
         if config.strategy.offload.params == "nvme":
-            on_link = numbers.get(f"link.in.{EACH}", 0.0) * hardware.pcie_gbps
-            numbers[f"link.files.{EACH}"] = on_link * min(ranks, hardware.per_host) / hardware.disk_gbps
+            on_link = numbers.get(f"link.in.{PER_MICRO_BATCH}", 0.0) * hardware.pcie_gbps
+            numbers[f"link.files.{PER_MICRO_BATCH}"] = on_link * min(ranks, hardware.per_host) / hardware.disk_gbps
         if config.strategy.compile.enabled and mode != "none":
             highest = max(value for key, value in numbers.items() if key.startswith("peak."))
             beyond = highest - numbers.get("peak.idle", 0.0)
             numbers["reserved"] = max(numbers["reserved"], highest + beyond * _REORDERED)
-        numbers |= {f"at.{name}.{part}": size for name, held in parts.items() for part, size in held.items()}
+        numbers |= {f"at.{name}.{owner}": size for name, held in peaks.items() for owner, size in held.items()}
         numbers = completed(numbers, one_memory=not on_cuda)
         del workspace
         return Simulated(
@@ -452,7 +452,7 @@ def _numbers(recorder: MemoryRecorder, timing: Timing, engine: NativeEngine, tok
 
 def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layout) -> dict[str, float]:
     """What the update on the host takes, which a plan does not run."""
-    homes = {home: [each for each in store.buckets if each.span.home == home] for home in ("cpu", "nvme")}
+    homes = {home: [bucket for bucket in store.buckets if bucket.span.home == home] for home in ("cpu", "nvme")}
     on_host, in_files = (sum(bucket.numel for bucket in homes[home]) for home in ("cpu", "nvme"))
     targets = [target for home in homes.values() for bucket in home for target in bucket.targets]
     back = sum(target.numel() for target in targets if target.device.type != "cpu")
@@ -463,22 +463,22 @@ def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layou
     return work.to_dict(mode_of(config, layout, hardware.kind))
 
 
-def _look_at_peaks(recorder: MemoryRecorder, engine: NativeEngine, found: dict[str, dict[str, int]]) -> None:
+def _look_at_peaks(recorder: MemoryRecorder, engine: NativeEngine, peaks: dict[str, dict[str, int]]) -> None:
     """Whose the memory is at each of the peaks yet to come, filled in when they come, and at that of the build."""
     owners = Owners(engine)
 
     def look(name: str, beyond: int, kernel: bool) -> None:
         # What a compiled pass has made so far is for the backward pass, if it is the forward pass.
         whose = "kernel workspaces" if kernel else "activations" if name == Phase.FORWARD else "temporaries"
-        found[name] = held = owners.share_out(recorder)
+        peaks[name] = held = owners.share_out(recorder)
         held[whose] = held.get(whose, 0) + beyond
 
     recorder.at_peak = look
     # Of the build, what stayed is known; the rest was needed while values were made.
     built = owners.share_out(recorder)
-    built = {part: built[part] for part in ("parameters", "kernel workspaces") if part in built}
+    built = {owner: built[owner] for owner in ("parameters", "kernel workspaces") if owner in built}
     built["temporaries"] = recorder.peaks[Phase.BUILD].bytes - sum(built.values())
-    found[Phase.BUILD] = built
+    peaks[Phase.BUILD] = built
 
 
 def _in_order(trail: list[tuple[Phase, int]], numbers: dict[str, float]) -> list[tuple[Phase, int]]:

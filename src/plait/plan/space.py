@@ -52,12 +52,12 @@ class Candidate:
 
 def _says(run: RunConfig, key: str, value: Any) -> bool:
     """Whether a run has this value there; what lies inside lists and free sections is not looked at."""
-    found: Any = run
-    for part in key.split("."):
-        if not isinstance(found, BaseModel) or part not in type(found).model_fields:
+    section: Any = run
+    for name in key.split("."):
+        if not isinstance(section, BaseModel) or name not in type(section).model_fields:
             return False
-        found = getattr(found, part)
-    return bool(found == value)
+        section = getattr(section, name)
+    return bool(section == value)
 
 
 def written(value: Any) -> str:
@@ -93,9 +93,9 @@ class Space:
     """At most so many micro-batch sizes."""
 
 
-def that_can_pay(kind: str, dimensions: tuple[str, ...] = DIMENSIONS) -> tuple[str, ...]:
+def useful_dimensions(device_type: str, dimensions: tuple[str, ...] = DIMENSIONS) -> tuple[str, ...]:
     """Dimensions without those that can win nothing: where the device is the host, nothing is kept off it."""
-    return tuple(each for each in dimensions if each != "offload" or kind == "cuda")
+    return tuple(dimension for dimension in dimensions if dimension != "offload" or device_type == "cuda")
 
 
 def candidates(run: RunConfig, space: Space) -> list[Candidate]:
@@ -108,15 +108,17 @@ def candidates(run: RunConfig, space: Space) -> list[Candidate]:
         _offload(run, space),
         *([{key: value} for value in values] for key, values in space.values.items()),
     ]
-    combined = [{key: value for part in parts for key, value in part.items()} for parts in product(*dims)]
-    found = [Candidate(settings | batch) for settings in combined for batch in _batches(run, settings, space)]
-    return list({each.key: each for each in [Candidate({}), *found]}.values())
+    combined = [{key: value for choice in choices for key, value in choice.items()} for choices in product(*dims)]
+    proposals = [Candidate(settings | batch) for settings in combined for batch in _batches(run, settings, space)]
+    return list({candidate.key: candidate for candidate in [Candidate({}), *proposals]}.values())
 
 
 def _wanted(dimension: str, space: Space, *keys: str) -> bool:
     """Whether a dimension is varied: asked for, and none of its keys is the user's own."""
     return dimension in space.dimensions and not any(
-        own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.") for own in space.values for key in keys
+        given == key or given.startswith(f"{key}.") or key.startswith(f"{given}.")
+        for given in space.values
+        for key in keys
     )
 
 

@@ -20,7 +20,7 @@ def count_params(model: nn.Module) -> tuple[int, int]:
     Parameters are told apart by identity, not by address, so a model on the meta device is counted rightly.
     """
     total = sum(param.numel() for param in model.parameters())
-    largest = max((sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()), default=0)
+    largest = max((sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()), default=0)
     return total, largest
 
 
@@ -60,9 +60,9 @@ def estimate_zero3_model_states_mem_needs(
         host = building * 4 * num_gpus_per_node * additional_buffer_factor
         return int(host), layer + int(18 * total_params / gpus), layer
     states = 18 if cpu_offload_params else 16
-    each = states * share if zero_init else max(4 * num_gpus_per_node, states * share)
+    bytes_per_param = states * share if zero_init else max(4 * num_gpus_per_node, states * share)
     on_gpu = 0 if cpu_offload_params else int(2 * total_params / gpus)
-    return int(total_params * each * additional_buffer_factor), layer + on_gpu, layer
+    return int(total_params * bytes_per_param * additional_buffer_factor), layer + on_gpu, layer
 
 
 def zero2_table(
@@ -74,7 +74,7 @@ def zero2_table(
         host, gpu = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
         )
-        lines.append(_row(host, gpu, f"offload_optimizer={_place(offload)}"))
+        lines.append(_row(host, gpu, f"offload_optimizer={_device_name(offload)}"))
     return "\n".join(lines)
 
 
@@ -100,8 +100,8 @@ def zero3_table(
                 zero_init,
                 additional_buffer_factor,
             )
-            places = f"offload_param={_place(offload_params)}, offload_optimizer={_place(offload)}"
-            lines.append(_row(host, gpu, f"{places}, zero_init={int(zero_init)}"))
+            offloads = f"offload_param={_device_name(offload_params)}, offload_optimizer={_device_name(offload)}"
+            lines.append(_row(host, gpu, f"{offloads}, zero_init={int(zero_init)}"))
     return "\n".join(lines)
 
 
@@ -150,7 +150,7 @@ def _row(host: int, gpu: int, options: str) -> str:
     return f" {host / 2**30:7.2f}GB | {gpu / 2**30:6.2f}GB | {options}"
 
 
-def _place(offload: bool) -> str:
+def _device_name(offload: bool) -> str:
     return "cpu " if offload else "none"
 
 
@@ -177,12 +177,12 @@ class StatesEstimate:
 
     def rows(self) -> tuple[tuple[str, float, float], ...]:
         """What, bytes a parameter, GB (of 10⁹ bytes) in all; the sum last."""
-        parts = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
-        found = [(name, each, self.params * each / 1e9) for name, each in parts.items()]
-        return (*found, ("total", self.bytes_per_param, self.total / 1e9))
+        sizes = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        rows = [(name, size, self.params * size / 1e9) for name, size in sizes.items()]
+        return (*rows, ("total", self.bytes_per_param, self.total / 1e9))
 
 
-def account_of(config: RunConfig, params: int) -> StatesEstimate:
+def estimate_states(config: RunConfig, params: int) -> StatesEstimate:
     """What the states of this run's parameters come to on one device, by its `precision` and `optim`.
 
     Gradients are counted as Plait keeps them: in the format in which they are summed, beside fp32 weights; otherwise
@@ -191,11 +191,11 @@ def account_of(config: RunConfig, params: int) -> StatesEstimate:
     precision, optim = config.precision, config.optim
     weights = 4 if precision.compute in ("fp32", "tf32") else 2
     separate = 4 if precision.master and weights == 2 else 0
-    each = 4.0 if precision.master else weights
+    moment = 4.0 if precision.master else weights
     if isinstance(optim, AdamW8bitConfig):
-        each = 1 + 4 / 256  # a code, and a share of a block's scale
+        moment = 1 + 4 / 256  # a code, and a share of a block's scale
     gradients = weights if not precision.master or precision.reduce in ("bf16", "fp16") else 4
-    return StatesEstimate(params, weights, gradients, separate + optim.moments * each)
+    return StatesEstimate(params, weights, gradients, separate + optim.moments * moment)
 
 
 def least_gib(config: RunConfig, params: int, layout: Layout) -> float:
@@ -205,9 +205,9 @@ def least_gib(config: RunConfig, params: int, layout: Layout) -> float:
     """
     strategy, offload = config.strategy, config.strategy.offload
     apart = layout.tp * layout.pp * layout.ep
-    account, shards = account_of(config, params), layout.size // apart
+    states, shards = estimate_states(config, params), layout.size // apart
     on_device = offload.share if offload.on else 1.0
-    optimizer = account.optimizer * on_device / (shards if strategy.stage > 0 else 1)
-    whole = strategy.stage == 0 or (strategy.stage < 3 and account.weights < 4 and config.precision.master)
-    weights = 0.0 if offload.params != "none" else account.weights / (1 if whole else shards)
+    optimizer = states.optimizer * on_device / (shards if strategy.stage > 0 else 1)
+    whole = strategy.stage == 0 or (strategy.stage < 3 and states.weights < 4 and config.precision.master)
+    weights = 0.0 if offload.params != "none" else states.weights / (1 if whole else shards)
     return params / apart * (optimizer + weights) / 2**30

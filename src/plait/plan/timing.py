@@ -25,7 +25,7 @@ from plait.distributed import replaced
 from plait.launch import Phase
 from plait.models import attention
 from plait.plan.hardware import Hardware
-from plait.plan.ledger import EACH, ONCE
+from plait.plan.ledger import PER_MICRO_BATCH, PER_STEP
 from plait.precision import make_policy
 from plait.torch_internals import (
     aten_cudnn,
@@ -129,26 +129,26 @@ def computes_in(func: Any, args: Any, out: Any) -> torch.dtype:
 
 def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that an operation reads and writes."""
-    made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+    made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
     if func in _LOOKUPS:
         return 2 * sum(map(_nbytes, made))  # of a table, only the rows that are asked for
-    read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    read = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
     moved = sum(map(_nbytes, read))
-    known = {storage_key(each) for each in read}
+    known = {storage_key(tensor) for tensor in read}
     # What is changed in place is read and written; what is new is only written.
-    moved += sum(_nbytes(each) for each in made if storage_key(each) not in known)
+    moved += sum(_nbytes(tensor) for tensor in made if storage_key(tensor) not in known)
     if schema_of(func).is_mutable:
         moved += sum(map(_nbytes, _changed(func, args, kwargs)))
     return moved
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found = []
+    tensors = []
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-    return found
+            tensors += [tensor for tensor in tree_leaves(value) if isinstance(tensor, Tensor)]
+    return tensors
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -158,7 +158,7 @@ def _nbytes(tensor: Tensor) -> int:
 # What a collective sends, and along which axes of the layout.
 
 
-_KINDS = {
+_COLLECTIVES = {
     "allgather": "gather",
     "_allgather_base": "gather",
     "allgather_into_tensor_coalesced": "gather",
@@ -225,7 +225,7 @@ class CollectiveCall:
 def kind_of(func: Any) -> str | None:
     """What kind of message a collective is; empty where it sends nothing, None where it is not known."""
     name = schema_of(func).name.split("::")[1]
-    return _KINDS.get(name.rstrip("_"), _KINDS.get(name))
+    return _COLLECTIVES.get(name.rstrip("_"), _COLLECTIVES.get(name))
 
 
 def message_of(func: Any, args: Any, out: Any, layout: Layout | None = None) -> CollectiveCall | None:
@@ -240,7 +240,7 @@ def message_of(func: Any, args: Any, out: Any, layout: Layout | None = None) -> 
     if kind == "exchange":
         size, kept = _exchanged(func, args, group)
     else:
-        size = max(each.nbytes for each in tree_leaves((args, out)) if isinstance(each, Tensor))
+        size = max(tensor.nbytes for tensor in tree_leaves((args, out)) if isinstance(tensor, Tensor))
         kept = 0.0 if kind == "send" else size / len(ranks)
     axes = () if layout is None else axes_of(layout, ranks)
     return CollectiveCall(kind, size, kept, len(ranks), ranks[1] - ranks[0], axes)
@@ -248,34 +248,34 @@ def message_of(func: Any, args: Any, out: Any, layout: Layout | None = None) -> 
 
 def _exchanged(func: Any, args: Any, group: dist.ProcessGroup) -> tuple[int, float]:
     """Bytes that a rank puts into an exchange, and those that it sends to itself: without splits, its even share."""
-    named = {each.name: value for each, value in zip(schema_of(func).arguments, args, strict=False)}
+    named = {argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)}
     given = named["input"] if "input" in named else named["input_tensors"]
     splits = named.get("input_split_sizes")
     if isinstance(given, Tensor):
         rows = len(given)
-        own = splits[group.rank()] if splits else rows / group.size()
-        return given.nbytes, given.nbytes * own / rows if rows else 0.0
-    return sum(each.nbytes for each in given), float(given[group.rank()].nbytes)
+        own_rows = splits[group.rank()] if splits else rows / group.size()
+        return given.nbytes, given.nbytes * own_rows / rows if rows else 0.0
+    return sum(argument.nbytes for argument in given), float(given[group.rank()].nbytes)
 
 
 def axes_of(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
     """The axes along which these ranks differ."""
-    found, inner = [], layout.size
+    axes, inner = [], layout.size
     for axis, size in layout.sizes().items():
         inner //= size
         if len({rank // inner % size for rank in ranks}) > 1:
-            found.append(axis)
-    return tuple(found)
+            axes.append(axis)
+    return tuple(axes)
 
 
 def _group_of(args: Any) -> dist.ProcessGroup | None:
-    for each in tree_leaves(args):
-        if isinstance(each, dist.ProcessGroup):
-            return each
-        if isinstance(each, str) and is_group_name(each):
-            return group_by_name(each)
-        if type(each).__name__ == "ScriptObject":
-            return dist.ProcessGroup.unbox(each)
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, dist.ProcessGroup):
+            return leaf
+        if isinstance(leaf, str) and is_group_name(leaf):
+            return group_by_name(leaf)
+        if type(leaf).__name__ == "ScriptObject":
+            return dist.ProcessGroup.unbox(leaf)
     return None
 
 
@@ -351,23 +351,25 @@ class Timing:
         travel = moved / (machine.memory_gbps * 1e9 * machine.memory_efficiency)
         if not flops:
             return max(travel, _KERNEL_S)
-        word = _FORMATS.get(dtype, "fp32")
-        rate = machine.rate(self._fp32 if word == "fp32" else word) * _SUSTAINED
+        dtype_name = _FORMATS.get(dtype, "fp32")
+        rate = machine.rate(self._fp32 if dtype_name == "fp32" else dtype_name) * _SUSTAINED
         if kind == "attention":
             return max(flops / (rate * machine.attention_efficiency), travel, _KERNEL_S)
         return flops / rate + _EDGES * travel + _KERNEL_S
 
     def _count_message(self, phase: Phase, message: CollectiveCall) -> None:
         how = "hidden" if message.is_data_parallel else "waited"
-        when = EACH if self._comes_again(message) else ONCE
+        when = PER_MICRO_BATCH if self._comes_again(message) else PER_STEP
         self.numbers[f"{how}.{message.axis}.{when}"] += message.seconds(self._hardware)
         self.numbers[f"sent.{message.axis}.{when}"] += message.sent
         self._count_starts(phase)
 
     def _count_copy(self, phase: Phase, way: Literal["out", "in"], size: int) -> None:
         # Gradients leave with the last micro-batch; activations and weights come and go with each.
-        each = phase is Phase.FORWARD or (phase is Phase.BACKWARD and way == "in")
-        self.numbers[f"link.{way}.{EACH if each else ONCE}"] += size / (self._hardware.pcie_gbps * 1e9)
+        per_micro_batch = phase is Phase.FORWARD or (phase is Phase.BACKWARD and way == "in")
+        self.numbers[f"link.{way}.{PER_MICRO_BATCH if per_micro_batch else PER_STEP}"] += size / (
+            self._hardware.pcie_gbps * 1e9
+        )
         self._count_starts(phase)
 
     def _comes_again(self, message: CollectiveCall) -> bool:

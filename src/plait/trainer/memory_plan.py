@@ -12,7 +12,7 @@ from plait.distributed import Ranks, detect_ranks
 from plait.engine import planned_as, stage_of
 from plait.errors import ConfigError
 from plait.monitor import EventKind
-from plait.plan import RunForecast, forecast
+from plait.plan import RunPlan, plan_run
 from plait.trainer.sources import batch_of, first_inputs
 from plait.trainer.throughput import memory_mib
 
@@ -28,7 +28,7 @@ class MemoryPlan:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self._plan: RunForecast | str | None = None
+        self._plan: RunPlan | str | None = None
 
     def is_planned_here(self) -> bool:
         """Whether this process plans the run: rank 0 does, before it joins the process group."""
@@ -41,7 +41,7 @@ class MemoryPlan:
         ranks = detect_ranks()
         self._plan = SPLIT if ranks.split > 1 else self.simulate(ranks)
 
-    def simulate(self, ranks: Ranks) -> RunForecast | str | None:
+    def simulate(self, ranks: Ranks) -> RunPlan | str | None:
         """Return the plan for these ranks, or why there is none; None if building the run will report the reason."""
         given = self.runner.given
         options = {"model": given.model, "loss_function": given.loss_fn}
@@ -57,7 +57,7 @@ class MemoryPlan:
             return None
         if isinstance(config, str):
             return config
-        return forecast(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
+        return plan_run(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
 
     def micro_batch(self, ranks: Ranks) -> int | None:
         """The size of a micro-batch on these ranks; None if the sections contradict each other."""
@@ -76,7 +76,7 @@ class MemoryPlan:
         plan = self._plan = runner.world.broadcast(self._plan)
         # Another engine is planned as the native one of the same stage: an estimate that is logged and refuses nothing.
         refuses = runner.config.plan.gate == "refuse" and runner.config.strategy.engine == "native"
-        if isinstance(plan, RunForecast) and plan.refusal is not None and refuses:
+        if isinstance(plan, RunPlan) and plan.refusal is not None and refuses:
             raise plan.refusal
 
     def log(self) -> None:
@@ -101,7 +101,7 @@ class MemoryPlan:
     def compare(self) -> dict[str, Any]:
         """Return predicted beside measured values, for the end of the run."""
         plan = self._plan
-        if not isinstance(plan, RunForecast):
+        if not isinstance(plan, RunPlan):
             return {}
         runner = self.runner
         peak, step = memory_mib(runner.world.device) / 1024, runner.step_time

@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, ValidationError, model_validator
 
 from plait.config import Many, NonNegativeInt, PositiveInt, RunConfig, Section, explain_section
 from plait.errors import ConfigError
-from plait.plan import Candidate, Space, that_can_pay
+from plait.plan import Candidate, Space, useful_dimensions
 
 Dimension = Literal["zero", "layout", "recompute", "compile", "offload", "micro"]
 
@@ -89,7 +89,7 @@ _RECOMPUTE_COST = {"none": 0, "every": 1, "selective": 1, "auto": 1, "full": 2}
 def space_of(run: RunConfig, tune: TuneConfig) -> Space:
     """What is varied: as asked, or all that can pay here; without compiling where that cannot work."""
     device = _device_type(run)
-    dimensions = that_can_pay(device) if tune.dimensions is None else tune.dimensions
+    dimensions = useful_dimensions(device) if tune.dimensions is None else tune.dimensions
     return Space(
         tune.nproc,
         tuple(dimension for dimension in dimensions if dimension != "compile" or _can_compile(device)),

@@ -28,7 +28,7 @@ def test_what_is_offloaded_counts_on_the_host_and_not_on_the_device() -> None:
     away = plan_of({"offload": "cpu"})
     part = plan_of({"offload": {"optimizer": "cpu", "ratio": 0.5}})
     # fp32 weights, two moments and bf16 gradients, on the device or on the host.
-    saved = (resident.fullest.account.peak[1] - away.fullest.account.peak[1]) / NUMBERS
+    saved = (resident.fullest.ledger.peak[1] - away.fullest.ledger.peak[1]) / NUMBERS
     assert saved == pytest.approx(14, rel=0.2)  # some gradients are under way
     hosts = [plan.host_phases[Phase.STEP] for plan in (resident, part, away)]
     assert (hosts[2] - hosts[0]) * GIB / NUMBERS == pytest.approx(14, rel=0.1)
@@ -49,7 +49,7 @@ def test_every_tier_can_be_planned_without_touching_a_disk() -> None:
     memory = plan_of({"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu", "persistent_params": 0}})
     assert files.host_gib < memory.host_gib
     assert files.seconds > memory.seconds
-    numbers = files.fullest.account.numbers
+    numbers = files.fullest.ledger.numbers
     assert numbers["link.files.each"] > numbers["link.in.each"] > 0  # every unit comes from a file, forward and back
 
 
@@ -67,5 +67,5 @@ def test_a_step_takes_as_long_as_what_its_tier_has_to_do() -> None:
     assert late.seconds <= away.seconds
     # The gradients and the new weights of every number pass over the link, in bf16.
     link = 2 * NUMBERS / (away.hardware.pcie_gbps * 1e9)
-    assert away.fullest.account.numbers["link.out.once"] == pytest.approx(link, rel=0.1)
-    assert away.fullest.account.total("update", "beside", "back") == pytest.approx(link, rel=0.1)
+    assert away.fullest.ledger.numbers["link.out.once"] == pytest.approx(link, rel=0.1)
+    assert away.fullest.ledger.total("update", "beside", "back") == pytest.approx(link, rel=0.1)

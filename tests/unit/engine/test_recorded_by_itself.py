@@ -241,6 +241,6 @@ def test_a_plan_knows_who_is_recorded() -> None:
     assert decided.strategy.graphs is True
     assert resolve_graphs(config, ranks=2, accumulation=1, described=True).strategy.graphs is False
     assert resolve_graphs(decided, ranks=2, accumulation=1, described=True) is decided
-    alone, two = (make_plan(config, find_hardware("h200"), ranks=ranks).ranks[0].account for ranks in (1, 2))
+    alone, two = (make_plan(config, find_hardware("h200"), ranks=ranks).ranks[0].ledger for ranks in (1, 2))
     assert alone.total("host", "forward") == 0
     assert two.total("host", "forward") > 0

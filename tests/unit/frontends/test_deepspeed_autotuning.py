@@ -15,7 +15,7 @@ from tests.refusals import refused
 from plait.config import parse
 from plait.errors import ConfigError
 from plait.frontends.deepspeed.config.autotuning import AUTOTUNING_KEYS, translate_autotuning
-from plait.plan.space import that_can_pay
+from plait.plan.space import useful_dimensions
 from plait.tune.config import space_of
 
 ASK_DEEPSPEED = """
@@ -71,7 +71,7 @@ def test_a_search_that_is_not_fast_varies_all_that_can_pay_offload_too() -> None
     assert found.keys[0].text == "dimensions: all that can pay on the machine"
     run = parse({"model": {"type": "gpt"}, "batch": {"total": 8}, "device": "cpu"}).config
     assert {"zero", "layout", "recompute", "micro"} <= set(space_of(run, found.config).dimensions)
-    assert "offload" in that_can_pay("cuda")
+    assert "offload" in useful_dimensions("cuda")
 
 
 def test_the_folder_and_what_is_in_it() -> None:

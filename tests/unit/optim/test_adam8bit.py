@@ -22,7 +22,7 @@ from plait.kernels.adam8bit import (
     zeros,
 )
 from plait.optim.adam8bit import AdamW8bit
-from plait.plan.states import account_of
+from plait.plan.states import estimate_states
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 256), (3, 700), (5, 64), (2, 3, 200), (0, 128)]
@@ -165,7 +165,7 @@ def test_biases_and_norms_keep_fp32_moments() -> None:
 
 
 def test_the_account_of_states_counts_codes_and_scales() -> None:
-    account = account_of(parse_sections(optim={"type": "AdamW8bit"}, precision="bf16").config, 1_000_000)
+    account = estimate_states(parse_sections(optim={"type": "AdamW8bit"}, precision="bf16").config, 1_000_000)
     assert account.optimizer == pytest.approx(4 + 2 * (1 + 4 / 256))
 
 

@@ -10,18 +10,18 @@ import pytest
 from tests.refusals import missing
 
 from plait.errors import ConfigError, Problem
-from plait.plan.gate import in_a_child
+from plait.plan.gate import run_forked
 
 
 def test_the_answer_comes_back() -> None:
-    assert in_a_child(lambda: {"a": os.getpid()}, seconds=30.0) != {"a": os.getpid()}
+    assert run_forked(lambda: {"a": os.getpid()}, seconds=30.0) != {"a": os.getpid()}
 
 
 def test_an_exception_that_nobody_expected_comes_with_its_traceback() -> None:
     def fails() -> int:
         return {"a": 1}["the key"]
 
-    reason = in_a_child(fails, seconds=30.0)
+    reason = run_forked(fails, seconds=30.0)
     assert isinstance(reason, str)
     assert reason.startswith("KeyError: 'the key'")
     assert "in fails" in reason
@@ -32,7 +32,7 @@ def test_what_somebody_has_to_change_is_raised_here() -> None:
         raise ConfigError(Problem("strategy.zero", "does not fit", "Write 3."))
 
     with pytest.raises(ConfigError) as error:
-        in_a_child(refuses, seconds=30.0)
+        run_forked(refuses, seconds=30.0)
     assert [problem.path for problem in error.value.problems] == ["strategy.zero"]
 
 
@@ -47,6 +47,6 @@ def test_what_somebody_has_to_change_is_raised_here() -> None:
     ],
 )
 def test_a_child_that_does_not_answer_is_told_from_one_that_takes_long(ends: object, named: list[str]) -> None:
-    reason = in_a_child(ends, seconds=1.0)  # type: ignore[arg-type]
+    reason = run_forked(ends, seconds=1.0)  # type: ignore[arg-type]
     assert isinstance(reason, str)
     assert not missing(reason, *named)

@@ -17,7 +17,7 @@ DIM, TOKENS = 128, 64 * 32
 def account(precision: Any, layers: int, **strategy: Any) -> Any:
     sizes = {"vocab_size": 256, "dim": DIM, "layers": layers, "heads": 4, "ffn_dim": 256, "seq_len": 32}
     given = {"model": {"type": "llama", **sizes}, "batch": {"micro": 64}, "precision": precision}
-    return simulate(parse_sections(**given, strategy=strategy).config, H100, ranks=1).account
+    return simulate(parse_sections(**given, strategy=strategy).config, H100, ranks=1).ledger
 
 
 def test_it_has_the_same_products_and_keeps_less_of_each_layer() -> None:

@@ -50,7 +50,7 @@ def alone(config: RunConfig) -> Layout:
 def test_a_checkpoint_is_as_large_wherever_its_state_lives(optim: str) -> None:
     def state(offload: Any) -> float:
         config = run_of({"offload": offload}, model=SMALL, batch={"micro": 1}, optim={"type": optim})
-        return plan_rank(config, H100, ranks=1).account.numbers["state"]
+        return plan_rank(config, H100, ranks=1).ledger.numbers["state"]
 
     here = state({})
     for offload in ("cpu", "nvme", {"optimizer": "cpu", "ratio": 0.5}):
@@ -59,13 +59,13 @@ def test_a_checkpoint_is_as_large_wherever_its_state_lives(optim: str) -> None:
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_called_so() -> None:
     config = run_of({"offload": "cpu"}, model=SMALL, batch={"micro": 1, "accumulation": 2})
-    account = plan_rank(config, H100, ranks=1, detailed=True, exact=True).account
+    account = plan_rank(config, H100, ranks=1, detailed=True, exact=True).ledger
     assert account.under("at.backward")["gradients"] >= account.numbers["parameters"] * 4
 
 
 def test_on_a_cpu_states_that_are_offloaded_are_the_optimizers() -> None:
     config = run_of({"offload": "cpu"}, model=SMALL, batch={"micro": 1}, precision="fp32")
-    account = plan_rank(config, find_hardware("cpu"), ranks=1, detailed=True, exact=True).account
+    account = plan_rank(config, find_hardware("cpu"), ranks=1, detailed=True, exact=True).ledger
     assert account.under("part")["optimizer"] == pytest.approx(account.numbers["parameters"] * 8, rel=0.01)
     assert account.under("part").get("kernel workspaces", 0) < 0.001 * account.under("part")["optimizer"]
 
@@ -189,7 +189,7 @@ def test_where_the_device_is_too_small_the_search_leads_to_host_memory_and_a_sha
 def test_shares_planned_from_a_few_layers_take_what_all_layers_take() -> None:
     offload = {"optimizer": "nvme", "ratio": 0.3, "host_ratio": 0.4, "bucket_mb": 0.1}
     config = run_of({"offload": offload}, model={**SMALL, "layers": 8}, batch={"micro": 2})
-    quick, whole = (plan_rank(config, H100, ranks=1, exact=exact).account for exact in (False, True))
+    quick, whole = (plan_rank(config, H100, ranks=1, exact=exact).ledger for exact in (False, True))
     assert quick.seconds() == pytest.approx(whole.seconds(), rel=0.05)
     assert quick.peak[1] == pytest.approx(whole.peak[1], rel=0.05)
     on_host = [each.numbers["host_state"] + each.numbers["host_rooms"] for each in (quick, whole)]

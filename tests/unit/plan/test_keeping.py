@@ -16,7 +16,7 @@ from plait.config.run import RunConfig
 from plait.kernels.adam8bit import WORKSPACE_BYTES
 from plait.launch import Phase
 from plait.models import build_model
-from plait.plan.gate import RunForecast, forecast
+from plait.plan.gate import RunPlan, plan_run
 from plait.plan.hardware import find_hardware
 from plait.plan.ledger import Ledger, host_peaks
 from plait.plan.plan import make_plan
@@ -34,19 +34,19 @@ def config_of(strategy: Any = "single", *, layers: int = 2, **sections: Any) -> 
 
 
 def on_host(config: RunConfig, ranks: int = 1) -> tuple[Ledger, dict[Phase, float]]:
-    account = simulate(config, H100, ranks=ranks).account
+    account = simulate(config, H100, ranks=ranks).ledger
     return account, host_peaks(account, H100)
 
 
 def test_a_run_that_goes_on_holds_weights_and_states_when_it_has_loaded_and_when_it_saves() -> None:
-    account = simulate(config_of(precision="fp32"), CPU, ranks=1).account
+    account = simulate(config_of(precision="fp32"), CPU, ranks=1).ledger
     peaks, state = account.peaks(), account.numbers["state"]
     assert peaks[Phase.LOAD] == pytest.approx(state, rel=1e-3)
     assert peaks[Phase.SAVE] == pytest.approx(state, rel=1e-3)
 
 
 def test_the_first_update_makes_the_optimizers_state_beside_the_gradients() -> None:
-    account = simulate(config_of(precision="fp32"), CPU, ranks=1, detailed=True).account
+    account = simulate(config_of(precision="fp32"), CPU, ranks=1, detailed=True).ledger
     gradients = 4 * account.numbers["parameters"]
     assert account.peaks()[Phase.INIT] == pytest.approx(account.numbers["state"] + gradients, rel=1e-3)
     parts = account.under(f"at.{Phase.INIT}")
@@ -65,7 +65,7 @@ def test_the_first_update_makes_the_optimizers_state_beside_the_gradients() -> N
     ids=["as-usual", "nothing", "resumes", "now-and-then"],
 )
 def test_who_saves_is_taken_to_load_and_who_does_neither_has_no_such_phase(settings: Any, expected: set[Phase]) -> None:
-    peaks = simulate(config_of(checkpoint=settings), H100, ranks=1).account.peaks()
+    peaks = simulate(config_of(checkpoint=settings), H100, ranks=1).ledger.peaks()
     assert peaks.keys() & {Phase.LOAD, Phase.SAVE} == expected
 
 
@@ -76,7 +76,7 @@ def test_who_saves_is_taken_to_load_and_who_does_neither_has_no_such_phase(setti
 )
 def test_a_few_layers_stand_for_all_in_these_phases_too(strategy: Any, ranks: int) -> None:
     config = config_of(strategy, layers=9, checkpoint={"async_save": True})
-    few, all_layers = (plan_rank(config, H100, ranks=ranks, exact=exact).account for exact in (False, True))
+    few, all_layers = (plan_rank(config, H100, ranks=ranks, exact=exact).ledger for exact in (False, True))
     for phase, size in all_layers.peaks().items():
         assert few.peaks()[phase] == pytest.approx(size, rel=0.01), phase
     for phase, size in host_peaks(all_layers, H100).items():
@@ -148,8 +148,8 @@ def test_a_run_whose_save_the_host_has_no_room_for_is_refused_with_what_to_chang
     file = tmp_path / "machine.yaml"
     file.write_text(str(tight.to_dict()).replace("'", '"').replace("(", "[").replace(")", "]"))
     config = large.model_copy(update={"plan": large.plan.model_copy(update={"hardware": str(file)})})
-    found = forecast(config, ranks=1, local_ranks=1)
-    assert isinstance(found, RunForecast)
+    found = plan_run(config, ranks=1, local_ranks=1)
+    assert isinstance(found, RunPlan)
     assert found.refusal is not None
     assert not missing(str(found.refusal), "save phase", "`checkpoint.async_save=false`", "GiB")
 

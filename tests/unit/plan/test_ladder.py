@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
     spare = replace(H100, context_gib=0.0)
     tight = replace(spare, memory_gib=make_plan(written, spare, ranks=4).needed_gib * 0.97)
     ladder = RemedySearch(config, tight, 4, without_end())
-    rungs = list(ladder.climb())
+    rungs = list(ladder.remedies())
     assert rungs[-1].fits
     assert not any(rung.fits for rung in rungs[:-1])
     assert rungs[0].candidate.settings["batch.micro"] == 1
@@ -83,9 +83,9 @@ def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
     tight = replace(spare, memory_gib=shared * 1.01)
     ladder = RemedySearch(config, tight, 4, without_end())
-    rungs = list(ladder.climb())
+    rungs = list(ladder.remedies())
     assert rungs[-1].candidate.changes(config) == ["strategy.recompute.mode=full", "strategy.zero=1"]
-    least = ladder.taken_back(rungs)
+    least = ladder.without_needless(rungs)
     assert least.fits
     assert least.candidate.changes(config) == ["strategy.zero=1"]
 
@@ -97,8 +97,8 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
     tight = replace(spare, memory_gib=one + 0.6 * (whole - one))
     ladder = RemedySearch(config, tight, 1, without_end())
-    rungs = list(ladder.climb())
-    least = ladder.taken_back(rungs)
+    rungs = list(ladder.remedies())
+    least = ladder.without_needless(rungs)
     assert rungs[-1].candidate.settings["batch.micro"] == 1
     assert least.fits
     assert least.candidate.changes(config) in (["batch.micro=32"], ["batch.micro=16"])
@@ -107,7 +107,7 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
 def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
     config = small(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
     tight = replace(H100, memory_gib=H100.context_gib * 0.9)  # room for the states, but not for what comes before them
-    rungs = list(islice(RemedySearch(config, tight, 4, without_end()).climb(), 3))
+    rungs = list(islice(RemedySearch(config, tight, 4, without_end()).remedies(), 3))
     added = [rung.added.changes(config) for rung in rungs]
     assert added == [["strategy.offload.optimizer=cpu"], ["strategy.zero=3"], ["strategy.offload.params=cpu"]]
     assert rungs[-1].candidate.changes(config) == [word for words in added for word in words]
@@ -122,7 +122,7 @@ def test_when_the_time_is_up_every_rung_that_nobody_looked_at_is_named() -> None
     clock = Clock()
     ladder = RemedySearch(config, tight, 4, TimeBudget(40.0, clock))
     rungs = []
-    for rung in ladder.climb():
+    for rung in ladder.remedies():
         rungs.append(rung)
         clock.now += 40.0
     assert [rung.late for rung in rungs] == [False] + [True] * (len(rungs) - 1)
@@ -134,7 +134,7 @@ def test_when_the_time_is_up_every_rung_that_nobody_looked_at_is_named() -> None
         assert "40 s" in rung.reason
         assert "estimated" in rung.reason or clock.now > 80.0  # the quick account has half as much time
     hopeless = RemedySearch(config, replace(tight, memory_gib=-1.0), 4, without_end())  # nothing to simulate
-    assert [rung.candidate for rung in rungs] == [rung.candidate for rung in hopeless.climb()]
+    assert [rung.candidate for rung in rungs] == [rung.candidate for rung in hopeless.remedies()]
 
 
 def test_when_the_time_is_up_the_quick_account_names_the_first_rung_that_seems_to_fit() -> None:
@@ -143,7 +143,7 @@ def test_when_the_time_is_up_the_quick_account_names_the_first_rung_that_seems_t
     needed = make_plan(config, H100, ranks=4).needed_gib
     ladder = RemedySearch(config, replace(H100, memory_gib=needed * 1.2), 4, TimeBudget(40.0, clock))
     clock.now = 40.0
-    rungs = list(ladder.climb())
+    rungs = list(ladder.remedies())
     assert len(rungs) == 1
     assert rungs[0].late
     assert rungs[0].seems_to_fit
@@ -154,12 +154,12 @@ def test_when_the_time_is_up_the_quick_account_names_the_first_rung_that_seems_t
 
 
 def test_a_search_counts_what_it_computes_and_not_the_time_that_passes() -> None:
-    patience = TimeBudget(0.2)
+    budget = TimeBudget(0.2)
     time.sleep(0.3)
-    assert not patience.over
-    while not patience.over:
+    assert not budget.over
+    while not budget.over:
         sum(range(10000))
-    assert patience.again(5.0).seconds == 5.0
+    assert budget.again(5.0).seconds == 5.0
 
 
 def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_from_there() -> None:
@@ -170,7 +170,7 @@ def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_fr
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
     clock = Clock()
     ladder = RemedySearch(config, replace(spare, memory_gib=shared * 1.01), 4, TimeBudget(40.0, clock))
-    climbing = ladder.climb()
+    climbing = ladder.remedies()
     rungs = [next(climbing)]
     clock.now = 20.0
     rungs += climbing
@@ -178,7 +178,7 @@ def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_fr
     assert all(rung.late and "40 s" in rung.reason for rung in rungs[1:-1])
     assert rungs[-1].fits
     assert rungs[-1].added.changes(config) == ["strategy.offload.optimizer=nvme"]
-    least = ladder.taken_back(rungs)
+    least = ladder.without_needless(rungs)
     assert least.fits
     assert not ladder.left_out(rungs)
     assert least.candidate.changes(config) in (["strategy.zero=1"], ["strategy.recompute.mode=full", "strategy.zero=1"])
@@ -188,12 +188,12 @@ def test_a_simulation_under_way_ends_when_the_time_is_up_and_leaves_nothing_behi
     config = small(strategy={"zero": 3, "recompute": "full"}, batch={"micro": 1})
     config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 3})})  # type: ignore[union-attr]
     clock = Clock(each=1.0)
-    before = make_plan(config, H100, ranks=4, patience=TimeBudget(1e9, clock)).to_dict()
+    before = make_plan(config, H100, ranks=4, budget=TimeBudget(1e9, clock)).to_dict()
     operations = int(clock.now)
     for moment in random.sample(range(operations - 2), 5):  # in the build, forward, in the update
         known: Known = {}
         with pytest.raises(TimeUpError):
-            make_plan(config, H100, ranks=4, known=known, patience=TimeBudget(moment, Clock(each=1.0)))
+            make_plan(config, H100, ranks=4, known=known, budget=TimeBudget(moment, Clock(each=1.0)))
         assert not known
     assert make_plan(config, H100, ranks=4).to_dict() == before
 
@@ -204,10 +204,10 @@ def test_a_search_that_ends_on_the_way_down_keeps_what_it_has_found_and_says_so(
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
     clock = Clock()
     ladder = RemedySearch(config, replace(spare, memory_gib=one * 1.5), 1, TimeBudget(40.0, clock))
-    rungs = list(ladder.climb())
+    rungs = list(ladder.remedies())
     assert ladder.left_out(rungs) == ""
     clock.now = 41.0
-    least = ladder.taken_back(rungs)
+    least = ladder.without_needless(rungs)
     assert least.candidate == rungs[-1].candidate
     assert least.fits
     assert "40 s" in ladder.left_out(rungs)
@@ -248,8 +248,8 @@ def test_shares_that_are_too_large_are_lowered_to_the_largest_that_fit(
     with monkeypatch.context() as patched:  # the plan that did not fit knows all that is needed
         patched.setattr(rankplan, "simulate", refusing_to_simulate)
         ladder = RemedySearch(config, machine, 1, without_end(), known)
-        rungs = list(ladder.climb())
-        least = ladder.taken_back(rungs)
+        rungs = list(ladder.remedies())
+        least = ladder.without_needless(rungs)
         (rung,) = rungs
         assert least.candidate == rung.candidate
         found = rung.candidate.settings
@@ -305,12 +305,12 @@ def test_no_run_takes_less_than_its_weights_and_optimizer(strategy: Any, precisi
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
     assert config.model is not None
     least = least_gib(config, count_params(build_model(config.model))[0], layout)
-    peak = make_plan(config, H100, ranks=ranks, detailed=False).fullest.account.peak[1] / 2**30
+    peak = make_plan(config, H100, ranks=ranks, detailed=False).fullest.ledger.peak[1] / 2**30
     assert 0 <= least <= peak
 
 
 def test_a_rung_whose_states_alone_are_too_large_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(batch={"total": 8, "micro": 2}, strategy={"zero": 2})
     monkeypatch.setattr(rankplan, "simulate", refusing_to_simulate)
-    rungs = list(islice(RemedySearch(config, replace(H100, memory_gib=1e-5), 4, without_end()).climb(), 3))
+    rungs = list(islice(RemedySearch(config, replace(H100, memory_gib=1e-5), 4, without_end()).remedies(), 3))
     assert all(rung.plan is None and not rung.late and rung.least > 1e-5 for rung in rungs)

@@ -15,12 +15,12 @@ from plait.config import parse_sections
 from plait.config.run import RunConfig
 from plait.errors import ConfigError
 from plait.models import LossTerm
-from plait.plan.gate import RunForecast, forecast
+from plait.plan.gate import RunPlan, plan_run
 from plait.plan.hardware import find_hardware
 from plait.plan.plan import make_plan
-from plait.plan.quick import Quick, quick_look
+from plait.plan.quick import Quick, estimate_all
 from plait.plan.rankplan import plan_rank
-from plait.plan.search import Found, in_expected_order, search
+from plait.plan.search import SearchResult, order_by_estimate, search
 from plait.plan.simulate import TimeBudget, example_of
 from plait.plan.space import Candidate, Space, candidates
 
@@ -63,8 +63,8 @@ def test_a_few_layers_and_micro_batches_give_the_same_account_as_all(strategy: A
     config = small(strategy=strategy, batch=batch)
     if "tp" in str(strategy):
         config = config.model_copy(update={"model": config.model.model_copy(update={"kv_heads": 2})})  # type: ignore[union-attr]
-    quick = plan_rank(config, H100, ranks=ranks).account
-    whole = plan_rank(config, H100, ranks=ranks, exact=True).account
+    quick = plan_rank(config, H100, ranks=ranks).ledger
+    whole = plan_rank(config, H100, ranks=ranks, exact=True).ledger
     assert quick.peak[0] == whole.peak[0]
     assert quick.peak[1] == pytest.approx(whole.peak[1], rel=1e-4)
     for prefix in ("state", "flops", "tokens", "sent"):
@@ -81,10 +81,10 @@ def test_a_pipeline_is_planned_from_its_first_and_last_stage(layers: int) -> Non
     quick, whole = make_plan(config, H100, ranks=4), make_plan(config, H100, ranks=4, exact=True)
     assert [rank.name for rank in quick.ranks] == ["first pipeline stage", "last pipeline stage"]
     for short, full in zip(quick.ranks, whole.ranks, strict=True):
-        assert short.account.peak[1] == pytest.approx(full.account.peak[1], rel=2e-3)
-        assert short.account.seconds() == pytest.approx(full.account.seconds(), rel=0.02)
+        assert short.ledger.peak[1] == pytest.approx(full.ledger.peak[1], rel=2e-3)
+        assert short.ledger.seconds() == pytest.approx(full.ledger.seconds(), rel=0.02)
     assert quick.bubble > 0
-    assert quick.seconds > max(rank.account.seconds() for rank in quick.ranks)
+    assert quick.seconds > max(rank.ledger.seconds() for rank in quick.ranks)
 
 
 @pytest.mark.parametrize("ffn", [96, 200])
@@ -92,7 +92,7 @@ def test_the_parts_at_the_peak_add_up_to_it_also_where_a_longer_model_has_anothe
     config = small(strategy={"zero": 2})
     sizes = {"vocab_size": 1000, "dim": 128, "heads": 4, "kv_heads": 1, "layers": 9, "ffn_dim": ffn, "seq_len": 32}
     config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
-    account = make_plan(config, H100, ranks=8).fullest.account
+    account = make_plan(config, H100, ranks=8).fullest.ledger
     assert sum(account.under("part").values()) == pytest.approx(account.peak[1])
     assert {"parameters", "optimizer", "activations"} <= account.under("part").keys()
 
@@ -105,29 +105,29 @@ def test_a_note_that_counts_layers_is_left_out_where_a_few_stand_for_all() -> No
 
 def test_more_memory_is_needed_than_tensors_take() -> None:
     plan = make_plan(short(), H100, ranks=1)
-    assert plan.needed_gib * 2**30 > plan.fullest.account.peak[1] + H100.context_gib * 2**30 * 0.99
+    assert plan.needed_gib * 2**30 > plan.fullest.ledger.peak[1] + H100.context_gib * 2**30 * 0.99
 
 
 def test_a_search_finds_the_fastest_that_fits_and_gives_a_reason_for_every_other() -> None:
     config = small(batch={"total": 8}, strategy="ddp")
-    found = search(config, H100, ranks=2, close=2)
-    assert found.best is not None
-    assert found.best.plan is not None
-    assert found.best.plan.fits
-    simulated = [each for each in found.found if each.plan is not None and not each.reason]
-    assert found.best is simulated[0]
-    assert found.best.worth == max(each.worth for each in simulated)
-    assert all(each.reason for each in found.found if each.plan is None)
+    result = search(config, H100, ranks=2, close=2)
+    assert result.best is not None
+    assert result.best.plan is not None
+    assert result.best.plan.fits
+    simulated = [each for each in result.results if each.plan is not None and not each.reason]
+    assert result.best is simulated[0]
+    assert result.best.score == max(each.score for each in simulated)
+    assert all(each.reason for each in result.results if each.plan is None)
     nothing = search(config, replace(H100, memory_gib=0.001), ranks=2, close=2, space=Space(2, ("zero", "micro")))
     assert nothing.best is None
-    assert all(each.reason for each in nothing.found)
+    assert all(each.reason for each in nothing.results)
 
 
 def test_a_quick_look_at_many_small_samples_is_about_the_plan() -> None:
     sizes = (4, 64, 256)  # of texts so short that a device waits for its host
     run = short(batch={"total": 256}, strategy="single")
     ways = [run.model_copy(update={"batch": run.batch.model_copy(update={"micro": micro})}) for micro in sizes]
-    looked = quick_look([Found(Candidate({}), way, "") for way in ways], H100, 1, example_of)
+    looked = estimate_all([SearchResult(Candidate({}), way, "") for way in ways], H100, 1, example_of)
     for way, quick in zip(ways, looked, strict=True):
         assert isinstance(quick, Quick)
         plan = make_plan(way, H100, ranks=1, detailed=False)
@@ -136,20 +136,20 @@ def test_a_quick_look_at_many_small_samples_is_about_the_plan() -> None:
 
 
 def test_what_is_kept_off_the_device_must_be_faster_by_more_than_a_plan_can_tell() -> None:
-    def way(speed: float, **offload: str) -> Found:
+    def way(speed: float, **offload: str) -> SearchResult:
         config = small(strategy={"zero": 2, "offload": offload})
-        return Found(Candidate({}), config, "", quick=Quick(1.0, 1.0, 1.0, speed, 0.0))
+        return SearchResult(Candidate({}), config, "", quick=Quick(1.0, 1.0, 1.0, speed, 0.0))
 
     here, host, files = way(100), way(102, optimizer="cpu"), way(105, optimizer="nvme")
-    assert max(here, host, files, key=lambda each: each.worth) is here
+    assert max(here, host, files, key=lambda each: each.score) is here
     much_faster = way(110, optimizer="cpu")
-    assert max(here, much_faster, key=lambda each: each.worth) is much_faster
+    assert max(here, much_faster, key=lambda each: each.score) is much_faster
 
 
 def test_the_plan_orders_candidates_for_the_tuner() -> None:
     config = small(batch={"total": 8}, strategy="ddp")
     found = candidates(config, Space(2, ("recompute",)))
-    order = in_expected_order(config, found, H100, 2)
+    order = order_by_estimate(config, found, H100, 2)
     ordered = [each.settings.get("strategy.recompute.mode", "none") for each in order]
     assert ordered.index("none") < ordered.index("full")
 
@@ -157,8 +157,8 @@ def test_the_plan_orders_candidates_for_the_tuner() -> None:
 # ---- the gate
 
 
-def gate(config: RunConfig, **options: Any) -> RunForecast | str:
-    return forecast(config, ranks=1, local_ranks=1, **options)
+def gate(config: RunConfig, **options: Any) -> RunPlan | str:
+    return plan_run(config, ranks=1, local_ranks=1, **options)
 
 
 @pytest.mark.parametrize("in_time", [True, False], ids=["in-time", "time-up"])
@@ -168,12 +168,12 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit
     monkeypatch.setattr(TimeBudget, "over", not in_time)
     monkeypatch.setattr(TimeBudget, "half_over", not in_time)
     config = small(batch={"total": 64, "micro": 64}, strategy="single")
-    needed = make_plan(config, H100, ranks=1).fullest.account.peak[1] / 2**30
+    needed = make_plan(config, H100, ranks=1).fullest.ledger.peak[1] / 2**30
     machine = tmp_path / "machine.yaml"
     data = replace(H100, memory_gib=needed * 0.7, context_gib=0.0).to_dict()
     machine.write_text(str(data).replace("'", '"').replace("(", "[").replace(")", "]"))
     found = gate(config.model_copy(update={"plan": config.plan.model_copy(update={"hardware": str(machine)})}))
-    assert isinstance(found, RunForecast)
+    assert isinstance(found, RunPlan)
     assert found.refusal is not None
     named = ["`batch.micro="] if in_time else ["40 s", "`batch.micro=1`"]
     with refused(ConfigError, " GiB", "`plan=warn`", *named, key="strategy"):
@@ -184,7 +184,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_change_that_would_make_it_fit
 def test_a_forecast_leaves_the_process_as_it_was() -> None:
     before = torch.get_rng_state()
     found = gate(short())
-    assert isinstance(found, RunForecast)
+    assert isinstance(found, RunPlan)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.distributed.is_initialized()
     assert torch.ones(2).sum().item() == 2.0
@@ -192,7 +192,7 @@ def test_a_forecast_leaves_the_process_as_it_was() -> None:
 
 def test_a_schedule_that_needs_the_length_of_the_run_is_planned_too() -> None:
     found = gate(short(schedule={"type": "CosineAnnealingLR"}, train={"max_epochs": 2}))
-    assert isinstance(found, RunForecast)
+    assert isinstance(found, RunPlan)
 
 
 class Own(nn.Module):
@@ -213,7 +213,7 @@ def test_a_model_given_as_an_object_is_planned_and_not_touched() -> None:
     model = Own()
     weight = model.linear.weight.detach().clone()
     config = parse_sections(batch={"micro": 4}).config
-    assert isinstance(gate(config, model=model, example=torch.randn(4, 8)), RunForecast)
+    assert isinstance(gate(config, model=model, example=torch.randn(4, 8)), RunPlan)
     assert torch.equal(model.linear.weight, weight)
 
 

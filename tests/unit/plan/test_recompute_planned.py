@@ -21,7 +21,7 @@ def config_of(mode: str, *, compiled: bool) -> RunConfig:
 
 def planned(mode: str, *, compiled: bool, memory_gib: float = H200.memory_gib) -> Ledger:
     hardware = replace(H200, memory_gib=memory_gib)
-    return simulate(config_of(mode, compiled=compiled), hardware, ranks=1, layers=3).account
+    return simulate(config_of(mode, compiled=compiled), hardware, ranks=1, layers=3).ledger
 
 
 def test_compiled_blocks_keep_what_their_policy_says() -> None:

@@ -58,7 +58,7 @@ def really_allocated(config: RunConfig) -> int:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_peak_of_a_simulated_step_is_that_of_a_real_one(model: str, recompute: str) -> None:
     config = config_of(model, recompute)
-    simulated = simulate(config, find_hardware("cpu"), ranks=1).account.peak[1]
+    simulated = simulate(config, find_hardware("cpu"), ranks=1).ledger.peak[1]
     # A recomputed block keeps the state of the random numbers, which no operation makes.
     states = SIZES["layers"] * torch.get_rng_state().nbytes if recompute == "full" else 0
     assert really_allocated(config) == simulated + states
@@ -115,7 +115,7 @@ def test_what_runs_inside_a_backward_pass_is_of_the_backward_phase(recorder: Mem
 
 
 def test_what_happens_aside_is_seen_by_the_other_only(recorder: MemoryRecorder) -> None:
-    with recorder.aside() as other:
+    with recorder.nested() as other:
         torch.empty(500)
     assert max(peak.bytes for peak in other.peaks.values()) == 2000
     assert recorder.in_use == 0

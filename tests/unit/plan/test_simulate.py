@@ -25,7 +25,7 @@ def config_of(strategy: Any = "single", **sections: Any) -> RunConfig:
 
 
 def test_between_steps_a_rank_holds_parameters_and_two_moments_and_no_more_than_a_few_numbers_beside() -> None:
-    account = simulate(config_of(), CPU, ranks=1).account
+    account = simulate(config_of(), CPU, ranks=1).ledger
     states = 3 * 4 * account.numbers["parameters"]
     assert states <= account.numbers["state"] <= 1.01 * states
     assert account.peak[1] > states
@@ -33,13 +33,13 @@ def test_between_steps_a_rank_holds_parameters_and_two_moments_and_no_more_than_
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_share_states_hold_their_share(stage: int) -> None:
-    whole = simulate(config_of({"zero": 0}), CPU, ranks=4).account
-    part = simulate(config_of({"zero": stage}), CPU, ranks=4, rank=2).account
+    whole = simulate(config_of({"zero": 0}), CPU, ranks=4).ledger
+    part = simulate(config_of({"zero": stage}), CPU, ranks=4, rank=2).ledger
     assert part.numbers["state"] == pytest.approx(whole.numbers["state"] / 4, rel=0.01)
 
 
 def test_the_parts_at_the_peak_add_up_to_it() -> None:
-    account = simulate(config_of(precision="bf16"), H100, ranks=1, detailed=True).account
+    account = simulate(config_of(precision="bf16"), H100, ranks=1, detailed=True).ledger
     parts = account.under("part")
     assert sum(parts.values()) == account.peak[1]
     assert parts["optimizer"] >= 8 * account.numbers["parameters"]
@@ -48,7 +48,7 @@ def test_the_parts_at_the_peak_add_up_to_it() -> None:
 
 def test_recomputing_and_smaller_micro_batches_take_less_and_longer() -> None:
     plain, recomputed = (
-        simulate(config_of({"recompute": mode}, batch={"micro": 16}), CPU, ranks=1).account for mode in ("none", "full")
+        simulate(config_of({"recompute": mode}, batch={"micro": 16}), CPU, ranks=1).ledger for mode in ("none", "full")
     )
     assert recomputed.peak[1] < plain.peak[1]
     assert recomputed.seconds() > plain.seconds()
@@ -57,7 +57,7 @@ def test_recomputing_and_smaller_micro_batches_take_less_and_longer() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_bytes_that_an_account_has_are_those_of_the_theory(stage: int) -> None:
     config = config_of({"zero": stage}, batch={"micro": 1, "accumulation": 3})
-    account = simulate(config, CPU, ranks=8, rank=5).account
+    account = simulate(config, CPU, ranks=8, rank=5).ledger
     with torch.device("meta"):
         shapes = [param.shape for param in build_model(config.model).parameters()]  # type: ignore[arg-type]
     small = 3 * 8 + (8 if stage else 0)  # loss, count and stop flag; the norm where ranks have parts
@@ -69,14 +69,14 @@ def test_a_stage_hands_on_what_the_next_one_receives() -> None:
     config = config_of({"layout": {"pp": 2}}, batch={"micro": 2, "accumulation": 4})
     first = simulate(config, CPU, ranks=2, rank=0)
     last = simulate(config, CPU, ranks=2, rank=1, received=first.handed_on)
-    whole = simulate(config_of(), CPU, ranks=1).account.numbers["parameters"]
+    whole = simulate(config_of(), CPU, ranks=1).ledger.numbers["parameters"]
     assert first.handed_on is not None
-    assert first.account.numbers["parameters"] + last.account.numbers["parameters"] == whole
-    assert first.account.total("sent", "pp") > 0
+    assert first.ledger.numbers["parameters"] + last.ledger.numbers["parameters"] == whole
+    assert first.ledger.total("sent", "pp") > 0
 
 
 def test_a_host_needs_room_for_the_tensors_and_the_process_of_each_rank() -> None:
-    account = simulate(config_of(), CPU, ranks=1).account
+    account = simulate(config_of(), CPU, ranks=1).ledger
     assert host_bytes(account) == PROCESS_BYTES + account.peak[1]
     assert host_bytes(account, ranks=3) == 3 * host_bytes(account)
 
@@ -85,7 +85,7 @@ def test_of_a_gated_feed_forward_with_kernels_two_tensors_are_kept() -> None:
     def account(layers: int, width: int, kernels: str = "auto") -> Any:
         sizes = {**SIZES, "layers": layers, "ffn_dim": width}
         given = {"model": {"type": "llama", **sizes}, "batch": {"micro": 64}, "precision": "bf16"}
-        return simulate(parse_sections(**given, strategy={"kernels": kernels}).config, H100, ranks=1).account
+        return simulate(parse_sections(**given, strategy={"kernels": kernels}).config, H100, ranks=1).ledger
 
     small, plain = account(2, 256), account(2, 256, "plain")
     a_layer = account(3, 512).peak[1] - account(2, 512).peak[1] - account(3, 256).peak[1] + small.peak[1]

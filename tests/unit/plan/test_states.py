@@ -22,8 +22,8 @@ from plait.errors import ConfigError
 from plait.models import build_model
 from plait.plan.states import (
     StatesEstimate,
-    account_of,
     count_params,
+    estimate_states,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -116,7 +116,7 @@ def test_seven_billion_parameters_need_112_gb() -> None:
 def test_the_account_follows_precision_and_optimizer(
     settings: dict[str, object], expected: tuple[int, int, int]
 ) -> None:
-    account = account_of(parse(settings).config, 1)
+    account = estimate_states(parse(settings).config, 1)
     assert (account.weights, account.gradients, account.optimizer) == expected
 
 

@@ -31,19 +31,19 @@ def played(**sections: Any) -> Simulated:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_flops_of_a_step_are_those_of_the_models_account(precision: str) -> None:
     seen = played(batch={"micro": random.randint(1, 4), "accumulation": 2}, precision=precision, strategy="single")
-    tokens = seen.account.numbers["tokens"]
+    tokens = seen.ledger.numbers["tokens"]
     assert seen.flops_per_token is not None
     account = seen.flops_per_token * tokens
     # The account has 6 FLOPs for the parameters of norms too, which are in no matrix product.
     norms = 6 * (2 * LAYERS + 1) * DIM * tokens
     # A backward pass of attention makes the scores again: one product more, of causal rows half of it.
     scores = LAYERS * DIM * TOKENS * tokens
-    assert seen.account.numbers["flops"] == account - norms + scores
+    assert seen.ledger.numbers["flops"] == account - norms + scores
 
 
 def test_recomputed_blocks_run_their_forward_pass_again() -> None:
     once, again = (
-        played(batch={"micro": 2}, precision="bf16", strategy={"recompute": mode}).account.numbers["flops"]
+        played(batch={"micro": 2}, precision="bf16", strategy={"recompute": mode}).ledger.numbers["flops"]
         for mode in ("none", "full")
     )
     # The last product of a block is not made again: nobody wants its result.
@@ -79,7 +79,7 @@ def test_a_slow_host_sets_the_pace() -> None:
 
 def test_of_recorded_passes_the_host_asks_for_the_update_alone() -> None:
     plain, recorded = (
-        played(batch={"micro": 2}, precision="bf16", strategy={"graphs": graphs}).account for graphs in (False, True)
+        played(batch={"micro": 2}, precision="bf16", strategy={"graphs": graphs}).ledger for graphs in (False, True)
     )
     assert plain.total("host", "forward") > 0
     assert recorded.total("host", "forward") == recorded.total("host", "backward") == 0

@@ -84,7 +84,7 @@ def test_the_layers_that_repeat_are_found(model: dict[str, Any], head: int, peri
 @pytest.mark.parametrize("strategy", [{"zero": 3}, {}], ids=["zero3", "ddp"])
 def test_a_short_plan_is_that_of_all_layers(strategy: dict[str, Any]) -> None:
     short, whole = (planned(DEEPSEEK, strategy, exact=exact) for exact in (False, True))
-    found, expected = short.fullest.account.numbers, whole.fullest.account.numbers
+    found, expected = short.fullest.ledger.numbers, whole.fullest.ledger.numbers
     assert found["parameters"] == expected["parameters"]
     assert short.needed_gib == pytest.approx(whole.needed_gib, rel=0.02)
     assert short.seconds == pytest.approx(whole.seconds, rel=0.02)
@@ -94,4 +94,4 @@ def test_a_short_plan_is_that_of_all_layers(strategy: dict[str, Any]) -> None:
 def test_a_pipeline_of_a_transformers_model_has_a_plan() -> None:
     plan = planned(DEEPSEEK, {"layout": {"pp": 2}})
     assert [rank.name for rank in plan.ranks] == ["first pipeline stage", "last pipeline stage"]
-    assert all(value >= 0 for rank in plan.ranks for value in rank.account.numbers.values())
+    assert all(value >= 0 for rank in plan.ranks for value in rank.ledger.numbers.values())

@@ -43,7 +43,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, look_ahead
+    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, plan_here
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _turned(x, at, half, c, s):  # type: ignore[no-untyped-def]
@@ -100,7 +100,7 @@ if HAS_TRITON:
                 ask_for(keys + base, tl.minimum(token, place), 0, width, width, (width + 63) // 64)
                 ask_for(values + base, tl.minimum(token, place), 0, width, width, (width + 63) // 64)
         if looks:
-            look_ahead(
+            plan_here(
                 ahead_first,
                 ahead_second,
                 ahead_third,

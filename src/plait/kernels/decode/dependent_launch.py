@@ -90,7 +90,7 @@ if HAS_TRITON:
         return start + 2 * (own.to(tl.int64) * width + column)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def look_ahead(  # type: ignore[no-untyped-def]
+    def plan_here(  # type: ignore[no-untyped-def]
         first, second, third, n_first, n_second, n_third, width, stride, part_bits, line_bits, program, programs
     ):
         """Fetch this program's share of the lines that an `Ahead` names; see [Note: looking ahead]."""

@@ -46,7 +46,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, look_ahead
+    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, plan_here
     from plait.kernels.decode.sampling import weigh
     from plait.kernels.decode.skinny_gemm import scale_of, skinny_product_of, squares_of
 
@@ -218,7 +218,7 @@ if HAS_TRITON:
         """One program a row: its place, and the vector of its token there."""
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
         if looks:
-            look_ahead(
+            plan_here(
                 ahead_first,
                 ahead_second,
                 ahead_third,

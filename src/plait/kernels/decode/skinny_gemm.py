@@ -38,7 +38,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, look_ahead
+    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, plan_here
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _rows(x, row, at, rows, width):  # type: ignore[no-untyped-def]
@@ -163,7 +163,7 @@ if HAS_TRITON:
             x, weight, row, safe, part * steps, (part + 1) * steps, rows, width, block_m, block_n, block_k
         )
         if looks:
-            look_ahead(
+            plan_here(
                 ahead_first,
                 ahead_second,
                 ahead_third,
@@ -254,7 +254,7 @@ if HAS_TRITON:
             g = tl.dot(value, tl.trans(_piece(gate, safe, at, width)), g, input_precision="ieee")
             u = tl.dot(value, tl.trans(_piece(up, safe, at, width)), u, input_precision="ieee")
         if looks:
-            look_ahead(
+            plan_here(
                 ahead_first,
                 ahead_second,
                 ahead_third,

@@ -15,7 +15,7 @@ from plait.errors import ConfigError, PlaitError, Problem
 from plait.generate import cache_bytes
 from plait.monitor import EventKind, format_bytes
 from plait.optim import state_bytes
-from plait.plan import RunForecast, forecast, shards_of
+from plait.plan import RunPlan, plan_run, shards_of
 from plait.posttrain.data.prepare import longest
 from plait.posttrain.losses import as_bits
 from plait.posttrain.models import make_model, make_value_model
@@ -57,7 +57,7 @@ class OnlineMemoryPlan(MemoryPlan):
 
     _beside: OtherModels | None = None
 
-    def simulate(self, ranks: Ranks) -> RunForecast | str | None:
+    def simulate(self, ranks: Ranks) -> RunPlan | str | None:
         """Plan the policy's training with answers as long as they may be, and add the others."""
         config, given = self.runner.config, self.runner.given
         micro = self.micro_batch(ranks)
@@ -71,8 +71,8 @@ class OnlineMemoryPlan(MemoryPlan):
             return planned
         example = learned_from(config, micro)
         sizes = {"ranks": ranks.size, "local_ranks": ranks.local_size}
-        found = forecast(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
-        if isinstance(found, RunForecast):
+        found = plan_run(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
+        if isinstance(found, RunPlan):
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
             try:
                 self._beside = count_other_models(config, layout)
@@ -141,7 +141,7 @@ def _at_rest(config: RunConfig, layout: Layout, model: nn.Module) -> float:
     return weights + _numbers(model, trained=True) * each
 
 
-def _together(found: RunForecast, beside: OtherModels) -> RunForecast:
+def _together(found: RunPlan, beside: OtherModels) -> RunPlan:
     """The policy's plan with the others in it. How long a step takes is not known: answers end when they end."""
     more = beside.models / _GIB
     writing = (beside.policy + beside.writing) / _GIB
