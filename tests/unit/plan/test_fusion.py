@@ -35,7 +35,7 @@ def counters() -> Any:
 
 def fused(counters: Any, function: Callable[..., Any], *shapes: tuple[int, ...]) -> FusedGraph:
     recorder, timing = counters
-    with recorder.aside():
+    with recorder.nested():
         graph = make_fx(lambda *given: [function(*given)])(*(torch.empty(shape) for shape in shapes))
     for place, node in enumerate(node for node in graph.graph.nodes if node.op == "placeholder"):
         node.name = f"primals_{place + 1}"  # as AOTAutograd calls what its caller holds on to
