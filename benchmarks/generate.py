@@ -145,7 +145,7 @@ def hybrid_row(job: Job) -> Result:
     model = job.config.model_dump()
     precision = {"compute": "bf16", "autocast": False} if job.device.type == "cuda" else "fp32"
     config = parse_sections(model=model, precision=precision, device=job.given.device, optim={"type": "SGD"}).config
-    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _line: None))
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, log=lambda _line: None))
     weights = job.model.state_dict()
     for name, tensor in engine.weights().items():
         tensor.copy_(weights[name])

@@ -66,7 +66,7 @@ def train(config: RunConfig, *, steps: int = 8, change: Change | None = None) ->
     """A run from the same weights, on the same batches; `change` may do something to the engine first."""
     cuda = config.device == "cuda"
     with open_world(config) as world:
-        engine = prepare_native(Preparation(config, world, say=lambda _: None))
+        engine = prepare_native(Preparation(config, world, log=lambda _: None))
         if change is not None:
             change(engine)
         generator = torch.Generator().manual_seed(5)
@@ -104,7 +104,7 @@ def nudged(config: RunConfig) -> Change:
 def in_turn(engine: NativeEngine) -> None:
     """Nothing beside anything else: the device is waited for at every hand-over, and an update ends before the next."""
     store = _store(engine)
-    take, begin = store.outbox.take, store.begin
+    take, begin = store.gradient_queue.take, store.begin
 
     def take_alone(index: int, grad: Tensor) -> None:
         _wait()
@@ -116,7 +116,7 @@ def in_turn(engine: NativeEngine) -> None:
         store.settle()
         _wait()
 
-    store.outbox.take, store.begin = take_alone, begin_alone  # type: ignore[method-assign]
+    store.gradient_queue.take, store.begin = take_alone, begin_alone  # type: ignore[method-assign]
 
 
 def _wait() -> None:
@@ -125,8 +125,8 @@ def _wait() -> None:
 
 
 def _store(engine: NativeEngine) -> Any:
-    assert isinstance(engine.views, OffloadedParams)
-    return engine.views.store
+    assert isinstance(engine.master_weights, OffloadedParams)
+    return engine.master_weights.store
 
 
 # ---- does everything arrive?
@@ -137,7 +137,7 @@ class Watch:
 
     def __init__(self, engine: NativeEngine) -> None:
         store = _store(engine)
-        self._device = store.lanes.device
+        self._device = store.streams.device
         self._optimizer: Any = engine.updater.optimizer
         self._masters = store.masters
         with torch.no_grad():
@@ -146,7 +146,7 @@ class Watch:
         self._steps: list[tuple[dict[int, Tensor], float, list[AdamNumbers]]] = []
         self._reads: list[tuple[int, int, Tensor]] = []
         """How many updates there were, whose weights, and what the unit was to compute with."""
-        take, begin = store.outbox.take, store.begin
+        take, begin = store.gradient_queue.take, store.begin
 
         def taken(index: int, grad: Tensor) -> None:
             self._pending[index] = grad.detach().clone()
@@ -158,12 +158,12 @@ class Watch:
             self._pending = {}
             begin(factor, clip_value)
 
-        store.outbox.take, store.begin = taken, begun
-        index_of = {id(param): index for index, param in enumerate(engine.views.params)}
+        store.gradient_queue.take, store.begin = taken, begun
+        index_of = {id(param): index for index, param in enumerate(engine.master_weights.params)}
         for module in engine.model.modules():
             mine = [index_of[id(param)] for param in module.parameters(recurse=False) if id(param) in index_of]
             if mine:
-                module.register_forward_pre_hook(self._reader(module, mine, engine.views.params))
+                module.register_forward_pre_hook(self._reader(module, mine, engine.master_weights.params))
 
     def _reader(self, module: nn.Module, mine: list[int], params: Any) -> Any:
         def read(_module: nn.Module, _inputs: object) -> None:

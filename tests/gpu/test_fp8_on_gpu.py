@@ -199,7 +199,7 @@ def engine_of(precision: Any, **strategy: Any) -> Any:
         device="cuda",
         seed=3,
     ).config
-    return prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
+    return prepare_native(Preparation(config, open_world(config), log=lambda _text: None))
 
 
 def losses_of(precision: Any, **strategy: Any) -> tuple[list[float], Any]:

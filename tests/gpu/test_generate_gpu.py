@@ -290,7 +290,7 @@ def test_a_stream_is_recorded_too() -> None:
 def test_a_policy_in_training_writes_and_gives_the_memory_back(precision: str) -> None:
     model = {"type": "llama", "vocab_size": 4096, "dim": 512, "layers": 4, "heads": 8, "seq_len": 256}
     config = parse_sections(model=model, precision=precision, optim={"type": "SGD", "lr": 1.0}).config
-    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _line: None))
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, log=lambda _line: None))
     hybrid = HybridEngine(engine, config, say=lambda _line: None)
     prompts, sampling = some_prompts(16, 4096), Sampling(64, seed=1)
     for turn in range(3):

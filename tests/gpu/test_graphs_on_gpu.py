@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
-from plait.engine.graphs import AT_FIRST, LOOKS, WARM_UP
+from plait.engine.graphs import IGNORED_STEPS, OBSERVED_STEPS, WARM_UP
 from plait.models import LossTerm, build_model
 
 pytestmark = [
@@ -38,7 +38,7 @@ def engine_of(model: nn.Module, said: list[str], *, graphs: bool, **sections: An
     settings = {"optim": {"type": "AdamW", "lr": 1e-3}, "device": "cuda", "train": {"clip_norm": 1.0}, **sections}
     settings["strategy"] = {**settings.get("strategy", {}), "graphs": graphs}
     config = parse_sections(**settings).config
-    return prepare_native(Preparation(config, open_world(config), model=model, say=said.append))
+    return prepare_native(Preparation(config, open_world(config), model=model, log=said.append))
 
 
 def pair_of(make: Any, **sections: Any) -> tuple[Any, Any, list[str]]:
@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_recorded_step() -> None:
         results = [engine.train_step([batch]) for batch in batches]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(result.late for result in results)
+    assert all(result.asynchronous for result in results)
     assert all(result.loss > 0 for result in results)
 
 
@@ -194,7 +194,7 @@ GPT = {"type": "gpt", "vocab_size": 512, "dim": 128, "layers": 2, "heads": 4, "s
 def described(said: list[str], **sections: Any) -> Any:
     """An engine for a model that the configuration describes; seeds and first values are its own."""
     config = parse_sections(optim={"type": "AdamW", "lr": 1e-3}, device="cuda", **sections).config
-    return prepare_native(Preparation(config, open_world(config), say=said.append))
+    return prepare_native(Preparation(config, open_world(config), log=said.append))
 
 
 def test_a_recorded_step_drops_what_the_step_would_have_dropped() -> None:
@@ -208,7 +208,7 @@ def test_a_recorded_step_drops_what_the_step_would_have_dropped() -> None:
 
 @pytest.mark.parametrize("model", [RESNET, GPT], ids=["resnet", "gpt"])
 def test_a_small_model_is_recorded_by_itself(model: dict[str, Any]) -> None:
-    steps = AT_FIRST + LOOKS + 1 + WARM_UP + 5
+    steps = IGNORED_STEPS + OBSERVED_STEPS + 1 + WARM_UP + 5
     batches = [images() if model is RESNET else tokens() for _ in range(steps)]
     losses, lines = [], []
     for graphs in (False, "auto"):
@@ -227,7 +227,7 @@ def test_a_large_model_keeps_its_device_busy_and_is_left_alone() -> None:
     wide = {**LLAMA, "dim": 2048, "layers": 4, "heads": 16, "kv_heads": 4, "seq_len": 2048}
     engine = described(said, model=wide, precision="bf16")
     batch = {name: tensor.cuda() for name, tensor in tokens(16, 2048).items()}
-    results = [engine.train_step([batch]) for _ in range(AT_FIRST + LOOKS + WARM_UP + 5)]
+    results = [engine.train_step([batch]) for _ in range(IGNORED_STEPS + OBSERVED_STEPS + WARM_UP + 5)]
     assert results[-1].loss < results[0].loss
     assert engine._recorded._recordings == {}
     assert not [line for line in said if "graphs" in line]

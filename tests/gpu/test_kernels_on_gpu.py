@@ -186,12 +186,12 @@ def test_kernels_are_the_default_and_train_as_plain_operations_do() -> None:
     plain, _ = losses_of("bf16", {"kernels": "plain"}, implementation="fused")
     fused, engine = losses_of("bf16", {})
     assert isinstance(engine.updater.optimizer, OnePassAdam)
-    assert isinstance(engine.views, RoundedParams)
+    assert isinstance(engine.master_weights, RoundedParams)
     assert type(engine.model.norm).__name__ == "FusedRMSNorm"
     assert fused == pytest.approx(plain, rel=0.01)
     recomputed, _ = losses_of("bf16", {"recompute": "full"})
     assert recomputed == pytest.approx(fused, rel=0.01)
-    for param, weight in zip(engine.model.parameters(), engine.views.tensors, strict=True):
+    for param, weight in zip(engine.model.parameters(), engine.master_weights.tensors, strict=True):
         assert torch.equal(param, weight.to(param.dtype))
 
 

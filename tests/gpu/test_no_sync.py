@@ -52,7 +52,7 @@ def llama(**sections: Any) -> Any:
     config = parse_sections(
         model=LLAMA, **{"precision": "bf16", "optim": {"type": "AdamW"}, "device": "cuda", **sections}
     ).config
-    return prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
+    return prepare_native(Preparation(config, open_world(config), log=lambda _text: None))
 
 
 class Slow(nn.Module):
@@ -80,7 +80,7 @@ def test_no_step_waits_for_its_device(precision: str, micro_batches: int, train:
         engine.train_step(batches)
     with no_waiting():
         results = [engine.train_step(batches) for _ in range(5)]
-    assert all(result.late for result in results)
+    assert all(result.asynchronous for result in results)
     assert results[-1].loss < results[0].loss
 
 

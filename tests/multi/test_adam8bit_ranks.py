@@ -82,7 +82,7 @@ def engine_in(tier: str, folder: str) -> NativeEngine:
     if "nvme" in tier:
         strategy["offload"]["path"] = folder
     config = parse_sections(seed=3, strategy=strategy, **SECTIONS).config
-    engine = prepare_native(Preparation(config, open_world(config), say=lambda _: None))
+    engine = prepare_native(Preparation(config, open_world(config), log=lambda _: None))
     assert isinstance(engine, NativeEngine)
     return engine
 

@@ -214,7 +214,7 @@ def train(rank: int, size: int, build: Callable[[], Net], strategy: dict[str, An
     """The tensors before and after some steps, and what was said."""
     config = parse_sections(seed=3, optim=OPTIM, strategy=strategy).config
     messages: list[str] = []
-    engine = prepare_native(Preparation(config, open_world(config), model=build, say=messages.append))
+    engine = prepare_native(Preparation(config, open_world(config), model=build, log=messages.append))
     before, trace = whole(engine.state_tensors()), Trace([], [], [], {})
     for step in batches():
         mine = step[rank::size] if size > 1 else [torch.cat(step)]

@@ -89,7 +89,7 @@ def train(
         check(config, has_val=False, require_length=False)
         said: list[str] = []
         engine = prepare_engine(
-            Preparation(config, open_world(config), model=tangle, accumulation=ACCUMULATION, say=said.append)
+            Preparation(config, open_world(config), model=tangle, accumulation=ACCUMULATION, log=said.append)
         )
         trace, scales = Trace([], [], [], {}), []
         for step in steps:
@@ -98,7 +98,7 @@ def train(
             trace.norms.append(result.grad_norm if not result.skipped else -1.0)
             trace.skipped.append(result.skipped)
             scales.append((engine.state()["scaler"] or {}).get("scale"))
-        engine.agree_on_buffers()
+        engine.sync_buffers()
         for name, tensor in engine.state_tensors().items():
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             trace.tensors[name] = whole.detach().clone() if whole.is_floating_point() else whole.double()
@@ -208,7 +208,7 @@ def skip_a_bad_step(rank: int, size: int, stages: list[int]) -> list[tuple[list[
                 open_world(config),
                 model=lambda: nn.Sequential(nn.Linear(3, 1)),
                 loss_function=_square,
-                say=_mute,
+                log=_mute,
             )
         )
         skipped = []

@@ -52,7 +52,7 @@ def prompts(seed: int, count: int = 5) -> list[list[int]]:
 def in_training(sections: dict[str, Any], steps: int) -> tuple[ManualEngine, Any]:
     """An engine after some steps on data that every rank has alike, so that all layouts learn the same."""
     config = parse_sections(**{"optim": {"type": "SGD", "lr": 2.0}, "device": "cpu", **sections}).config
-    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _: None))
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, log=lambda _: None))
     ids = torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(3))
     for _ in range(steps):
         loss = engine.forward(input_ids=ids[:, :-1], labels=ids[:, 1:])
@@ -134,7 +134,7 @@ def write_with_adapters(rank: int, size: int) -> Any:
     sections = {"model": LLAMA, "strategy": "zero3", "phase": "sft", "lora": {"rank": 2}, "posttrain": {}}
     config = parse_sections(**sections, device="cpu", optim={"type": "SGD", "lr": 5.0}).config
     build = partial(make_model, config)
-    engine = prepare_manual(Preparation(config, open_world(config), model=build, say=lambda _: None))
+    engine = prepare_manual(Preparation(config, open_world(config), model=build, log=lambda _: None))
     hybrid = HybridEngine(engine, config, build=build, mode="gathered", say=lambda _: None)
     asked, ids = prompts(1), torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(3))
     before = hybrid.generate(asked, SAMPLING)

@@ -23,7 +23,7 @@ def train(rank: int, size: int, sections: dict[str, Any], bad: dict[int, int], s
     """Train; in step s of `bad`, the batch of rank bad[s] is infinite."""
     config = parse_sections(**{"optim": {"type": "AdamW", "lr": 0.01}, **sections}).config
     said: list[str] = []
-    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, say=said.append))
+    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, log=said.append))
     found: dict[str, Any] = {"skipped": [], "scales": [], "moved": [], "said": said, "error": None}
     for step in range(steps):
         before = {name: to_local(t.detach()).clone() for name, t in engine.state_tensors().items()}

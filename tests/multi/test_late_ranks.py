@@ -21,7 +21,7 @@ def train(rank: int, size: int, zero: int, bad: dict[int, int], steps: int, late
         optim={"type": "AdamW", "lr": 0.01}, strategy={"zero": zero}, train={"guard": {"max_skips": 2}}
     ).config
     said: list[str] = []
-    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, say=said.append))
+    engine = prepare_native(Preparation(config, open_world(config), model=nets.Net, log=said.append))
     engine.updater.stays_on_device = late
     results, error = [], None
     for step in range(steps):
@@ -33,7 +33,7 @@ def train(rank: int, size: int, zero: int, bad: dict[int, int], steps: int, late
         except NonFiniteError as found:
             error = str(found)
             break
-    return {"late": [result.late for result in results], "results": results, "said": said, "error": error}
+    return {"late": [result.asynchronous for result in results], "results": results, "said": said, "error": error}
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -75,7 +75,7 @@ def by_hand(rank: int, size: int, kind: str, sections: dict[str, Any], data: Ten
     scheduler = StepLR(optimizer, 2, gamma=0.5)
     engine = prepare_manual(
         Preparation(
-            config, open_world(config), model=model, optimizer=optimizer, accumulation=ACCUMULATION, say=lambda _: None
+            config, open_world(config), model=model, optimizer=optimizer, accumulation=ACCUMULATION, log=lambda _: None
         )
     )
     assert engine.optimizer is optimizer
@@ -125,7 +125,7 @@ def test_sixteen_bits_train_the_fp32_weights_behind_them(two_ranks: RankPool) ->
 def one_process(**arguments: Any) -> ManualEngine:
     config = parse_sections().config
     return prepare_manual(
-        Preparation(config, open_world(config), say=arguments.pop("say", lambda _: None), **arguments)
+        Preparation(config, open_world(config), log=arguments.pop("say", lambda _: None), **arguments)
     )
 
 

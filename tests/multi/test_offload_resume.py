@@ -39,7 +39,7 @@ def engine_of(tier: str, folder: str) -> tuple[Any, Any]:
     }
     config = parse_sections(**sections).config
     world = open_world(config)
-    return prepare_native(Preparation(config, world, say=lambda _: None)), world
+    return prepare_native(Preparation(config, world, log=lambda _: None)), world
 
 
 def train(engine: Any, steps: list[list[Any]], rank: int, size: int, trace: Trace) -> None:

@@ -260,7 +260,7 @@ def weights_seen(rank: int, size: int, sections: dict[str, Any]) -> tuple[Tensor
             return toys.whole(engine.state_tensors())["model.hidden.weight"]
 
         before = weight()
-        with engine.weights_to_use(), engine.weights_to_use():
+        with engine.evaluation_weights(), engine.evaluation_weights():
             used = weight()
         return before, used, weight()
 

@@ -60,7 +60,7 @@ def failing_compiler(rank: int, size: int, strategy: dict[str, Any]) -> tuple[An
     said: list[str] = []
     section = {**strategy, "compile": {"backend": f"plait_failing_{rank}_{id(strategy)}"}}
     config = parse_sections(model=MODEL, strategy=section, seed=3).config
-    engine = prepare_native(Preparation(config, open_world(config), say=said.append))
+    engine = prepare_native(Preparation(config, open_world(config), log=said.append))
     return [engine.train_step(step[rank::size]).loss for step in STEPS], said
 
 
@@ -132,7 +132,7 @@ def auto_spread(rank: int, size: int, model: dict[str, Any], layout: dict[str, i
     world = open_world(config)
     mine = STEPS[0][world.data_rank :: world.layout.data_parallel]
     said: list[str] = []
-    engine = prepare_native(Preparation(config, world, example=mine[0], accumulation=len(mine), say=said.append))
+    engine = prepare_native(Preparation(config, world, example=mine[0], accumulation=len(mine), log=said.append))
     return said, engine.train_step(mine).loss
 
 

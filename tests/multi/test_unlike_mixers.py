@@ -187,7 +187,7 @@ def say_what_stays(rank: int, size: int, name: str, config: dict[str, Any]) -> l
     sections: Any = {"model": {"type": "hf", "config": {"model_type": name, **config}}, "optim": GENTLE}
     described = parse_sections(**sections, strategy={"layout": {"tp": size}}).config
     said: list[str] = []
-    prepare_native(Preparation(described, open_world(described), say=said.append))
+    prepare_native(Preparation(described, open_world(described), log=said.append))
     return [text for text in said if "strategy.layout.tp" in text]
 
 

@@ -49,7 +49,7 @@ def write(rank: int, size: int, sections: dict[str, Any], asked: list[list[int]]
     """Answers of vLLM while a policy learns, beside those of the gathered one."""
     config = parse_sections(**sections, device="cpu", optim={"type": "SGD", "lr": 2.0}).config
     build = partial(make_model, config)
-    engine = prepare_manual(Preparation(config, open_world(config), model=build, say=lambda _: None))
+    engine = prepare_manual(Preparation(config, open_world(config), model=build, log=lambda _: None))
     options: dict[str, Any] = {"build": build, "max_rows": 2, "decode": decode, "say": lambda _: None}
     vllm = HybridEngine(engine, config, mode="vllm", merge=merged_weights, **options)
     gathered = HybridEngine(engine, config, mode="gathered", **options)
@@ -92,7 +92,7 @@ def test_vllm_writes_what_the_policy_would_however_it_is_spread(patient_ranks: R
 def write_wrong(rank: int, size: int, asked: list[list[int]]) -> Any:
     """Something other than the policy's weights is handed over."""
     config = parse_sections(model=LLAMA, strategy="zero3", device="cpu").config
-    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _: None))
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, log=lambda _: None))
     said: list[str] = []
 
     def spoilt(model: Any, weights: Any) -> Any:

@@ -7,10 +7,10 @@ if TYPE_CHECKING:
     from plait.engine.base import Evaluation as Evaluation
     from plait.engine.base import Skips as Skips
     from plait.engine.base import StepResult as StepResult
-    from plait.engine.checkpointing import FrozenPart as FrozenPart
+    from plait.engine.checkpointing import FrozenTensors as FrozenTensors
+    from plait.engine.checkpointing import naming_state as naming_state
     from plait.engine.checkpointing import resume_engine as resume_engine
     from plait.engine.checkpointing import stored_value as stored_value
-    from plait.engine.checkpointing import taken_from as taken_from
     from plait.engine.checkpointing import tensors_of as tensors_of
     from plait.engine.construction import build_module as build_module
     from plait.engine.engines import planned_as as planned_as
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plait.engine.evaluating import evaluate as evaluate
     from plait.engine.foreign import Built as Built
     from plait.engine.foreign import build_whole as build_whole
-    from plait.engine.forward import Say as Say
+    from plait.engine.forward import LogFunction as LogFunction
     from plait.engine.loss import LossFunction as LossFunction
     from plait.engine.loss import LossNormalizer as LossNormalizer
     from plait.engine.loss import WeightedLoss as WeightedLoss
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from plait.engine.preparation import Preparation as Preparation
     from plait.engine.prepare import prepare_native as prepare_native
     from plait.engine.stepping import SteppingEngine as SteppingEngine
-    from plait.engine.update import Arriving as Arriving
+    from plait.engine.update import AsyncHostCopy as AsyncHostCopy
 else:
     from plait.lazy import attach_names
 
@@ -43,12 +43,12 @@ else:
         __name__,
         {
             "base": ["Engine", "Evaluation", "Skips", "StepResult"],
-            "checkpointing": ["FrozenPart", "resume_engine", "stored_value", "taken_from", "tensors_of"],
+            "checkpointing": ["FrozenTensors", "resume_engine", "stored_value", "naming_state", "tensors_of"],
             "construction": ["build_module"],
             "engines": ["planned_as", "prepare", "prepare_engine", "stage_of"],
             "evaluating": ["evaluate"],
             "foreign": ["Built", "build_whole"],
-            "forward": ["Say"],
+            "forward": ["LogFunction"],
             "loss": ["LossFunction", "LossNormalizer", "WeightedLoss", "described_loss", "read_loss"],
             "manual": ["LoopEngine", "ManualEngine", "prepare_manual"],
             "native": ["NativeEngine"],
@@ -56,6 +56,6 @@ else:
             "preparation": ["Length", "Preparation"],
             "prepare": ["prepare_native"],
             "stepping": ["SteppingEngine"],
-            "update": ["Arriving"],
+            "update": ["AsyncHostCopy"],
         },
     )

@@ -1,4 +1,4 @@
-"""What every engine offers, whichever library does the work."""
+"""The interface of every engine, whichever library does the work."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from plait.launch import Phase
 if TYPE_CHECKING:
     from plait.distributed import Bubble
 
-# Steps that were left out because something in them was not finite: how many, and when there are too many.
-
 
 _REMEDY = "Lower optim.lr, set train.clip_norm, or use precision: bf16 instead of fp16"
 
@@ -32,7 +30,7 @@ _REMEDY = "Lower optim.lr, set train.clip_norm, or use precision: bf16 instead o
 class Skips:
     """Counts skipped steps and stops a run that has too many of them.
 
-    Overflows with which fp16 finds its loss scale are not counted: whoever counts leaves them out.
+    Overflows with which fp16 finds its loss scale are not counted: the callers leave them out.
     """
 
     def __init__(self, guard: GuardConfig) -> None:
@@ -45,7 +43,7 @@ class Skips:
         self._last = ""
 
     def add(self, step: int, seen: str, *, scale: float | None = None) -> None:
-        """Count step number `step` as skipped; `seen` says where the first number was that is not finite."""
+        """Count step number `step` as skipped; `seen` describes where the first non-finite number was."""
         self.in_a_row += 1
         self.total += 1
         self._recent.append(step)
@@ -59,7 +57,7 @@ class Skips:
             raise self._error(f"{len(self._recent)} of the last {known} steps", self._share())
 
     def end_of_run(self, skipped: int, steps: int) -> None:
-        """Refuse to call a run of `steps` steps finished of which so many were skipped, however short it was."""
+        """Raise `NonFiniteError` if too large a share of a run's `steps` steps was skipped, however short it was."""
         if skipped > self._guard.max_share * steps:
             raise self._error(f"{skipped} of the {steps} steps of this run", self._share())
 
@@ -70,57 +68,57 @@ class Skips:
         return NonFiniteError(f"{which} had a non-finite loss or gradient{self._last}. {_REMEDY}; {how}")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint carries."""
+        """Return what a checkpoint stores."""
         return {"skips_in_a_row": self.in_a_row, "skipped": {"total": self.total, "recent": list(self._recent)}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of an engine; one that another program wrote has only the first number."""
+        """Continue from the state of an engine; a state written by another program has only the first number."""
         self.in_a_row = int(state["skips_in_a_row"])
         more = state.get("skipped", {})
         self.total = int(more.get("total", 0))
         self._recent = deque(int(step) for step in more.get("recent", ()))
 
 
-Numbers = tuple[float, float, bool, float, bool]
+StepNumbers = tuple[float, float, bool, float, bool]
 """The loss, the gradient norm, whether the step was skipped, the targets, whether to stop."""
 
 
 class StepResult:
-    """What one optimizer step did. The same on every rank.
+    """The numbers of one optimizer step. The same on every rank.
 
-    Where a device computes behind the host's back, the numbers are still on their way when a step returns. Whoever
-    looks at one waits for it; a loop that looks at the step before keeps the device busy.
+    On CUDA the numbers may still be computed when a step returns. Reading one waits for it; a loop that reads the
+    result of the step before keeps the device busy.
     """
 
-    __slots__ = ("_read", "grad_norm", "late", "loss", "lr", "skipped", "stop", "targets")
+    __slots__ = ("_read", "asynchronous", "grad_norm", "loss", "lr", "skipped", "stop", "targets")
 
     loss: float
     """Mean over all targets of the step: every micro-batch, every rank."""
     grad_norm: float
     """Norm of that mean's gradient over all parameters, before clipping."""
     skipped: bool
-    """Whether the update was left out because something was not finite."""
+    """Whether the update was skipped because the loss or a gradient was not finite."""
     lr: float
     targets: float
     """How many targets the mean is over."""
     stop: bool
-    """Whether some rank asked all of them to stop (`Engine.request_stop`)."""
-    late: bool
+    """Whether some rank asked all ranks to stop (`Engine.request_stop`)."""
+    asynchronous: bool
     """Whether the numbers were on their way when the step returned. The same on every rank, and for good."""
 
     def __init__(
         self, loss: float, grad_norm: float, skipped: bool, lr: float, targets: float, stop: bool = False
     ) -> None:
         self.lr = lr
-        self.late = False
-        self._read: Callable[[], Numbers] | None = None
+        self.asynchronous = False
+        self._read: Callable[[], StepNumbers] | None = None
         self._fill((loss, grad_norm, skipped, targets, stop))
 
     @classmethod
-    def on_its_way(cls, lr: float, read: Callable[[], Numbers]) -> StepResult:
-        """One whose numbers `read` waits for; it is asked once, by the first look at any of them."""
+    def deferred(cls, lr: float, read: Callable[[], StepNumbers]) -> StepResult:
+        """Return a result whose numbers `read` waits for; the first access to one of them calls it, once."""
         result = cls.__new__(cls)
-        result.lr, result.late, result._read = lr, True, read
+        result.lr, result.asynchronous, result._read = lr, True, read
         return result
 
     def wait(self) -> None:
@@ -129,13 +127,13 @@ class StepResult:
             self._fill(self._read())
             self._read = None  # and with it what the numbers came in
 
-    def _fill(self, numbers: Numbers) -> None:
+    def _fill(self, numbers: StepNumbers) -> None:
         self.loss, self.grad_norm, self.skipped, self.targets, self.stop = numbers
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # Asked only for what is not there: a number that has not come yet, or a name that no result has.
+            # Called only for missing attributes: a number that was not read yet, or an unknown name.
             if name.startswith("_") or self._read is None:
                 raise AttributeError(f"a StepResult has no {name!r}", name=name, obj=self)
             self.wait()
@@ -151,12 +149,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a model said about one micro-batch, without gradients. Zeros and None on a rank that only helped."""
+    """Loss and outputs of one micro-batch, without gradients. Zeros and None on ranks that do not have the outputs."""
 
     loss_sum: float
     loss_count: float
     outputs: Any
-    """What the model returned, for metrics."""
+    """The model's outputs, for metrics."""
 
 
 class Engine(ABC):
@@ -171,14 +169,14 @@ class Engine(ABC):
     skips: Skips
     """Those of them that were skipped."""
     on_phase: Callable[[Phase], None]
-    """Is told what this rank begins to do."""
-    whose: Callable[[int], str] = staticmethod(lambda step: "")
-    """Says which samples a step had that went wrong, as the end of a sentence; nothing where nobody knows."""
-    _say: Callable[[str], None]
+    """Called with each phase that this rank enters."""
+    describe_samples: Callable[[int], str] = staticmethod(lambda step: "")
+    """Describes the samples of a step that failed, as the end of a sentence; empty if they are not known."""
+    _log: Callable[[str], None]
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
-        """One optimizer step over this rank's micro-batches. Every rank must pass equally many."""
+        """Do one optimizer step over this rank's micro-batches. Every rank must pass equally many."""
 
     @abstractmethod
     def __call__(self, batch: Any) -> Tensor:
@@ -196,111 +194,111 @@ class Engine(ABC):
     def request_stop(self) -> None:
         """Ask every rank to stop after the step in progress; the answer is in that step's result."""
 
-    def settle(self) -> None:  # noqa: B027  # most engines have nothing under way
-        """Wait for the steps under way, and report what there is to report of them. Every rank must do so."""
+    def settle(self) -> None:  # noqa: B027  # most engines have no pending steps
+        """Wait for pending steps, and report skipped ones. Every rank must call it."""
 
     @abstractmethod
-    def agree_on_buffers(self) -> None:
-        """Make what each rank gathers for itself, such as running statistics, the same on all of them."""
+    def sync_buffers(self) -> None:
+        """Make buffers that ranks update separately, such as running statistics, the same on all ranks."""
 
     @property
     def optimizer_type(self) -> str:
-        """The name under which a checkpoint has the optimizer."""
+        """The name of the optimizer in a checkpoint."""
         return self.config.optim.type
 
     @property
     def pending(self) -> int:
-        """Micro-batches of a step that is not complete: their gradients are collected and not applied yet."""
+        """Micro-batches of an incomplete step, whose gradients are accumulated and not applied yet."""
         return 0
 
     def evaluate(self, batches: Iterable[Any], metrics: Sequence[evaluating.Measures] = ()) -> dict[str, float]:
-        """The mean `loss` over all targets of all ranks' micro-batches, without training on them; and the metrics.
+        """Return the mean `loss` over all targets of all ranks' micro-batches, without training, and the metrics.
 
         `batches` are this rank's micro-batches. Ranks may have unequal numbers of them, but each one at least.
         Every rank must call it.
         """
-        self.agree_on_buffers()
-        with self.weights_to_use():
+        self.sync_buffers()
+        with self.evaluation_weights():
             return evaluating.evaluate(self, batches, metrics)
 
     @abstractmethod
     def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode. Nothing is summed over ranks.
 
-        Where the model is spread, every rank must call it equally often.
+        If the model is sharded, every rank must call it equally often.
         """
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint that any strategy on any number of ranks can `load`; returns its folder.
 
-        `extra` are numbers, texts, lists and dicts of the user's own, rank 0's, which `load` returns. The folder
-        appears when all is written; one that is there already is an error. Every rank must call it.
+        `extra` holds the user's numbers, strings, lists and dicts, taken from rank 0, which `load` returns. The folder
+        appears when everything is written; an existing folder is an error. Every rank must call it.
         """
-        with self.weights_to_use():
+        with self.evaluation_weights():
             return checkpointing.save_engine(self, folder, extra)
 
     def load(self, folder: str | Path, *, partial: Sequence[str] = ()) -> dict[str, Any]:
         """Continue from a checkpoint that `save` or a Runner wrote; returns the `extra` that it was saved with.
 
-        `folder` is a checkpoint, or holds several, of which the newest is taken. Names that fit a pattern of `partial`
-        may differ, and stay as they are. Random state is restored where as many ranks have saved it. Every rank must
-        call it.
+        `folder` is a checkpoint, or holds several, of which the newest is used. Tensors whose names match a pattern of
+        `partial` may be missing or of another shape, and keep their values. Random state is restored if as many ranks
+        saved it. Every rank must call it.
         """
-        return checkpointing.load_engine(self, folder, partial, self._say)
+        return checkpointing.load_engine(self, folder, partial, self._log)
 
     @contextmanager
-    def weights_to_use(self) -> Iterator[None]:
-        """While this lasts, the model has the weights to evaluate, save and generate with.
+    def evaluation_weights(self) -> Iterator[None]:
+        """Within the block, the model has the weights to evaluate, save and generate with.
 
-        Some optimizers train others: those with `eval()` and `train()`, such as schedule-free ones. Every rank must
-        enter it; within itself it changes nothing.
+        Optimizers with `eval()` and `train()`, such as schedule-free ones, train other weights than these. Every rank
+        must enter it; nested blocks change nothing.
         """
         yield
 
     def bubble(self) -> Bubble | None:
-        """How idle the ranks of this rank's pipeline were; None where there is none. Every rank must ask."""
+        """Return how idle the ranks of this rank's pipeline were; None without a pipeline. Every rank must call it."""
         return None
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
-        """The logical state: `model.<name>`, `optim.<name>.<key>`; sharded ones as DTensor."""
+        """Return the logical state: `model.<name>`, `optim.<name>.<key>`; sharded tensors as DTensor."""
 
     def state_entries(self) -> dict[str, Entry]:
-        """The same for whoever saves or loads it: what is in another form while it trains may stay in that."""
+        """Return the same for saving and loading: tensors in another form during training (8-bit) may stay in it."""
         return {**self.state_tensors()}
 
     @abstractmethod
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make room for the optimizer state that a checkpoint is about to fill."""
+        """Allocate the optimizer state that a checkpoint is about to fill."""
 
     @abstractmethod
     def state_loaded(self) -> None:
-        """The tensors of `state_tensors` were written to: bring everything derived from them up to date."""
+        """Update everything derived from the tensors of `state_tensors`, which were written to."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The state that is numbers, not tensors."""
+        """Return the state that is not tensors."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from what `state` returned."""
 
     @abstractmethod
     def parameter_count(self) -> tuple[int, int]:
-        """How many numbers the whole model has, and how many of them are trained. Every rank must ask."""
+        """Return the parameter counts of the full model: all, and trained. Every rank must call it."""
 
     @abstractmethod
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that are not trained."""
+        """Return the names of the parameters that are not trained."""
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """The fp32 weights that the optimizer updates, this rank's part of each, as plain tensors."""
+        """Return the fp32 weights that the optimizer updates: this rank's shard of each, as plain tensors."""
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Somebody wrote into `weights`: bring the model up to date."""
+        """Update the model after the tensors of `weights` were written to."""
 
     @abstractmethod
-    def as_whole(self, name: str, part: Tensor) -> Tensor:
-        """A tensor shaped like this rank's part of a weight, as the logical whole that a checkpoint stores."""
+    def as_global(self, name: str, local: Tensor) -> Tensor:
+        """Return a tensor shaped like this rank's shard of a weight as the global tensor that a checkpoint stores."""

@@ -1,4 +1,4 @@
-"""An engine's state in a checkpoint: written and read the same way for the Runner and for a loop of one's own."""
+"""An engine's state in a checkpoint, written and read the same way for the Runner and for custom loops."""
 
 from __future__ import annotations
 
@@ -34,47 +34,48 @@ from plait.errors import CheckpointError, TrainingError
 if TYPE_CHECKING:
     from plait.engine.base import Engine
 
-# The part of a model that is not trained, and that a trainable-only checkpoint leaves out.
-
 
 @dataclass(frozen=True, slots=True)
-class FrozenPart:
-    """Names of tensors, and a number for their values that does not depend on how they are spread."""
+class FrozenTensors:
+    """The tensors that a trainable-only checkpoint leaves out: their names, and a fingerprint of their values.
+
+    The fingerprint does not depend on how the tensors are sharded.
+    """
 
     names: frozenset[str]
     fingerprint: str
 
     @classmethod
-    def of(cls, engine: Engine, names: Iterable[str], channel: Channel) -> FrozenPart:
-        """Those of the names that are somewhere, as they are now. Every rank must call it.
+    def of(cls, engine: Engine, names: Iterable[str], channel: Channel) -> FrozenTensors:
+        """Return those of the names that some rank has, with their current values. Every rank must call it.
 
-        Each rank of a pipeline has some of them, and may know no others.
+        Each rank of a pipeline has only the tensors of its stages.
         """
         tensors = engine.state_entries()
-        here = sorted(tensors.keys() & set(names))
-        held = held_pieces({name: tensors[name] for name in here})
-        everywhere = frozenset(name for part in channel.all_gather(here) for name in part)
+        local_names = sorted(tensors.keys() & set(names))
+        held = held_pieces({name: tensors[name] for name in local_names})
+        everywhere = frozenset(name for rank_names in channel.all_gather(local_names) for name in rank_names)
         return cls(everywhere, fingerprint(WriteAssignment(channel).mine(held), channel))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint stores."""
         return {"names": sorted(self.names), "fingerprint": self.fingerprint}
 
 
 def check_left_out(path: object, saved: Mapping[str, Any], engine: Engine, channel: Channel) -> frozenset[str]:
-    """The names that a trainable-only checkpoint leaves out, once it is sure that their values are here.
+    """Return the names that a trainable-only checkpoint leaves out, after checking that this model has their values.
 
-    Every rank must call it.
+    Raises `CheckpointError` if it does not. Every rank must call it.
     """
     names = frozenset(saved["names"])
-    found = FrozenPart.of(engine, names, channel)
-    missing = sorted(names - found.names)
+    current = FrozenTensors.of(engine, names, channel)
+    missing = sorted(names - current.names)
     if missing:
         raise CheckpointError(
             f"{path} holds only what was trained, on top of a model with {missing[0]}"
             f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}, which this model does not have"
         )
-    if found.fingerprint != saved["fingerprint"]:
+    if current.fingerprint != saved["fingerprint"]:
         raise CheckpointError(
             f"{path} holds only what was trained, and the {len(names)} other tensors of this model are not the ones "
             "it was trained on; start from the same `model` section, weights and `seed` as then"
@@ -83,7 +84,7 @@ def check_left_out(path: object, saved: Mapping[str, Any], engine: Engine, chann
 
 
 _SAME_STATE = frozenset({"AdamW", "AdamW8bit"})
-"""Optimizers that find in a checkpoint what they need, whichever of them wrote it."""
+"""Optimizers that can read each other's state from a checkpoint."""
 _SHOWN = 8
 
 
@@ -91,7 +92,7 @@ _SHOWN = 8
 
 
 def tensors_of(engine: Engine) -> dict[str, Entry]:
-    """The tensors that a checkpoint of an engine holds: its logical state, and this rank's random state."""
+    """Return the tensors of an engine's checkpoint: its logical state, and this rank's random state."""
     tensors = engine.state_entries()
     for name, tensor in rng_state(engine.world.device).items():
         tensors[f"rng.{engine.world.rank}.{name}"] = tensor
@@ -111,8 +112,8 @@ def resume_engine(
 ) -> list[Mismatch]:
     """Continue from a checkpoint: weights, optimizer, counters, loss scale and, on as many ranks, random state.
 
-    `more` are further tensors to fill. The names that `partial` allows may differ; returns those that did. `channel`
-    is what the ranks agree over, where a checkpoint of trained weights alone has to be compared. Every rank must call.
+    `more` are further tensors to fill. The tensors that `partial` names may differ; returns those that did. `channel`
+    connects the ranks for the comparison that a trainable-only checkpoint needs. Every rank must call it.
     """
     state, world = checkpoint.manifest.state, engine.world
     patterns = _patterns(checkpoint, partial)
@@ -136,7 +137,7 @@ def resume_engine(
         restore_rng_state(generators, world.device)
     engine.state_loaded()
     if "engine" in state:
-        with taken_from(checkpoint, "engine"):
+        with naming_state(checkpoint, "engine"):
             engine.restore(state["engine"])
     if differing:
         names = ", ".join(row.name for row in differing[:_SHOWN])
@@ -149,8 +150,8 @@ def resume_engine(
 
 
 @contextmanager
-def taken_from(checkpoint: Checkpoint, key: str) -> Iterator[None]:
-    """What a checkpoint does not have as it should is an error that names its place, and not only the value."""
+def naming_state(checkpoint: Checkpoint, key: str) -> Iterator[None]:
+    """Turn errors about malformed state into a `CheckpointError` that names the file and the key."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -159,29 +160,29 @@ def taken_from(checkpoint: Checkpoint, key: str) -> Iterator[None]:
 
 
 def stored_value(config: Mapping[str, Any], key: str) -> Any:
-    """The value under `section.name` in a stored run description; None where it has none."""
+    """Return the value of `section.name` in a stored run description; None if it is missing."""
     section, _, name = key.rpartition(".")
     return ((config.get(section) or {}) if section else config).get(name)
 
 
 def _patterns(checkpoint: Checkpoint, partial: Sequence[str]) -> tuple[str, ...]:
-    """The names that may differ. A checkpoint of weights alone is taken only by somebody who says so."""
+    """Return the patterns of names that may differ; refuse a weights-only checkpoint unless they name the optimizer."""
     if "engine" in checkpoint.manifest.state:
         return tuple(partial)
     if not any(matches("optim.any.exp_avg", (pattern,)) for pattern in partial):
         raise CheckpointError(
-            f"{checkpoint.folder} holds weights alone, without the state of an optimizer: going on from it starts a "
-            'new one at step 0; if that is meant, write `checkpoint.partial: ["optim.*"]`, or '
+            f"{checkpoint.folder} holds weights only, without optimizer state: continuing from it starts the optimizer "
+            'anew at step 0; to do that, write `checkpoint.partial: ["optim.*"]`, or '
             '`engine.load(folder, partial=["optim.*"])`'
         )
     return tuple(pattern for pattern in partial if not pattern.startswith("optim."))
 
 
 def _fitting_entries(checkpoint: Checkpoint, tensors: Mapping[str, Entry], patterns: tuple[str, ...]) -> dict[str, Any]:
-    """The optimizer's entries that are to be loaded: not those of a weight whose shape is another now."""
-    found = entries(checkpoint.index, "optim.")
+    """Return the optimizer's entries to load: not those of a weight whose shape has changed."""
+    saved = entries(checkpoint.index, "optim.")
     if not patterns:
-        return found
+        return saved
     reshaped = {
         name.removeprefix("model.")
         for name, tensor in tensors.items()
@@ -189,7 +190,7 @@ def _fitting_entries(checkpoint: Checkpoint, tensors: Mapping[str, Entry], patte
     }
     return {
         name: entry
-        for name, entry in found.items()
+        for name, entry in saved.items()
         if not matches(f"optim.{name}", patterns) and name.rpartition(".")[0] not in reshaped
     }
 
@@ -211,13 +212,13 @@ def save_engine(engine: Engine, folder: str | Path, extra: Mapping[str, Any] | N
     target, world = Path(folder).absolute(), engine.world
     if engine.pending:
         raise TrainingError(
-            f"engine.save was called with {engine.pending} micro-batches accumulated, and gradients are in no "
-            "checkpoint: call engine.step() first, until it returns a result"
+            f"engine.save was called with {engine.pending} micro-batches accumulated, and a checkpoint holds no "
+            "gradients: call engine.step() first, until it returns a result"
         )
     _check_extra(extra or {}, "extra")
     on_main(world, lambda: _refuse_to_overwrite(target))
     engine.settle()
-    engine.agree_on_buffers()
+    engine.sync_buffers()
     description = to_dict(engine.config)
     description["optim"]["type"] = engine.optimizer_type
     state = {"engine": engine.state(), "config": description, "extra": dict(extra or {})}
@@ -235,10 +236,10 @@ def load_engine(
             f"engine.load was called with {engine.pending} micro-batches accumulated: call engine.step() first, until "
             "it returns a result"
         )
-    found = on_main(engine.world, lambda: CheckpointFolder(wanted).find(str(wanted)))
-    assert found is not None  # a path that is named is there, or an error says that it is not
-    on_main(engine.world, lambda: open_checkpoint(found))  # what is wrong with it is said once
-    checkpoint = open_checkpoint(found)
+    path = on_main(engine.world, lambda: CheckpointFolder(wanted).find(str(wanted)))
+    assert path is not None  # `find` raises an error for a named path that does not exist
+    on_main(engine.world, lambda: open_checkpoint(path))  # an error in it is reported once
+    checkpoint = open_checkpoint(path)
     engine.settle()
     resume_engine(engine, checkpoint, ignore=("hook.",), partial=partial, warn=warn)
     return dict(checkpoint.manifest.state.get("extra") or {})
@@ -247,17 +248,17 @@ def load_engine(
 def _refuse_to_overwrite(target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise CheckpointError(
-            f"engine.save: {target} is there already, and nothing is overwritten: name a folder for each checkpoint, "
-            f"such as `{target}/step-{{engine.steps:08d}}`, or remove it first"
+            f"engine.save: {target} exists already, and is not overwritten: use one folder per checkpoint, such as "
+            f"`{target}/step-{{engine.steps:08d}}`, or remove it first"
         )
 
 
 def _check_extra(value: Any, key: str) -> None:
-    """Refuse what would not come back from JSON as it was."""
+    """Refuse values that a round trip through JSON would change."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
-                raise CheckpointError(f"{key}[{name!r}]: keys are texts in a checkpoint; write {str(name)!r}")
+                raise CheckpointError(f"{key}[{name!r}]: keys must be strings in a checkpoint; write {str(name)!r}")
             _check_extra(inner, f"{key}[{name!r}]")
     elif isinstance(value, list):
         for index, inner in enumerate(value):
@@ -265,5 +266,5 @@ def _check_extra(value: Any, key: str) -> None:
     elif not (value is None or isinstance(value, (bool, int, float, str))):
         remedy = "give `.item()` of it, or a list" if hasattr(value, "item") else "give a list, a dict or plain values"
         raise CheckpointError(
-            f"{key} is a {type(value).__name__}, and a checkpoint keeps numbers, texts, lists and dicts there: {remedy}"
+            f"{key} is a {type(value).__name__}; a checkpoint stores numbers, strings, lists and dicts there: {remedy}"
         )

@@ -1,4 +1,4 @@
-"""From a run description to an engine that ColossalAI trains."""
+"""The engine `colossalai`: ColossalAI's `Booster` trains the model of a run description."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from plait.errors import ConfigError, Problem
 from plait.optim import grad_norm
 from plait.torch_internals import flat_param_reshard, flat_param_shard_info, foreach_mul_
 
-# The engine of a run that ColossalAI trains.
-
 
 class ColossalEngine(ForeignEngine):
-    """Steps through a `Booster`: its backward, its reduction, its update."""
+    """Backward, gradient reduction and update by a `Booster`."""
 
     def __init__(
         self,
@@ -45,7 +43,7 @@ class ColossalEngine(ForeignEngine):
         built: Built,
         given: Preparation,
     ) -> None:
-        """`boosted` and `wrapper` are what `booster` made of the model and its optimizer."""
+        """`boosted` and `wrapper` are the model and the optimizer as `booster.boost` returned them."""
         config = given.config
         self._booster = booster
         self._boosted = boosted
@@ -57,12 +55,12 @@ class ColossalEngine(ForeignEngine):
         super().__init__(boosted, states, built, given, normalizer=normalizer)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        # It takes the mean over ranks, and the loss is this rank's part of a mean over all of them already.
+        # It averages over ranks, and the loss is already this rank's share of the global mean.
         with self._without_reduction() if not last else nullcontext():
             self._booster.backward(loss * self.world.size, self._wrapper)
 
     def _without_reduction(self) -> AbstractContextManager[Any]:
-        """Where gradients are reduced with the last micro-batch only; stages 2 and 3 reduce each."""
+        """Return the context that reduces gradients with the last micro-batch only; stages 2 and 3 reduce each."""
         if self._stage >= 2:
             return nullcontext()
         context: AbstractContextManager[Any] = self._booster.no_sync(self._boosted, self._wrapper)
@@ -86,14 +84,14 @@ class ColossalEngine(ForeignEngine):
         return norm, skipped
 
     def _update_chunks(self) -> tuple[float, bool]:
-        """Gemini reduces, measures and clips in one."""
+        """Step with Gemini, which reduces gradients, computes their norm and clips them in `step`."""
         self._wrapper.step()
         norm = self._wrapper.get_grad_norm()
         self._wrapper.zero_grad()
         return math.nan if norm is None else float(norm), False
 
     def _gradients(self) -> list[Tensor]:
-        """This rank's part of each gradient, where it has one."""
+        """Return this rank's shard of each gradient that it holds."""
         stores = getattr(self._wrapper, "pg_to_grad_store", None)
         if stores is None:
             params = (self._params[name] for name in self._built.trained)
@@ -108,29 +106,26 @@ class ColossalEngine(ForeignEngine):
         ]
 
 
-# The library itself: imported late, and kept from talking over the run's own log.
+# Loading the library: late, and with its loggers silenced.
 
 
 def load_colossalai(world: World) -> Any:
-    """The package `colossalai`, ready for `world`. It wants a GPU: its CPU paths end in errors of their own."""
+    """Import `colossalai` and set it up for `world`. Refused without a GPU: its CPU paths fail inside the library."""
     check_library("colossalai")
     export_ranks(world.ranks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about kernels of Apex and others that it would rather have
+        warnings.simplefilter("ignore")  # about missing optional kernels of Apex and others
         colossalai = importlib.import_module("colossalai")
         importlib.import_module("colossalai.booster")
     importlib.import_module("colossalai.logging").disable_existing_loggers()
     logging.getLogger("colossalai").setLevel(logging.WARNING)
-    kind = importlib.import_module("colossalai.accelerator").get_accelerator().name
-    if kind not in ("cuda", "npu"):
-        message = f"colossalai {colossalai.__version__} trains on cuda or npu, and this is {kind}"
+    accelerator = importlib.import_module("colossalai.accelerator").get_accelerator().name
+    if accelerator not in ("cuda", "npu"):
+        message = f"colossalai {colossalai.__version__} trains on cuda or npu, and this is {accelerator}"
         raise ConfigError(Problem("strategy.engine", message, "Use `engine: native`, or a machine with a GPU."))
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     open_group_of_one(world.device)
     return colossalai
-
-
-# ColossalAI's ways to spread, each told what the run description says.
 
 
 _CLASSES = {
@@ -145,22 +140,24 @@ _NO_LIMIT = 1e30
 
 
 def make_plugin(config: RunConfig) -> Any:
-    """The plugin of `strategy.plugin`, with the options of `strategy.config`."""
+    """Return the plugin of `strategy.plugin`, with options from the run description and `strategy.config`."""
     plugin = config.strategy.plugin
     assert plugin is not None
-    options = {**_said_by_the_run(config), **(config.strategy.config or {})}
-    kind = getattr(importlib.import_module("colossalai.booster.plugin"), _CLASSES[plugin])
+    options = {**_options_from_run(config), **(config.strategy.config or {})}
+    plugin_class = getattr(importlib.import_module("colossalai.booster.plugin"), _CLASSES[plugin])
     try:
-        made = kind(**options)
+        built_plugin = plugin_class(**options)
     except (TypeError, AssertionError) as error:
         message = f"{_CLASSES[plugin]} says: {error}"
         raise ConfigError(Problem("strategy.config", message, "See the options of the plugin.")) from None
     if plugin == "torch_fsdp":
-        made.fsdp_kwargs["use_orig_params"] = True  # or all parameters would be one group, with one weight decay
-    return made
+        built_plugin.fsdp_kwargs["use_orig_params"] = (
+            True  # or all parameters would be one group, with one weight decay
+        )
+    return built_plugin
 
 
-def _said_by_the_run(config: RunConfig) -> dict[str, Any]:
+def _options_from_run(config: RunConfig) -> dict[str, Any]:
     precision = "fp32" if config.precision.compute == "tf32" else config.precision.compute
     clip, stage = config.train.clip_norm, config.strategy.stage
     match config.strategy.plugin:
@@ -193,10 +190,10 @@ def _fsdp_formats(config: RunConfig) -> Any:
 
 
 def _no_policy() -> Any:
-    """What the plugin wants to know of a model that it does not cut: nothing."""
+    """Return a policy that leaves the model as it is, which the plugin requires for a model that it does not shard."""
     base: Any = importlib.import_module("colossalai.shardformer.policies.base_policy").Policy
 
-    class Whole(base):  # type: ignore[misc]
+    class UnchangedModelPolicy(base):  # type: ignore[misc]
         """Leaves a model as it is."""
 
         def config_sanity_check(self) -> None:
@@ -211,23 +208,22 @@ def _no_policy() -> Any:
             return {}
 
         def postprocess(self) -> Any:
-            """Nothing to put right."""
+            """Nothing to undo."""
             return self.model
 
         def get_held_layers(self) -> list[Any]:
-            """All of it."""
+            """All layers."""
             return [self.model]
 
-    return Whole()
+    return UnchangedModelPolicy()
 
 
-# Where ColossalAI keeps weights and optimizer states: one class for each of its ways.
-#
-# All give and take wholes; see [Note: states by way of wholes], `engine/foreign.py`.
+# Where ColossalAI keeps weights and optimizer states: one class per plugin.
+# All read and write full tensors; see [Note: states by way of full tensors], `engine/foreign.py`.
 
 
 def states_of(model: Any, optimizer: Any) -> ForeignStates:
-    """The states behind a boosted model and its optimizer."""
+    """Return access to the states of a boosted model and its optimizer."""
     if hasattr(optimizer, "working_to_master_param"):
         return SplitStates(optimizer)
     if hasattr(optimizer, "chunk_manager"):
@@ -239,19 +235,19 @@ def states_of(model: Any, optimizer: Any) -> ForeignStates:
 
 
 class SplitStates(ForeignStates):
-    """ZeRO 1 and 2: each parameter is cut flat into equal stretches, the last one filled up."""
+    """ZeRO 1 and 2: each parameter is flattened and split into equal shards, the last one padded."""
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper.optim)
         self._wrapper = wrapper
 
     def home(self, param: Any) -> Tensor:
-        """This rank's stretch of the fp32 weights."""
+        """Return this rank's shard of the fp32 weights."""
         home: Tensor = self._wrapper.working_to_master_param[id(param)]
         return home
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """The stretches of all ranks, without what fills up the last."""
+        """Gather the shards of all ranks, and cut off the padding."""
         mine: Tensor = self.home(param) if key is None else self.state(param)[key]
         if mine.ndim == 0:
             return mine
@@ -261,7 +257,7 @@ class SplitStates(ForeignStates):
         return every[: param.numel()].view(param.shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """This rank's stretch of it, and what computes."""
+        """Write this rank's shard, and the model's weights."""
         mine: Tensor = self.home(param) if key is None else self.state(param)[key]
         if mine.ndim == 0:
             mine.copy_(whole)
@@ -274,47 +270,47 @@ class SplitStates(ForeignStates):
 
 
 class ScatteredStates(ForeignStates):
-    """Of a parameter some ranks have a part, and others nothing at all, not even the names of its states."""
+    """Some ranks hold a shard of a parameter, others nothing at all, not even the names of its states."""
 
-    def _ranks_of(self, param: Any) -> dict[str, int]:
-        """Each state's name and number of dimensions, as ranks know it that have a part."""
+    def _state_ndims(self, param: Any) -> dict[str, int]:
+        """Return the number of dimensions of each state by name, from the first rank that holds a shard."""
         mine = {key: getattr(value, "ndim", 0) for key, value in self.state(param).items()}
-        found: dict[str, int] = first_of(mine or None) or {}
-        return found
+        ndims: dict[str, int] = first_of(mine or None) or {}
+        return ndims
 
     def keys(self, param: Any) -> list[str]:
-        """The same on every rank."""
-        return list(self._ranks_of(param))
+        """Return the same names on every rank."""
+        return list(self._state_ndims(param))
 
 
 def first_of(value: Any) -> Any:
-    """The first rank's value that is not None, on every rank."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return next((each for each in found if each is not None), None)
+    """Return the first value over all ranks that is not None, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return next((other for other in values if other is not None), None)
 
 
 class FlatParamStates(ScatteredStates):
-    """`torch_fsdp`: parameters are stretches of one flat vector."""
+    """`torch_fsdp`: all parameters lie in one `FlatParameter`."""
 
     def __init__(self, model: Any, wrapper: Any) -> None:
         super().__init__(wrapper.optim)
         self._model = model
 
     def home(self, param: Any) -> Tensor:
-        """The stretch itself."""
+        """Return the parameter itself, a view of the flat parameter's shard."""
         home: Tensor = param
         return home
 
-    def _place(self, param: Any) -> tuple[Any, torch.Size]:
-        return flat_param_shard_info(self._model, param)  # the plugin makes one unit of the whole model
+    def _shard_info(self, param: Any) -> tuple[Any, torch.Size]:
+        return flat_param_shard_info(self._model, param)  # the plugin wraps the model as one FSDP unit
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """The stretches of all ranks; each has its own, or none."""
+        """Sum the shards of all ranks, zero elsewhere; a rank may hold none."""
         mine: Tensor | None = param if key is None else self.state(param).get(key)
-        if key is not None and self._ranks_of(param)[key] == 0:
+        if key is not None and self._state_ndims(param)[key] == 0:
             return torch.tensor(first_of(None if mine is None else float(mine)))
-        info, shape = self._place(param)
+        info, shape = self._shard_info(param)
         whole = torch.zeros(shape.numel(), device=param.device)
         if info.in_shard and mine is not None:
             whole.narrow(0, info.intra_param_start_idx, info.numel_in_shard).copy_(mine.detach().flatten())
@@ -322,34 +318,34 @@ class FlatParamStates(ScatteredStates):
         return whole.view(shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """This rank's stretch of it."""
+        """Write this rank's shard."""
         mine: Tensor | None = param if key is None else self.state(param).get(key)
         if mine is None:
             return
         if key is not None and mine.ndim == 0:
             mine.copy_(whole)
             return
-        info, _ = self._place(param)
+        info, _ = self._shard_info(param)
         if info.in_shard:
-            part = whole.flatten().narrow(0, info.intra_param_start_idx, info.numel_in_shard)
-            mine.data.copy_(part.view(mine.shape))
+            local = whole.flatten().narrow(0, info.intra_param_start_idx, info.numel_in_shard)
+            mine.data.copy_(local.view(mine.shape))
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
-        """The parameter has one place, for the fp32 weights and for computing."""
+        """Write the parameter, which holds both the fp32 weights and the weights that compute."""
         self.write(param, None, whole)
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
-        """Make room where there is a part; elsewhere the optimizer never steps, and its count would stand still."""
-        if self._place(param)[0].in_shard:
+        """Allocate on ranks with a shard only; elsewhere the optimizer never steps, and its step count would stay 0."""
+        if self._shard_info(param)[0].in_shard:
             super().allocate(param, key, shape, dtype, whole=whole)
 
     def publish(self) -> None:
-        """Let go of the whole that a forward pass without a backward pass leaves behind; it would be used again."""
+        """Reshard: a forward pass without a backward pass leaves stale unsharded weights that would be used again."""
         flat_param_reshard(self._model)
 
 
 class ChunkStates(ScatteredStates):
-    """Gemini: parameters lie in chunks, of which ranks have parts; it gathers them itself."""
+    """Gemini: parameters lie in chunks that are sharded over ranks; it gathers them itself."""
 
     def __init__(self, model: Any, wrapper: Any) -> None:
         super().__init__(wrapper.optim)
@@ -360,43 +356,43 @@ class ChunkStates(ScatteredStates):
         self._written: dict[str, Tensor] = {}
 
     def home(self, param: Any) -> Tensor:
-        """What stands for the parameter in the optimizer; nothing on ranks without a part of it."""
+        """Return the tensor that represents the parameter in the optimizer; the parameter itself on other ranks."""
         home: Tensor = self._wrapper.id_to_fake_params.get(self._ids[id(param)], param)
         return home
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """The whole, which Gemini gathers from its chunks."""
+        """Return the full tensor, which Gemini gathers from its chunks."""
         if key is None:
-            found: Tensor = self._model.state_dict(only_rank_0=False)[self._names[id(param)]]
-            return found.to(param.device).float()
+            weight: Tensor = self._model.state_dict(only_rank_0=False)[self._names[id(param)]]
+            return weight.to(param.device).float()
         number = self._ids[id(param)]
         state = self._wrapper.collect_states(number, only_rank_0=False)[key]
         shape = () if key == "step" else self._wrapper.params_info["id2shape"][number]
         return torch.as_tensor(state, dtype=torch.float32).to(param.device).view(shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """Kept until `publish`, which loads all weights at once; states at once."""
+        """Write a state now; keep a weight until `publish`, which loads all weights at once."""
         if key is None:
             self._written[self._names[id(param)]] = whole
         elif self._ids[id(param)] in self._wrapper.id_to_fake_params:
             self._wrapper.load_single_param_states(self._ids[id(param)], {key: whole})
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
-        """Gemini makes room as it loads."""
+        """Load zeros: Gemini allocates as it loads."""
         self.write(param, key, torch.zeros(shape, dtype=dtype, device=param.device))
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
-        """Kept until `publish`, like the trained ones."""
+        """Keep the weight until `publish`, like trained ones."""
         self.write(param, None, whole)
 
     def publish(self) -> None:
-        """Hand all weights written since the last time to Gemini, which loads them at once."""
+        """Load all weights written since the last call into Gemini."""
         self._model.load_state_dict(self._written, strict=False)
         self._written = {}
 
 
 def prepare_colossalai(given: Preparation) -> ColossalEngine:
-    """Make a model ready to train with ColossalAI, as its configuration says."""
+    """Prepare a model for training with ColossalAI."""
     config, world = given.config, given.world
     colossalai = load_colossalai(world)
     built = build_whole(given)
@@ -418,23 +414,23 @@ def prepare_colossalai(given: Preparation) -> ColossalEngine:
 def _boost(booster: Any, built: Built, config: RunConfig, world: World) -> tuple[Any, Any]:
     built.module.to(world.device)
     if config.strategy.plugin != "torch_fsdp":
-        optimizer = _own_adam(built, config) if config.strategy.plugin == "gemini" else built.optimizer(config)
+        optimizer = _colossal_adam(built, config) if config.strategy.plugin == "gemini" else built.optimizer(config)
         boosted, wrapper, *_ = booster.boost(built.module, optimizer)
         return boosted, wrapper
-    # The plugin would make the optimizer anew without its groups; made after the model is cut, it need not be.
+    # The plugin would rebuild the optimizer without its parameter groups; built after sharding, it is kept.
     boosted, *_ = booster.boost(built.module)
     plugins = importlib.import_module("colossalai.booster.plugin.torch_fsdp_plugin")
     return boosted, plugins.FSDPOptimizerWrapper(built.optimizer(config), boosted)
 
 
-def _own_adam(built: Built, config: RunConfig) -> Any:
-    """ColossalAI's Adam, which is all that Gemini takes; with the groups that the run's own would have."""
+def _colossal_adam(built: Built, config: RunConfig) -> Any:
+    """Return ColossalAI's Adam, the only optimizer of Gemini, with the parameter groups of the run's optimizer."""
     assert isinstance(config.optim, AdamWConfig | AdamConfig)
-    kind = importlib.import_module("colossalai.nn.optimizer").HybridAdam
+    hybrid_adam = importlib.import_module("colossalai.nn.optimizer").HybridAdam
     groups = [
         {key: value for key, value in group.items() if key in ("params", "lr", "weight_decay")}
         for group in built.optimizer(config).param_groups
     ]
     optim = config.optim
     decoupled = isinstance(optim, AdamWConfig)
-    return kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, adamw_mode=decoupled)
+    return hybrid_adam(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, adamw_mode=decoupled)

@@ -1,4 +1,4 @@
-"""The module to train: built without memory where that can be, and what will give it values."""
+"""Build the module to train, on the meta device if possible, and find what will initialize it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from plait.distributed import (
     seed_everything,
     why_not_on_meta,
 )
-from plait.engine.forward import Say
+from plait.engine.forward import LogFunction
 from plait.engine.preparation import ModelSource, Preparation
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import has_kernels
@@ -34,41 +34,41 @@ from plait.precision import FP32_MODULES, Fp8Linear
 
 
 def build_module(
-    config: RunConfig, model: ModelSource, *, say: Say = lambda _text: None
+    config: RunConfig, model: ModelSource, *, log: LogFunction = lambda _text: None
 ) -> tuple[nn.Module, Initializer | None]:
-    """The module, and what will give it values; no such thing where it has them already."""
-    module, initializer = _build(config, model, say)
-    _check_parameters(module, say)
+    """Return the module, and its initializer; None as initializer if it already has values."""
+    module, initializer = _build(config, model, log)
+    _check_parameters(module, log)
     return module, initializer
 
 
-def _build(config: RunConfig, model: ModelSource, say: Say) -> tuple[nn.Module, Initializer | None]:
+def _build(config: RunConfig, model: ModelSource, log: LogFunction) -> tuple[nn.Module, Initializer | None]:
     if isinstance(model, nn.Module):
-        return model, _initializer_of(model, say)
+        return model, _initializer_of(model, log)
     described = config.model if model is None else None
     if model is None:
         if described is None:
-            raise ModelError("there is no model: give one as an object, or describe it in the section `model`")
+            raise ModelError("no model is given: pass one as an object, or describe it in the section `model`")
         model = partial(build_model, described, trust_code=config.trust_code)
     if config.strategy.meta_init:
         seed_everything(config.seed, 0)  # a constructor may choose constants by Python's generator
         on_meta, reason = _build_on_meta(model)
         if on_meta is not None:
             return on_meta
-        say(
+        log(
             MessageEvent(
-                f"the model is built on a real device, whole on every rank, and not on the meta device: {reason}"
+                f"the full model is built on a real device on every rank, and not on the meta device: {reason}"
             )
         )
-    seed_everything(config.seed, 0)  # whatever the constructor draws, the seed decides
+    seed_everything(config.seed, 0)  # random values of the constructor depend on the seed alone
     module = model()
-    # Plait's own models start from the same values wherever they are built.
-    own = described is not None and not isinstance(described, CUSTOM_MODELS)
-    return module, getattr(module, "init_weights") if own else None  # noqa: B009
+    # Plait's own models are initialized by `init_weights`, so that they start from the same values on any device.
+    from_plait = described is not None and not isinstance(described, CUSTOM_MODELS)
+    return module, getattr(module, "init_weights") if from_plait else None  # noqa: B009
 
 
 def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Initializer] | None, str]:
-    """A model without memory and what will give it values, or the reason why there is no such thing."""
+    """Return a model on the meta device and its initializer; or None, and the reason why that is impossible."""
     try:
         with torch.device("meta"), ConstructionRecord() as built:
             module = model()
@@ -76,7 +76,7 @@ def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Ini
         error = raised.__cause__ if isinstance(raised, ConfigError) else raised
         if not isinstance(error, (RuntimeError, NotImplementedError)):
             raise
-        # A constructor that looks at values; if not, it fails again.
+        # Most likely the constructor reads values; any other error is raised again by the build on a real device.
         return None, f"its constructor raised {type(error).__name__} there: {str(error).partition(chr(10))[0]}"
     initializer = find_initializer(module, built)
     if initializer is None:
@@ -84,24 +84,26 @@ def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Ini
     return (module, initializer), ""
 
 
-def _initializer_of(module: nn.Module, say: Say) -> Initializer | None:
-    """What gives values to a model that was given as an object: nothing, unless it lies on the meta device."""
-    lie_on_meta = [name for name, tensor in _named_tensors(module) if not is_lazy(tensor) and tensor.is_meta]
-    if not lie_on_meta:
+def _initializer_of(module: nn.Module, log: LogFunction) -> Initializer | None:
+    """Return the initializer of a model that was given as an object; None unless it lies on the meta device."""
+    on_meta = [name for name, tensor in _named_tensors(module) if not is_lazy(tensor) and tensor.is_meta]
+    if not on_meta:
         return None
-    kind = type(module).__name__
+    class_name = type(module).__name__
     initializer = find_initializer(module)
     if initializer is None:
-        all_there = all(tensor.is_meta for _, tensor in _named_tensors(module))
+        all_on_meta = all(tensor.is_meta for _, tensor in _named_tensors(module))
         reason = why_not_on_meta(module) or (
-            "some of its modules have no reset_parameters" if all_there else "others of its tensors have values already"
+            "some of its modules have no reset_parameters"
+            if all_on_meta
+            else "others of its tensors have values already"
         )
         raise ModelError(
-            f"the {kind} lies on the meta device (as {lie_on_meta[0]!r} does), and nothing can give it values: "
-            f"{reason}. Add init_weights(module) to the model, give a function that makes it, or build it on a real "
+            f"the {class_name} lies on the meta device (parameter {on_meta[0]!r}), and nothing can initialize it: "
+            f"{reason}. Add init_weights(module) to the model, give a function that builds it, or build it on a real "
             "device"
         )
-    say(MessageEvent(f"the {kind} lies on the meta device: all of its weights are initialized anew"))
+    log(MessageEvent(f"the {class_name} lies on the meta device: all of its weights are initialized"))
     return initializer
 
 
@@ -110,8 +112,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _check_parameters(module: nn.Module, say: Say) -> None:
-    """Refuse parameters that nothing can train, and say where training starts from numbers that are not finite."""
+def _check_parameters(module: nn.Module, log: LogFunction) -> None:
+    """Refuse parameters that cannot be trained, and log initial values that are not finite."""
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ModelError(
@@ -124,16 +126,16 @@ def _check_parameters(module: nn.Module, say: Say) -> None:
                 "weights elsewhere: build the model without that, or load its weights before it is prepared"
             )
     there = [(name, param) for name, param in module.named_parameters() if _is_checked(param)]
-    _say_not_finite([name for name, param in there if not _is_finite(param.detach())], say)
+    _log_not_finite([name for name, param in there if not _is_finite(param.detach())], log)
 
 
 def _is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def _say_not_finite(names: Sequence[str], say: Say) -> None:
+def _log_not_finite(names: Sequence[str], log: LogFunction) -> None:
     if names:
-        say(
+        log(
             f"{len(names)} parameters have initial values that are not finite (NaN or infinite), the first is "
             f"{names[0]!r}: look at how the model is initialized, or at the weights that were loaded"
         )
@@ -145,20 +147,20 @@ def _is_checked(param: nn.Parameter) -> bool:
 
 
 SMALLER_RANGE = (
-    "the weights were trained in bf16, and precision is fp16, which ends at 65504: what such a model computes may lie "
-    "beyond, and the loss scale then falls to its minimum; write precision: bf16 where the device has it"
+    "the weights were trained in bf16, and precision is fp16, whose largest number is 65504: activations of this model "
+    "may overflow, and the loss scale then falls to its minimum; write precision: bf16 if the device has it"
 )
 
 
 def warn_of_smaller_range(given: Preparation, module: nn.Module) -> None:
-    """Say that weights which were trained in bf16 are about to be computed with in fp16."""
+    """Log a warning if weights that were trained in bf16 are about to be used in fp16."""
     config = given.config
     if config.precision.compute == "fp16" and "bfloat16" in (_stored_dtype(config), _own_dtype(module)):
-        given.say(SMALLER_RANGE)
+        given.log(SMALLER_RANGE)
 
 
 def _pretrained(config: RunConfig) -> str | None:
-    """The folder of `transformers` that the weights come from; None where they come from nowhere."""
+    """Return the `transformers` folder of the pretrained weights; None without pretrained weights."""
     described = config.model
     if not isinstance(described, HFConfig) or not described.pretrained:
         return None
@@ -166,16 +168,16 @@ def _pretrained(config: RunConfig) -> str | None:
 
 
 def _stored_dtype(config: RunConfig) -> str | None:
-    """The format of the weights, as their folder says."""
+    """Return the dtype of the pretrained weights, as their `config.json` says."""
     folder = _pretrained(config)
     if folder is None:
         return None
     try:
         stored = read_json_object(Path(folder) / "config.json", ModelError)
     except ModelError:
-        return None  # whoever reads the weights says what is wrong
-    found = stored.get("dtype", stored.get("torch_dtype"))
-    return found if isinstance(found, str) else None
+        return None  # loading the weights reports the error
+    dtype = stored.get("dtype", stored.get("torch_dtype"))
+    return dtype if isinstance(dtype, str) else None
 
 
 def _own_dtype(module: nn.Module) -> str | None:
@@ -186,10 +188,10 @@ def _own_dtype(module: nn.Module) -> str | None:
 def load_pretrained_into(
     given: Preparation, skeleton: nn.Module, module: nn.Module, *, keep: materialize.Keep | None = None
 ) -> None:
-    """Fill a model, or the stages of one that this rank holds, from a folder of `transformers`.
+    """Load pretrained `transformers` weights into a model, or into this rank's pipeline stages.
 
-    `skeleton` is the whole model, whose names and shapes say what the folder must have. `keep` is given the values of
-    each parameter before they are rounded.
+    `skeleton` is the full model, whose names and shapes the folder must match. `keep` receives the values of each
+    parameter before they are rounded.
     """
     folder = _pretrained(given.config)
     if folder is None:
@@ -209,23 +211,20 @@ def load_pretrained_into(
                 materialize.assign_full_tensor(tensor, whole)
 
     load_pretrained(skeleton, folder, put)
-    _say_not_finite(wrong, given.say)
-
-
-# Parameters in the format that computes.
+    _log_not_finite(wrong, given.log)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters in place, except those of modules that need fp32.
 
-    A plain parameter stays the object that it is. A DTensor is replaced by another one, everywhere where it is tied:
-    what computes is its local tensor, and new `data` would change the format of the whole only.
+    A plain parameter stays the same object. A DTensor is replaced by another one, in all modules that share it: its
+    local tensor computes, and assigning `data` would change the dtype of the wrapper only.
     """
-    # The old parameters are kept here too: an `id` is theirs only as long as they are alive.
+    # The old parameters are kept here too: an `id` is unique only among objects that are alive.
     replaced: dict[int, tuple[Tensor, nn.Parameter]] = {}
-    for part in module.modules():
-        for key, param in part._parameters.items():
-            if param is None or isinstance(part, FP32_MODULES):
+    for submodule in module.modules():
+        for key, param in submodule._parameters.items():
+            if param is None or isinstance(submodule, FP32_MODULES):
                 continue
             if not is_sharded(param):
                 param.data = param.data.to(dtype)
@@ -233,72 +232,74 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             if id(param) not in replaced:
                 cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
                 replaced[id(param)] = param, cast
-            part._parameters[key] = replaced[id(param)][1]
+            submodule._parameters[key] = replaced[id(param)][1]
 
 
 def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Cast parameters; returns, for each that has another format now, its values from before."""
+    """Cast parameters; return the values before the cast of each parameter whose dtype changed."""
     before = {name: param.data for name, param in module.named_parameters()}
     cast_parameters(module, dtype)
     now = {param: before[name] for name, param in module.named_parameters()}
     return {param: whole for param, whole in now.items() if whole.dtype != param.dtype}
 
 
-# Which of a model's layers are exchanged for others that do the same faster, and saying so.
+# Replacing layers by faster ones.
 
 
 def use_fp8(given: Preparation, module: nn.Module, units: Sequence[WrapUnit]) -> dict[str, Fp8Linear]:
-    """Let linear layers multiply in 8 bits where `precision.fp8` wants that; see `precision.fp8`. Returns them."""
-    config, device, say = given.config, given.device, given.say
+    """Replace linear layers by fp8 ones as `precision.fp8` says; return them by name."""
+    config, device, log = given.config, given.device, given.log
     wanted = config.precision.fp8
     layers: dict[str, Fp8Linear] = build(wanted, "precision.fp8", _blocks(module, units), device=device)
     if not layers:
         return {}
     head = ", and so does the head in its backward pass" if wanted.head else ""
-    say(MessageEvent(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits{head}, the rest is bf16"))
+    log(MessageEvent(f"fp8 ({wanted.recipe}): {len(layers)} linear layers multiply in 8 bits{head}, the rest is bf16"))
     if config.strategy.compile.enabled or wanted.emulate:
         return layers
     slow = "finding scales and rounding take more time than the products save"
     if wanted.recipe == "rowwise":
-        say(f"fp8 (rowwise) without strategy.compile: {slow}")
+        log(f"fp8 (rowwise) without strategy.compile: {slow}")
     elif not has_kernels(torch.empty(0, device=device)):
-        say(f"fp8 without the package triton and without strategy.compile: {slow}")
+        log(f"fp8 without the package triton and without strategy.compile: {slow}")
     return layers
 
 
 class PrecisionRecipe(Protocol):
-    """What `precision.recipe` may name."""
+    """The interface of what `precision.recipe` may name."""
 
     tensor_parallel: bool
-    """Whether it can exchange layers that ranks share (`strategy.layout.tp`). Absent: no."""
+    """Whether it can replace layers that tensor parallelism shards (`strategy.layout.tp`). Absent: no."""
 
     def __call__(self, blocks: Sequence[tuple[str, nn.Module]], *, device: torch.device) -> Iterable[str]:
-        """Exchange layers inside these blocks, in place, before anything has values; returns their names.
+        """Replace layers inside these blocks, in place, before they have values; return the names of the layers.
 
-        Parameters keep their names, shapes and formats: layers may change their class or their `forward`.
+        Parameters keep their names, shapes and dtypes: layers may change their class or their `forward`.
         """
 
 
 def use_recipe(given: Preparation, module: nn.Module, units: Sequence[WrapUnit]) -> None:
-    """Let a recipe of the user's own exchange layers, where `precision.recipe` names one."""
-    config, part, key = given.config, given.config.precision.recipe, "precision.recipe"
-    if part is None:
+    """Let the user's recipe replace layers, if `precision.recipe` names one."""
+    config, section, key = given.config, given.config.precision.recipe, "precision.recipe"
+    if section is None:
         return
-    recipe = load(part, key)
+    recipe = load(section, key)
     if config.strategy.layout.tp > 1 and not getattr(recipe, "tensor_parallel", False):
-        message = f"{str(part)!r} does not say that it can work on layers that ranks share (`tensor_parallel = True`)"
-        raise ConfigError(Problem(key, message, "Write `strategy.layout.tp: 1`, or let it say so."))
+        message = (
+            f"{str(section)!r} does not declare that it can replace tensor-parallel layers (`tensor_parallel = True`)"
+        )
+        raise ConfigError(Problem(key, message, "Write `strategy.layout.tp: 1`, or declare it."))
     before = dict(module.named_parameters())
     blocks = _blocks(module, units)
-    names = call(recipe, key, blocks, name=str(part), arguments=part.arguments, device=given.device)
+    names = call(recipe, key, blocks, name=str(section), arguments=section.arguments, device=given.device)
     after = dict(module.named_parameters())
     if changed := [name for name in before if after.get(name) is not before[name]] or list(after.keys() - before):
-        message = f"{str(part)!r} changed the parameter {changed[0]!r}"
-        raise ConfigError(Problem(key, message, "Keep parameters, and their names: a checkpoint knows them by these."))
+        message = f"{str(section)!r} changed the parameter {changed[0]!r}"
+        raise ConfigError(Problem(key, message, "Keep the parameters and their names, by which checkpoints know them."))
     if isinstance(names, str) or not isinstance(names, Iterable) or not (count := len(list(names))):
-        message = f"{str(part)!r} returned no names of layers that it exchanged"
+        message = f"{str(section)!r} returned no names of layers that it replaced"
         raise ConfigError(Problem(key, message, "Return their names, or leave the recipe out."))
-    given.say(MessageEvent(f"precision.recipe: {part} exchanged {count} layers"))
+    given.log(MessageEvent(f"precision.recipe: {section} replaced {count} layers"))
 
 
 def _blocks(module: nn.Module, units: Sequence[WrapUnit]) -> list[tuple[str, nn.Module]]:
@@ -306,7 +307,7 @@ def _blocks(module: nn.Module, units: Sequence[WrapUnit]) -> list[tuple[str, nn.
 
 
 def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
-    """Let the head compute its gradients in 8 bits where `precision.fp8.head` wants that; the model is whole yet."""
+    """Let the head compute its gradients in fp8 if `precision.fp8.head` says so; before the model is split."""
     wanted, compiler = config.precision.fp8, config.strategy.compile
     if not wanted.head:
         return
@@ -316,17 +317,17 @@ def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
 
 
 def use_kernels(given: Preparation, module: nn.Module) -> None:
-    """Take kernels where `strategy.kernels` wants them and there are some; see `models.fused`."""
-    strategy, device, say = given.config.strategy, given.device, given.say
+    """Replace layers by fused kernels as `strategy.kernels` says; see `models.fused`."""
+    strategy, device, log = given.config.strategy, given.device, given.log
     compiled = strategy.compile.enabled and compile.reason_not_to_compile(strategy.compile, device) is None
     if strategy.kernels == "plain" or device.type != "cuda" or compiled or strategy.layout.tp > 1:
         return
     if not has_kernels(torch.empty(0, device=device)):
-        say("strategy.kernels: the package triton is not installed, so norms, gates and rotations stay plain")
+        log("strategy.kernels: the package triton is not installed, so norms, gates and rotations stay plain")
         return
     from plait.models import fuse  # which loads all models
 
     counts = fuse(module)
     if counts:
-        found = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        say(MessageEvent(f"strategy.kernels: fused kernels for {found}"))
+        summary = ", ".join(f"{count} {layer_type}" for layer_type, count in counts.items())
+        log(MessageEvent(f"strategy.kernels: fused kernels for {summary}"))

@@ -1,4 +1,4 @@
-"""From a run description to an engine that DeepSpeed trains."""
+"""The engine `deepspeed`: `deepspeed.initialize` trains the model of a run description."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from plait.config import RunConfig, as_fp16_section, check_library, config_value, resolve_batch
 from plait.distributed import World, all_gather_flat, export_ranks, open_group_of_one, seed_everything
 from plait.engine.foreign import Built, EvenNormalizer, ForeignEngine, ForeignStates, PlainStates, build_whole
-from plait.engine.forward import Say
+from plait.engine.forward import LogFunction
 from plait.engine.loss import LossNormalizer
 from plait.engine.preparation import Preparation
 from plait.errors import CheckpointError, ConfigError, Problem
@@ -31,82 +31,80 @@ from plait.optim import grad_norm
 from plait.precision import DTYPES, FP32_MODULES
 from plait.torch_internals import foreach_mul_
 
-# A run description in DeepSpeed's words: the user's own `config`, completed from the rest of the run.
-
-
 _SAID_ELSEWHERE = ("optimizer", "steps_per_print", "bfloat16")
 
 
 def describe(config: RunConfig, ranks: int, accumulation: int) -> dict[str, Any]:
-    """A complete ds_config. What both say agrees; see `config/rules/engines.py`.
+    """Return a complete ds_config: `strategy.config`, completed from the rest of the run description.
 
-    Whatever DeepSpeed would choose by itself and Plait's engine chooses otherwise is written out.
+    Keys that both contain agree; see `config/rules/engines.py`. Defaults of DeepSpeed that differ from Plait's are
+    written out.
     """
     strategy, precision = config.strategy, config.precision
     given = {key: value for key, value in (strategy.config or {}).items() if key not in _SAID_ELSEWHERE}
-    found: dict[str, Any] = copy.deepcopy(given)
+    ds_config: dict[str, Any] = copy.deepcopy(given)
     micro = resolve_batch(config.batch, ranks).micro
-    found |= {
+    ds_config |= {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro * accumulation * ranks,
         "gradient_clipping": config.train.clip_norm or 0.0,  # absent, it would be 1
-        "bf16": {**_section(found, "bf16"), "enabled": precision.compute == "bf16"},
-        "fp16": _fp16(found, config),
+        "bf16": {**_section(ds_config, "bf16"), "enabled": precision.compute == "bf16"},
+        "fp16": _fp16(ds_config, config),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    zero = found["zero_optimization"] = {**_section(found, "zero_optimization"), "stage": strategy.stage}
+    zero = ds_config["zero_optimization"] = {**_section(ds_config, "zero_optimization"), "stage": strategy.stage}
     if strategy.stage == 3 and zero.get("stage3_gather_16bit_weights_on_model_save") is None:
         zero["stage3_gather_16bit_weights_on_model_save"] = False
     if precision.compute in ("bf16", "fp16"):
-        found.setdefault("communication_data_type", precision.reduce)
+        ds_config.setdefault("communication_data_type", precision.reduce)
         if strategy.stage > 0:
-            found["data_types"] = {"grad_accum_dtype": precision.reduce, **_section(found, "data_types")}
-    return found
+            ds_config["data_types"] = {"grad_accum_dtype": precision.reduce, **_section(ds_config, "data_types")}
+    return ds_config
 
 
-def _section(found: dict[str, Any], key: str) -> dict[str, Any]:
-    section = found.get(key)
+def _section(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
+    section = ds_config.get(key)
     return {name: value for name, value in section.items() if value != "auto"} if isinstance(section, dict) else {}
 
 
-def _fp16(found: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+def _fp16(ds_config: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     enabled = config.precision.compute == "fp16"
     scaling = as_fp16_section(config.precision.scaler) if enabled else {}
-    return {**_section(found, "fp16"), **scaling, "enabled": enabled}
+    return {**_section(ds_config, "fp16"), **scaling, "enabled": enabled}
 
 
-# The engine of a run that DeepSpeed trains.
-#
-# [Note: where a correction goes] ZeRO divides gradients, and their norm, by the loss scale in its step. So for the time
-# of the step the scale is the one that the gradients were multiplied by, over the correction; and over the number of
-# ranks, since DeepSpeed takes the mean over ranks of what are parts of a mean already. That also holds on to the scale
-# on the steps that make it grow, where DeepSpeed would already divide by the next one. Its other optimizers have no
-# such place: there the loss is multiplied by the number of ranks, and the gradients by the correction.
+# [Note: where a correction goes] ZeRO divides gradients, and their norm, by the loss scale in its step. So during the
+# step the scale is the one that the gradients were multiplied by, divided by the correction; and by the number of
+# ranks, since DeepSpeed averages over ranks what is already each rank's share of a mean. That also keeps the scale on
+# the steps that make it grow, where DeepSpeed would already divide by the next one. Its other optimizers do not divide
+# by the scale: there the loss is multiplied by the number of ranks, and the gradients by the correction.
 #
 # [Note: how clean steps are counted]
 # `precision.scaler.window` clean steps double the scale. DeepSpeed 0.19.8 waits for one more after the start and after
-# each overflow. So the iteration of the last overflow is put one earlier there.
+# each overflow. So the iteration of the last overflow is set one earlier.
 
 
 class RealDeepSpeedEngine(ForeignEngine):
     """Steps through `deepspeed.initialize`'s engine, which owns backward, reduction, clipping and update."""
 
     def __init__(self, library_engine: Any, states: ForeignStates, built: Built, given: Preparation) -> None:
-        self._theirs = library_engine
-        self._scales = hasattr(self._theirs.optimizer, "override_loss_scale") and self._theirs.zero_optimization()
+        self._library_engine = library_engine
+        self._scales = (
+            hasattr(self._library_engine.optimizer, "override_loss_scale") and self._library_engine.zero_optimization()
+        )
         normalizer = LossNormalizer if self._scales else EvenNormalizer
         super().__init__(library_engine, states, built, given, normalizer=normalizer)
-        moving = self._theirs.fp16_enabled() and self._theirs.dynamic_loss_scale()
-        self._moving_scaler = self._theirs.optimizer.loss_scaler if moving else None
-        if self._moving_scaler is not None:
-            self._moving_scaler.last_overflow_iter -= 1  # see [Note: how clean steps are counted]
+        dynamic = self._library_engine.fp16_enabled() and self._library_engine.dynamic_loss_scale()
+        self._dynamic_scaler = self._library_engine.optimizer.loss_scaler if dynamic else None
+        if self._dynamic_scaler is not None:
+            self._dynamic_scaler.last_overflow_iter -= 1  # see [Note: how clean steps are counted]
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         # See [Note: where a correction goes].
-        self._theirs.set_gradient_accumulation_boundary(last)
-        self._theirs.backward(loss if self._scales else loss * self.world.size, scale_wrt_gas=False)
+        self._library_engine.set_gradient_accumulation_boundary(last)
+        self._library_engine.backward(loss if self._scales else loss * self.world.size, scale_wrt_gas=False)
 
     def _update(self, correction: float) -> tuple[float, bool]:
         """Step; see [Note: where a correction goes]."""
@@ -114,39 +112,39 @@ class RealDeepSpeedEngine(ForeignEngine):
             return self._update_scaled(correction)
         grads = self._whole_gradients()
         if grads is None:
-            for part in self._theirs.optimizer.fp32_groups_gradients_flat if correction != 1.0 else ():
-                part.mul_(correction)
-            self._theirs.step()
+            for flat in self._library_engine.optimizer.fp32_groups_gradients_flat if correction != 1.0 else ():
+                flat.mul_(correction)
+            self._library_engine.step()
             return self._outcome()
         if correction != 1.0:
             foreach_mul_(grads, correction)
         norm = grad_norm(grads)
         skipped = self._guard.enabled and not math.isfinite(norm)
         if skipped:
-            self._theirs.zero_grad()
+            self._library_engine.zero_grad()
         else:
-            self._theirs.step()
+            self._library_engine.step()
         return norm, skipped
 
     def _update_scaled(self, correction: float) -> tuple[float, bool]:
-        wrapper = self._theirs.optimizer
+        wrapper = self._library_engine.optimizer
         wrapper.override_loss_scale(wrapper.loss_scale / (correction * self.world.size))
         try:
-            self._theirs.step()
+            self._library_engine.step()
         finally:
             wrapper.custom_loss_scaler = False
         norm, skipped = self._outcome()
-        if skipped and self._moving_scaler is not None:
-            self._moving_scaler.last_overflow_iter -= 1
+        if skipped and self._dynamic_scaler is not None:
+            self._dynamic_scaler.last_overflow_iter -= 1
         return norm, skipped
 
     def _outcome(self) -> tuple[float, bool]:
-        norm = float(self._theirs.get_global_grad_norm())
-        return norm, not self._theirs.was_step_applied()
+        norm = float(self._library_engine.get_global_grad_norm())
+        return norm, not self._library_engine.was_step_applied()
 
     def _whole_gradients(self) -> list[Tensor] | None:
-        """At stage 0, every parameter's gradient; None where DeepSpeed keeps them elsewhere."""
-        if self._theirs.zero_optimization():
+        """Return every parameter's gradient at stage 0; None if DeepSpeed keeps them elsewhere."""
+        if self._library_engine.zero_optimization():
             return None
         params = [self._params[name] for name in self._built.trained]
         for param in params:
@@ -157,51 +155,51 @@ class RealDeepSpeedEngine(ForeignEngine):
     # ---- the loss scaler
 
     def _scaler_state(self) -> dict[str, float] | None:
-        if not self._theirs.fp16_enabled():
+        if not self._library_engine.fp16_enabled():
             return None
-        found, moving = {"scale": float(self._theirs.optimizer.loss_scaler.cur_scale)}, self._moving_scaler
-        if moving is None:
-            return {**found, "clean_steps": 0, "tolerance": 1}
-        clean = moving.cur_iter - moving.last_overflow_iter - 2
-        return {**found, "clean_steps": clean, "tolerance": moving.cur_hysteresis}
+        state, scaler = {"scale": float(self._library_engine.optimizer.loss_scaler.cur_scale)}, self._dynamic_scaler
+        if scaler is None:
+            return {**state, "clean_steps": 0, "tolerance": 1}
+        clean = scaler.cur_iter - scaler.last_overflow_iter - 2
+        return {**state, "clean_steps": clean, "tolerance": scaler.cur_hysteresis}
 
     def _restore_scaler(self, state: Mapping[str, float]) -> None:
-        if self._theirs.fp16_enabled():
-            self._theirs.optimizer.loss_scaler.cur_scale = float(state["scale"])
-        if self._moving_scaler is not None:
-            self._moving_scaler.cur_iter, self._moving_scaler.last_overflow_iter = int(state["clean_steps"]), -2
-            self._moving_scaler.cur_hysteresis = int(state["tolerance"])
+        if self._library_engine.fp16_enabled():
+            self._library_engine.optimizer.loss_scaler.cur_scale = float(state["scale"])
+        if self._dynamic_scaler is not None:
+            self._dynamic_scaler.cur_iter, self._dynamic_scaler.last_overflow_iter = int(state["clean_steps"]), -2
+            self._dynamic_scaler.cur_hysteresis = int(state["tolerance"])
 
 
-# The library itself: imported late, pointed at the right device, and kept from talking over the run's own log.
+# Loading the library: late, on the right device, and with its logger redirected.
 
 
 _EXPECTED = ("untested optimizer", "OVERFLOW")
-"""Parts of warnings about what Plait does on purpose, or tells itself."""
+"""Substrings of warnings about what Plait does on purpose, or logs itself."""
 
 
-class _Relay(logging.Handler):
-    """Hands a library's warnings to the run's log, each once."""
+class _WarningHandler(logging.Handler):
+    """Passes DeepSpeed's warnings to the run's log, each once."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, log: LogFunction) -> None:
         super().__init__(logging.WARNING)
-        self._say = say
-        self._told: set[str] = set()
+        self._log = log
+        self._logged: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell it, unless it is about what was meant or was told before."""
+        """Log the warning, unless it is expected or was logged before."""
         text = record.getMessage()
-        if text not in self._told and not any(part in text for part in _EXPECTED):
-            self._told.add(text)
-            self._say(f"deepspeed: {text}")
+        if text not in self._logged and not any(expected in text for expected in _EXPECTED):
+            self._logged.add(text)
+            self._log(f"deepspeed: {text}")
 
 
-def load_deepspeed(world: World, say: Say) -> Any:
-    """The package `deepspeed`, ready for `world`."""
+def load_deepspeed(world: World, log: LogFunction) -> Any:
+    """Import `deepspeed` and set it up for `world`."""
     check_library("deepspeed")
     export_ranks(world.ranks)
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # what it says while it is imported is about devices, and is decided here
+    logging.disable(logging.WARNING)  # on import it warns about devices, which are chosen here
     try:
         deepspeed = importlib.import_module("deepspeed")
         if world.device.type == "cpu":
@@ -209,54 +207,52 @@ def load_deepspeed(world: World, say: Say) -> Any:
     finally:
         logging.disable(before)
     logger = logging.getLogger("DeepSpeed")
-    logger.handlers[:] = [_Relay(say)] if world.is_main else [logging.NullHandler()]
+    logger.handlers[:] = [_WarningHandler(log)] if world.is_main else [logging.NullHandler()]
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
-    open_group_of_one(world.device)  # alone, DeepSpeed would look for MPI to make one
-    # Without it, the first thing that asks DeepSpeed for the number of ranks is told one.
+    open_group_of_one(world.device)  # without a process group, DeepSpeed would use MPI to create one
+    # Without this call, DeepSpeed reports one rank.
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 
 def _use_the_cpu(deepspeed: Any) -> None:
     accelerator = importlib.import_module("deepspeed.accelerator")
-    kind = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
-    if not isinstance(accelerator.get_accelerator(), kind):
-        accelerator.set_accelerator(kind())
-    # It would be compiled at the start, for collectives that are gloo's here.
+    cpu_accelerator = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
+    if not isinstance(accelerator.get_accelerator(), cpu_accelerator):
+        accelerator.set_accelerator(cpu_accelerator())
+    # It would be compiled at the start, for collectives that gloo does here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-# Modules that need fp32 inside a model that DeepSpeed has rounded.
-
-
 def widen_norms(model: nn.Module) -> None:
-    """Let modules with fp32 statistics compute with parameters of the same kind.
+    """Let modules with fp32 statistics compute with fp32 parameters.
 
-    DeepSpeed rounds every parameter and leaves buffers as they are, and batch norms refuse such a mixture.
+    DeepSpeed casts every parameter and leaves buffers as they are, and batch norms refuse such a mixture.
     """
-    for part in model.modules():
-        if isinstance(part, FP32_MODULES):
-            part.forward = partial(_with_wide_parameters, part)
+    for module in model.modules():
+        if isinstance(module, FP32_MODULES):
+            module.forward = partial(_with_wide_parameters, module)
 
 
-def _with_wide_parameters(part: nn.Module, *args: Any) -> Any:
-    kept = part._parameters
-    part._parameters = {key: None if param is None else param.float() for key, param in kept.items()}  # type: ignore[misc]
+def _with_wide_parameters(module: nn.Module, *args: Any) -> Any:
+    kept = module._parameters
+    module._parameters = {key: None if param is None else param.float() for key, param in kept.items()}  # type: ignore[misc]
     try:
-        return type(part).forward(part, *args)
+        return type(module).forward(module, *args)
     finally:
-        part._parameters = kept
+        module._parameters = kept
 
 
-# Where DeepSpeed keeps weights and optimizer states: one class for each of its ways.
+# Where DeepSpeed keeps weights and optimizer states: one class per ZeRO stage.
 #
-# All give and take wholes; see [Note: states by way of wholes], `engine/foreign.py`. They look where DeepSpeed's own
-# `safe_get_full_*` look. Those functions themselves find no state of a group that has not stepped in the same call as
-# the first one, and fail on a ZeRO-3 parameter whose size does not divide by the number of ranks.
+# All read and write full tensors; see [Note: states by way of full tensors], `engine/foreign.py`. They read the same
+# attributes as DeepSpeed's own `safe_get_full_*`. Those functions themselves miss the state of a group that has not
+# stepped in the same call as the first one, and fail on a ZeRO-3 parameter whose size the number of ranks does not
+# divide.
 
 
 def states_of(wrapper: Any, stage: int) -> ForeignStates:
-    """The states of `wrapper`, which is what DeepSpeed calls its optimizer."""
+    """Return access to the states of `wrapper`, DeepSpeed's ZeRO or mixed-precision optimizer."""
     optimizer: Optimizer = getattr(wrapper, "optimizer", wrapper)
     if stage == 3:
         return PartitionedStates(wrapper, optimizer)
@@ -264,28 +260,28 @@ def states_of(wrapper: Any, stage: int) -> ForeignStates:
         return FlatStates(wrapper, optimizer)
     groups = zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True)
     masters = {id(param): master for params, masters in groups for param, master in zip(params, masters, strict=True)}
-    optimizer.state.clear()  # in bf16 DeepSpeed has stepped once, to make states, and its count would be one off
+    optimizer.state.clear()  # in bf16 DeepSpeed has stepped once to create states, and the step count would be off by 1
     return PlainStates(optimizer, masters)
 
 
 class FlatStates(ForeignStates):
-    """Stages 1 and 2: each group is one flat vector, of which a rank has one stretch."""
+    """Stages 1 and 2: each group is one flat vector, of which each rank has one partition."""
 
     def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self.wrapper = wrapper
-        own = hasattr(wrapper, "bf16_groups")  # stage 1 in bf16 has a wrapper of its own
-        groups = wrapper.bf16_groups if own else wrapper.bit16_groups
+        bf16_wrapper = hasattr(wrapper, "bf16_groups")  # stage 1 in bf16 has a wrapper of its own
+        groups = wrapper.bf16_groups if bf16_wrapper else wrapper.bit16_groups
         self._group_of = {id(param): index for index, group in enumerate(groups) for param in group}
-        self._list = "fp32_groups_flat_partition" if own else "single_partition_of_fp32_groups"
+        self._list = "fp32_groups_flat_partition" if bf16_wrapper else "single_partition_of_fp32_groups"
 
     def home(self, param: Any) -> Tensor:
-        """This rank's stretch of the parameter's group."""
+        """Return this rank's partition of the parameter's group."""
         stretch: Tensor = getattr(self.wrapper, self._list)[self._group_of[id(param)]]
         return stretch
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """The pieces of all ranks."""
+        """Sum the fragments of all ranks."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             return scalar
@@ -298,7 +294,7 @@ class FlatStates(ForeignStates):
         return whole.view(param.shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """This rank's piece of it."""
+        """Write this rank's fragment."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             scalar.copy_(whole)
@@ -317,28 +313,28 @@ class FlatStates(ForeignStates):
         return source.narrow(0, at.start, at.numel)
 
     def publish(self) -> None:
-        """Let DeepSpeed round its fp32 weights into what computes."""
+        """Let DeepSpeed round its fp32 weights into the model's weights."""
         self.wrapper.update_lp_params()
 
 
 class PartitionedStates(ForeignStates):
-    """Stage 3: of each parameter a rank has one stretch, the last ones filled up; perhaps in files."""
+    """Stage 3: each parameter is partitioned over ranks, padded, perhaps in files."""
 
     def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self.wrapper = wrapper
 
-    def _place(self, param: Any) -> int:
-        place: int = self.wrapper.grad_position[self.wrapper.get_param_id(param)][0]
-        return place
+    def _group_index(self, param: Any) -> int:
+        index: int = self.wrapper.grad_position[self.wrapper.get_param_id(param)][0]
+        return index
 
     def home(self, param: Any) -> Tensor:
-        """The vector that the parameter is updated in, with others."""
-        home: Tensor = self.wrapper.fp32_partitioned_groups_flat[self._place(param)]
+        """Return the flat vector that holds the parameter's partition, with others."""
+        home: Tensor = self.wrapper.fp32_partitioned_groups_flat[self._group_index(param)]
         return home
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """The stretches of all ranks, without what fills up the last."""
+        """Gather the partitions of all ranks, and cut off the padding."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             return scalar
@@ -348,7 +344,7 @@ class PartitionedStates(ForeignStates):
         return every[: param.ds_numel].view(param.ds_shape)
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """This rank's stretch of it, also of what computes."""
+        """Write this rank's partition, also of the model's weights."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             scalar.copy_(whole)
@@ -358,10 +354,10 @@ class PartitionedStates(ForeignStates):
             self.write_computing(param, whole)
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
-        """This rank's stretch; the whole too where it is gathered, as small ones are between steps."""
-        stretch, part = self._stretch(param, whole), param.ds_tensor
-        if part.status.name == "AVAILABLE":
-            part.data.copy_(stretch)
+        """Write this rank's partition; the full parameter too if it is gathered, as small ones are between steps."""
+        stretch, partition = self._stretch(param, whole), param.ds_tensor
+        if partition.status.name == "AVAILABLE":
+            partition.data.copy_(stretch)
         else:
             param.nvme_swapper.swap_out_partitioned_params(dst_fp16_params=[param], src_fp32_params=[stretch])
         if param.ds_status.name == "AVAILABLE":
@@ -373,33 +369,33 @@ class PartitionedStates(ForeignStates):
         return filled.narrow(0, size * rank, size)
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
-        """Make room; refused where the states lie in files, which DeepSpeed makes at the first step."""
+        """Allocate a state; refused if the states lie in files, which DeepSpeed creates at the first step."""
         if getattr(self.wrapper, "swap_optimizer", False):
             raise CheckpointError(
-                "DeepSpeed makes the files of its NVMe offload at the first step, so no optimizer state can be put "
-                "there before: resume with offload_optimizer.device: cpu, or leave the state out with "
+                "DeepSpeed creates the files of its NVMe offload at the first step, and optimizer state cannot be "
+                "loaded before it: resume with offload_optimizer.device: cpu, or leave the state out with "
                 'checkpoint.partial: ["optim.*"]'
             )
         super().allocate(param, key, shape, dtype, whole=whole)
 
 
 def prepare_deepspeed(given: Preparation) -> RealDeepSpeedEngine:
-    """Make a model ready to train with DeepSpeed, as its configuration says."""
+    """Prepare a model for training with DeepSpeed."""
     config, world = given.config, given.world
-    deepspeed = load_deepspeed(world, given.say)
-    described = describe(config, world.size, given.accumulation)
+    deepspeed = load_deepspeed(world, given.log)
+    ds_config = describe(config, world.size, given.accumulation)
     if config.precision.compute == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
         message = f"DeepSpeed has no fp16 on this {world.device.type}"
         raise ConfigError(Problem("precision.compute", message, "Write `bf16`, or use `engine: native`."))
-    _check_files(deepspeed, described)
+    _check_files(deepspeed, ds_config)
     built = build_whole(given)
     if DTYPES[config.precision.compute].itemsize < 4:
         widen_norms(built.module)
-    theirs = _initialize(deepspeed, built, described, config)
-    states = states_of(theirs.optimizer, config.strategy.stage)
+    library_engine = _initialize(deepspeed, built, ds_config, config)
+    states = states_of(library_engine.optimizer, config.strategy.stage)
     seed_everything(config.seed, world.rank)
     engine = RealDeepSpeedEngine(
-        theirs,
+        library_engine,
         states,
         built,
         given,
@@ -408,27 +404,29 @@ def prepare_deepspeed(given: Preparation) -> RealDeepSpeedEngine:
     return engine
 
 
-def _initialize(deepspeed: Any, built: Built, described: dict[str, Any], config: RunConfig) -> Any:
+def _initialize(deepspeed: Any, built: Built, ds_config: dict[str, Any], config: RunConfig) -> Any:
     try:
-        with redirect_stdout(StringIO()):  # some of its accounts of memory are printed, whatever its logger is told
+        with redirect_stdout(StringIO()):  # some of its memory reports are printed, whatever the log level
             if config.strategy.stage == 3:
-                # Cut parameter by parameter; otherwise the whole model would be moved to the device first.
+                # Partition parameter by parameter; otherwise the full model would be moved to the device first.
                 for param in built.module.parameters():
                     param.data = param.data.to(DTYPES[config.precision.compute])
-                tier = config_value(described, "zero_optimization", "offload_param", "device")
+                tier = config_value(ds_config, "zero_optimization", "offload_param", "device")
                 deepspeed.zero.Init(
-                    module=built.module, config_dict_or_path=described, remote_device="nvme" if tier == "nvme" else None
+                    module=built.module, config_dict_or_path=ds_config, remote_device="nvme" if tier == "nvme" else None
                 )
-            theirs, *_ = deepspeed.initialize(model=built.module, optimizer=built.optimizer(config), config=described)
+            library_engine, *_ = deepspeed.initialize(
+                model=built.module, optimizer=built.optimizer(config), config=ds_config
+            )
     except ValidationError as error:
         raise ConfigError([_problem(entry["loc"], entry["msg"]) for entry in error.errors()]) from None
-    return theirs
+    return library_engine
 
 
-def _check_files(deepspeed: Any, described: dict[str, Any]) -> None:
-    """Refuse states in files where DeepSpeed cannot build what reads them."""
+def _check_files(deepspeed: Any, ds_config: dict[str, Any]) -> None:
+    """Refuse NVMe offload if DeepSpeed cannot build its operation for reading files."""
     for section in ("offload_optimizer", "offload_param"):
-        if config_value(described, "zero_optimization", section, "device") != "nvme":
+        if config_value(ds_config, "zero_optimization", section, "device") != "nvme":
             continue
         if not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(verbose=False):
             message = "nvme needs DeepSpeed's operation async_io, which cannot be built here: libaio is missing"
@@ -436,6 +434,6 @@ def _check_files(deepspeed: Any, described: dict[str, Any]) -> None:
             raise ConfigError(Problem(f"strategy.config.zero_optimization.{section}.device", message, remedy))
 
 
-def _problem(place: tuple[int | str, ...], message: str) -> Problem:
-    path = ".".join(map(str, ("strategy", "config", *place)))
-    return Problem(path, f"DeepSpeed says: {message}", "See DeepSpeed's page on its configuration.")
+def _problem(location: tuple[int | str, ...], message: str) -> Problem:
+    path = ".".join(map(str, ("strategy", "config", *location)))
+    return Problem(path, f"DeepSpeed refuses it: {message}", "See DeepSpeed's configuration documentation.")

@@ -1,7 +1,7 @@
-"""Who makes the engine of a run, and what that engine says of itself.
+"""Choose and build the engine of a run: Plait's own, or one that the user provides.
 
-An engine of one's own is named by `strategy.engine`: a subclass of `plait.Engine` with a class method `prepare`, or a
-function with the same arguments. It gets one record of all that is to be prepared.
+`strategy.engine` names a user-provided engine: a subclass of `plait.Engine` with a class method `prepare`, or a
+function with the same arguments. It receives one record, a `Preparation`.
 """
 
 from __future__ import annotations
@@ -44,41 +44,41 @@ from plait.plugins import call, load
 _KEY = "strategy.engine"
 
 
-class EngineMaker(Protocol):
-    """What `strategy.engine` may name. Only `prepare` is needed, or the function itself; the rest is declared."""
+class EngineFactory(Protocol):
+    """The interface of what `strategy.engine` may name. Only `prepare`, or a function, is required."""
 
     honours: ClassVar[tuple[str, ...]]
     """Keys of the run description that it acts on besides `optim` and `batch` (`strategy.zero`, `precision`); `*` for
     all. Absent: none, so that a description that sets one is refused."""
     stage: ClassVar[int | None]
-    """The ZeRO stage that it always has. Absent: what `strategy.zero` says where it honours that, else 0."""
+    """The ZeRO stage that it always has. Absent: that of `strategy.zero` if it honours the key, else 0."""
     as_native: ClassVar[bool]
-    """Whether a plan of the native engine at that stage is near. Absent: true; where false, a run has no plan."""
+    """Whether a plan of the native engine at that stage is a good estimate. Absent: true; without it, no plan."""
 
     @classmethod
     def check_library(cls) -> None:
-        """Raise an error of `plait.errors` where what it needs is not installed. Optional."""
+        """Raise an error of `plait.errors` if a library that it needs is not installed. Optional."""
 
     @classmethod
     def prepare(cls, given: Preparation, **arguments: Any) -> Engine:
-        """Make a model ready to train; every rank calls it. `arguments` are the further keys of `strategy.engine`."""
+        """Prepare a model for training; every rank calls it. `arguments` are the other keys of `strategy.engine`."""
 
 
 def traits_of(strategy: StrategyConfig) -> EngineTraits:
-    """What the engine of a run can do; one of the user's own is loaded for it.
+    """Return the traits of a run's engine; a user-provided engine is imported for them.
 
-    Raises `ConfigError` for a declaration that nobody could read.
+    Raises `ConfigError` for a malformed declaration.
     """
     engine = strategy.engine
     if not isinstance(engine, CustomEngine):
         return ENGINES[engine].traits
     made = load(engine, _KEY)
     honours = getattr(made, "honours", ())
-    if isinstance(honours, str) or not all(isinstance(each, str) for each in honours):
+    if isinstance(honours, str) or not all(isinstance(key, str) for key in honours):
         raise _misfit(engine, f"its `honours` is {honours!r}", 'Write a tuple of keys: ("strategy.zero",).')
-    for each in honours:
-        if each != "*" and not _governed(each):
-            raise _misfit(engine, f"its `honours` names {each!r}", choose(each, ENGINE_KEYS, "key"))
+    for key in honours:
+        if key != "*" and not _governed(key):
+            raise _misfit(engine, f"its `honours` names {key!r}", choose(key, ENGINE_KEYS, "key"))
     stage = getattr(made, "stage", None)
     if stage is not None and (type(stage) is not int or not 0 <= stage <= 3):
         raise _misfit(engine, f"its `stage` is {stage!r}", "Write 0, 1, 2 or 3.")
@@ -86,21 +86,21 @@ def traits_of(strategy: StrategyConfig) -> EngineTraits:
 
 
 def planned_as(config: RunConfig) -> RunConfig | str:
-    """The run as a plan looks at it; or why there is no plan of it."""
+    """Return the run description that a plan simulates; or the reason why the run has no plan."""
     traits = traits_of(config.strategy)
     if not traits.as_native:
-        return f"engine {config.strategy.engine_name} says that the native engine is not like it"
+        return f"engine {config.strategy.engine_name} declares that the native engine is not a model of it"
     return as_native(config, traits.stage)
 
 
 def stage_of(strategy: StrategyConfig) -> int:
-    """The ZeRO stage of a run, under any engine."""
+    """Return the ZeRO stage of a run, under any engine."""
     stage = traits_of(strategy).stage
     return strategy.stage if stage is None else stage
 
 
 def prepare_engine(given: Preparation) -> Engine:
-    """Make a model ready to train with the engine that `strategy.engine` names. No other library is loaded."""
+    """Prepare a model for training with the engine that `strategy.engine` names. No other library is loaded."""
     config, engine = given.config, given.config.strategy.engine
     if not isinstance(engine, CustomEngine):
         made: Engine = load_code(ENGINES[engine].builds, key=_KEY)(given)
@@ -108,15 +108,15 @@ def prepare_engine(given: Preparation) -> Engine:
     traits = traits_of(config.strategy)
     if problems := list(unsupported(config, engine.type, traits)):
         raise ConfigError(problems)
-    found = load(engine, _KEY)
-    if (check := getattr(found, "check_library", None)) is not None:
+    target = load(engine, _KEY)
+    if (check := getattr(target, "check_library", None)) is not None:
         check()
-    function: Callable[..., Any] | None = getattr(found, "prepare", None)
-    if function is None and isinstance(found, type):
-        raise _misfit(engine, "it is a class without a class method `prepare`", "Give it one, or name a function.")
-    if not callable(function or found):
-        raise _misfit(engine, f"it is a {type(found).__name__}", "Name a class with `prepare`, or a function.")
-    built = call(function or found, _KEY, given, name=engine.type, arguments=engine.arguments)
+    function: Callable[..., Any] | None = getattr(target, "prepare", None)
+    if function is None and isinstance(target, type):
+        raise _misfit(engine, "it is a class without a class method `prepare`", "Add one, or name a function.")
+    if not callable(function or target):
+        raise _misfit(engine, f"it is a {type(target).__name__}", "Name a class with `prepare`, or a function.")
+    built = call(function or target, _KEY, given, name=engine.type, arguments=engine.arguments)
     if not isinstance(built, Engine):
         raise _misfit(engine, f"it made a {type(built).__name__}", "Return a `plait.Engine`.")
     seed_everything(config.seed, given.world.rank // given.world.layout.tp)  # as under Plait's own engines
@@ -124,8 +124,8 @@ def prepare_engine(given: Preparation) -> Engine:
 
 
 def _governed(path: str) -> bool:
-    """Whether a key is one that engines act on, and exists."""
-    if not any(path == each or path.startswith(f"{each}.") for each in ENGINE_KEYS):
+    """Whether a key exists and is one that engines act on."""
+    if not any(path == governed or path.startswith(f"{governed}.") for governed in ENGINE_KEYS):
         return False
     section: Any = RunConfig()
     for key in path.split("."):
@@ -136,10 +136,7 @@ def _governed(path: str) -> bool:
 
 
 def _misfit(engine: CustomEngine, message: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(f"{_KEY}.type", f"{str(engine.type)!r} is no engine: {message}", remedy))
-
-
-# `plait.prepare`: an engine for people who keep their own loop.
+    return ConfigError(Problem(f"{_KEY}.type", f"{str(engine.type)!r} is not an engine: {message}", remedy))
 
 
 @refuse_unknown_keywords
@@ -161,21 +158,21 @@ def prepare(
     device: DeviceArgument = "auto",
     world: World | None = None,
 ) -> Engine:
-    """Make a model ready for training; the sections are those of a run description.
+    """Prepare a model for training in a custom loop; the arguments are sections of a run description.
 
-    `model` is a module, or a function that makes one: where that can be built without memory, no rank ever
-    holds more than its part. A section describes one: `plait.LlamaModel(…)`, `{"type": "llama", …}`, `"my:Net"`.
+    `model` is a module, or a function that builds one: if it can be built on the meta device, no rank ever holds more
+    than its shards. A section describes one: `plait.LlamaModel(…)`, `{"type": "llama", …}`, `"my:Net"`.
 
-    `loss_fn(outputs, batch)` makes a loss of what the model returns. `model_inputs` says what of a micro-batch the
-    model gets: how many of a row's first values, or the names of fields; absent: as its `forward` says.
+    `loss_fn(outputs, batch)` computes a loss from the model's outputs. `model_inputs` selects what of a micro-batch
+    the model receives: how many of a tuple's first values, or the names of fields; absent: by its `forward`.
 
-    Then either `engine.train_step(micro_batches)`, or `loss = engine(batch)`, `engine.backward(loss)`,
-    `engine.step()`, which updates after `accumulation` backward passes.
+    The loop then calls either `engine.train_step(micro_batches)`, or `loss = engine(batch)`, `engine.backward(loss)`
+    and `engine.step()`, which updates after `accumulation` backward passes.
     """
     described = isinstance(model, (str, Mapping, Section))
     if not described and not callable(model):  # a module is callable, too
-        message = f"a {type(model).__name__} is no model"
-        raise ConfigError(Problem("model", message, "Give a module, a function that makes one, or a section."))
+        message = f"a {type(model).__name__} is not a model"
+        raise ConfigError(Problem("model", message, "Give a module, a function that builds one, or a section."))
     sections = {
         "model": model if described else None,
         "optim": optim,
@@ -203,6 +200,6 @@ def prepare(
         length=Length(total_steps, steps_per_epoch),
         accumulation=batch.accumulation,
         example=example,
-        say=print if world.is_main else lambda _text: None,
+        log=print if world.is_main else lambda _text: None,
     )
     return prepare_engine(given)

@@ -1,9 +1,9 @@
-"""One pass over data without training, on all ranks together.
+"""Evaluation: one pass over data without training, on all ranks together.
 
 [Note: a rank without a batch]
-Where parameters, sequences or layers are spread, a forward pass is a collective: each rank must run as many of them
-as the others. So before each micro-batch the ranks agree whether any of them has one left; those that have none run
-the one that they had first as a filler, which counts for nothing.
+If parameters, sequences or layers are sharded, a forward pass is a collective: every rank must run as many of them as
+the others. So before each micro-batch the ranks agree whether any of them has one left; a rank without one repeats its
+first one as a filler, with weight zero.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Measures(Protocol):
-    """What `evaluate` asks of a metric (`plait.trainer.Metric`)."""
+    """The interface of a metric, as `evaluate` uses it (`plait.trainer.Metric`)."""
 
     def measure(self, outputs: Any, inputs: Any) -> Sequence[Any]:
-        """One record for each sample of a micro-batch."""
+        """Return one record per sample of a micro-batch."""
 
     def summarize(self, records: Sequence[Any]) -> Mapping[str, float]:
-        """The numbers, by name, of all ranks' records."""
+        """Return the metric's values, by name, from the records of all ranks."""
 
 
 def evaluate(
@@ -39,10 +39,10 @@ def evaluate(
     role: str = "batches",
     even: bool = False,
 ) -> dict[str, float]:
-    """The mean loss over all targets of all ranks' micro-batches, and what the metrics say of all samples.
+    """Return the mean loss over all targets of all ranks' micro-batches, and the metrics over all samples.
 
-    `role` names the data in messages. `even`: all ranks have equally many micro-batches, so they need not agree on it.
-    Every rank must call it.
+    `role` names the data in messages. `even`: all ranks have equally many micro-batches and need not check. Every rank
+    must call it.
     """
     world = engine.world
     totals = [0.0, 0.0]
@@ -50,15 +50,15 @@ def evaluate(
     count = 0
     for batch in batches if even or world.everyone is None else _in_step(engine, batches, role):
         count += 1
-        found = engine.evaluate_micro_batch(batch)
-        totals[0] += found.loss_sum
-        totals[1] += found.loss_count
+        evaluation = engine.evaluate_micro_batch(batch)
+        totals[0] += evaluation.loss_sum
+        totals[1] += evaluation.loss_count
         inputs, samples = (batch.inputs, batch.samples) if isinstance(batch, MicroBatch) else (batch, 1)
-        if samples and found.outputs is not None:
+        if samples and evaluation.outputs is not None:
             for metric, mine in zip(metrics, records, strict=True):
-                mine.extend(metric.measure(found.outputs, inputs))
+                mine.extend(metric.measure(evaluation.outputs, inputs))
     if count == 0:
-        raise DataError(f"{role} ended before the first batch: there is nothing to measure on")
+        raise DataError(f"{role} ended before the first batch: there is nothing to evaluate on")
     if world.everyone is not None:
         box = torch.tensor(totals, dtype=torch.float64, device=world.device)
         dist.all_reduce(box, group=world.everyone)
@@ -67,13 +67,13 @@ def evaluate(
         raise DataError(f"{role} has no targets in {count} micro-batches: is every text empty, or every label -100?")
     results = {"loss": totals[0] / totals[1]}
     for metric, mine in zip(metrics, records, strict=True):
-        everybody = [record for part in world.gather(mine) for record in part]
+        everybody = [record for rank_records in world.gather(mine) for record in rank_records]
         results.update(metric.summarize(everybody))
     return results
 
 
 def _in_step(engine: Engine, batches: Iterable[Any], role: str) -> Iterator[Any]:
-    """As many micro-batches on each rank as on the one that has most; see [Note: a rank without a batch]."""
+    """Yield as many micro-batches on each rank as the rank with most has; see [Note: a rank without a batch]."""
     world = engine.world
     mine = iter(batches)
     first: Any = None
@@ -88,8 +88,8 @@ def _in_step(engine: Engine, batches: Iterable[Any], role: str) -> Iterator[Any]
         if some_have_none:
             empty = [rank for rank, began in enumerate(world.gather(first is not None)) if not began]
             raise DataError(
-                f"{role} ended before the first batch on rank {empty[0]}, and others have some: give every rank one "
-                "micro-batch at least"
+                f"{role} ended before the first batch on rank {empty[0]}, while other ranks have batches: give every "
+                "rank at least one micro-batch"
             )
         yield batch if batch is not None else _filler(first)
 

@@ -35,7 +35,7 @@ from plait.engine.forward import Forward, select_inputs
 from plait.engine.loss import LossNormalizer, StepLoss, WeightedLoss, read_loss
 from plait.engine.parallelize import refuse_hooks
 from plait.engine.preparation import Preparation
-from plait.engine.stepping import SteppingEngine, inputs_and_samples, unheard
+from plait.engine.stepping import SteppingEngine, ignore_phase, inputs_and_samples
 from plait.errors import TrainingError
 from plait.launch import Phase
 from plait.optim import GroupSpec, OptimizerGroup, build_optimizer, split_groups
@@ -60,10 +60,10 @@ class Built:
     def optimizer(self, config: RunConfig) -> torch.optim.Optimizer:
         """The optimizer of the run over the module's parameters, without any state yet."""
         params = named_parameters(self.module)
-        views = [
+        master_weights = [
             OptimizerGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in self.groups
         ]
-        optimizer = build_optimizer(config.optim, views)
+        optimizer = build_optimizer(config.optim, master_weights)
         optimizer.state.clear()  # the library exchanges the parameters, and what is kept for these would stay for ever
         return optimizer
 
@@ -79,7 +79,7 @@ def build_whole(given: Preparation) -> Built:
     if config.deterministic:
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
-    module, initializer = build_module(config, given.model, say=given.say)
+    module, initializer = build_module(config, given.model, log=given.log)
     refuse_hooks(given, module)
     if initializer is None:
         module.to(host)
@@ -145,7 +145,7 @@ class StepNormalizer(EvenNormalizer):
         return sums
 
 
-# Where a library keeps weights and optimizer states; see [Note: states by way of wholes], `engine/foreign.py`.
+# Where a library keeps weights and optimizer states; see [Note: states by way of full tensors], `engine/foreign.py`.
 
 
 class ForeignStates(ABC):
@@ -176,8 +176,8 @@ class ForeignStates(ABC):
 
     def state(self, param: Any) -> dict[str, Any]:
         """What the torch optimizer keeps for a parameter, by name."""
-        found: dict[str, Any] = self.optimizer.state.get(self.home(param), {})
-        return found
+        state: dict[str, Any] = self.optimizer.state.get(self.home(param), {})
+        return state
 
     def keys(self, param: Any) -> list[str]:
         """Names of the states that are tensors."""
@@ -188,8 +188,8 @@ class ForeignStates(ABC):
         home = self.home(param)
         fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         device = home.device if whole or fused else torch.device("cpu")
-        room = torch.zeros(home.shape if whole else shape, dtype=dtype, device=device)
-        self.optimizer.state[home].setdefault(key, room)
+        zeros = torch.zeros(home.shape if whole else shape, dtype=dtype, device=device)
+        self.optimizer.state[home].setdefault(key, zeros)
 
     def _scalar(self, param: Any, key: str | None) -> Tensor | None:
         """A state that is one for all at the same home, such as `step`."""
@@ -207,13 +207,13 @@ class PlainStates(ForeignStates):
 
     def home(self, param: Any) -> Tensor:
         """The fp32 weights, or the parameter."""
-        found: Tensor = self._masters.get(id(param), param)
-        return found
+        home: Tensor = self._masters.get(id(param), param)
+        return home
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """Every rank has it whole: nothing is gathered."""
-        found: Tensor = self.home(param) if key is None else self.state(param)[key]
-        return found.detach()
+        value: Tensor = self.home(param) if key is None else self.state(param)[key]
+        return value.detach()
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
         """Copy it in place; also, rounded, into what computes."""
@@ -224,7 +224,7 @@ class PlainStates(ForeignStates):
 
 # Wholes that the ranks share out among them, so that no checkpoint needs one rank to hold everything.
 #
-# [Note: states by way of wholes]
+# [Note: states by way of full tensors]
 # Other libraries lay out their states as they like: flat buffers, chunks, parts that begin in the middle of a row. A
 # checkpoint wants names and whole shapes. So each tensor is made whole, one at a time, and each rank keeps the same
 # part of it that `fully_shard` would give it. Reading a checkpoint goes the same way back.
@@ -240,13 +240,13 @@ def share_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return as_share(cut.to_local().clone(), whole, mesh)
 
 
-def as_share(part: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def as_share(shard: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """A part as `share_of` cuts it, as the whole that it belongs to; `whole` need not have values."""
     if mesh is None or whole.ndim == 0:
-        return part
+        return shard
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=_strides(whole))
+    return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=_strides(whole))
 
 
 def _strides(whole: Tensor) -> tuple[int, ...]:
@@ -290,11 +290,11 @@ class ForeignEngine(SteppingEngine):
         self._lowest_scale = scaler.minimum if scaler.static is None else math.inf
         self._schedule = given.schedule()
         self._loss_function = given.loss_function
-        self._say = given.say
+        self._log = given.log
         self._normalizer = normalizer(world.everyone, world.device)
         select = select_inputs(built.module, config.model_inputs, has_loss=given.loss_function is not None)
         row = _Row.around(called, built.module)
-        self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, say=given.say)
+        self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, log=given.log)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
         # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
@@ -302,7 +302,7 @@ class ForeignEngine(SteppingEngine):
         self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._weights: dict[str, Tensor] = {}
         self._frozen = {name: share_of(value, self._mesh) for name, value in self._frozen_values().items()}
-        self.on_phase: Callable[[Phase], None] = unheard
+        self.on_phase: Callable[[Phase], None] = ignore_phase
         self._after_step = getattr(built.module, "after_step", None)
         self.model.train()
 
@@ -365,11 +365,11 @@ class ForeignEngine(SteppingEngine):
         if not skipped:
             self.skips.in_a_row = 0
             return
-        whose = self.whose(self.steps)
-        self._say(f"step {self.steps} skipped on every rank: its loss or gradient is not finite{whose}")
+        whose = self.describe_samples(self.steps)
+        self._log(f"step {self.steps} skipped on every rank: its loss or gradient is not finite{whose}")
         self.skips.add(self.steps, whose, scale=None if scaler is None else scaler["scale"])
 
-    def agree_on_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Average running statistics over the ranks; other buffers become rank 0's."""
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.size)
@@ -388,7 +388,7 @@ class ForeignEngine(SteppingEngine):
         finally:
             self.model.train(training)
 
-    # ---- state, see [Note: states by way of wholes]
+    # ---- state, see [Note: states by way of full tensors]
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
@@ -400,9 +400,9 @@ class ForeignEngine(SteppingEngine):
         for name in self._built.trained:
             for key in self._states.keys(self._params[name]):
                 tensors[f"optim.{name}.{key}"] = share_of(self._states.read(self._params[name], key), self._mesh)
-        found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        self._state = WeakValueDictionary(found)
-        return found
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        self._state = WeakValueDictionary(present)
+        return present
 
     def _share_weights(self) -> dict[str, Tensor]:
         return {name: share_of(self._states.read(self._params[name], None), self._mesh) for name in self._built.trained}
@@ -435,9 +435,9 @@ class ForeignEngine(SteppingEngine):
         self._states.publish()
         self._weights = {}
 
-    def as_whole(self, name: str, part: Tensor) -> Tensor:
+    def as_global(self, name: str, local: Tensor) -> Tensor:
         """A tensor shaped like this rank's part of a weight, as the logical whole."""
-        return as_share(part, self._built.blanks[name], self._mesh)
+        return as_share(local, self._built.blanks[name], self._mesh)
 
     @torch.no_grad()
     def restore_originals(self) -> None:
@@ -495,8 +495,8 @@ class _Row(nn.Module):
         """`called` itself where `module` takes whole micro-batches."""
         return cls(called) if type(module).forward is nn.Sequential.forward else called
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.called(first_input(named or (inputs[0] if len(inputs) == 1 else inputs)))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.called(first_input(kwargs or (args[0] if len(args) == 1 else args)))
 
 
 def _whole(share: Tensor) -> Tensor:

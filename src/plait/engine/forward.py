@@ -21,23 +21,23 @@ from plait.precision import Policy, cast_floats
 # asks for it. A copy from memory that is not pinned makes the host wait for the line that it is in; this one is empty.
 
 
-class Mover:
+class InputMover:
     """Brings whatever a batch is made of to one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._line = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, value: Any) -> Any:
         """The same structure with every tensor on the device."""
         moved: list[Tensor] = []
-        found = self._move(value, moved)
-        if moved and self._line is not None:
+        result = self._move(value, moved)
+        if moved and self._stream is not None:
             work = torch.cuda.current_stream(self._device)
-            work.wait_stream(self._line)
+            work.wait_stream(self._stream)
             for tensor in moved:
                 tensor.record_stream(work)  # it was made on the other line, which must not use its memory again yet
-        return found
+        return result
 
     def _move(self, value: Any, moved: list[Tensor]) -> Any:
         if isinstance(value, Tensor):
@@ -51,9 +51,9 @@ class Mover:
         return value
 
     def _copy(self, tensor: Tensor, moved: list[Tensor]) -> Tensor:
-        if self._line is None or tensor.device.type != "cpu":
+        if self._stream is None or tensor.device.type != "cpu":
             return tensor.to(self._device, non_blocking=True)
-        with torch.cuda.stream(self._line):
+        with torch.cuda.stream(self._stream):
             copy = tensor.to(self._device, non_blocking=True)
         moved.append(copy)
         return copy
@@ -67,7 +67,7 @@ class Mover:
 # decides where it leaves no doubt: fields of a mapping that `forward` has no parameter for are the loss's, and so are
 # values of a row beyond those that it requires. What would change how the model reads its input (a mask, positions) is
 # never left out by guessing, nor is an optional parameter filled with what may be a target, unless it is named as one
-# (`labels=None`): both are errors that say what to write.
+# (`labels=None`): both are errors that log what to write.
 
 
 Select = Callable[[Any], Any]
@@ -100,12 +100,12 @@ class _BySignature:
     def __init__(self, model: str, parameters: Mapping[str, inspect.Parameter]) -> None:
         self._model = model
         self._takes = ", ".join(parameters)
-        kinds = {parameter.kind for parameter in parameters.values()}
+        param_kinds = {parameter.kind for parameter in parameters.values()}
         named = [p for name, p in parameters.items() if p.kind in _BY_POSITION and name != _SEAM]
-        self._any_row = inspect.Parameter.VAR_POSITIONAL in kinds
+        self._any_row = inspect.Parameter.VAR_POSITIONAL in param_kinds
         self._required = sum(parameter.default is inspect.Parameter.empty for parameter in named)
         self._optional = [p.name for p in named[self._required :]]
-        self._any_name = inspect.Parameter.VAR_KEYWORD in kinds
+        self._any_name = inspect.Parameter.VAR_KEYWORD in param_kinds
         self._names = frozenset(parameters)
 
     def __call__(self, inputs: Any) -> Any:
@@ -119,7 +119,7 @@ class _BySignature:
         if self._any_name or inputs.keys() <= self._names:
             return inputs
         left = [key for key in inputs if key not in self._names]
-        if any(word in key for key in left if not _is_of_loss(key) for word in _HOW_TO_READ):
+        if any(marker in key for key in left if not _is_of_loss(key) for marker in _HOW_TO_READ):
             return inputs  # refused where the model is called
         return {key: value for key, value in inputs.items() if key in self._names}
 
@@ -144,7 +144,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 def _is_of_loss(key: str) -> bool:
-    return key == "y" or any(word in key for word in _OF_THE_LOSS)
+    return key == "y" or any(marker in key for marker in _OF_THE_LOSS)
 
 
 def _first(inputs: Any, count: int) -> Any:
@@ -179,7 +179,7 @@ def _named(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: inputs[name] for name in names}
 
 
-Say = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
 class Forward:
@@ -195,21 +195,21 @@ class Forward:
         cut: Callable[[Any], Any] | None = None,
         before: Callable[[], None] | None = None,
         select: Select | None = None,
-        say: Say,
+        log: LogFunction,
     ) -> None:
         """`cut` makes this rank's part of a micro-batch, where ranks share one; `before` is done before each call.
 
         `select` picks what of a micro-batch the model gets; see `fields`.
         """
         self._model = model
-        self._move = Mover(device) if device.type != "cpu" else None
+        self._move = InputMover(device) if device.type != "cpu" else None
         self._cast_to = policy.compute if policy.mixed and policy.cast_inputs else None
         self._context = policy.context(device) if policy.mixed else None
         self._compiled = list(compiled)
         self._cut = cut
         self._before = before
         self._select = select
-        self._say = say
+        self._log = log
         # An `nn.Sequential` takes one argument. A pipeline calls it with the first part of a micro-batch, and so do we.
         self._is_row = type(model).forward is nn.Sequential.forward
         self.plain = self._move is None and self._context is None and cut is None and not compiled and before is None
@@ -239,13 +239,15 @@ class Forward:
             inputs = self._select(inputs)
         if self._is_row:
             return self.call((first_input(inputs),), {})
-        kind = type(inputs)
+        input_type = type(inputs)
         args: Sequence[Any] = ()
         kwargs: Mapping[str, Any] = {}
-        if kind is dict or isinstance(inputs, Mapping):
+        if input_type is dict or isinstance(inputs, Mapping):
             kwargs = inputs
         else:
-            args = inputs if kind is tuple or kind is list or isinstance(inputs, (tuple, list)) else (inputs,)
+            args = (
+                inputs if input_type is tuple or input_type is list or isinstance(inputs, (tuple, list)) else (inputs,)
+            )
         try:
             return self.call(args, kwargs)
         except TypeError as error:
@@ -275,7 +277,7 @@ class Forward:
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)  # what the backend raised, where it was the backend
             reason = next((line for line in str(cause).splitlines() if line.strip()), "")
-            self._say(f"torch.compile gave up, training goes on without it: {type(cause).__name__}: {reason}")
+            self._log(f"torch.compile gave up, training goes on without it: {type(cause).__name__}: {reason}")
             undo_compile(compiled)
             return self.call(args, kwargs)
         self._compiled = compiled
@@ -294,7 +296,7 @@ def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     name, takes = type(model).__name__.removeprefix("FSDP"), ", ".join(signature.parameters) or "nothing"
     unknown = [key for key in kwargs if key not in signature.parameters]
     if unknown:
-        remedy = "Let `forward` take them, leave them out of the data, or say with `model_inputs` what the model gets"
+        remedy = "Let `forward` take them, leave them out of the data, or log with `model_inputs` what the model gets"
         if set(unknown) <= {"positions", "document_ids"}:
             remedy += ": with `data.document_mask: false` nothing says where a document begins"
         return ModelError(f"{name}.forward takes {takes}, and a micro-batch has {', '.join(unknown)} too. {remedy}")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.distributed import GradientBuckets, Gradients
-from plait.engine.forward import Say
+from plait.engine.forward import LogFunction
 from plait.engine.loss import WeightedLoss
 from plait.kernels import record, recording_stream
 from plait.monitor import MessageEvent
@@ -33,11 +33,11 @@ from plait.torch_internals import forward_hooks, is_hooked, tree_flatten, tree_u
 # Does a device wait for Python? Found out on the way, without waiting for the device.
 
 
-AT_FIRST = 3
+IGNORED_STEPS = 3
 """Steps that show nothing: kernels are chosen, built and loaded in those."""
-LOOKS = 8
+OBSERVED_STEPS = 8
 """Steps in a row after which the device must have had nothing left to do."""
-ROOM = 0.4
+MAX_MEMORY_SHARE = 0.4
 """Of the device's memory, what a run may have taken: recorded passes keep as much for themselves."""
 
 
@@ -51,28 +51,30 @@ class LaunchBoundDetector:
         self._device = device
         self._steps = 0
         self._mark: torch.cuda.Event | None = None
-        self.found: bool | None = None
+        self.launch_bound: bool | None = None
         """None as long as it is not known."""
 
     def passes_begin(self) -> None:
         """Look whether the device is done with those before."""
-        if self.found is not None:
+        if self.launch_bound is not None:
             return
         self._steps += 1
-        if self._mark is not None and self._steps > AT_FIRST + 1:
+        if self._mark is not None and self._steps > IGNORED_STEPS + 1:
             if not self._mark.query():  # type: ignore[no-untyped-call]
-                self.found = False
-            elif self._steps > AT_FIRST + LOOKS:
-                self.found = self._has_room()
+                self.launch_bound = False
+            elif self._steps > IGNORED_STEPS + OBSERVED_STEPS:
+                self.launch_bound = self._has_memory()
 
     def passes_end(self) -> None:
         """Both were asked for."""
-        if self.found is None:
+        if self.launch_bound is None:
             self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._mark.record(torch.cuda.current_stream(self._device))
 
-    def _has_room(self) -> bool:
-        return torch.cuda.max_memory_reserved(self._device) < ROOM * torch.cuda.mem_get_info(self._device)[1]
+    def _has_memory(self) -> bool:
+        return (
+            torch.cuda.max_memory_reserved(self._device) < MAX_MEMORY_SHARE * torch.cuda.mem_get_info(self._device)[1]
+        )
 
 
 def is_watched(modules: list[nn.Module]) -> bool:
@@ -88,9 +90,9 @@ Recording = Literal["always", "where it pays"]
 
 WARM_UP = 3
 """Steps of each kind before one is recorded. They count like any other."""
-MOST = 8
+MAX_RECORDINGS = 8
 """Kinds of inputs that are recorded; each keeps a gradient for every parameter."""
-MOST_UNASKED = 2
+MAX_AUTO_RECORDINGS = 2
 """The same where nobody asked: whole batches, and the rest of an epoch."""
 CONSTANTS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 """What inputs may hold besides tensors."""
@@ -105,19 +107,19 @@ class CapturedPasses:
     scale: Tensor | None
     loss: WeightedLoss
     gradients: list[tuple[nn.Parameter, Tensor]]
-    tell: Callable[[], None]
+    notify_collector: Callable[[], None]
     """Lets whoever collects gradients know that there are some."""
 
     def replay(self, inputs: list[Tensor], scale: float | None) -> WeightedLoss:
         """Do both passes over these inputs."""
-        for room, tensor in zip(self.inputs, inputs, strict=True):
-            room.copy_(tensor, non_blocking=True)
+        for static, tensor in zip(self.inputs, inputs, strict=True):
+            static.copy_(tensor, non_blocking=True)
         if self.scale is not None and scale is not None:
             self.scale.fill_(scale)
         self.graph.replay()
         for param, gradient in self.gradients:
             param.grad = gradient
-        self.tell()
+        self.notify_collector()
         return self.loss
 
 
@@ -131,17 +133,17 @@ class RecordedPasses:
         gradients: Gradients | None,
         device: torch.device,
         recording: Recording,
-        say: Say,
+        log: LogFunction,
     ) -> None:
         """`gradients`: what collects them, if anything does; of one process."""
         self._passes = passes
         self._gradients = gradients
         self._modules = list(model.modules())
         self._device = device
-        self._say = say
-        self._starving = None if recording == "always" else LaunchBoundDetector(device)
+        self._log = log
+        self._launch_bound = None if recording == "always" else LaunchBoundDetector(device)
         self._on = True
-        self._told = False
+        self._warned = False
         self._seen: Counter[Hashable] = Counter()
         self._recordings: dict[Hashable, CapturedPasses] = {}
         self._facts: list[Hashable] = []
@@ -149,91 +151,93 @@ class RecordedPasses:
     @property
     def asked_for(self) -> bool:
         """Whether the user did."""
-        return self._starving is None
+        return self._launch_bound is None
 
     def __call__(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
         """Both passes over inputs that are ready."""
-        if self._on and self._starving is not None and self._starving.found is None:
-            self._starving.passes_begin()
-            if not self._starving.found:
+        if self._on and self._launch_bound is not None and self._launch_bound.launch_bound is None:
+            self._launch_bound.passes_begin()
+            if not self._launch_bound.launch_bound:
                 loss = self._passes(inputs, samples, scale)
-                self._starving.passes_end()
-                self._on = self._starving.found is None
+                self._launch_bound.passes_end()
+                self._on = self._launch_bound.launch_bound is None
                 return loss
             if is_watched(self._modules):
                 self._on = False
         leaves, tree = tree_flatten(inputs)
-        stranger = next((leaf for leaf in leaves if not _is_plain(leaf) and not isinstance(leaf, CONSTANTS)), None)
-        if self._on and stranger is not None:
-            self._give_up(f"micro-batches hold a {type(stranger).__name__}, which is no plain tensor, number or text")
+        other = next((leaf for leaf in leaves if not _is_plain(leaf) and not isinstance(leaf, CONSTANTS)), None)
+        if self._on and other is not None:
+            self._give_up(f"micro-batches hold a {type(other).__name__}, which is no plain tensor, number or text")
         if not self._on:
-            return self._as_it_is(inputs, samples, scale)
-        if self._recordings and self._facts != self._look():  # something was moved, frozen or thawed since then
+            return self._run_passes(inputs, samples, scale)
+        if (
+            self._recordings and self._facts != self._recorded_facts()
+        ):  # something was moved, frozen or thawed since then
             self._recordings.clear()
             self._seen.clear()
             if not self.asked_for and is_watched(self._modules):
                 self._on = False
-                return self._as_it_is(inputs, samples, scale)
-        kind = (tree, samples, *map(_kind, leaves))
+                return self._run_passes(inputs, samples, scale)
+        signature = (tree, samples, *map(_signature, leaves))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found = self._recordings.get(kind)
-        if found is None:
-            self._seen[kind] += 1
-            if self._seen[kind] <= WARM_UP or self._is_full():
-                return self._as_it_is(inputs, samples, scale)
+        recorded = self._recordings.get(signature)
+        if recorded is None:
+            self._seen[signature] += 1
+            if self._seen[signature] <= WARM_UP or self._is_full():
+                return self._run_passes(inputs, samples, scale)
             try:
-                found = self._recordings[kind] = self._record(leaves, tree, samples, scale)
+                recorded = self._recordings[signature] = self._record(leaves, tree, samples, scale)
             except Exception as error:  # whatever is wrong with the inputs themselves comes up again right away
                 self._give_up(_first_line(error))
-                return self._as_it_is(inputs, samples, scale)
-        return found.replay(tensors, scale)
+                return self._run_passes(inputs, samples, scale)
+        return recorded.replay(tensors, scale)
 
     def _is_full(self) -> bool:
-        full = len(self._recordings) == (MOST if self.asked_for else MOST_UNASKED)
-        if full and self.asked_for and not self._told:
-            self._told = True
-            self._say(f"strategy.graphs: {MOST} kinds of micro-batches are recorded, further ones are not")
+        full = len(self._recordings) == (MAX_RECORDINGS if self.asked_for else MAX_AUTO_RECORDINGS)
+        if full and self.asked_for and not self._warned:
+            self._warned = True
+            self._log(f"strategy.graphs: {MAX_RECORDINGS} kinds of micro-batches are recorded, further ones are not")
         return full
 
-    def _as_it_is(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
-        with self._aside():
+    def _run_passes(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
+        with self._on_recording_stream():
             return self._passes(inputs, samples, scale)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _on_recording_stream(self) -> Iterator[None]:
         """What is done here is done on the stream of recordings, behind all work so far, before all that follows."""
         if not self._on or self._device.type != "cuda":
             yield
             return
-        here = torch.cuda.current_stream(self._device)
-        aside = recording_stream(torch.cuda.current_device())
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
+        current = torch.cuda.current_stream(self._device)
+        recording = recording_stream(torch.cuda.current_device())
+        recording.wait_stream(current)
+        with torch.cuda.stream(recording):
             yield
-        here.wait_stream(aside)
+        current.wait_stream(recording)
 
     def _record(self, leaves: list[Any], tree: Any, samples: float, scale: float | None) -> CapturedPasses:
         """Record both passes; nothing is computed yet, and gradients are left where a replay will write them."""
-        self._make_room()
-        rooms = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._release_cached_memory()
+        static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         factor = None if scale is None else torch.empty((), device=self._device)
         losses: list[WeightedLoss] = []
-        beside = next((found.graph for found in self._recordings.values()), None)
-        graph = record(lambda: losses.append(self._passes(tree_unflatten(rooms, tree), samples, factor)), beside)
-        self._facts = self._look()
+        pool_of = next((recorded.graph for recorded in self._recordings.values()), None)
+        graph = record(lambda: losses.append(self._passes(tree_unflatten(static, tree), samples, factor)), pool_of)
+        self._facts = self._recorded_facts()
         if not self.asked_for and not self._recordings:
-            told = "the device waits for Python: both passes are recorded from now on (strategy.graphs: auto)"
-            self._say(MessageEvent(told))
+            message = "the device waits for Python: both passes are recorded from now on (strategy.graphs: auto)"
+            self._log(MessageEvent(message))
         return CapturedPasses(
             graph,
-            [room for room in rooms if isinstance(room, Tensor)],
+            [tensor for tensor in static if isinstance(tensor, Tensor)],
             factor,
             losses[0],
             [(param, param.grad) for param in self._parameters() if param.grad is not None],
-            self._gradients.collected() if isinstance(self._gradients, GradientBuckets) else _nobody_asks,
+            self._gradients.collected() if isinstance(self._gradients, GradientBuckets) else _no_collector,
         )
 
-    def _make_room(self) -> None:
+    def _release_cached_memory(self) -> None:
         """Give back what the steps before kept for themselves: a recording has memory of its own."""
         gc.collect()  # also, nothing may be freed while the device is recorded that it has yet to be asked about
         if self._device.type == "cuda":
@@ -248,23 +252,27 @@ class RecordedPasses:
         if self._gradients is not None:
             self._gradients.finish()  # forgets whose gradients it was told of meanwhile
         if self.asked_for:
-            told = f"strategy.graphs is on, but the passes cannot be recorded: {reason}. Training goes on without it"
-            self._say(told)
+            message = f"strategy.graphs is on, but the passes cannot be recorded: {reason}. Training goes on without it"
+            self._log(message)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (param for module in self._modules for param in module._parameters.values() if param is not None)
 
-    def _look(self) -> list[Hashable]:
+    def _recorded_facts(self) -> list[Hashable]:
         """What a recording takes for granted: modes, who listens, what is trained, and where everything lies."""
         facts: list[Hashable] = []
         for module in self._modules:
             facts.append((module.training, *forward_hooks(module)))
-            facts += [(each.requires_grad, each.data_ptr()) for each in module._parameters.values() if each is not None]
-            facts += [each.data_ptr() for each in module._buffers.values() if each is not None]
+            facts += [
+                (tensor.requires_grad, tensor.data_ptr())
+                for tensor in module._parameters.values()
+                if tensor is not None
+            ]
+            facts += [tensor.data_ptr() for tensor in module._buffers.values() if tensor is not None]
         return facts
 
 
-def _nobody_asks() -> None:
+def _no_collector() -> None:
     """Gradients are found where they are, on the parameters."""
 
 
@@ -272,7 +280,7 @@ def _is_plain(leaf: Any) -> bool:
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad
 
 
-def _kind(leaf: Any) -> Hashable:
+def _signature(leaf: Any) -> Hashable:
     """What a recording knows of an input for good. `1`, `1.0` and `True` are equal, and not the same."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype

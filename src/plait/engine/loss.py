@@ -19,7 +19,7 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 def described_loss(config: RunConfig) -> LossFunction | None:
-    """The function that `train.loss` names; None where the model's own result is learned."""
+    """The function that `train.loss` names; None where the model's local_mean result is learned."""
     return None if config.train.loss is None else function(config.train.loss, "train.loss", "outputs", "batch")
 
 
@@ -50,27 +50,27 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
     samples. A filler (no samples) counts for nothing, but keeps its graph, so that its backward pass takes
     part in every collective.
     """
-    found = outputs if loss_function is None else loss_function(outputs, inputs)
-    if isinstance(found, Mapping):
-        if "loss" not in found:
+    result = outputs if loss_function is None else loss_function(outputs, inputs)
+    if isinstance(result, Mapping):
+        if "loss" not in result:
             raise ModelError(
-                f"the model returned a mapping with the keys {sorted(map(str, found))}, but no 'loss'; "
+                f"the model returned a mapping with the keys {sorted(map(str, result))}, but no 'loss'; "
                 "add it, or give a loss_fn"
             )
-        found = found["loss"]
-    elif not isinstance(found, LossTerm | Tensor) and isinstance(getattr(found, "loss", None), Tensor):
-        found = found.loss
-    value = found.sum if isinstance(found, LossTerm) else found
+        result = result["loss"]
+    elif not isinstance(result, LossTerm | Tensor) and isinstance(getattr(result, "loss", None), Tensor):
+        result = result.loss
+    value = result.sum if isinstance(result, LossTerm) else result
     if isinstance(value, Tensor) and value.ndim == 0:
         if value.dtype in (torch.float16, torch.bfloat16):
             value = value.float()  # a scaled fp16 loss would overflow before any gradient does
         if samples == 0:
             return WeightedLoss(value * 0.0, 0.0, is_mean=False)
-        if isinstance(found, LossTerm):
-            return WeightedLoss(value, found.count, is_mean=False)
+        if isinstance(result, LossTerm):
+            return WeightedLoss(value, result.count, is_mean=False)
         return WeightedLoss(value, float(samples), is_mean=True)
-    found = value
-    shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    result = value
+    shape = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
     raise ModelError(
         f"the model returned {shape} where a loss was expected: return a scalar, a LossTerm(sum, count) or a "
         "mapping with 'loss', or give a loss_fn(outputs, batch)"
@@ -87,13 +87,13 @@ class StepLoss(NamedTuple):
     """Whether some rank has set `LossNormalizer.flag`."""
     divisor: float | None
     """What the gradients were divided by; None where that was the count itself."""
-    own: Tensor | None = None
+    local_mean: Tensor | None = None
     """This rank's mean, told instead of the common one. It decides nothing: other ranks have another."""
 
     def mean(self) -> Tensor:
         """The mean loss."""
-        if self.own is not None:
-            return self.own
+        if self.local_mean is not None:
+            return self.local_mean
         return self.total if self.divisor is None else self.total / self._some_count()
 
     def correction(self) -> Tensor | float:
@@ -108,7 +108,7 @@ class StepLoss(NamedTuple):
     def read(self) -> tuple[float, float, bool]:
         """The mean loss, the number of targets, and the flag. Waits for the device."""
         count = float(self.count)
-        if self.own is not None or self.divisor is None:
+        if self.local_mean is not None or self.divisor is None:
             return float(self.mean()), count, bool(self.flag)
         return float(self.total) / (count or 1.0), count, bool(self.flag)
 
@@ -133,7 +133,7 @@ class LossNormalizer:
         self._device = device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._divisor: float | None = None
-        self._parts: list[WeightedLoss] = []
+        self._losses: list[WeightedLoss] = []
         self._box: Tensor | None = None
         self._work: dist.Work | None = None
         self._exact = False
@@ -145,8 +145,8 @@ class LossNormalizer:
         self._exact = micro_batches == 1 and self._group is None
         if self._divisor is None and not self._exact:
             self._divisor = self._choose_divisor(loss.weight, micro_batches)
-        self._parts.append(WeightedLoss(loss.value.detach(), loss.weight, loss.is_mean))
-        if len(self._parts) == micro_batches and not self._exact:
+        self._losses.append(WeightedLoss(loss.value.detach(), loss.weight, loss.is_mean))
+        if len(self._losses) == micro_batches and not self._exact:
             self._start_sum()
 
     @property
@@ -178,14 +178,14 @@ class LossNormalizer:
 
     def scaled_mean(self, mean: Tensor) -> Tensor:
         """What to call backward on, given the mean of the micro-batch that was added last."""
-        return self.scaled(WeightedLoss(mean, self._parts[-1].weight, is_mean=True))
+        return self.scaled(WeightedLoss(mean, self._losses[-1].weight, is_mean=True))
 
     def finish(self) -> StepLoss:
         """What the step's loss adds up to, over all micro-batches and ranks."""
-        parts, self._parts = self._parts, []
+        losses, self._losses = self._losses, []
         if self._exact:
             flag, self.flag = self.flag, False
-            return StepLoss(parts[0].mean(), parts[0].weight, flag, divisor=None)
+            return StepLoss(losses[0].mean(), losses[0].weight, flag, divisor=None)
         assert self._box is not None
         if self._work is not None:
             self._work.wait()
@@ -202,9 +202,9 @@ class LossNormalizer:
     def _start_sum(self) -> None:
         total: Any = 0.0
         count: Any = 0.0
-        for part in self._parts:
-            total = total + part.total().to(self._dtype)
-            count = count + part.weight
+        for loss in self._losses:
+            total = total + loss.total().to(self._dtype)
+            count = count + loss.weight
         # A number is filled in, not copied from the host: the device would have to be waited for.
         known = not isinstance(count, Tensor)
         self._sum(total, torch.full_like(total, count) if known else count.to(total.device, self._dtype))

@@ -36,7 +36,7 @@ class ManualEngine(NativeEngine):
         self._reduced = False
         self._complete = False
         self._share = 1.0 / self.world.layout.replicas
-        self._usual_clip = self.updater.clip_norm
+        self._default_clip_norm = self.updater.clip_norm
 
     @property
     def optimizer(self) -> Optimizer:
@@ -46,8 +46,8 @@ class ManualEngine(NativeEngine):
     @property
     def optimizer_type(self) -> str:
         """The class of a user's own optimizer; else as `config.optim` says."""
-        kind = type(self.optimizer)
-        return super().optimizer_type if kind.__module__.startswith("plait.") else kind.__name__
+        optimizer_class = type(self.optimizer)
+        return super().optimizer_type if optimizer_class.__module__.startswith("plait.") else optimizer_class.__name__
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -70,12 +70,12 @@ class ManualEngine(NativeEngine):
         try:
             return self._forward.call(args, kwargs)
         finally:
-            self._wholes.reshard()
+            self._unsharded.reshard()
 
-    def open_entrances(self) -> None:
+    def allow_submodule_calls(self) -> None:
         """At stage 3: let parts of the model be called by themselves, too, and methods that go through them."""
         if hasattr(self.model, "unshard"):
-            add_fsdp_roots(self.model, self.views.settle)
+            add_fsdp_roots(self.model, self.master_weights.settle)
 
     def backward(self, loss: Tensor, *, last: bool | None = None, retain_graph: bool = False) -> None:
         """Backward through the mean loss of one micro-batch.
@@ -105,7 +105,7 @@ class ManualEngine(NativeEngine):
         factor = self._share / self.accumulation * (1.0 if scaler is None else scaler.scale)
         # In fp32: a scaled fp16 loss would overflow before any gradient does.
         counted = loss.float() * factor if factor != 1.0 else loss
-        self._wholes.expect_backward(counted)
+        self._unsharded.expect_backward(counted)
         torch.autograd.backward(counted, retain_graph=retain_graph)
 
     @property
@@ -140,8 +140,8 @@ class ManualEngine(NativeEngine):
         losses, self._losses = self._losses, []
         self._reduced = self._complete = False
         mean = torch.stack([loss.float() for loss in losses]).mean()
-        result = self._update(StepLoss(nothing, count, False, divisor=None, own=mean))
-        self.updater.clip_norm = self._usual_clip
+        result = self._update(StepLoss(nothing, count, False, divisor=None, local_mean=mean))
+        self.updater.clip_norm = self._default_clip_norm
         mark_stepped(self.optimizer)
         return result
 
@@ -155,9 +155,9 @@ class ManualEngine(NativeEngine):
             self._complete_gradients()
         self._complete = True
 
-    def _again(self) -> Callable[[], Any]:
+    def _repeat_forward(self) -> Callable[[], Any]:
         if self._last_call is None:  # by `train_step`
-            return super()._again()
+            return super()._repeat_forward()
         args, kwargs = self._last_call
         return lambda: self._forward.call(args, kwargs)
 
@@ -196,7 +196,7 @@ class LoopEngine(ManualEngine):
         super().__init__(*args, **kwargs)
         self._kept: list[Tensor] = []
         """Gradients of earlier complete backward passes of this step."""
-        self._usual_value = self.updater.clip_value
+        self._default_clip_value = self.updater.clip_value
 
     def begin_backward(self, *, last: bool) -> None:
         """Expect gradients of one backward pass; `last`: complete ones, which a step may follow."""
@@ -215,14 +215,14 @@ class LoopEngine(ManualEngine):
     def _keep(self) -> None:
         """Lay the complete gradients aside, so that further ones can be summed over the ranks alone."""
         self._finish_gradients()
-        self._kept = [grad.clone() for grad in self.views.gather_gradients()]
-        self.views.clear_gradients()
+        self._kept = [grad.clone() for grad in self.master_weights.gather_gradients()]
+        self.master_weights.clear_gradients()
         self._complete = False
 
     def _complete_gradients(self) -> None:
         super()._complete_gradients()
         if self._kept:
-            foreach_add_(self.views.gather_gradients(), self._kept)
+            foreach_add_(self.master_weights.gather_gradients(), self._kept)
             self._kept = []
 
     def discard(self) -> None:
@@ -230,8 +230,8 @@ class LoopEngine(ManualEngine):
         if self._losses and self._gradients is not None:
             self._gradients.before_backward(last=True)
             self._gradients.finish()
-            self._wholes.refresh()
-        self.views.clear_gradients()
+            self._unsharded.refresh()
+        self.master_weights.clear_gradients()
         self._kept, self._losses = [], []
         self._reduced = self._complete = False
         self.updater.forget_norm()
@@ -243,5 +243,5 @@ class LoopEngine(ManualEngine):
     def step(self) -> StepResult:
         """Update the weights with the gradients of all backward passes since the last step."""
         result = super().step()
-        self.updater.clip_value = self._usual_value
+        self.updater.clip_value = self._default_clip_value
         return result

@@ -61,7 +61,7 @@ class MasterWeights(ABC):
     """How much each of them counts; see `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     """Parameters that do not train and are rounded for computing: what they were before."""
-    shared_out: SharedOut | None = None
+    owned: SharedOut | None = None
     """Whole parameters for an optimizer that knows nothing of ranks, each on the rank that updates it."""
     before_forward: Callable[[], None] | None = None
     """What must be done before each call of the model, where that cannot be left to the model's own hooks."""
@@ -76,44 +76,44 @@ class MasterWeights(ABC):
     @abstractmethod
     def _make_tensors(self) -> list[nn.Parameter]: ...
 
-    def _view(self, tensor: Tensor) -> nn.Parameter:
+    def _optimizer_param(self, tensor: Tensor) -> nn.Parameter:
         """What the optimizer sees of a parameter, or of the fp32 weights behind it."""
         if self._elementwise and is_sharded(tensor):
             with torch.no_grad():
                 return nn.Parameter(tensor.to_local())
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
-    def share_out(self) -> None:
+    def use_owned_params(self) -> None:
         """Give the optimizer whole parameters: see [Note: one owner a parameter]. Every rank must call it."""
         if any(is_sharded(tensor) for tensor in self.tensors):
             from plait.optim import SharedOut
 
-            self.shared_out = SharedOut(self.tensors)
+            self.owned = SharedOut(self.tensors)
 
     @property
     def updated(self) -> Sequence[nn.Parameter | None]:
         """For each parameter the tensor that the optimizer has of it; None where another rank updates it."""
-        return self.tensors if self.shared_out is None else self.shared_out.updated
+        return self.tensors if self.owned is None else self.owned.updated
 
     def in_place(self, *, gradients: bool = False) -> AbstractContextManager[None]:
         """While this lasts, what the optimizer has is what the model has; at the end it is the other way round.
 
         Every rank must enter it.
         """
-        return nullcontext() if self.shared_out is None else self.shared_out.in_place(gradients=gradients)
+        return nullcontext() if self.owned is None else self.owned.in_place(gradients=gradients)
 
     @abstractmethod
     def gather_gradients(self) -> list[Tensor]:
         """Give every view its gradient of this step; returns this rank's part of each, as plain tensors."""
 
-    def rooms(self) -> dict[Tensor, Tensor]:
+    def rounded_params(self) -> dict[Tensor, Tensor]:
         """For each updated tensor, the parameter that `publish` rounds it into.
 
         An optimizer that goes element by element may write it there itself. Empty where nothing is rounded.
         """
         return {}
 
-    def publish(self) -> None:  # noqa: B027  # most views share storage with the model
+    def publish(self) -> None:  # noqa: B027  # most master_weights share storage with the model
         """Bring the model's parameters up to date with the updated tensors."""
 
     def settle(self) -> None:  # noqa: B027  # most updates are made when they return
@@ -143,14 +143,14 @@ class MasterWeights(ABC):
         """The gradient of this step, while there is one."""
         return self.tensors[index].grad
 
-    def revealed(self) -> AbstractContextManager[None]:
+    def readable(self) -> AbstractContextManager[None]:
         """While this lasts, the tensors and the optimizer's state can be read, wherever they live."""
         return nullcontext()
 
-    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
-        """Make room for optimizer state of the shapes of the views, where that is not ordinary memory.
+    def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
+        """Make room for optimizer state of the shapes of the master_weights, where that is not ordinary memory.
 
-        Returns for which views that was done.
+        Returns for which master_weights that was done.
         """
         return frozenset()
 
@@ -206,7 +206,7 @@ class BucketParams(MasterWeights):
 
     def _make_tensors(self) -> list[nn.Parameter]:
         return [
-            self._view(param if master is None else master)
+            self._optimizer_param(param if master is None else master)
             for param, master in zip(self.params, self._masters, strict=True)
         ]
 
@@ -235,7 +235,7 @@ class BucketParams(MasterWeights):
         for tensor in self.tensors:
             tensor.grad = None
 
-    def rooms(self) -> dict[Tensor, Tensor]:
+    def rounded_params(self) -> dict[Tensor, Tensor]:
         """The parameters behind which fp32 weights are updated."""
         if not self._elementwise:
             return {}
@@ -254,7 +254,7 @@ class ShardedParams(MasterWeights):
     """Parameters of which some are spread over ranks, and whose gradients are complete: this rank's part of each."""
 
     def _make_tensors(self) -> list[nn.Parameter]:
-        return [self._view(param) for param in self.params]
+        return [self._optimizer_param(param) for param in self.params]
 
     def gather_gradients(self) -> list[Tensor]:
         """This rank's part of each gradient."""
@@ -325,15 +325,15 @@ class RoundedParams(MasterWeights):
         for tensor in self.tensors:
             tensor.grad = None
 
-    def rooms(self) -> dict[Tensor, Tensor]:
+    def rounded_params(self) -> dict[Tensor, Tensor]:
         """The parameters behind which fp32 weights are updated."""
         return {tensor: param for tensor, param in zip(self.tensors, self.params, strict=True) if tensor is not param}
 
     def publish(self) -> None:
         """Round the fp32 weights to what the model computes with."""
-        if rooms := self.rooms():
+        if rounded_params := self.rounded_params():
             with torch.no_grad():
-                foreach_copy_([*rooms.values()], [*rooms])
+                foreach_copy_([*rounded_params.values()], [*rounded_params])
 
 
 # Parameters that several ranks hold alike: what the optimizer sees of them, and how their gradients are summed.
@@ -342,7 +342,7 @@ class RoundedParams(MasterWeights):
 def replicate(
     given: Preparation, module: nn.Module, *, elementwise: bool, leaves: bool
 ) -> tuple[Gradients | None, MasterWeights]:
-    """What collects the gradients of a model at ZeRO stage 0, if anything has to, and the views of its parameters.
+    """What collects the gradients of a model at ZeRO stage 0, if anything has to, and the master weights.
 
     `leaves`: gradients may stay what the backward pass makes them, where that is exact.
     """
@@ -359,8 +359,8 @@ def replicate(
     frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
     alone = leaves and layout.size == 1 and given.config.train.clip_value is None
     if alone and is_one_pass(given.config.optim, [rounded.get(param, param) for param in params]):
-        own = LocalGradients(params, policy.reduce)
-        return own, RoundedParams(names, params, own, masters, frozen)
+        collector = LocalGradients(params, policy.reduce)
+        return collector, RoundedParams(names, params, collector, masters, frozen)
     buckets = make_buckets(given, params)
     return buckets, BucketParams(names, params, buckets, masters, frozen, elementwise=elementwise)
 

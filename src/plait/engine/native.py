@@ -14,11 +14,11 @@ from plait.config import RunConfig
 from plait.distributed import Gradients, UnshardedParams, World, average_buffers, to_local
 from plait.engine import state
 from plait.engine.base import Evaluation, StepResult
-from plait.engine.forward import Forward, Say, Select
+from plait.engine.forward import Forward, LogFunction, Select
 from plait.engine.graphs import RecordedPasses, Recording
 from plait.engine.loss import LossFunction, LossNormalizer, StepLoss, WeightedLoss, read_loss
 from plait.engine.master_weights import MasterWeights
-from plait.engine.stepping import SteppingEngine, inputs_and_samples, unheard
+from plait.engine.stepping import SteppingEngine, ignore_phase, inputs_and_samples
 from plait.engine.update import Updater, refuse_unlike_gradients
 from plait.errors import ModelError, TrainingError
 from plait.launch import Phase
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Which module first made a number that is not finite.
 
 
-class Culprit(NamedTuple):
+class NonFiniteSource(NamedTuple):
     """What a rank found. The smallest one of all ranks says most: outputs come before gradients."""
 
     order: int
@@ -43,20 +43,20 @@ class Culprit(NamedTuple):
         return self.what
 
 
-def find_culprit(
-    model: nn.Module, views: MasterWeights, forward_again: Callable[[], Any], norms: Tensor | None = None
-) -> Culprit:
+def find_non_finite(
+    model: nn.Module, master_weights: MasterWeights, forward_again: Callable[[], Any], norms: Tensor | None = None
+) -> NonFiniteSource:
     """The first module whose output is not finite, or else the last parameter whose gradient is not.
 
     Runs the forward pass once more under observation; with sharded parameters every rank must call it. `norms` are
     those of the gradients, where these are gone.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
         def check(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            if not found and not _finite(outputs):
-                found.append(name)
+            if not names and not _finite(outputs):
+                names.append(name)
 
         return check
 
@@ -67,23 +67,27 @@ def find_culprit(
     finally:
         for hook in hooks:
             hook.remove()
-    if found:
-        return Culprit(0, f"the output of {found[0]}")
+    if names:
+        return NonFiniteSource(0, f"the output of {names[0]}")
     # The backward pass meets the last parameters first, so the last bad gradient is the first one made.
-    gradients = [views.gradient(index) for index in range(len(views.names))] if norms is None else list(norms.cpu())
-    bad = [name for name, gradient in zip(views.names, gradients, strict=True) if not _finite(gradient)]
+    gradients = (
+        [master_weights.gradient(index) for index in range(len(master_weights.names))]
+        if norms is None
+        else list(norms.cpu())
+    )
+    bad = [name for name, gradient in zip(master_weights.names, gradients, strict=True) if not _finite(gradient)]
     if bad:
-        return Culprit(1, f"the gradient of {bad[-1]}")
-    return Culprit(2, "the loss, though every output and gradient is finite")
+        return NonFiniteSource(1, f"the gradient of {bad[-1]}")
+    return NonFiniteSource(2, "the loss, though every output and gradient is finite")
 
 
-def first_of(culprits: Sequence[Culprit]) -> str:
+def first_of(sources: Sequence[NonFiniteSource]) -> str:
     """What says most of what the ranks found, and where there are several, which of them found it."""
-    first = min(culprits)
-    ranks = [rank for rank, culprit in enumerate(culprits) if culprit == first]
-    if len(culprits) == 1:
+    first = min(sources)
+    ranks = [rank for rank, culprit in enumerate(sources) if culprit == first]
+    if len(sources) == 1:
         return str(first)
-    if len(ranks) == len(culprits):
+    if len(ranks) == len(sources):
         return f"{first} on every rank"
     return f"{first} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
@@ -96,7 +100,7 @@ def _finite(value: Any) -> bool:
     )
 
 
-class Done(NamedTuple):
+class FinishedStep(NamedTuple):
     """A step that was taken, and what there is to explain it by."""
 
     result: StepResult
@@ -118,7 +122,7 @@ class NativeEngine(SteppingEngine):
         *,
         policy: Policy,
         gradients: Gradients | None,
-        views: MasterWeights,
+        master_weights: MasterWeights,
         updater: Updater,
         loss_function: LossFunction | None,
         accumulation: int,
@@ -128,7 +132,7 @@ class NativeEngine(SteppingEngine):
         scales: EarlierScales | None = None,
         recording: Recording | None = None,
         select: Select | None = None,
-        say: Say,
+        log: LogFunction,
     ) -> None:
         """`recording`: when both passes of a step are recorded and repeated; see `recorded`.
 
@@ -139,11 +143,11 @@ class NativeEngine(SteppingEngine):
         self.config = config
         self.steps = 0
         self.accumulation = accumulation
-        self.views = views
+        self.master_weights = master_weights
         self.updater = updater
         self.skips = updater.skips
         self._gradients = gradients
-        self._wholes = UnshardedParams(model)
+        self._unsharded = UnshardedParams(model)
         self._loss_function = loss_function
         self._staged = staged
         self._scales = scales
@@ -156,25 +160,25 @@ class NativeEngine(SteppingEngine):
             policy,
             compiled=compiled,
             cut=cut,
-            before=views.before_forward,
+            before=master_weights.before_forward,
             select=select,
-            say=say,
+            log=log,
         )
         self._recorded: RecordedPasses | None = None
         if recording is not None:
-            self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, recording, say)
-        self._say = say
-        self._compares = world.layout.tp > 1 and views.shows_gradients
+            self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, recording, log)
+        self._log = log
+        self._compares = world.layout.tp > 1 and master_weights.shows_gradients
         """Whether gradients are still to be compared between the ranks that should have the same ones."""
         self._last_batch: Any = None
-        self._under_way: Done | None = None
+        self._pending_step: FinishedStep | None = None
         """The latest step, where its numbers have yet to come."""
         self._peers = world.group("dp_replicate", "dp_shard", "ep", "cp")
         """The ranks that see other data for the same parameters."""
-        self.on_phase: Callable[[Phase], None] = unheard
+        self.on_phase: Callable[[Phase], None] = ignore_phase
         """Is told what this rank begins to do."""
-        parts = [model] if staged is None else [stage.module for stage in staged.pipeline.stages]
-        self._after_step: list[Any] = [part.after_step for part in parts if hasattr(part, "after_step")]
+        modules = [model] if staged is None else [stage.module for stage in staged.pipeline.stages]
+        self._after_step: list[Any] = [module.after_step for module in modules if hasattr(module, "after_step")]
         model.train()
 
     # ---- one step
@@ -207,7 +211,7 @@ class NativeEngine(SteppingEngine):
             return loss if scaler is None else loss * scaler.scale
 
         with self._forward.context():
-            staged.train(ready, [self._forward.of_model(each) for each in ready], read, self._normalizer, scale)
+            staged.train(ready, [self._forward.of_model(inputs) for inputs in ready], read, self._normalizer, scale)
 
     def _train_recorded(self, recorded: RecordedPasses, batch: Any) -> None:
         self.on_phase(Phase.FORWARD)
@@ -263,7 +267,7 @@ class NativeEngine(SteppingEngine):
         if self._staged is not None:
             self._staged.finish()
         if self._compares:
-            self._compares = not refuse_unlike_gradients(self.views, self.world)
+            self._compares = not refuse_unlike_gradients(self.master_weights, self.world)
 
     def _update(self, sums: StepLoss) -> StepResult:
         self.on_phase(Phase.STEP)
@@ -271,45 +275,45 @@ class NativeEngine(SteppingEngine):
         if self.updater.scaler is not None:  # whose numbers are here already: the scale depends on them
             self._normalizer.learn(result.targets)
         done = None
-        if result.late or result.skipped or self.skips.in_a_row:
-            done = Done(result, self.steps, self._again(), self.updater.norms)
-        if done is not None and not result.late:
-            self._look_at(done)
-        self.views.clear_gradients()
-        self._renew_wholes()
+        if result.asynchronous or result.skipped or self.skips.in_a_row:
+            done = FinishedStep(result, self.steps, self._repeat_forward(), self.updater.norms)
+        if done is not None and not result.asynchronous:
+            self._handle_skip(done)
+        self.master_weights.clear_gradients()
+        self._refresh_unsharded()
         for after_step in self._after_step:
             after_step(self._peers, updated=self.updater.updated)
         if self._scales is not None:
             self._scales.after_step(self._peers)
         self.steps += 1
-        if result.late:  # the one before, now that the device has this one to do
+        if result.asynchronous:  # the one before, now that the device has this one to do
             self.settle()
-            self._under_way = done
+            self._pending_step = done
         self.on_phase(Phase.IDLE)
         return result
 
     def settle(self) -> None:
         """Wait for the step under way, and report it if it was skipped. Every rank must do so."""
-        if self._under_way is not None:
-            done, self._under_way = self._under_way, None
-            self._look_at(done)
+        if self._pending_step is not None:
+            done, self._pending_step = self._pending_step, None
+            self._handle_skip(done)
 
-    def _look_at(self, done: Done) -> None:
-        """Count a step that was skipped, and say so. [Note: one step behind]"""
+    def _handle_skip(self, done: FinishedStep) -> None:
+        """Count a step that was skipped, and log so. [Note: one step behind]"""
         if not done.result.skipped:
             self.skips.in_a_row = 0
             return
         scaler = self.updater.scaler
         if scaler is not None and not scaler.at_minimum:
             return  # an overflow is part of the search for a scale, which ends by itself
-        culprits = self.world.gather(find_culprit(self.model, self.views, done.again, done.norms))
-        self._wholes.reshard()
-        seen = f"{first_of(culprits)}{self.whose(done.step)}"
-        self._say(f"step {done.step} skipped on every rank: not finite, first seen in {seen}")
+        sources = self.world.gather(find_non_finite(self.model, self.master_weights, done.again, done.norms))
+        self._unsharded.reshard()
+        seen = f"{first_of(sources)}{self.describe_samples(done.step)}"
+        self._log(f"step {done.step} skipped on every rank: not finite, first seen in {seen}")
         scale = None if scaler is None else scaler.scale
         self.skips.add(done.step, f"; first seen in {seen}", scale=scale)
 
-    def _again(self) -> Callable[[], Any]:
+    def _repeat_forward(self) -> Callable[[], Any]:
         """What repeats the latest forward pass."""
         batch = self._last_batch
         return lambda: self._answer(self._forward.ready(inputs_and_samples(batch)[0]))
@@ -321,21 +325,21 @@ class NativeEngine(SteppingEngine):
         with self._forward.context():
             return self._staged.answer(self._forward.of_model(ready))
 
-    def keep_wholes(self) -> None:
+    def keep_unsharded(self) -> None:
         """Below stage 3: have whole weights between steps, too. Every rank must call it."""
-        self._wholes.keep()
+        self._unsharded.keep()
 
-    def _renew_wholes(self) -> None:
-        if self._wholes.kept:
-            self.views.settle()
-        self._wholes.refresh()
+    def _refresh_unsharded(self) -> None:
+        if self._unsharded.kept:
+            self.master_weights.settle()
+        self._unsharded.refresh()
 
     @contextmanager
-    def parts_shown(self) -> Iterator[None]:
+    def sharded_params_registered(self) -> Iterator[None]:
         """While this lasts, the model holds parts, even if somebody called it past the engine, as `generate` does."""
         if not self._within_step:
-            self._wholes.reshard()
-        with self._wholes.shards_shown():
+            self._unsharded.reshard()
+        with self._unsharded.shards_shown():
             yield
 
     @property
@@ -358,14 +362,14 @@ class NativeEngine(SteppingEngine):
         self._recorded = None  # this loop asks for passes one by one
         return super().__call__(batch)
 
-    def agree_on_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Average running statistics over the ranks; other buffers become rank 0's."""
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.layout.replicas)
 
     def evaluate_micro_batch(self, batch: Any) -> Evaluation:
         """Forward one micro-batch without gradients, in evaluation mode."""
-        with self.weights_to_use():
+        with self.evaluation_weights():
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Any) -> Evaluation:
@@ -382,7 +386,7 @@ class NativeEngine(SteppingEngine):
                 return Evaluation(float(loss.total()), float(loss.weight), outputs)
         finally:
             self.model.train(training)
-            self._wholes.reshard()
+            self._unsharded.reshard()
 
     def bubble(self) -> Bubble | None:
         """How idle the ranks of this rank's pipeline were; None where there is none."""
@@ -402,42 +406,42 @@ class NativeEngine(SteppingEngine):
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The logical state: `model.<name>`, `optim.<name>.<key>`."""
-        with self.parts_shown():
-            return state.collect(self.model, self.views, self.updater.optimizer)
+        with self.sharded_params_registered():
+            return state.collect(self.model, self.master_weights, self.updater.optimizer)
 
-    def weight_behind(self, param: nn.Parameter) -> Tensor:
+    def weight_of(self, param: nn.Parameter) -> Tensor:
         """What the logical state has of one parameter, which may itself be without memory, or be updated just now."""
-        return state.weight(self.views, param)
+        return state.weight(self.master_weights, param)
 
     def state_entries(self) -> dict[str, Entry]:
         """The same for whoever saves or loads it: what is in another form while it trains stays in that."""
-        with self.parts_shown():
-            return state.collect_entries(self.model, self.views, self.updater.optimizer)
+        with self.sharded_params_registered():
+            return state.collect_entries(self.model, self.master_weights, self.updater.optimizer)
 
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Make room for the optimizer state that a checkpoint is about to fill."""
-        state.allocate(self.views, self.updater.optimizer, shapes)
+        state.allocate(self.master_weights, self.updater.optimizer, shapes)
 
     def state_loaded(self) -> None:
         """Bring the model up to date with freshly loaded weights."""
-        self.views.publish()
-        self.views.publish_frozen()
-        self._renew_wholes()
+        self.master_weights.publish()
+        self.master_weights.publish_frozen()
+        self._refresh_unsharded()
 
     def state(self) -> dict[str, Any]:
         """The state that is numbers, not tensors. Every rank must ask."""
         self.settle()
         scaler = self.updater.scaler
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "steps": self.steps,
             **self.skips.state(),
             "scaler": None if scaler is None else scaler.state(),
         }
         if numbers := merged(self._numbers(), type(self.updater.optimizer).__name__):
-            found["optimizer"] = numbers
+            values["optimizer"] = numbers
         if scaler is not None or self._scales is not None:  # how large gradients are depends on it
-            found["divisor"] = self._normalizer.divisor
-        return found if self._scales is None else {**found, "fp8": {"peaks": self._peaks(self._scales)}}
+            values["divisor"] = self._normalizer.divisor
+        return values if self._scales is None else {**values, "fp8": {"peaks": self._peaks(self._scales)}}
 
     def _numbers(self) -> list[dict[str, Any] | None]:
         """What the optimizer of each rank keeps besides tensors."""
@@ -448,28 +452,28 @@ class NativeEngine(SteppingEngine):
 
     def _updated(self) -> list[tuple[str, Tensor]]:
         """What this rank's optimizer updates, by name."""
-        pairs = zip(self.views.names, self.views.updated, strict=True)
+        pairs = zip(self.master_weights.names, self.master_weights.updated, strict=True)
         return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
     @contextmanager
-    def weights_to_use(self) -> Iterator[None]:
+    def evaluation_weights(self) -> Iterator[None]:
         """While this lasts, the model has the weights to evaluate, save and generate with."""
         self.settle()
-        with self.updater.weights_to_use() as changed:
+        with self.updater.evaluation_weights() as changed:
             if changed:
-                self._renew_wholes()
+                self._refresh_unsharded()
             yield
         if changed:
-            self._renew_wholes()
+            self._refresh_unsharded()
 
     def _peaks(self, scales: EarlierScales) -> dict[str, Any]:
         """What scales of 8-bit numbers are made from, of the whole model."""
-        parts = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
-        return {name: numbers for part in parts for name, numbers in part.items()}
+        states = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
+        return {name: numbers for state in states for name, numbers in state.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`."""
-        self._under_way = None
+        self._pending_step = None
         self.steps = int(state["steps"])
         self.skips.restore(state)
         if self.updater.scaler is not None and state["scaler"] is not None:
@@ -478,7 +482,7 @@ class NativeEngine(SteppingEngine):
         if state.get("optimizer") is not None:
             self.updater.numbers.restore(state["optimizer"], self._updated())
             self.updater.train()
-            self._renew_wholes()
+            self._refresh_unsharded()
         if self._scales is not None:
             self._scales.restore((state.get("fp8") or {"peaks": {}})["peaks"])
 
@@ -486,22 +490,22 @@ class NativeEngine(SteppingEngine):
         """How many numbers the whole model has, and how many of them are trained."""
         sizes = {name: (param.numel(), param.requires_grad) for name, param in self.model.named_parameters()}
         if self.world.layout.pp > 1:
-            sizes = {name: entry for part in self.world.gather(sizes) for name, entry in part.items()}
+            sizes = {name: entry for rank_sizes in self.world.gather(sizes) for name, entry in rank_sizes.items()}
         return sum(size for size, _ in sizes.values()), sum(size for size, trained in sizes.values() if trained)
 
     def frozen(self) -> frozenset[str]:
         """Names of the parameters that are not trained."""
-        return frozenset(name for name, _ in self.model.named_parameters()) - frozenset(self.views.names)
+        return frozenset(name for name, _ in self.model.named_parameters()) - frozenset(self.master_weights.names)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that the optimizer updates, this rank's part of each, as plain tensors."""
-        return {name: self.views.local(index).detach() for index, name in enumerate(self.views.names)}
+        return {name: self.master_weights.local(index).detach() for index, name in enumerate(self.master_weights.names)}
 
-    def as_whole(self, name: str, part: Tensor) -> Tensor:
+    def as_global(self, name: str, local: Tensor) -> Tensor:
         """A tensor shaped like this rank's part of a weight, as the logical whole."""
-        return self.views.logical(self.views.names.index(name), part)
+        return self.master_weights.logical(self.master_weights.names.index(name), local)
 
     def weights_changed(self) -> None:
         """Bring the model up to date with `weights`."""
-        self.views.publish()
-        self._renew_wholes()
+        self.master_weights.publish()
+        self._refresh_unsharded()

@@ -83,7 +83,7 @@ class OffloadedParams(MasterWeights):
         if not self._streamed and not self._gathered:
             with torch.no_grad():
                 for index, param in enumerate(self.params):
-                    self.store.outbox.take(index, self._gradient_now(index, param))
+                    self.store.gradient_queue.take(index, self._gradient_now(index, param))
         self._gathered = True
         return []
 
@@ -104,17 +104,17 @@ class OffloadedParams(MasterWeights):
 
     def gradient(self, index: int) -> Tensor | None:
         """The gradient of this step, while there is one."""
-        return self.store.outbox.of(index)
+        return self.store.gradient_queue.of(index)
 
     def clear_gradients(self) -> None:
         """Forget those of a step that was skipped; an update has taken the others."""
         super().clear_gradients()
-        self.store.outbox.drop()
+        self.store.gradient_queue.drop()
         self._gathered = False
 
     def norms(self) -> list[Tensor]:
         """The norm of each gradient."""
-        return self.store.outbox.norms()
+        return self.store.gradient_queue.norms()
 
     def publish(self) -> None:
         """Bring the model up to date with the masters, which somebody has set."""
@@ -129,40 +129,40 @@ class OffloadedParams(MasterWeights):
         stream = self.store.stream
         with torch.no_grad():
             for param, whole in self.frozen.items():
-                place = None if stream is None else stream.location_of(param)
-                if place is None or stream is None:
+                location = None if stream is None else stream.location_of(param)
+                if location is None or stream is None:
                     to_local(param).copy_(to_local(whole))
                 else:
-                    stream.put(place, to_local(whole).to(param.dtype))
+                    stream.put(location, to_local(whole).to(param.dtype))
 
     def local(self, index: int) -> Tensor:
         """This rank's part of one tensor; one in a file as memory of the file."""
         return self.store.weight(index)
 
-    def revealed(self) -> AbstractContextManager[None]:
+    def readable(self) -> AbstractContextManager[None]:
         """Masters and states are ordinary tensors meanwhile."""
-        return self.store.revealed()
+        return self.store.readable()
 
-    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
+    def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
         """Files for the states that a checkpoint is about to fill; returns whose that are."""
-        self.store.make_room(wanted)
+        self.store.allocate_states(wanted)
         return frozenset(index for index in wanted if self.store.in_files(index))
 
 
 class OffloadedUpdater(Updater):
     """Decides as every updater does, and lets the update go on while training does."""
 
-    _views: OffloadedParams
+    _master_weights: OffloadedParams
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stays_on_device = False  # the host must know the norm to begin
 
     def _norm(self, grads: list[Tensor]) -> float:
-        return norm_of(self._views.norms(), self._views.norm_group, self._views.norm_weights)
+        return norm_of(self._master_weights.norms(), self._master_weights.norm_group, self._master_weights.norm_weights)
 
     def _apply(self, grads: list[Tensor], norm: float, factor: float) -> None:
-        self._views.store.begin(self._clipped(norm, factor), self.clip_value)
+        self._master_weights.store.begin(self._clipped(norm, factor), self.clip_value)
 
 
 class Offloading:
@@ -177,32 +177,32 @@ class Offloading:
         self._given = given
         self._config = config
         self._world = world
-        self._say = given.say
+        self._log = given.log
         self.rounds = policy.mixed and policy.master
         """Whether the model computes with weights in a smaller format."""
         self._policy = policy
-        self._wholes: dict[str, Tensor] = {}
+        self._unsharded: dict[str, Tensor] = {}
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._index_of: dict[nn.Parameter, int] = {}
         self.store: Offload | None = None
-        self._lanes = CopyStreams(world.device, fake=world.fake)
-        self._stream = _param_stream(config, self._lanes)
+        self._streams = CopyStreams(world.device, fake=world.fake)
+        self._stream = _param_stream(config, self._streams)
         self.take_params = None if self._stream is None else self._stream.take
         """What takes the weights of a unit away, where they do not live on the device."""
 
-    def set_aside(self, part: nn.Module) -> None:
+    def set_aside(self, module: nn.Module) -> None:
         """Remember the values of a model that came with them, before they are rounded or taken away."""
         if self.rounds or self._stream is not None:
-            self._wholes |= {name: param.data for name, param in part.named_parameters() if not param.is_meta}
+            self._unsharded |= {name: param.data for name, param in module.named_parameters() if not param.is_meta}
 
-    def take_aside(self, part: nn.Module) -> None:
+    def take_aside(self, stage_module: nn.Module) -> None:
         """Keep what was set aside, now that each rank has its part of the parameters."""
-        if self._stream is not None and self._wholes:
-            for module in [module for module in part.modules() if hasattr(module, "unshard")]:
-                self._stream.take(module)
-        for name, param in part.named_parameters():
-            if name in self._wholes:
-                whole = self._wholes.pop(name)
+        if self._stream is not None and self._unsharded:
+            for wrapped in [wrapped for wrapped in stage_module.modules() if hasattr(wrapped, "unshard")]:
+                self._stream.take(wrapped)
+        for name, param in stage_module.named_parameters():
+            if name in self._unsharded:
+                whole = self._unsharded.pop(name)
                 # Of layers that were spread before, each rank has set a part aside, and sharding has cut it again.
                 self.keep(param, whole.full_tensor() if is_sharded(whole) else whole)
 
@@ -211,33 +211,33 @@ class Offloading:
 
         Returns whether the parameter itself can do without them.
         """
-        place = None if self._stream is None else self._stream.location_of(param)
+        location = None if self._stream is None else self._stream.location_of(param)
         with torch.no_grad():
-            part = local_shard_of(param, whole)
+            shard = local_shard_of(param, whole)
             index = self._index_of.get(param)
             if index is not None:
                 assert self.store is not None
-                self.store.keep(index, part)
-            elif self.rounds or place is not None:
-                self._kept[param] = part.to("cpu", copy=True)
-            if place is not None and not param.requires_grad:
+                self.store.keep(index, shard)
+            elif self.rounds or location is not None:
+                self._kept[param] = shard.to("cpu", copy=True)
+            if location is not None and not param.requires_grad:
                 assert self._stream is not None
-                self._stream.put(place, part.to("cpu", param.dtype))
-        return place is not None
+                self._stream.put(location, shard.to("cpu", param.dtype))
+        return location is not None
 
     def open(self, model: nn.Module, units: Sequence[Sequence[WrapUnit]]) -> None:
         """Make the places for the trained weights of a model; whatever was kept before moves there."""
         names, params = trainable(model)
         offload = self._config.strategy.offload
         with torch.no_grad():
-            parts = [to_local(param.detach()) for param in params]
-        sizes = [part.numel() for part in parts]
-        dtypes = [self._master_dtype(part) for part in parts]
+            shards = [to_local(param.detach()) for param in params]
+        sizes = [shard.numel() for shard in shards]
+        dtypes = [self._master_dtype(shard) for shard in shards]
         folder = offload_folder(self._config) if offload.uses_files else None
         if not self._world.fake:
             warning = check_space(self._config, self._world, sizes, folder)
             if warning and self._world.is_main:
-                self._say(warning)
+                self._log(warning)
         limit = numbers_in_a_bucket(self._config, sizes, names)
         home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
         options = OffloadOptions(
@@ -250,9 +250,9 @@ class Offloading:
             on_device=self._on_device(),
             folder=folder,
         )
-        order = _order(params, [unit for each in units for unit in each])
+        order = _order(params, [unit for stage_units in units for unit in stage_units])
         self.store = Offload(
-            params, dtypes, order=order, lanes=self._lanes, options=options, stream=self._stream, say=self._say
+            params, dtypes, order=order, streams=self._streams, options=options, stream=self._stream, log=self._log
         )
         self._index_of = {param: index for index, param in enumerate(params)}
         for param in params:
@@ -270,21 +270,21 @@ class Offloading:
         )
         return mine if world.fake else not world.any(not mine)
 
-    def _master_dtype(self, part: Tensor) -> torch.dtype:
-        return torch.float32 if self.rounds and part.dtype == self._policy.compute else part.dtype
+    def _master_dtype(self, shard: Tensor) -> torch.dtype:
+        return torch.float32 if self.rounds and shard.dtype == self._policy.compute else shard.dtype
 
-    def views(
+    def master_weights(
         self,
         model: nn.Module,
-        parts: Sequence[nn.Module],
+        stage_modules: Sequence[nn.Module],
         units: Sequence[Sequence[WrapUnit]],
         collectors: Sequence[Gradients],
         compiled: Sequence[nn.Module],
     ) -> tuple[Gradients | None, OffloadedParams]:
-        """What collects gradients, and what the optimizer sees. The weights have their values by now.
+        """Return the gradient collector and the master weights; the model's weights must have their values.
 
-        `parts` are the pipeline stages that `model` is joined from, or the model alone; `collectors` are those of
-        sharded parts.
+        `stage_modules` are the pipeline stages that `model` is joined from, or the model alone; `collectors` are those
+        of sharded modules.
         """
         store = self.store
         assert store is not None
@@ -296,25 +296,29 @@ class Offloading:
                     store.keep(index, to_local(param.detach()))  # the parameters themselves have the values
             if self._stream is not None:
                 store.publish()
-            frozen = {param: dtensor_like(part, param) for param, part in self._kept.items() if not param.requires_grad}
+            frozen = {
+                param: dtensor_like(shard, param) for param, shard in self._kept.items() if not param.requires_grad
+            }
         self._kept = {}
         inner: Gradients | None = combine_collectors(collectors) if collectors else buckets
         # In a pipeline, stages that share a weight add up its gradients first, and look for them in the parameters.
         streamed = buckets is None and self._world.layout.pp == 1
-        views = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets)
+        master_weights = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets)
         if compiled or self._config.strategy.forward_prefetch:
-            views.before_forward = store.settle  # inside compiled code, or of units gathered ahead, nobody can wait
+            master_weights.before_forward = (
+                store.settle
+            )  # inside compiled code, or of units gathered ahead, nobody can wait
         else:
-            for part, mine in zip(parts, units, strict=True):
-                self._wait_by_unit(part, mine, params)
+            for shard, mine in zip(stage_modules, units, strict=True):
+                self._wait_by_unit(shard, mine, params)
         if not streamed:
-            return inner if buckets is None else Settled(buckets, store), views
-        collector = StreamedGradients(store.outbox, self._sum_dtype, inner)
+            return inner if buckets is None else Settled(buckets, store), master_weights
+        collector = StreamedGradients(store.gradient_queue, self._sum_dtype, inner)
         if inner is None:
             collector.listen(params)
         else:
             listen_to_reductions(model, {id(param): index for index, param in enumerate(params)}, collector.receive)
-        return collector, views
+        return collector, master_weights
 
     def _buckets(self, params: list[nn.Parameter]) -> GradientBuckets | None:
         """What sums gradients over replicas, and over stages that share a weight; None where nothing is summed."""
@@ -326,7 +330,7 @@ class Offloading:
     def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
         return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype
 
-    def _wait_by_unit(self, part: nn.Module, units: Sequence[WrapUnit], params: Sequence[nn.Parameter]) -> None:
+    def _wait_by_unit(self, module: nn.Module, units: Sequence[WrapUnit], params: Sequence[nn.Parameter]) -> None:
         """Let the forward pass wait for the weights of each unit when it comes to the unit."""
         index_of = {id(param): index for index, param in enumerate(params)}
         inside: set[int] = set()
@@ -334,8 +338,8 @@ class Offloading:
             mine = {index_of[id(param)] for param in unit.module.parameters() if id(param) in index_of}
             inside |= mine
             self._wait_before(unit.module, mine)
-        of_part = {index_of[id(param)] for param in part.parameters() if id(param) in index_of}
-        self._wait_before(part, of_part - inside)
+        of_part = {index_of[id(param)] for param in module.parameters() if id(param) in index_of}
+        self._wait_before(module, of_part - inside)
 
     def _wait_before(self, module: nn.Module, indices: set[int]) -> None:
         store = self.store
@@ -368,13 +372,13 @@ class Settled:
         self._buckets.finish()
 
 
-def _param_stream(config: RunConfig, lanes: CopyStreams) -> ParamStream | None:
+def _param_stream(config: RunConfig, streams: CopyStreams) -> ParamStream | None:
     offload = config.strategy.offload
     if offload.params == "none":
         return None
     limits = ParamLimits(offload.prefetch_params, offload.live_params, offload.persistent_params)
     folder = offload_folder(config) if offload.params == "nvme" else None
-    return ParamStream(lanes, limits, folder)
+    return ParamStream(streams, limits, folder)
 
 
 def offload_folder(config: RunConfig) -> Path:

@@ -99,10 +99,10 @@ def refuse_exchange(given: Preparation, module: nn.Module) -> None:
 
 def _refuse_references(module: nn.Module) -> None:
     name_of = {id(param): name for name, param in module.named_parameters()}
-    for place, tensor in unregistered_tensors(module):
+    for location, tensor in unregistered_tensors(module):
         if id(tensor) in name_of:
             raise ModelError(
-                f"{place} holds the parameter {name_of[id(tensor)]!r} outside of the module that registers it, and "
+                f"{location} holds the parameter {name_of[id(tensor)]!r} outside of the module that registers it, and "
                 "would keep the tensor from before it is sharded: get it from its module in the forward pass, or "
                 "train without strategy.zero, offload and tensor, expert and pipeline ranks"
             )
@@ -154,17 +154,17 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
     return make_stages(plan, world.coordinate("pp"), one_copy=not sharded)
 
 
-def joined(parts: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
+def join_stages(stage_modules: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
     """Several stages of this rank as one module. What two of them hold is one tensor, unless they are sharded."""
     from plait.distributed import tie_stages
 
     if not sharded:
-        tie_stages(parts)
-    return StageSet(parts)
+        tie_stages(stage_modules)
+    return StageSet(stage_modules)
 
 
 def staged_steps(
-    given: Preparation, stages: Stages, collectors: Sequence[Gradients], views: MasterWeights
+    given: Preparation, stages: Stages, collectors: Sequence[Gradients], master_weights: MasterWeights
 ) -> StagedSteps:
     """What runs the stages; every rank must make it."""
     from plait.distributed import Pipeline, make_table
@@ -180,11 +180,11 @@ def staged_steps(
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
     # Only sharded stages have collectors of their own; buckets listen to the parameters, whichever stage they are in.
     of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=bool(collectors))}
-    find = (lambda _stage, name: views.gradient_of(name)) if views.in_buckets else None
+    find = (lambda _stage, name: master_weights.gradient_of(name)) if master_weights.in_buckets else None
     return StagedSteps(pipeline, of_stage, find)
 
 
-def shard_part(given: Preparation, part: nn.Module, units: list[WrapUnit], experts: list[nn.Module]) -> Gradients:
+def shard_module(given: Preparation, module: nn.Module, units: list[WrapUnit], experts: list[nn.Module]) -> Gradients:
     """Shard a model, or a stage of one, as the ZeRO stage says."""
     from plait.distributed import fsdp
 
@@ -202,26 +202,26 @@ def shard_part(given: Preparation, part: nn.Module, units: list[WrapUnit], exper
         shared = fsdp.ExpertModules(experts, peers, expert_placement(peers.shape[-1]))
     mesh = world.sharding_mesh("dp_shard", "ep", "cp")
     return fsdp.apply_fsdp(
-        part,
+        module,
         units,
         mesh=mesh,
-        placement=_cut_once_more(mesh) if world.layout.tp > 1 else None,
+        placement=_shard_placement(mesh) if world.layout.tp > 1 else None,
         policy=given.policy,
         options=options,
         experts=shared,
-        as_one_unit=_is_one_message(part, config),
+        as_one_unit=_is_one_message(module, config),
     )
 
 
-def carry_attributes(part: nn.Module, attributes: Attributes) -> None:
+def carry_attributes(module: nn.Module, attributes: Attributes) -> None:
     """Let the whole parameters that a sharded model gathers have the attributes of those that they stand for."""
     if attributes:
         from plait.distributed import fsdp
 
-        fsdp.carry_attributes(part, frozenset(key for own in attributes.values() for key in own))
+        fsdp.carry_attributes(module, frozenset(key for by_name in attributes.values() for key in by_name))
 
 
-def _cut_once_more(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+def _shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
     """Along which dimension to shard a parameter over a mesh, where tensor parallelism may have cut it already."""
     from torch.distributed.tensor import Shard
 
@@ -243,24 +243,26 @@ def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
     return sum(param.numel() * param.itemsize for param in model.parameters()) <= _ONE_MESSAGE
 
 
-def rebound(initializer: Initializer, part: nn.Module) -> Initializer:
+def rebind_initializer(initializer: Initializer, module: nn.Module) -> Initializer:
     """An initializer of a model, as that of a part or a copy of it."""
     if isinstance(initializer, InitializerChain):
-        return InitializerChain(rebound(initializer.first, part), rebound(initializer.second, part))
+        return InitializerChain(
+            rebind_initializer(initializer.first, module), rebind_initializer(initializer.second, module)
+        )
     if isinstance(initializer, Replay):
-        return initializer.onto(part)
+        return initializer.onto(module)
     owner = getattr(initializer, "__self__", None)
     # Sharding gives a module a class of its own, derived from the one it had.
-    alike = isinstance(part, type(owner)) or isinstance(owner, type(part))
-    if isinstance(owner, nn.Module) and owner is not part and alike:
-        return getattr(part, initializer.__name__)  # type: ignore[no-any-return]
+    alike = isinstance(module, type(owner)) or isinstance(owner, type(module))
+    if isinstance(owner, nn.Module) and owner is not module and alike:
+        return getattr(module, initializer.__name__)  # type: ignore[no-any-return]
     return initializer
 
 
 Cut = Callable[[Any], Any]
 
 
-def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[Cut | None, list[nn.Module]]:
+def apply_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[Cut | None, list[nn.Module]]:
     """Spread layers, sequences and experts over ranks; returns what cuts a micro-batch, and what holds experts."""
     strategy, world = given.config.strategy, given.world
     tensor, context = world.submesh("tp"), world.submesh("cp")
@@ -284,32 +286,32 @@ def spread_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[
     if context is not None:
         from plait.distributed import apply_context_parallel, share_router_sums, split_batch
 
-        kind = strategy.context.kind
-        apply_context_parallel(module, context, kind=kind)
+        attention = strategy.context.kind
+        apply_context_parallel(module, context, kind=attention)
         share_router_sums(module, context)
         accepted = inspect.signature(module.forward).parameters
         named = "positions" if "positions" in accepted else "position_ids"
         real = "real" if "real" in accepted else None
         rank, size = world.coordinate("cp"), world.layout.cp
-        cut = partial(split_batch, rank=rank, size=size, kind=kind, positions_as=named, real_as=real)
+        cut = partial(split_batch, rank=rank, size=size, kind=attention, positions_as=named, real_as=real)
     shared = world.mesh_of("ep", "tp")
     if shared is not None:
         from plait.distributed import apply_expert_parallel
 
         experts = list(apply_expert_parallel(module, shared, alike=alike, stage=stage).values())
     if tensor is not None:
-        _say_what_stays_whole(module, tensor.size(), given.say)
+        _log_replicated_share(module, tensor.size(), given.log)
     return cut, experts
 
 
-def _say_what_stays_whole(module: nn.Module, ranks: int, say: Callable[[str], None]) -> None:
-    """Say where tensor parallelism leaves each rank with most of the model."""
+def _log_replicated_share(module: nn.Module, ranks: int, log: Callable[[str], None]) -> None:
+    """Log a warning if tensor parallelism leaves most parameters replicated."""
     params = list(module.parameters())
     whole = [param for param in params if not is_sharded(param) or all(p.is_replicate() for p in param.placements)]
     share = sum(param.numel() for param in whole) / max(sum(param.numel() for param in params), 1)
     if share > _MOSTLY_WHOLE:
         name = type(module).__name__.removeprefix("FSDP")
-        say(
+        log(
             f"strategy.layout.tp: {ranks} splits little of this {name}: {share:.0%} of its parameters "
             "stay whole on each rank, since its plan names no more layers; write strategy.tensor.plan, or use "
             "strategy.zero instead"
@@ -326,41 +328,45 @@ ReadLoss = Callable[[Any, int], WeightedLoss]
 class StageSet(nn.Module):
     """Several stages of one model on one rank, under the names that their tensors have in the whole model."""
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
+    def __init__(self, stage_modules: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.parts = nn.ModuleList(stage_modules)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """The modules of all stages; those that hold layers of several stages come once for each."""
-        for part in self.parts:
-            yield from part.named_modules(*args, **kwargs)
+        for stage_module in self.parts:
+            yield from stage_module.named_modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
         """A module of the first stage that has it."""
         *others, last = self.parts
-        for part in others:
+        for stage_module in others:
             with suppress(AttributeError):
-                return part.get_submodule(target)
+                return stage_module.get_submodule(target)
         return last.get_submodule(target)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all stages; one that two of them hold comes once, as the first has it."""
         seen = set[str]()
-        for part in self.parts:
-            for name, param in part.named_parameters(*args, **kwargs):
+        for stage_module in self.parts:
+            for name, param in stage_module.named_parameters(*args, **kwargs):
                 if name not in seen:
                     yield name, param
                 seen.add(name)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The buffers of all stages."""
-        for part in self.parts:
-            yield from part.named_buffers(*args, **kwargs)
+        for stage_module in self.parts:
+            yield from stage_module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The tensors of all stages."""
         backwards = list(self.parts)[::-1]  # what two of them hold is the first one's
-        return {name: value for part in backwards for name, value in part.state_dict(*args, **kwargs).items()}
+        return {
+            name: value
+            for stage_module in backwards
+            for name, value in stage_module.state_dict(*args, **kwargs).items()
+        }
 
 
 class StagedSteps:

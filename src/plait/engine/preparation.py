@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from plait.config import RunConfig
 from plait.distributed import World
-from plait.engine.forward import Say
+from plait.engine.forward import LogFunction
 from plait.engine.loss import LossFunction
 from plait.errors import ConfigError, Problem
 from plait.optim import OptimizerSource, Schedule, build_schedule
@@ -60,7 +60,7 @@ class Preparation:
     """Micro-batches per step."""
     example: Any = None
     """The inputs of one micro-batch; only `recompute: auto` and `pipeline.split: time` look at it."""
-    say: Say = print
+    log: LogFunction = print
 
     @property
     def device(self) -> torch.device:

@@ -57,14 +57,14 @@ from plait.engine.offload import OffloadedParams, OffloadedUpdater, Offloading
 from plait.engine.parallelize import (
     Cut,
     Stages,
+    apply_axes,
     carry_attributes,
-    joined,
-    rebound,
+    join_stages,
+    rebind_initializer,
     refuse_exchange,
     refuse_hooks,
-    shard_part,
+    shard_module,
     split_stages,
-    spread_axes,
     staged_steps,
 )
 from plait.engine.preparation import Preparation
@@ -119,7 +119,7 @@ class Assembly:
     """What gives the model its values; None where it has them already."""
     attributes: Attributes
     """What an author put on parameters."""
-    adopted: WrappedOptimizer | None
+    wrapped_optimizer: WrappedOptimizer | None
     """The user's own optimizer."""
     specs: Sequence[GroupSpec]
     """The parameter groups, by name."""
@@ -147,7 +147,7 @@ class Assembly:
     @property
     def sees(self) -> Sees:
         """What the optimizer is given of each parameter."""
-        return what_it_sees(self.given.config.optim) if self.adopted is None else self.adopted.sees
+        return what_it_sees(self.given.config.optim) if self.wrapped_optimizer is None else self.wrapped_optimizer.sees
 
     @property
     def elementwise(self) -> bool:
@@ -157,12 +157,12 @@ class Assembly:
     @property
     def leaves(self) -> bool:
         """Whether gradients may stay what one backward pass made them."""
-        return self.whole_steps and self.adopted is None and self.given.accumulation == 1 and not self.stages
+        return self.whole_steps and self.wrapped_optimizer is None and self.given.accumulation == 1 and not self.stages
 
     @property
     def units(self) -> list[list[WrapUnit]]:
         """Those of each part."""
-        return [part.units for part in self.parts]
+        return [stage.units for stage in self.parts]
 
 
 AnyEngine = TypeVar("AnyEngine", bound=NativeEngine)
@@ -177,12 +177,12 @@ def prepare_native(given: Preparation, engine: type[NativeEngine] = NativeEngine
     model = _build(given, whole_steps=engine is NativeEngine)  # 1
     model = _split_into_stages(model)  # 2
     model = _spread(model)  # 3
-    model = _find_units(model)  # 4
+    model = _find_wrap_units(model)  # 4
     model = _recompute(model)  # 5
     model = _compile(model)  # 6
     model = _shard_and_give_values(model)  # 7, 8
-    model, views = _make_views(model)  # 9
-    return _finish(model, views, engine)  # 10
+    model, master_weights = _make_views(model)  # 9
+    return _finish(model, master_weights, engine)  # 10
 
 
 def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
@@ -193,7 +193,7 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
         make_deterministic()
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
     choose_attention(config.strategy.attention, given.device)
-    module, initializer = build_module(config, given.model, say=given.say)
+    module, initializer = build_module(config, given.model, log=given.log)
     refuse_hooks(given, module, whole_steps=whole_steps)
     refuse_exchange(given, module)
     select = select_inputs(module, config.model_inputs, has_loss=given.loss_function is not None)
@@ -203,13 +203,15 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     warn_of_smaller_range(given, module)
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, given.device)
-    adopted = _adopt(given, module)
+    wrapped_optimizer = _wrap_optimizer(given, module)
     # Of the whole model: a pattern may fit what only other ranks will hold.
-    specs = split_groups(module, config.optim) if adopted is None else adopted.specs
+    specs = split_groups(module, config.optim) if wrapped_optimizer is None else wrapped_optimizer.specs
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
     use_fp8_at_the_head(module, config)  # of the whole model: one stage of several has it
     counted = count_whole(given, module)
-    return Assembly(given, whole_steps, module, initializer, attributes, adopted, specs, skeleton, counted, select)
+    return Assembly(
+        given, whole_steps, module, initializer, attributes, wrapped_optimizer, specs, skeleton, counted, select
+    )
 
 
 def _split_into_stages(model: Assembly) -> Assembly:
@@ -221,34 +223,36 @@ def _split_into_stages(model: Assembly) -> Assembly:
 
 def _spread(model: Assembly) -> Assembly:
     """3. Spread layers, sequences and experts over ranks."""
-    found = [spread_axes(model.given, part.module, stage=bool(model.stages)) for part in model.parts]
-    parts = [replace(part, experts=experts) for part, (_, experts) in zip(model.parts, found, strict=True)]
-    return replace(model, parts=tuple(parts), cut=found[0][0])
+    results = [apply_axes(model.given, stage.module, stage=bool(model.stages)) for stage in model.parts]
+    parts = [replace(stage, experts=experts) for stage, (_, experts) in zip(model.parts, results, strict=True)]
+    return replace(model, parts=tuple(parts), cut=results[0][0])
 
 
-def _find_units(model: Assembly) -> Assembly:
+def _find_wrap_units(model: Assembly) -> Assembly:
     """4. Find what is handled as one, and exchange layers for faster ones."""
     given, fp8_layers = model.given, dict[str, Fp8Linear]()
-    parts = [replace(part, units=find_wrap_units(part.module, given.config.strategy.wrap)) for part in model.parts]
-    for part in parts:
-        fp8_layers |= use_fp8(given, part.module, part.units)
-        use_recipe(given, part.module, part.units)
-        use_kernels(given, part.module)
-    return replace(model, parts=tuple(parts), fp8_layers=fp8_layers)
+    stage_models = [
+        replace(stage, units=find_wrap_units(stage.module, given.config.strategy.wrap)) for stage in model.parts
+    ]
+    for stage in stage_models:
+        fp8_layers |= use_fp8(given, stage.module, stage.units)
+        use_recipe(given, stage.module, stage.units)
+        use_kernels(given, stage.module)
+    return replace(model, parts=tuple(stage_models), fp8_layers=fp8_layers)
 
 
 def _recompute(model: Assembly) -> Assembly:
     """5. Tiles, recompute, offload of activations: each replaces the `forward` of layers or units."""
     given, strategy = model.given, model.given.config.strategy
-    late = model.leaves and not given.sharded and gradients_come_late(given)
-    modules = [part.module for part in model.parts]
-    ways = choose_ways(given, modules, model.units, late=late, whole=model.counted)
-    for part, chosen in zip(model.parts, ways, strict=True):
-        tile_sequence(part.module, strategy.tiles)
-        if apply_recompute(part.units, strategy.recompute, ways=chosen):
-            train_without_caches(part.module)
+    late_gradients = model.leaves and not given.sharded and gradients_come_late(given)
+    modules = [stage.module for stage in model.parts]
+    ways = choose_ways(given, modules, model.units, late_gradients=late_gradients, whole=model.counted)
+    for stage, chosen in zip(model.parts, ways, strict=True):
+        tile_sequence(stage.module, strategy.tiles)
+        if apply_recompute(stage.units, strategy.recompute, ways=chosen):
+            train_without_caches(stage.module)
         # Around recomputing, whose inputs travel.
-        offload_activations(part.units, strategy.offload.activations, given.device)
+        offload_activations(stage.units, strategy.offload.activations, given.device)
     return model
 
 
@@ -258,17 +262,17 @@ def _compile(model: Assembly) -> Assembly:
     if not settings.enabled:
         return model
     compiled: list[nn.Module] = []
-    for part in model.parts:
+    for stage in model.parts:
         reason = compile.reason_not_to_compile(settings, given.device)
         if reason is not None:
-            given.say(f"strategy.compile is on, but {reason}: training goes on without it")
+            given.log(f"strategy.compile is on, but {reason}: training goes on without it")
             continue
-        own = settings
-        if own.scope == "auto" and part.units and given.config.precision.fp8.recipe != "none":
+        stage_settings = settings
+        if stage_settings.scope == "auto" and stage.units and given.config.precision.fp8.recipe != "none":
             # A whole model of written-out roundings takes minutes to compile; equal blocks are compiled once.
-            own = own.model_copy(update={"scope": "block"})
+            stage_settings = stage_settings.model_copy(update={"scope": "block"})
         sharded = given.sharded or bool(model.stages)
-        compiled += compile.compile_wrapped_modules(part.module, part.units, own, sharded=sharded)
+        compiled += compile.compile_wrapped_modules(stage.module, stage.units, stage_settings, sharded=sharded)
     return replace(model, compiled=compiled)
 
 
@@ -277,72 +281,76 @@ def _shard_and_give_values(model: Assembly) -> Assembly:
     given, initializer, attributes = model.given, model.initializer, model.attributes
     config, policy, device = given.config, given.policy, given.device
     collectors: list[Gradients] = []
-    away = _offloading(model)
-    keep = None if away is None else away.keep
-    for part in model.parts:
-        module = part.module
-        if away is not None and initializer is None:
-            away.set_aside(module)
-        if not policy.master or (away is not None and away.rounds):
+    offloading = _offloading(model)
+    keep = None if offloading is None else offloading.keep
+    for stage in model.parts:
+        module = stage.module
+        if offloading is not None and initializer is None:
+            offloading.set_aside(module)
+        if not policy.master or (offloading is not None and offloading.rounds):
             cast_parameters(module, policy.compute)
         if given.sharded:
-            collectors.append(shard_part(given, module, part.units, part.experts))
+            collectors.append(shard_module(given, module, stage.units, stage.experts))
             carry_attributes(module, attributes)
         if initializer is None:
             module.to(device)
         else:
-            materialize.give_storage(module, device, then=None if away is None else away.take_params)
+            materialize.give_storage(module, device, then=None if offloading is None else offloading.take_params)
         restore_attributes(module, attributes)
-        if away is not None:
-            away.take_aside(module)
+        if offloading is not None:
+            offloading.take_aside(module)
             if len(model.parts) == 1:  # else parts may come to share parameters yet
-                away.open(module, model.units)
+                offloading.open(module, model.units)
         if initializer is not None:
-            materialize.initialize(module, rebound(initializer, module), seed=config.seed, device=device, keep=keep)
-    modules = [part.module for part in model.parts]
-    whole = modules[0] if len(modules) == 1 else joined(modules, sharded=given.sharded)
-    if away is not None and len(modules) > 1:
-        away.open(whole, model.units)
+            materialize.initialize(
+                module, rebind_initializer(initializer, module), seed=config.seed, device=device, keep=keep
+            )
+    modules = [stage.module for stage in model.parts]
+    whole = modules[0] if len(modules) == 1 else join_stages(modules, sharded=given.sharded)
+    if offloading is not None and len(modules) > 1:
+        offloading.open(whole, model.units)
     if given.model is None:
         load_pretrained_into(given, model.skeleton, whole, keep=keep)
     if model.stages and hasattr(model.skeleton, "flops_per_token"):
         whole.flops_per_token = model.skeleton.flops_per_token  # of the model, not of a stage
-    return replace(model, module=whole, offloading=away, collectors=collectors)
+    return replace(model, module=whole, offloading=offloading, collectors=collectors)
 
 
 def _make_views(model: Assembly) -> tuple[Assembly, MasterWeights]:
     """9. Views: what the optimizer sees. Replicated parameters get their gradient buckets."""
-    given, away, collectors = model.given, model.offloading, model.collectors
-    views: MasterWeights
+    given, offloading, collectors = model.given, model.offloading, model.collectors
+    master_weights: MasterWeights
     gradients: Gradients | None
-    if away is not None:
-        modules = [part.module for part in model.parts]
-        gradients, views = away.views(model.module, modules, model.units, collectors, model.compiled)
+    if offloading is not None:
+        modules = [stage.module for stage in model.parts]
+        gradients, master_weights = offloading.master_weights(
+            model.module, modules, model.units, collectors, model.compiled
+        )
     elif given.sharded:
-        gradients, views = (
+        gradients, master_weights = (
             combine_collectors(collectors),
             ShardedParams(*trainable(model.module), elementwise=model.elementwise),
         )
     else:
-        gradients, views = replicate(given, model.module, elementwise=model.elementwise, leaves=model.leaves)
+        gradients, master_weights = replicate(given, model.module, elementwise=model.elementwise, leaves=model.leaves)
     if model.sees == "wholes":
-        views.share_out()
-    return replace(model, gradients=gradients), views
+        master_weights.use_owned_params()
+    return replace(model, gradients=gradients), master_weights
 
 
-def _finish(model: Assembly, views: MasterWeights, engine: type[NativeEngine]) -> NativeEngine:
+def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeEngine]) -> NativeEngine:
     """10. Optimizer, schedule and scaler, over the tensors as they finally are; and the engine that has them."""
     given, config, world = model.given, model.given.config, model.given.world
-    staged = staged_steps(given, model.stages, model.collectors, views) if model.stages else None
-    weigh_norms(views, world, model.stages)
-    with views.in_place():
-        optimizer = _optimizer(model, views)
-    _try_out(model, optimizer, views)
+    staged = staged_steps(given, model.stages, model.collectors, master_weights) if model.stages else None
+    weigh_norms(master_weights, world, model.stages)
+    with master_weights.in_place():
+        optimizer = _optimizer(model, master_weights)
+    _try_out(model, optimizer, master_weights)
     seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
-    if isinstance(views, OffloadedParams):
-        views.store.attach(optimizer)
+    if isinstance(master_weights, OffloadedParams):
+        master_weights.store.attach(optimizer)
     updater = (Updater if model.offloading is None else OffloadedUpdater)(
-        views,
+        master_weights,
         optimizer,
         _schedule(model, optimizer),
         scaler=LossScaler(config.precision.scaler) if given.policy.compute == torch.float16 else None,
@@ -356,7 +364,7 @@ def _finish(model: Assembly, views: MasterWeights, engine: type[NativeEngine]) -
         config,
         policy=given.policy,
         gradients=model.gradients,
-        views=views,
+        master_weights=master_weights,
         updater=updater,
         loss_function=given.loss_function,
         accumulation=given.accumulation,
@@ -366,7 +374,7 @@ def _finish(model: Assembly, views: MasterWeights, engine: type[NativeEngine]) -
         scales=scale_by_earlier_steps(model.fp8_layers, config.precision.fp8, given.device),
         recording=_recording(model),
         select=model.select,
-        say=given.say,
+        log=given.log,
     )
 
 
@@ -383,7 +391,7 @@ def _made_already(config: CustomOptim, world: World) -> Optimizer:
     return made
 
 
-def _adopt(given: Preparation, module: nn.Module) -> WrappedOptimizer | None:
+def _wrap_optimizer(given: Preparation, module: nn.Module) -> WrappedOptimizer | None:
     source = given.optimizer
     if (
         source is None
@@ -393,23 +401,27 @@ def _adopt(given: Preparation, module: nn.Module) -> WrappedOptimizer | None:
         source = _made_already(given.config.optim, given.world)
     if source is None:
         return None
-    adopted = WrappedOptimizer(source, module)
-    left_out = frozenset(adopted.left_out(module))
+    wrapped_optimizer = WrappedOptimizer(source, module)
+    left_out = frozenset(wrapped_optimizer.left_out(module))
     if left_out:
         names = f"{min(left_out)}, …"
-        given.say(f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {names}")
+        given.log(f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {names}")
         for name, param in module.named_parameters():
             if name in left_out:
                 param.requires_grad_(False)
-    return adopted
+    return wrapped_optimizer
 
 
-def _optimizer(model: Assembly, views: MasterWeights) -> Optimizer:
-    """The optimizer over the views: the user's own where one was given, else as `config.optim` says."""
+def _optimizer(model: Assembly, master_weights: MasterWeights) -> Optimizer:
+    """The optimizer over the master_weights: the user's own where one was given, else as `config.optim` says."""
     config = model.given.config
-    by_name = {name: tensor for name, tensor in zip(views.names, views.updated, strict=True) if tensor is not None}
-    if model.adopted is not None:
-        return model.adopted.onto(by_name)
+    by_name = {
+        name: tensor
+        for name, tensor in zip(master_weights.names, master_weights.updated, strict=True)
+        if tensor is not None
+    }
+    if model.wrapped_optimizer is not None:
+        return model.wrapped_optimizer.onto(by_name)
     groups = [
         OptimizerGroup(names, [by_name[name] for name in names], spec.options)
         for spec in model.specs
@@ -417,33 +429,33 @@ def _optimizer(model: Assembly, views: MasterWeights) -> Optimizer:
     ]
     optimizer = build_optimizer(model.given.config.optim, groups, in_place=model.offloading is None)
     if isinstance(optimizer, OnePassAdam):
-        optimizer.publish_into(views.rooms())
+        optimizer.publish_into(master_weights.rounded_params())
     return optimizer
 
 
 def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OwnRates:
-    given, config, adopted = model.given, model.given.config, model.adopted is not None
-    if config.schedule is None and (adopted or isinstance(config.optim, CustomOptim)):
+    given, config, wrapped_optimizer = model.given, model.given.config, model.wrapped_optimizer is not None
+    if config.schedule is None and (wrapped_optimizer or isinstance(config.optim, CustomOptim)):
         return OwnRates()
-    rate = optimizer.param_groups[0]["initial_lr"] if adopted else base_rate(config.optim, optimizer)
+    rate = optimizer.param_groups[0]["initial_lr"] if wrapped_optimizer else base_rate(config.optim, optimizer)
     return given.length.schedule(config, rate, optimizer)
 
 
-def _try_out(model: Assembly, optimizer: Optimizer, views: MasterWeights) -> None:
+def _try_out(model: Assembly, optimizer: Optimizer, master_weights: MasterWeights) -> None:
     """Find out whether an optimizer that nobody knows is right for this layout; a plan has no values to try it on."""
-    config, world, adopted = model.given.config, model.given.world, model.adopted is not None
+    config, world, wrapped_optimizer = model.given.config, model.given.world, model.wrapped_optimizer is not None
     if is_known(optimizer) or world.fake:
         return
-    spread = world.layout.pp > 1 or views.shared_out is not None
+    spread = world.layout.pp > 1 or master_weights.owned is not None
     save = config.checkpoint
     asked = OptimizerNeeds(
         one_by_one=spread,
-        by_element=model.elementwise and any(is_sharded(param) for param in views.params),
+        by_element=model.elementwise and any(is_sharded(param) for param in master_weights.params),
         alike=world.layout.replicas > 1 or world.size > 1,
-        saved=not adopted and (save.last or save.every is not None or save.best is not None),
+        saved=not wrapped_optimizer and (save.last or save.every is not None or save.best is not None),
     )
     make = twins_of(optimizer)
-    if not adopted:
+    if not wrapped_optimizer:
         assert isinstance(config.optim, CustomOptim)
         make = partial(make_part, config.optim)
     examine_optimizer(optimizer, make, asked)
@@ -461,7 +473,7 @@ def _recording(model: Assembly) -> Recording | None:
     if given.device.type == "cuda":
         return "where it pays" if by_itself else "always"
     if not by_itself:
-        given.say("strategy.graphs is on, but there is no CUDA device: training goes on without it")
+        given.log("strategy.graphs is on, but there is no CUDA device: training goes on without it")
     return None
 
 

@@ -1,4 +1,4 @@
-"""The logical state of a native engine: names and whole shapes, however it is spread."""
+"""The logical state of a native engine: names and global shapes, however it is sharded."""
 
 from __future__ import annotations
 
@@ -18,130 +18,132 @@ from plait.kernels import pack_from_host, unpack_on_host
 from plait.optim import MakeState, OwnOptimizer, is_known, tensors_of
 
 _FACTORS = frozenset({"row_var", "col_var"})
-"""Adafactor's, whole on every rank although a matrix of one row or column has the same shape."""
+"""Adafactor's factors, replicated on every rank although a matrix of one row or column has the same shape."""
 
 
-def collect(model: nn.Module, views: MasterWeights, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor a checkpoint holds, under names that no layout changes."""
-    with views.revealed():
+def collect(model: nn.Module, master_weights: MasterWeights, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return every tensor that a checkpoint holds, under names that do not depend on the layout."""
+    with master_weights.readable():
         if isinstance(optimizer, OwnOptimizer):
             optimizer.widen()
-        found = _collect(model, views, optimizer)
-    return {name: entry for name, entry in found.items() if isinstance(entry, Tensor)}
+        tensors = _collect(model, master_weights, optimizer)
+    return {name: entry for name, entry in tensors.items() if isinstance(entry, Tensor)}
 
 
-def collect_entries(model: nn.Module, views: MasterWeights, optimizer: Optimizer) -> dict[str, Entry]:
-    """The same for whoever saves or loads; what training holds in another form stays in that."""
-    with views.revealed():
-        return _collect(model, views, optimizer)
+def collect_entries(model: nn.Module, master_weights: MasterWeights, optimizer: Optimizer) -> dict[str, Entry]:
+    """Return the same for saving and loading: packed 8-bit states stay packed until they are read."""
+    with master_weights.readable():
+        return _collect(model, master_weights, optimizer)
 
 
-def _collect(model: nn.Module, views: MasterWeights, optimizer: Optimizer) -> dict[str, Entry]:
+def _collect(model: nn.Module, master_weights: MasterWeights, optimizer: Optimizer) -> dict[str, Entry]:
     tensors: dict[str, Entry] = {}
-    index_of = {id(param): index for index, param in enumerate(views.params)}
+    index_of = {id(param): index for index, param in enumerate(master_weights.params)}
     for name, param in model.named_parameters():
-        tensors[f"model.{name}"] = _weight(views, param, index_of.get(id(param)))
+        tensors[f"model.{name}"] = _weight(master_weights, param, index_of.get(id(param)))
     tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
-    for index, (name, tensor) in enumerate(zip(views.names, views.updated, strict=True)):
+    for index, (name, tensor) in enumerate(zip(master_weights.names, master_weights.updated, strict=True)):
         kept = {} if tensor is None else optimizer.state.get(tensor, {})
         for key, value in tensors_of(optimizer, name, kept).items():
             if isinstance(value, Tensor):
-                tensors[f"optim.{name}.{key}"] = _whole(views, index, value, optimizer, key)
+                tensors[f"optim.{name}.{key}"] = _whole(master_weights, index, value, optimizer, key)
             else:
                 made, taken = partial(unpack_on_host, value), partial(pack_from_host, value)
                 tensors[f"optim.{name}.{key}"] = Later(
-                    _whole(views, index, value.codes, optimizer, key), torch.float32, make=made, take=taken
+                    _whole(master_weights, index, value.codes, optimizer, key), torch.float32, make=made, take=taken
                 )
     return tensors
 
 
-def weight(views: MasterWeights, param: nn.Parameter) -> Tensor:
-    """The weights behind one parameter, as a checkpoint holds them, wherever they live."""
-    index = next((index for index, each in enumerate(views.params) if each is param), None)
-    with views.revealed():
-        return _weight(views, param, index)
+def weight(master_weights: MasterWeights, param: nn.Parameter) -> Tensor:
+    """Return the fp32 weights of one parameter, as a checkpoint holds them, wherever they are stored."""
+    index = next((index for index, other in enumerate(master_weights.params) if other is param), None)
+    with master_weights.readable():
+        return _weight(master_weights, param, index)
 
 
-def _weight(views: MasterWeights, param: nn.Parameter, index: int | None) -> Tensor:
+def _weight(master_weights: MasterWeights, param: nn.Parameter, index: int | None) -> Tensor:
     if index is None:
-        return views.frozen.get(param, param).detach()
-    tensor = views.tensors[index]
-    whole = tensor if is_sharded(tensor) else views.logical(index, tensor.detach())
+        return master_weights.frozen.get(param, param).detach()
+    tensor = master_weights.tensors[index]
+    whole = tensor if is_sharded(tensor) else master_weights.logical(index, tensor.detach())
     return whole.detach()
 
 
-def _whole(views: MasterWeights, index: int, value: Tensor, optimizer: Optimizer, key: str) -> Tensor:
-    # An optimizer that sees the DTensor itself cuts what is to be cut, and the rest is whole. One that sees this
-    # rank's part has states of the part's shape, and scalars.
-    if is_sharded(views.tensors[index]) or value.ndim == 0:
+def _whole(master_weights: MasterWeights, index: int, value: Tensor, optimizer: Optimizer, key: str) -> Tensor:
+    # An optimizer over DTensors shards its states itself, or keeps them replicated. One over local shards has states
+    # of the shard's shape, and scalars.
+    if is_sharded(master_weights.tensors[index]) or value.ndim == 0:
         return value
-    if not is_sharded(views.params[index]):
+    if not is_sharded(master_weights.params[index]):
         return value
-    if value.shape != views.tensors[index].shape:
+    if value.shape != master_weights.tensors[index].shape:
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a part of shape "
-            f"{tuple(views.tensors[index].shape)} of {views.names[index]}, so it does not go number by number, and a "
-            "checkpoint cannot say what that is of the whole: leave out `optim.elementwise`"
+            f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a shard of shape "
+            f"{tuple(master_weights.tensors[index].shape)} of {master_weights.names[index]}: it is not elementwise, so "
+            "a checkpoint cannot store this state under the global shape: leave out `optim.elementwise`"
         )
-    return views.logical(index, value)
+    return master_weights.logical(index, value)
 
 
-def allocate(views: MasterWeights, optimizer: Optimizer, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-    """Make room for the optimizer tensors named in `shapes` (`<parameter>.<key>` → whole shape, dtype)."""
-    index_of = {name: index for index, name in enumerate(views.names)}
-    elsewhere = views.make_room(_of_whole_shape(views, optimizer, index_of, shapes))
+def allocate(
+    master_weights: MasterWeights, optimizer: Optimizer, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> None:
+    """Allocate the optimizer tensors named in `shapes` (`<parameter>.<key>` → global shape, dtype)."""
+    index_of = {name: index for index, name in enumerate(master_weights.names)}
+    in_files = master_weights.allocate_states(_state_makers(master_weights, optimizer, index_of, shapes))
     for entry, (shape, dtype) in shapes.items():
         name, _, key = entry.rpartition(".")
         if name not in index_of:
-            continue  # the loader reports entries that nobody wants
+            continue  # the loader reports unknown entries
         index = index_of[name]
-        tensor = views.updated[index]
+        tensor = master_weights.updated[index]
         if tensor is None:
             continue  # another rank updates it
-        if _fits(views, index, key, shape):
-            if index in elsewhere:
+        if _fits(master_weights, index, key, shape):
+            if index in in_files:
                 continue
-            room = _room_for(optimizer, tensor, key, dtype)
+            zeros = _zeros(optimizer, tensor, key, dtype)
         else:
-            # Scalars such as `step` live on the host unless a fused kernel reads them on the device.
-            at_home = len(shape) > 0 or _on_device(optimizer) or not (is_known(optimizer) or key == "step")
-            device = tensor.device if at_home else torch.device("cpu")
-            room = torch.zeros(shape, dtype=_format(optimizer, tensor, dtype) if shape else dtype, device=device)
-        optimizer.state[tensor][key] = room
+            # Scalars such as `step` lie on the host unless a fused kernel reads them on the device.
+            on_device = len(shape) > 0 or _on_device(optimizer) or not (is_known(optimizer) or key == "step")
+            device = tensor.device if on_device else torch.device("cpu")
+            zeros = torch.zeros(shape, dtype=_state_dtype(optimizer, tensor, dtype) if shape else dtype, device=device)
+        optimizer.state[tensor][key] = zeros
 
 
-def _fits(views: MasterWeights, index: int, key: str, shape: torch.Size) -> bool:
-    """Whether a state has the shape of its parameter, and is cut as it is."""
-    return shape == views.params[index].shape and len(shape) > 0 and key not in _FACTORS
+def _fits(master_weights: MasterWeights, index: int, key: str, shape: torch.Size) -> bool:
+    """Whether a state has the shape of its parameter, and is sharded alike."""
+    return shape == master_weights.params[index].shape and len(shape) > 0 and key not in _FACTORS
 
 
-def _of_whole_shape(
-    views: MasterWeights,
+def _state_makers(
+    master_weights: MasterWeights,
     optimizer: Optimizer,
     index_of: Mapping[str, int],
     shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[int, dict[str, MakeState]]:
-    """For each parameter what makes its states of its own shape."""
-    found: dict[int, dict[str, MakeState]] = {}
+    """Return for each parameter the functions that allocate its states of its own shape."""
+    makers: dict[int, dict[str, MakeState]] = {}
     for entry, (shape, dtype) in shapes.items():
         name, _, key = entry.rpartition(".")
-        if name in index_of and _fits(views, index_of[name], key, shape):
+        if name in index_of and _fits(master_weights, index_of[name], key, shape):
             index = index_of[name]
-            found.setdefault(index, {})[key] = partial(_room_for, optimizer, key=key, dtype=dtype)
-    return found
+            makers.setdefault(index, {})[key] = partial(_zeros, optimizer, key=key, dtype=dtype)
+    return makers
 
 
-def _room_for(optimizer: Optimizer, tensor: Tensor, key: str, dtype: torch.dtype) -> Any:
-    dtype = _format(optimizer, tensor, dtype)
+def _zeros(optimizer: Optimizer, tensor: Tensor, key: str, dtype: torch.dtype) -> Any:
+    dtype = _state_dtype(optimizer, tensor, dtype)
     if isinstance(optimizer, OwnOptimizer):
         return optimizer.room_for(tensor, key, dtype)
     return torch.zeros_like(tensor, dtype=dtype).detach()
 
 
-def _format(optimizer: Optimizer, tensor: Tensor, saved: torch.dtype) -> torch.dtype:
-    """Of a state that was saved in some format, perhaps while `precision.master` was another, the one to train with.
+def _state_dtype(optimizer: Optimizer, tensor: Tensor, saved: torch.dtype) -> torch.dtype:
+    """Return the dtype to train with of a state that may have been saved under another `precision.master`.
 
-    torch's optimizers and Plait's take states in the format of the weights that they update. Others know best.
+    torch's optimizers and Plait's use the dtype of the weights that they update. Others keep the saved dtype.
     """
     return tensor.dtype if is_known(optimizer) and saved.is_floating_point else saved
 

@@ -90,7 +90,7 @@ class SteppingEngine(Engine):
         self._normalizer.flag = True
 
 
-def unheard(phase: Phase) -> None:
+def ignore_phase(phase: Phase) -> None:
     """Nobody wants to know what a rank begins to do."""
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from plait.config import TrainConfig
 from plait.distributed import World, is_sharded
-from plait.engine.base import Numbers, Skips, StepResult
+from plait.engine.base import Skips, StepNumbers, StepResult
 from plait.engine.loss import StepLoss
 from plait.engine.master_weights import MasterWeights
 from plait.errors import ConfigError, ModelError, Problem
@@ -38,7 +38,7 @@ from plait.torch_internals import foreach_mul_
 if TYPE_CHECKING:
     from plait.distributed import Stage
 
-# Numbers that a device tells later, so that the host need not wait for them.
+# StepNumbers that a device tells later, so that the host need not wait for them.
 #
 # [Note: one step behind] A device works through a queue, and a host that waits for a number leaves that queue empty.
 # So a step's numbers are copied to the host behind the step's work, and looked at when the next step is in the queue:
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 # multiplied by what comes of this one.
 
 
-class Arriving:
+class AsyncHostCopy:
     """A few numbers under way from a device to the host. To make one waits for nothing."""
 
     def __init__(self, numbers: Sequence[Tensor | float], device: torch.device) -> None:
-        there = [
+        on_device = [
             # Filled in on the device: a copy from the host would wait for it.
-            one.to(torch.float64)
-            if isinstance(one, Tensor)
-            else torch.full((), one, dtype=torch.float64, device=device)
-            for one in numbers
+            number.to(torch.float64)
+            if isinstance(number, Tensor)
+            else torch.full((), number, dtype=torch.float64, device=device)
+            for number in numbers
         ]
-        self._host = torch.stack(there).to("cpu", non_blocking=True)  # torch puts such a copy into pinned memory
+        self._host = torch.stack(on_device).to("cpu", non_blocking=True)  # torch puts such a copy into pinned memory
         self._come = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._come is not None:
             self._come.record()
@@ -69,8 +69,8 @@ class Arriving:
         """The numbers. Waits until they have come, without keeping a core busy."""
         if self._come is not None:
             self._come.synchronize()
-        found: list[float] = self._host.tolist()
-        return found
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 class Updater:
@@ -78,7 +78,7 @@ class Updater:
 
     def __init__(
         self,
-        views: MasterWeights,
+        master_weights: MasterWeights,
         optimizer: Optimizer,
         schedule: Schedule | OwnRates,
         *,
@@ -92,7 +92,7 @@ class Updater:
         self.schedule = schedule
         self.scaler = scaler
         self.skips = Skips(config.guard)
-        self._views = views
+        self._master_weights = master_weights
         self.clip_norm = config.clip_norm
         self.clip_value = config.clip_value
         self._device = device
@@ -135,12 +135,12 @@ class Updater:
             self._switch("train")
 
     def _switch(self, mode: str) -> None:
-        with torch.no_grad(), self._views.in_place():
+        with torch.no_grad(), self._master_weights.in_place():
             getattr(self.optimizer, mode)()
-        self._views.publish()
+        self._master_weights.publish()
 
     @contextmanager
-    def weights_to_use(self) -> Iterator[bool]:
+    def evaluation_weights(self) -> Iterator[bool]:
         """While this lasts, the model has the weights to evaluate and save, where the optimizer tells them apart.
 
         Says whether that changed anything. Every rank must enter it.
@@ -162,7 +162,7 @@ class Updater:
 
         On the device, and nobody waits for it where the device decides what becomes of the step.
         """
-        grads = self._views.gather_gradients()
+        grads = self._master_weights.gather_gradients()
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
         if self._device_decides:
             self._measured = self._norm_on_device(grads)
@@ -176,7 +176,7 @@ class Updater:
 
     def apply(self, sums: StepLoss, step: int) -> StepResult:
         """Update the weights with the gradients of a step whose loss adds up to `sums`."""
-        grads = self._views.gather_gradients()
+        grads = self._master_weights.gather_gradients()
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
         if self._device_decides:
@@ -193,14 +193,14 @@ class Updater:
         loss, targets, stop = sums.read()
         factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
         norm = (self._norm(grads) if self._measured is None else float(self._measured)) * factor
-        skipped = self._skips and not (math.isfinite(norm) and (sums.own is not None or math.isfinite(loss)))
+        skipped = self._skips and not (math.isfinite(norm) and (sums.local_mean is not None or math.isfinite(loss)))
         if not skipped:
             self._apply(grads, norm, factor)
         self.updated, self.norms = not skipped, None
         return StepResult(loss, norm, skipped, lr, targets, stop)
 
     def _norm(self, grads: list[Tensor]) -> float:
-        return grad_norm(grads, self._views.norm_group, self._views.norm_weights)
+        return grad_norm(grads, self._master_weights.norm_group, self._master_weights.norm_weights)
 
     def _clipped(self, norm: float, factor: float) -> float:
         """The factor of all gradients, clipping included."""
@@ -234,25 +234,25 @@ class Updater:
             scale = torch.full((), 1.0 / factor, device=self._device)
         self._step(scale, (~finite).float() if skips else None)
         self.updated = finite if skips else True
-        arriving = Arriving((sums.mean(), norm, finite, sums.count, sums.flag), self._device)
+        arriving = AsyncHostCopy((sums.mean(), norm, finite, sums.count, sums.flag), self._device)
 
-        def read() -> Numbers:
+        def read() -> StepNumbers:
             loss, norm, finite, targets, stop = arriving.read()
             return loss, norm, skips and not finite, targets, bool(stop)
 
         if self.scaler is None:
-            return StepResult.on_its_way(lr, read)
-        loss, found, skipped, targets, stop = read()  # the scale of the next step depends on it
-        return StepResult(loss, found, skipped, lr, targets, stop)
+            return StepResult.deferred(lr, read)
+        loss, grad_norm_read, skipped, targets, stop = read()  # the scale of the next step depends on it
+        return StepResult(loss, grad_norm_read, skipped, lr, targets, stop)
 
     def _norm_on_device(self, grads: list[Tensor]) -> Tensor:
         self.norms = part_norms(grads, self._device)
-        return whole_norm(self.norms, self._views.norm_group, self._norm_weights())
+        return whole_norm(self.norms, self._master_weights.norm_group, self._norm_weights())
 
     def _norm_weights(self) -> Tensor | None:
         """How much each norm counts, on the device: taken there once."""
-        if self._weights is None and self._views.norm_weights is not None:
-            self._weights = torch.tensor(self._views.norm_weights, dtype=torch.float64, device=self._device)
+        if self._weights is None and self._master_weights.norm_weights is not None:
+            self._weights = torch.tensor(self._master_weights.norm_weights, dtype=torch.float64, device=self._device)
         return self._weights
 
     def _step(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -265,18 +265,18 @@ class Updater:
         optimizer.grad_scale = optimizer.found_inf = None
 
     def _update(self) -> None:
-        with torch.no_grad(), self._views.in_place(gradients=True):
+        with torch.no_grad(), self._master_weights.in_place(gradients=True):
             try:
                 self._bare_step()
             except (ArithmeticError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
                 if not self._planned:
                     raise
-                kind = type(self.optimizer).__name__
-                reason = f"{kind} cannot be planned: its step needs values ({type(error).__name__}: {error})"
+                optimizer_name = type(self.optimizer).__name__
+                reason = f"{optimizer_name} cannot be planned: its step needs values ({type(error).__name__}: {error})"
                 remedy = "Train without a plan: `plan: off`."
                 raise ConfigError(Problem("optim.type", reason.replace("\n", " "), remedy)) from error
         if not self._publishes:
-            self._views.publish()
+            self._master_weights.publish()
 
 
 # How the squares of all ranks' gradients add up to one norm, on any layout.
@@ -285,19 +285,19 @@ class Updater:
 # pipeline stages share counts where the first of them holds it. So one all-reduce over all ranks is always right.
 
 
-def weigh_norms(views: MasterWeights, world: World, stages: Sequence[Stage]) -> None:
-    """Tell the views over which ranks the squares are summed, and how much each of this rank's counts."""
+def weigh_norms(master_weights: MasterWeights, world: World, stages: Sequence[Stage]) -> None:
+    """Tell the master_weights over which ranks the squares are summed, and how much each of this rank's counts."""
     layout = world.layout
     if layout.tp == layout.ep == layout.pp == 1:  # every part is on one rank only, or every rank has all of them
-        spread = any(is_sharded(param) for param in views.params)
-        views.norm_group = world.group("dp_shard", "cp") if spread else None
+        spread = any(is_sharded(param) for param in master_weights.params)
+        master_weights.norm_group = world.group("dp_shard", "cp") if spread else None
         return
-    views.norm_group = world.everyone
-    here = {stage.index for stage in stages}
-    elsewhere = {name for stage in stages for name, holders in stage.tied.items() if holders[0] not in here}
-    views.norm_weights = [
-        0.0 if name in elsewhere else _parts(param) * layout.pp / layout.size
-        for name, param in zip(views.names, views.params, strict=True)
+    master_weights.norm_group = world.everyone
+    local_stages = {stage.index for stage in stages}
+    elsewhere = {name for stage in stages for name, holders in stage.tied.items() if holders[0] not in local_stages}
+    master_weights.norm_weights = [
+        0.0 if name in elsewhere else _shard_count(param) * layout.pp / layout.size
+        for name, param in zip(master_weights.names, master_weights.params, strict=True)
     ]
 
 
@@ -305,7 +305,7 @@ _UNLIKE = 0.05
 """By how much of its norm a gradient may differ between ranks that compute the same: kernels add in any order."""
 
 
-def refuse_unlike_gradients(views: MasterWeights, world: World) -> bool:
+def refuse_unlike_gradients(master_weights: MasterWeights, world: World) -> bool:
     """Refuse parameters that each rank along `tp` holds whole, and of which each has another gradient.
 
     The plan has missed such a parameter: ranks would update it differently, and drift apart. Returns whether there
@@ -313,7 +313,7 @@ def refuse_unlike_gradients(views: MasterWeights, world: World) -> bool:
     """
     group = world.group("tp")
     assert group is not None
-    pairs = zip(views.names, views.params, views.gather_gradients(), strict=True)
+    pairs = zip(master_weights.names, master_weights.params, master_weights.gather_gradients(), strict=True)
     whole = [(name, grad.detach().float()) for name, param, grad in pairs if not _lies_along(param, "tp")]
     if not whole or world.fake:
         return True
@@ -326,8 +326,8 @@ def refuse_unlike_gradients(views: MasterWeights, world: World) -> bool:
     dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
     if not bool(every.isfinite().all() & norms.isfinite().all()):
         return False
-    apart = (every.amax(0) - every.amin(0)).amax(1) > _UNLIKE * norms
-    unlike = [name for (name, _), differs in zip(whole, apart.tolist(), strict=True) if differs]
+    differs = (every.amax(0) - every.amin(0)).amax(1) > _UNLIKE * norms
+    unlike = [name for (name, _), unequal in zip(whole, differs.tolist(), strict=True) if unequal]
     if unlike:
         raise ModelError(
             f"the gradient of {unlike[0]!r} ({len(unlike)} such parameters) differs between the ranks of "
@@ -342,7 +342,7 @@ def _lies_along(param: nn.Parameter, axis: str) -> bool:
     return is_sharded(param) and any(axis in name.split("_") for name in param.device_mesh.mesh_dim_names or ())
 
 
-def _parts(param: nn.Parameter) -> int:
+def _shard_count(param: nn.Parameter) -> int:
     """Into how many parts a parameter is cut."""
     if not is_sharded(param):
         return 1

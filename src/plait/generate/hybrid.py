@@ -49,7 +49,7 @@ def whole_weights(engine: NativeEngine, dtype: torch.dtype) -> Iterator[tuple[st
     Rounded before it is gathered: that is what the trainer computes with, and half of what would be sent.
     """
     device = engine.world.device
-    with torch.no_grad(), engine.views.revealed():
+    with torch.no_grad(), engine.master_weights.readable():
         for name, param in engine.model.named_parameters():
             part = to_local(param.detach())
             part = part.to(device, dtype if part.dtype == torch.float32 else part.dtype)

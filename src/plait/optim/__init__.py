@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from plait.optim.lion import Lion as Lion
     from plait.optim.offload import Offload as Offload
     from plait.optim.offload import OffloadOptions as OffloadOptions
-    from plait.optim.offload import room_bytes as room_bytes
+    from plait.optim.offload import device_buffer_bytes as device_buffer_bytes
     from plait.optim.optimizers import base_rate as base_rate
     from plait.optim.optimizers import build_optimizer as build_optimizer
     from plait.optim.optimizers import is_one_pass as is_one_pass
@@ -61,7 +61,7 @@ else:
             "groups": ["GroupSpec", "OptimizerGroup", "parameter_infos", "split_groups"],
             "lamb": ["Lamb"],
             "lion": ["Lion"],
-            "offload": ["Offload", "OffloadOptions", "room_bytes"],
+            "offload": ["Offload", "OffloadOptions", "device_buffer_bytes"],
             "optimizers": ["base_rate", "build_optimizer", "is_one_pass", "make_part", "supports_grad_scale"],
             "schedule": ["OwnRates", "Schedule", "build_schedule"],
             "state": ["OptimizerRecord", "leaves", "merged", "tensors_of"],

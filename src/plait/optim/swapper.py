@@ -1,6 +1,6 @@
-"""Buckets in files pass through a few rooms of host memory.
+"""The NVMe swapper: buckets of optimizer state in files pass through a few buffers of host memory.
 
-[Note: rooms] While one bucket is updated, the next is being read and the one before is being written: three rooms, in
+[Note: host buffers] While one bucket is updated, the next is read and the one before is written: three buffers, in
 turn. They are all the host memory that the state of any number of parameters takes.
 """
 
@@ -55,12 +55,12 @@ class _HostBuffer:
 
 
 class NvmeSwapper:
-    """The fp32 weights and optimizer state of buckets in files. Between their turns the tensors have no memory."""
+    """The fp32 weights and optimizer state of buckets in files; tensors have memory only while they are swapped in."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], folder: Path, say: Callable[[str], None], *, pinned: bool = False
+        self, buckets: Sequence[Bucket], folder: Path, log: Callable[[str], None], *, pinned: bool = False
     ) -> None:
-        """`pinned`: a device copies from and to the rooms."""
+        """`pinned`: a device copies from and to the buffers."""
         self._folder = folder
         self._queue = FileQueue()
         self._buckets = list(buckets)
@@ -75,14 +75,14 @@ class NvmeSwapper:
         ]
         self._states: list[OffloadFile | None] = [None] * len(self._buckets)
         self._packed: dict[Key, Any] = {}
-        """States that are several tensors: what they are made of, without the tensors."""
-        self._rooms = [_HostBuffer(pinned=pinned) for _ in range(HOST_BUFFERS)]
+        """States that consist of several tensors, without the tensors."""
+        self._buffers = [_HostBuffer(pinned=pinned) for _ in range(HOST_BUFFERS)]
         self._optimizer: Optimizer | None = None
         for bucket in self._buckets:
             self._hide(bucket)
         if self._weights and not self._weights[0].file.direct:
             why = self._weights[0].file.buffered_because
-            say(f"offload: files in {folder} go through the page cache, which is slower: {why}")
+            log(f"offload: files in {folder} go through the page cache, which is slower: {why}")
 
     # ---- weights at the start
 
@@ -91,108 +91,108 @@ class NvmeSwapper:
         self._weights[self._number[id(bucket)]].put((index, _WEIGHT), values.contiguous()).wait()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Take over what state the optimizer has from the start."""
+        """Store the state that the optimizer has from the start."""
         self._optimizer = optimizer
         for number, bucket in enumerate(self._buckets):
             if self._tensors(bucket):
                 self._store_states(number, bucket)
                 self._hide(bucket)
 
-    # ---- one bucket's turn
+    # ---- swapping one bucket
 
-    def enter(self, bucket: Bucket) -> None:
-        """Give a bucket its tensors, and begin to read the next."""
+    def swap_in(self, bucket: Bucket) -> None:
+        """Read a bucket's tensors, and begin to read the next bucket."""
         number = self._number[id(bucket)]
-        room = self._fetch(number)
-        room.wait()
-        self._show(bucket, self._views(number, room))
+        buffer = self._fetch(number)
+        buffer.wait()
+        self._show(bucket, self._views(number, buffer))
         if number + 1 < len(self._buckets):
             self._fetch(number + 1)
 
-    def leave(self, bucket: Bucket) -> None:
-        """Begin to write a bucket's tensors back, and take them away."""
+    def swap_out(self, bucket: Bucket) -> None:
+        """Begin to write a bucket's tensors back, and release their memory."""
         number = self._number[id(bucket)]
-        room = self._rooms[number % HOST_BUFFERS]
+        buffer = self._buffers[number % HOST_BUFFERS]
         states = self._states[number]
         weights = self._weights[number]
-        room.under_way.append(weights.write(room.memory(0, weights.size)))
+        buffer.under_way.append(weights.write(buffer.memory(0, weights.size)))
         if states is None or {key for key, _ in self._tensors(bucket)} != states.regions.keys():
-            self._store_states(number, bucket)  # the first update has made some, in memory of their own
+            self._store_states(number, bucket)  # the first update has allocated some
         else:
-            room.under_way.append(states.write(room.memory(1, states.size)))
-        room.bucket = None
+            buffer.under_way.append(states.write(buffer.memory(1, states.size)))
+        buffer.bucket = None
         self._hide(bucket)
 
     def is_last(self, bucket: Bucket) -> bool:
-        """Whether no other one has its turn after it."""
+        """Whether this is the last bucket to be updated."""
         return bucket is self._buckets[-1]
 
     def weights(self, bucket: Bucket) -> list[Tensor]:
-        """A bucket's fp32 weights, until the next call: for bringing the model up to date outside of an update."""
+        """Return a bucket's fp32 weights, valid until the next call, for updating the model outside of a step."""
         number = self._number[id(bucket)]
-        room, shelf = self._rooms[number % HOST_BUFFERS], self._weights[number]
-        room.wait()
-        room.bucket = None
-        memory = room.memory(0, shelf.size)
-        shelf.read(memory).wait()
-        return list(shelf.views(memory).values())
+        buffer, file = self._buffers[number % HOST_BUFFERS], self._weights[number]
+        buffer.wait()
+        buffer.bucket = None
+        memory = buffer.memory(0, file.size)
+        file.read(memory).wait()
+        return list(file.views(memory).values())
 
     def weight(self, bucket: Bucket, index: int) -> Tensor:
-        """The fp32 weights of one parameter, as memory of their file. Nothing may be under way."""
+        """Return the fp32 weights of one parameter, as a memory map of their file. No transfer may be pending."""
         return self._weights[self._number[id(bucket)]].mapped()[index, _WEIGHT]
 
     def settle(self) -> None:
         """Wait until the files hold everything."""
-        for room in self._rooms:
-            room.wait()
-            room.bucket = None
+        for buffer in self._buffers:
+            buffer.wait()
+            buffer.bucket = None
 
     def _fetch(self, number: int) -> _HostBuffer:
-        room = self._rooms[number % HOST_BUFFERS]
-        if room.bucket != number:
-            room.wait()  # for the writing of the bucket that was here
+        buffer = self._buffers[number % HOST_BUFFERS]
+        if buffer.bucket != number:
+            buffer.wait()  # until the bucket that was here is written
             weights, states = self._weights[number], self._states[number]
-            room.under_way.append(weights.read(room.memory(0, weights.size)))
+            buffer.under_way.append(weights.read(buffer.memory(0, weights.size)))
             if states is not None:
-                room.under_way.append(states.read(room.memory(1, states.size)))
-            room.bucket = number
-        return room
+                buffer.under_way.append(states.read(buffer.memory(1, states.size)))
+            buffer.bucket = number
+        return buffer
 
-    def _views(self, number: int, room: _HostBuffer) -> dict[Key, Tensor]:
+    def _views(self, number: int, buffer: _HostBuffer) -> dict[Key, Tensor]:
         weights, states = self._weights[number], self._states[number]
-        found = weights.views(room.memory(0, weights.size))
-        return found if states is None else found | states.views(room.memory(1, states.size))
+        weight_views = weights.views(buffer.memory(0, weights.size))
+        return weight_views if states is None else weight_views | states.views(buffer.memory(1, states.size))
 
     # ---- for checkpoints
 
-    def reveal(self) -> None:
-        """Give every bucket its tensors as memory of the files; `hide` takes them away again."""
+    def map_files(self) -> None:
+        """Make the tensors of every bucket memory maps of the files, until `unmap_files`."""
         self.settle()
         for number, bucket in enumerate(self._buckets):
-            for shelf in (self._weights[number], self._states[number]):
-                if shelf is not None:
-                    self._show(bucket, shelf.mapped())
+            for file in (self._weights[number], self._states[number]):
+                if file is not None:
+                    self._show(bucket, file.mapped())
 
-    def loaded(self) -> None:
-        """Somebody wrote into revealed tensors: let the disk have it, past which direct requests would not see it."""
-        for shelf in (*self._weights, *self._states):
-            if shelf is not None:
-                shelf.sync()
+    def sync_files(self) -> None:
+        """Flush mapped tensors that were written to: direct I/O does not see the page cache."""
+        for file in (*self._weights, *self._states):
+            if file is not None:
+                file.sync()
 
-    def hide(self) -> None:
-        """Take the tensors away; whoever holds one can still use it."""
+    def unmap_files(self) -> None:
+        """Release the mapped tensors; references to them stay valid."""
         for bucket in self._buckets:
             self._hide(bucket)
 
-    def make_room(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> None:
-        """Files for the state that a checkpoint is about to fill: for each parameter, what makes each of its states."""
+    def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> None:
+        """Create the files of the states that a checkpoint is about to fill; `wanted` allocates each state."""
         for number, bucket in enumerate(self._buckets):
             tensors = []
             for index, master, _ in bucket.items():
                 whole = torch.empty(master.shape, dtype=master.dtype)
                 state = {key: make(whole) for key, make in wanted.get(index, {}).items()}
                 tensors += [((index, key), leaf.dtype, leaf.shape) for key, leaf in state_tensors(state)]
-                self._remember(index, state)
+                self._record_packed(index, state)
             self._states[number] = OffloadFile(self._queue, self._folder, tensors) if tensors else None
 
     # ---- the tensors that the optimizer knows
@@ -207,16 +207,16 @@ class NvmeSwapper:
 
     def _store_states(self, number: int, bucket: Bucket) -> None:
         tensors = self._tensors(bucket)
-        shelf = OffloadFile(self._queue, self._folder, [(key, value.dtype, value.shape) for key, value in tensors])
-        for transfer in [shelf.put(key, value.contiguous()) for key, value in tensors]:
+        file = OffloadFile(self._queue, self._folder, [(key, value.dtype, value.shape) for key, value in tensors])
+        for transfer in [file.put(key, value.contiguous()) for key, value in tensors]:
             transfer.wait()
-        self._states[number] = shelf
+        self._states[number] = file
         assert self._optimizer is not None
         for index, master, _ in bucket.items():
-            self._remember(index, self._optimizer.state[master])
+            self._record_packed(index, self._optimizer.state[master])
 
-    def _remember(self, index: int, state: Mapping[str, Any]) -> None:
-        """What the states of a parameter are made of, for when their tensors come back."""
+    def _record_packed(self, index: int, state: Mapping[str, Any]) -> None:
+        """Keep the structure of states that consist of several tensors, for when these are read again."""
         for name, value in state.items():
             if hasattr(value, "_replace"):
                 empty = {field: None for field in value._fields if isinstance(getattr(value, field), Tensor)}
@@ -230,55 +230,54 @@ class NvmeSwapper:
             else:
                 assert self._optimizer is not None
                 state = self._optimizer.state[masters[index]]
-                name, _, part = key.partition(STATE_SEPARATOR)
-                if part:
+                name, _, field = key.partition(STATE_SEPARATOR)
+                if field:
                     whole = state[name] if hasattr(state.get(name), "_replace") else self._packed[index, name]
-                    state[name] = whole._replace(**{part: tensor})
+                    state[name] = whole._replace(**{field: tensor})
                 else:
                     state[name] = tensor
 
     def _hide(self, bucket: Bucket) -> None:
         for _, master, _ in bucket.items():
-            # The right shape, and no memory.
+            # The right shape, without memory.
             master.data = torch.empty((), dtype=master.dtype).expand(master.shape)
             state = self._optimizer.state.get(master, {}) if self._optimizer is not None else {}
             for key in {key.partition(STATE_SEPARATOR)[0] for key, _ in state_tensors(state)}:
                 del state[key]
 
 
-# Where an offloaded run has its place: how much host memory and disk it takes, and who computes its updates.
+# How much host memory and disk an offloaded run takes, and which side computes its updates.
 
 
 _SAMPLE = (64, 256)
-_ASIDE = 10 << 20
-"""Of a budget, for the threads that read and write files and their buffers; at most a quarter."""
-_MOST = 0.8
-"""From this share of the free memory on, a run says so."""
+_IO_BYTES = 10 << 20
+"""Of a budget, for the I/O threads and their buffers; at most a quarter."""
+_WARN_SHARE = 0.8
+"""From this share of the free memory on, a warning is logged."""
 _PATH = "strategy.offload"
 
 
-LINK_OF_A_CORE = 2.0
-"""GB/s to the device that are worth as much as one of the host's cores. A core updates about 4 GB/s of host memory (16
-beside an H200 did 63), and twice as many bytes of a number pass through it as come to the device to be updated there.
-"""
+LINK_GBPS_PER_CORE = 2.0
+"""GB/s of the link that equal one host core. A core updates about 4 GB/s of host memory (16 beside an H200 did 63), and
+an update on the host moves twice as many bytes per number as an update on the device moves over the link."""
 
 
-def updates_on_device(config: RunConfig, kind: str, *, cores: float, link_gbps: Callable[[], float]) -> bool:
-    """Whether a device of this kind computes the update, with so many cores of the host for each device.
+def updates_on_device(config: RunConfig, device_type: str, *, cores: float, link_gbps: Callable[[], float]) -> bool:
+    """Whether a device of this type computes the update, with `cores` host cores per device.
 
-    `link_gbps`: how fast copies to the device are, where that decides it.
+    `link_gbps` measures the bandwidth of copies to the device; called only if it decides.
     """
     offload = config.strategy.offload
     if offload.update != "auto":
         return offload.update == "device"
-    if kind != "cuda" or offload.delayed or offload.params != "none":
+    if device_type != "cuda" or offload.delayed or offload.params != "none":
         return False
-    # With 8-bit moments cores are busy with arithmetic, for longer than with their memory.
-    return isinstance(config.optim, AdamW8bitConfig) or link_gbps() > LINK_OF_A_CORE * cores
+    # With 8-bit moments the host's update is bound by arithmetic, not by memory.
+    return isinstance(config.optim, AdamW8bitConfig) or link_gbps() > LINK_GBPS_PER_CORE * cores
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Bytes that the optimizer keeps for each number, found by asking it to update a few."""
+    """Return the bytes of optimizer state per parameter element, measured by updating a small sample."""
     sample = torch.nn.Parameter(torch.zeros(_SAMPLE, device="cpu"))
     optimizer = build_optimizer(config.optim, [OptimizerGroup(("sample",), [sample])])
     sample.grad = torch.zeros_like(sample)
@@ -288,44 +287,48 @@ def state_bytes(config: RunConfig) -> float:
 
 
 def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence[str]) -> int:
-    """How many numbers are updated as one."""
+    """Return the elements of one bucket."""
     offload = config.strategy.offload
     wanted = max(int(offload.bucket_mb * 2**20 / 4), 1)
     if offload.budget_gib is None:
         return wanted
     budget = offload.budget_gib * 2**30
-    each = _bytes_in_passing(config)
-    limit = int((budget - min(_ASIDE, budget / 4)) / each)
+    bytes_per_number = _bytes_in_passing(config)
+    limit = int((budget - min(_IO_BYTES, budget / 4)) / bytes_per_number)
     largest = max(range(len(sizes)), key=lambda index: sizes[index])
     if sizes[largest] > limit:
         message = (
-            f"{offload.budget_gib:g} has room for {limit:,} numbers at a time, but {names[largest]} has "
+            f"{offload.budget_gib:g} has memory for {limit:,} elements at a time, but {names[largest]} has "
             f"{sizes[largest]:,} on this rank"
         )
         raise ConfigError(
-            Problem(f"{_PATH}.budget_gib", message, f"Write at least {sizes[largest] * each * 4 / 3 / 2**30:.3g}.")
+            Problem(
+                f"{_PATH}.budget_gib",
+                message,
+                f"Write at least {sizes[largest] * bytes_per_number * 4 / 3 / 2**30:.3g}.",
+            )
         )
     return min(wanted, limit)
 
 
 def host_need(config: RunConfig, numbers: int) -> float:
-    """Bytes of host memory that one rank takes for so many trained numbers, beside what training takes anyway."""
+    """Return the bytes of host memory that offloading takes on one rank for so many trained elements."""
     offload = config.strategy.offload
     away = numbers * (1.0 - offload.share - offload.host_ratio)
     computing = _computing_bytes(config)
-    gradients = computing * (3 if offload.delayed else 1)  # two sets of them, and weights that are late
+    gradients = computing * (3 if offload.delayed else 1)  # two sets of them, and delayed weights
     in_memory = 4 + state_bytes(config) + gradients
     params = numbers * computing if offload.params == "cpu" else 0
     if offload.optimizer == "nvme":
         bucket = offload.bucket_mb * 2**20 / 4
         passing = min(bucket, away) * _bytes_in_passing(config)
-        rooms = passing if offload.budget_gib is None else offload.budget_gib * 2**30
-        return params + rooms + numbers * offload.host_ratio * in_memory
+        buffers = passing if offload.budget_gib is None else offload.budget_gib * 2**30
+        return params + buffers + numbers * offload.host_ratio * in_memory
     return params + away * in_memory
 
 
 def file_need(config: RunConfig, numbers: int) -> float:
-    """Bytes of disk that one rank takes."""
+    """Return the bytes of disk that one rank takes."""
     offload = config.strategy.offload
     away = numbers * (1.0 - offload.share - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
     params = numbers * _computing_bytes(config) if offload.params == "nvme" else 0.0
@@ -333,22 +336,22 @@ def file_need(config: RunConfig, numbers: int) -> float:
 
 
 def _computing_bytes(config: RunConfig) -> int:
-    """Of a number in the format that computes."""
+    """Return the bytes per element of the compute dtype."""
     return 2 if config.precision.compute in ("bf16", "fp16") else 4
 
 
 def _bytes_in_passing(config: RunConfig) -> float:
-    """Host memory for each number of a bucket in files: its rooms, a gradient, and a weight on its way back."""
+    """Return the host memory per element of a bucket in files: its buffers, a gradient, and an updated weight."""
     return HOST_BUFFERS * (4 + state_bytes(config)) + 8
 
 
 def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: Path | None) -> str:
-    """Refuse a run whose state has no place; returns a warning where it has just enough. Every rank must ask."""
+    """Refuse a run whose state does not fit; return a warning if it barely fits, else "". Every rank must call it."""
     numbers = sum(sizes)
-    here = world.ranks.rank // world.ranks.local_size
-    parts = world.gather((here, host_need(config, numbers), file_need(config, numbers)))
-    host = sum(need for node, need, _ in parts if node == here)
-    files = sum(need for node, _, need in parts if node == here)
+    my_node = world.ranks.rank // world.ranks.local_size
+    needs = world.gather((my_node, host_need(config, numbers), file_need(config, numbers)))
+    host = sum(need for node, need, _ in needs if node == my_node)
+    files = sum(need for node, _, need in needs if node == my_node)
     free = min(psutil.virtual_memory().available, cgroup_limit() or sys.maxsize)
     problems = []
     if host > free:
@@ -366,7 +369,7 @@ def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: P
             )
             problems.append(Problem(f"{_PATH}.path", message, "Free space, or name a folder on a larger disk."))
     if world.any(bool(problems)):
-        raise ConfigError(problems or [Problem(_PATH, "another host has no space for its state", "See its message.")])
-    if host < _MOST * free:
+        raise ConfigError(problems or [Problem(_PATH, "the state does not fit on another host", "See its message.")])
+    if host < _WARN_SHARE * free:
         return ""
-    return f"offload takes {format_bytes(host)} of this host's memory, of {format_bytes(free)} that are free"
+    return f"offload takes {format_bytes(host)} of the {format_bytes(free)} of memory that are free on this host"

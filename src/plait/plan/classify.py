@@ -77,19 +77,19 @@ class Owners:
         for state in engine.updater.optimizer.state.values():
             for tensor in leaves(state):
                 yield "optimizer", tensor
-        for master in engine.views.updated if engine.views.shared_out is not None else ():
+        for master in engine.master_weights.updated if engine.master_weights.owned is not None else ():
             if master is not None:
                 yield "optimizer", master
-        for name, tensor in zip(engine.views.names, engine.views.tensors, strict=True):
+        for name, tensor in zip(engine.master_weights.names, engine.master_weights.tensors, strict=True):
             yield "parameters", tensor  # the fp32 weights behind rounded ones
             if tensor.grad is not None:
                 yield "gradients", tensor.grad
-            if engine.views.in_buckets:
-                yield "gradients", engine.views.gradient_of(name)
+            if engine.master_weights.in_buckets:
+                yield "gradients", engine.master_weights.gradient_of(name)
         for param in self._gathering:
             yield from _gathered(param)
-        if isinstance(engine.views, OffloadedParams):
-            yield "optimizer", engine.views.store.stand_in
+        if isinstance(engine.master_weights, OffloadedParams):
+            yield "optimizer", engine.master_weights.store.stand_in
         if isinstance(engine.gradients, StreamedGradients):
             yield from (("gradients", tensor) for tensor in engine.gradients.sums.values())
 

@@ -26,7 +26,7 @@ from plait.config import (
     resolve_layout,
 )
 from plait.errors import PlaitError, in_one_line
-from plait.optim import host_need, room_bytes, state_bytes
+from plait.optim import device_buffer_bytes, host_need, state_bytes
 from plait.plan.hardware import Hardware
 from plait.plan.ledger import CUDA_PROCESS_GIB, Away, Ledger, device_updates, host_work, mode_of
 from plait.plan.rankplan import layers_of, plan_rank
@@ -90,7 +90,7 @@ def device_gib(
     activations = max(categories.get("activations", 0.0), forward - transient)
     memory += activations * under_way / layout.pp + transient
     if offload.on and device_updates(config, hardware, layout):
-        memory += room_bytes(weights.numbers / shards * (1.0 - on_device), state_bytes(config))
+        memory += device_buffer_bytes(weights.numbers / shards * (1.0 - on_device), state_bytes(config))
     return memory * 1.03 / GIB + hardware.context_gib
 
 

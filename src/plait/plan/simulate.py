@@ -157,7 +157,7 @@ class SimulatedCheckpoints:
             return self._recorder.in_use - before
 
     def _away(self) -> _Away:
-        views = self._engine.views
+        views = self._engine.master_weights
         if not isinstance(views, OffloadedParams):
             return _Away([])
         narrow = views.store.options.state_bytes
@@ -374,7 +374,7 @@ def simulate(
                 length=_SOME_LENGTH,
                 accumulation=batch.accumulation,
                 example=make_example(config, batch.micro),
-                say=notes.append,
+                log=notes.append,
             )
         )
         if engine.pipeline is not None:
@@ -412,8 +412,8 @@ def simulate(
         saved = keeping.save()
         numbers = _numbers(recorder, timing, engine, _tokens(example) * batch.accumulation) | saved
         numbers["micro_batches"] = batch.accumulation
-        if isinstance(engine.views, OffloadedParams):
-            numbers |= _update(engine.views.store, config, hardware, world.layout)
+        if isinstance(engine.master_weights, OffloadedParams):
+            numbers |= _update(engine.master_weights.store, config, hardware, world.layout)
         if config.strategy.offload.params == "nvme":
             on_link = numbers.get(f"link.in.{PER_MICRO_BATCH}", 0.0) * hardware.pcie_gbps
             numbers[f"link.files.{PER_MICRO_BATCH}"] = on_link * min(ranks, hardware.per_host) / hardware.disk_gbps
@@ -438,11 +438,11 @@ def _numbers(recorder: MemoryRecorder, timing: Timing, engine: NativeEngine, tok
     numbers |= {f"peak.{phase}": peak.bytes for phase, peak in recorder.peaks.items()}
     numbers["peak.backward.end"] = recorder.end.bytes
     numbers["reserved"] = max(peak.reserved for peak in (*recorder.peaks.values(), recorder.end))
-    if isinstance(engine.views, OffloadedParams):
-        store = engine.views.store
+    if isinstance(engine.master_weights, OffloadedParams):
+        store = engine.master_weights.store
         numbers["host_built"] = store.built_bytes()
-        numbers["host_rooms"] = store.room_bytes()
-        numbers["host_state"] = store.host_bytes() - store.room_bytes()
+        numbers["host_rooms"] = store.host_buffer_bytes()
+        numbers["host_state"] = store.host_bytes() - store.host_buffer_bytes()
     if (held := activations_on_host(engine.model)) > 0:
         numbers["host_state"] = numbers.get("host_state", 0.0) + held
     numbers["tokens"] = tokens

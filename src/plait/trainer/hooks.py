@@ -200,7 +200,7 @@ class Ema(Hook):
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """The average, in the layout of the weights."""
         self._start(runner)
-        return {name: runner.engine.as_whole(name, tensor) for name, tensor in self._average.items()}
+        return {name: runner.engine.as_global(name, tensor) for name, tensor in self._average.items()}
 
 
 # Go back to a checkpoint where the loss leaps and stays up.
@@ -242,7 +242,7 @@ class Rollback(Hook):
     def after_step(self, runner: Runner, result: StepResult) -> None:
         """Judge the step; one whose numbers are on their way is judged after the next."""
         seen: _StepPosition | None = _StepPosition(result, runner.step, runner.epoch, runner.step_in_epoch - 1)
-        if result.late:
+        if result.asynchronous:
             seen, self._before = self._before, seen
         if seen is None or seen.result.skipped:
             return

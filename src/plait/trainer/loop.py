@@ -142,7 +142,7 @@ def _wants_to_stop(state: _LoopState, result: StepResult) -> bool:
     A late result is looked at when the next step is under way. Which one that is does not depend on what anybody
     has read meanwhile, so all ranks look at the same one.
     """
-    looked_at = state.before if result.late else result
+    looked_at = state.before if result.asynchronous else result
     state.before = result
     return looked_at is not None and looked_at.stop
 

@@ -463,7 +463,7 @@ class Runner:
         # A pipeline has split the model into stages: drop the reference to the whole.
         self.given = replace(self.given, model=None)
         refuse_second_shift(self._engine.model, self.config)
-        self._engine.whose = partial(record_samples, self)
+        self._engine.describe_samples = partial(record_samples, self)
         # Resume last: it writes into the engine's state and sets the position in the data.
         self.enter(Phase.LOAD)
         self.resumed_from = self.saver.resume()
@@ -538,7 +538,7 @@ class Runner:
             length=Length(self.total_steps, self.steps_per_epoch),
             accumulation=self.batch.accumulation,
             example=example,
-            say=self._log,
+            log=self._log,
         )
 
     def make_loader(self, role: str) -> Any:
@@ -675,7 +675,7 @@ class Runner:
             remedy = f"Give {role}, or a section of that name."
             raise ConfigError(Problem(role, "there is no data to evaluate on", remedy))
         self.setup()
-        self.engine.agree_on_buffers()
+        self.engine.sync_buffers()
         self.eval_loader(role)  # created outside the measured time
         validating = event is EventKind.VALIDATE
         for hook in self.hooks.before_validate if validating else self.hooks.before_test:
@@ -683,7 +683,7 @@ class Runner:
         start = time.perf_counter()
         limit = self.config.train.val_batches if validating else None
         self.enter(Phase.EVALUATE)
-        with self.engine.weights_to_use():
+        with self.engine.evaluation_weights():
             metrics, batches = self.measure(role, limit)
         self.enter(Phase.IDLE)
         seconds, max_epochs = time.perf_counter() - start, self.config.train.max_epochs

@@ -32,7 +32,7 @@ from plait.checkpoint import (
 )
 from plait.config import RunConfig, listed, show, to_dict, to_yaml
 from plait.distributed import on_main
-from plait.engine import FrozenPart, resume_engine, stored_value, taken_from, tensors_of
+from plait.engine import FrozenTensors, naming_state, resume_engine, stored_value, tensors_of
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.launch import Phase
 from plait.monitor import EventKind
@@ -71,7 +71,7 @@ def _load(runner: Runner, saver: RunSaver, checkpoint: Checkpoint, fetch: Fetch)
     for name in hooks.keys() & saved_hooks.keys():
         hooks[name].allocate(runner, entries(checkpoint.index, f"hook.{name}."))
         more.update(saver.hook_tensors(name, hooks[name]))
-        with taken_from(checkpoint, f"hooks.{name}"):
+        with naming_state(checkpoint, f"hooks.{name}"):
             hooks[name].restore(saved_hooks[name])
     left = sorted(saved_hooks.keys() - hooks.keys())
     patterns = runner.config.checkpoint.partial
@@ -87,7 +87,7 @@ def _load(runner: Runner, saver: RunSaver, checkpoint: Checkpoint, fetch: Fetch)
     )
     _report_hooks_left_out(runner, checkpoint, left)
     _refuse_another_tokenizer(runner, checkpoint, patterns)
-    with taken_from(checkpoint, "step_in_epoch and batch_total"):
+    with naming_state(checkpoint, "step_in_epoch and batch_total"):
         _set_position(runner, state)
     _warn_of_changed_order(runner, checkpoint)
     if saver.best is not None:
@@ -298,7 +298,7 @@ class RunSaver:
         if config.best is not None:
             self.best = Best(config.best.metric, config.best.mode, path="checkpoint.best.metric")
         self._writer: CheckpointWriter | None = None
-        self._frozen: FrozenPart | None = None
+        self._frozen: FrozenTensors | None = None
         self._saved_step: int | None = None
         self._failures = 0
         """Consecutive saves that have failed."""
@@ -389,11 +389,11 @@ class RunSaver:
         runner.engine.settle()  # a run that is to end because of the step under way ends here
         for hook in runner.hooks.before_save:
             hook(runner)
-        runner.engine.agree_on_buffers()
+        runner.engine.sync_buffers()
         tidy = partial(self._tidy, target, best=best)
         self._saved_step = step
         runner.enter(Phase.SAVE)
-        with runner.engine.weights_to_use():
+        with runner.engine.evaluation_weights():
             self._take(
                 lambda: self.writer.save(target, self._tensors(), self._state(), step=step, tidy=tidy), must=last
             )
@@ -480,11 +480,11 @@ class RunSaver:
         return tensors
 
     @property
-    def frozen(self) -> FrozenPart:
+    def frozen(self) -> FrozenTensors:
         """Names and digests of the frozen parameters; a collective on first use."""
         if self._frozen is None:
             names = [f"model.{name}" for name in self._runner.engine.frozen()]
-            self._frozen = FrozenPart.of(self._runner.engine, names, self.writer.channel)
+            self._frozen = FrozenTensors.of(self._runner.engine, names, self.writer.channel)
         return self._frozen
 
     def hook_tensors(self, name: str, hook: Hook) -> dict[str, Tensor]:

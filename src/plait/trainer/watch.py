@@ -158,7 +158,7 @@ class StepWatch:
         self.steps += 1
         self._highest_rate = max(self._highest_rate, result.lr)
         seen: _WatchedStep | None = _WatchedStep(result, runner.step, runner.epoch, runner.step_in_epoch - 1)
-        if result.late:
+        if result.asynchronous:
             seen, self._before = self._before, seen
         if seen is not None:
             self._look(seen)

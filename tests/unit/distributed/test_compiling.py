@@ -37,7 +37,7 @@ def batches(count: int = 3) -> list[dict[str, Tensor]]:
 def train(strategy: dict[str, Any], **sections: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
     said: list[str] = []
     config = parse_sections(model=MODEL, strategy=strategy, seed=1, device="cpu", **sections).config
-    engine = prepare_native(Preparation(config, open_world(config), say=said.append))
+    engine = prepare_native(Preparation(config, open_world(config), log=said.append))
     losses = [engine.train_step([batch]).loss for batch in batches()]
     losses.append(engine.evaluate_micro_batch(batches()[0]).loss_sum)
     return losses, engine.state_tensors(), said
@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_one_graph_is_given_up_under_fullgraph() -> None:
     losses = []
     for compile_section in ({"backend": "aot_eager", "fullgraph": True}, False):
         config = parse_sections(strategy={"compile": compile_section}, device="cpu").config
-        engine = prepare_native(Preparation(config, open_world(config), model=copy.deepcopy(model), say=said.append))
+        engine = prepare_native(Preparation(config, open_world(config), model=copy.deepcopy(model), log=said.append))
         losses.append([engine.train_step([batch]).loss for batch in batches()])
     assert losses[0] == losses[1]
     assert len(said) == 1

@@ -32,7 +32,7 @@ def most_blocks_here(monkeypatch: pytest.MonkeyPatch, **limits: int) -> float:
         found.append(len(blocks))
 
     with open_world(config) as world:
-        engine = prepare_native(Preparation(config, world, say=lambda _: None))
+        engine = prepare_native(Preparation(config, world, log=lambda _: None))
         ids = torch.randint(0, 64, (2, 17))
         batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
         engine.train_step([batch])

@@ -22,7 +22,7 @@ from plait.engine import Preparation, prepare_native
 from plait.engine.offload import OffloadedParams
 from plait.errors import ConfigError
 from plait.optim import offload as visit
-from plait.optim.offload import BucketRows, Offload, OffloadOptions, cut
+from plait.optim.offload import BucketRows, Offload, OffloadOptions, split_into_pieces
 from plait.optim.swapper import updates_on_device
 
 
@@ -40,8 +40,8 @@ class Net(nn.Module):
 def run(offload: dict[str, Any], batches: list[Tensor], **sections: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state of a run from the same weights."""
     config = parse_sections(**{"strategy": {"offload": offload}, "seed": 1, **sections}).config
-    engine = prepare_native(Preparation(config, open_world(config), model=Net, say=lambda _: None))
-    assert isinstance(engine.views, OffloadedParams) == (offload.get("optimizer", "none") != "none")
+    engine = prepare_native(Preparation(config, open_world(config), model=Net, log=lambda _: None))
+    assert isinstance(engine.master_weights, OffloadedParams) == (offload.get("optimizer", "none") != "none")
     losses = [engine.train_step([batch]).loss for batch in batches]
     return losses, {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
 
@@ -99,12 +99,12 @@ def test_one_run_may_use_device_memory_host_memory_and_files(
     found = []
     for strategy in ({}, {"offload": offload}):
         config = parse_sections(strategy=strategy, seed=1, optim={"type": optim}).config
-        engine = prepare_native(Preparation(config, open_world(config), model=WideNet, say=lambda _: None))
+        engine = prepare_native(Preparation(config, open_world(config), model=WideNet, log=lambda _: None))
         losses = [engine.train_step([row]).loss for row in rows[:2]]
         early = engine.state_tensors()  # what a checkpoint would hold, in the middle
         losses += [engine.train_step([row]).loss for row in rows[2:]]
         found.append((losses, {name: t.clone() for name, t in engine.state_tensors().items()}))
-    assert {bucket.span.home for bucket in engine.views.store.buckets} == {"device", "cpu", "nvme"}  # type: ignore[attr-defined]
+    assert {bucket.span.home for bucket in engine.master_weights.store.buckets} == {"device", "cpu", "nvme"}  # type: ignore[attr-defined]
     assert early.keys() == found[0][1].keys()
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
@@ -114,7 +114,7 @@ def test_a_delayed_update_reaches_the_model_one_step_late(batches: list[Tensor])
     found, state = run({"optimizer": "cpu", "delayed": True}, batches, optim={"type": "SGD", "lr": 0.5})
     torch.manual_seed(0)
     config = parse_sections(seed=1).config
-    net = prepare_native(Preparation(config, open_world(config), model=Net, say=lambda _: None)).model
+    net = prepare_native(Preparation(config, open_world(config), model=Net, log=lambda _: None)).model
     newest = {name: param.detach().clone() for name, param in net.named_parameters()}
     for batch, loss in zip(batches, found, strict=True):
         net.zero_grad()
@@ -146,12 +146,12 @@ def test_a_rank_may_have_nothing_to_update(on_device: bool) -> None:
         params,
         [torch.float32],
         order=[0],
-        lanes=CopyStreams(torch.device("cpu"), fake=False),
+        streams=CopyStreams(torch.device("cpu"), fake=False),
         options=options,
-        say=lambda _: None,
+        log=lambda _: None,
     )
     store.attach(torch.optim.AdamW(store.masters, fused=True))
-    store.outbox.take(0, torch.empty(0, 4))
+    store.gradient_queue.take(0, torch.empty(0, 4))
     store.begin(1.0, None)
     store.settle()
 
@@ -174,20 +174,23 @@ def test_pieces_have_every_row_once_and_no_more_than_there_is_room_for() -> None
     for _ in range(200):
         shapes = [torch.Size(random.choices(range(9), k=random.randint(0, 3))) for _ in range(random.randint(1, 6))]
         most = random.randint(1, 60)
-        pieces = cut(shapes, most)
-        rows: dict[int, list[int]] = {place: [] for place in range(len(shapes))}
+        pieces = split_into_pieces(shapes, most)
+        rows: dict[int, list[int]] = {tensor_index: [] for tensor_index in range(len(shapes))}
         for piece in pieces:
-            sizes = [torch.empty(shapes[place])[part].numel() if shapes[place] else 1 for place, part in piece]
+            sizes = [
+                torch.empty(shapes[tensor_index])[part].numel() if shapes[tensor_index] else 1
+                for tensor_index, part in piece
+            ]
             rows_of = [part.stop - part.start for (_, part), size in zip(piece, sizes, strict=True) if size]
             assert sum(sizes) <= most or rows_of == [1]  # a row that is larger by itself
-            for place, part in piece:
-                rows[place] += range(part.start, part.stop)
-        for place, shape in enumerate(shapes):
-            assert rows[place] == list(range(shape[0] if shape else 1))
+            for tensor_index, part in piece:
+                rows[tensor_index] += range(part.start, part.stop)
+        for tensor_index, shape in enumerate(shapes):
+            assert rows[tensor_index] == list(range(shape[0] if shape else 1))
 
 
 def test_a_number_by_itself_and_an_empty_shard_are_taken_along() -> None:
-    pieces = cut([torch.Size(()), torch.Size((0, 4)), torch.Size((2, 3))], 100)
+    pieces = split_into_pieces([torch.Size(()), torch.Size((0, 4)), torch.Size((2, 3))], 100)
     assert pieces == [[BucketRows(0, slice(0, 1)), BucketRows(1, slice(0, 0)), BucketRows(2, slice(0, 2))]]
 
 
@@ -298,7 +301,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_gradient(
     said: list[str] = []
     offload = {"optimizer": tier, "update": update, **({"path": str(tmp_path)} if tier == "nvme" else {})}
     config = parse_sections(strategy={"offload": offload}, precision="bf16", seed=1).config
-    engine = prepare_native(Preparation(config, open_world(config), model=Net, say=said.append))
+    engine = prepare_native(Preparation(config, open_world(config), model=Net, log=said.append))
     engine.train_step([torch.randn(4, 8)])
     before = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
     weight = engine.model.get_parameter("layers.1.weight")

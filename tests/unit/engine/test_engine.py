@@ -44,7 +44,7 @@ def engine_of(model: Any = None, said: list[str] | None = None, loss_fn: Any = N
     sections = {"optim": {"type": "SGD", "lr": 0.1}, "device": "cpu", **sections}
     config = parse_sections(**sections).config
     say = said.append if said is not None else lambda _text: None
-    return prepare_native(Preparation(config, open_world(config), model=model or Net(), loss_function=loss_fn, say=say))
+    return prepare_native(Preparation(config, open_world(config), model=model or Net(), loss_function=loss_fn, log=say))
 
 
 def weights(engine: NativeEngine) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, StepResult, prepare_manual, prepare_native, update
-from plait.engine.update import Arriving
+from plait.engine.update import AsyncHostCopy
 from plait.errors import NonFiniteError
 from plait.models import LossTerm, build_model
 
@@ -37,7 +37,7 @@ def engine_of(said: list[str] | None = None, model: Any = None, prepare: Any = p
     torch.manual_seed(3)
     config = parse_sections(**{"optim": {"type": "AdamW", "lr": 0.01}, "device": "cpu", **sections}).config
     say = said.append if said is not None else lambda _text: None
-    engine = prepare(Preparation(config, open_world(config), model=model or Net(), say=say))
+    engine = prepare(Preparation(config, open_world(config), model=model or Net(), log=say))
     engine.updater.stays_on_device = True
     return engine
 
@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the host does, in its order: it queues the numbers of a step, or waits for them."""
     noted: list[str] = []
 
-    class Noted(Arriving):
+    class Noted(AsyncHostCopy):
         made = 0
 
         def __init__(self, numbers: Sequence[Tensor | float], device: torch.device) -> None:
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             noted.append(f"waits for {self.step}")
             return super().read()
 
-    monkeypatch.setattr(update, "Arriving", Noted)
+    monkeypatch.setattr(update, "AsyncHostCopy", Noted)
     return noted
 
 
@@ -83,12 +83,12 @@ def test_the_host_is_one_step_ahead_and_no_more(clock: list[str]) -> None:
 def test_who_looks_at_a_number_waits_once_and_gets_that_steps(clock: list[str]) -> None:
     engine, given = engine_of(), [batch() for _ in range(3)]
     results = [engine.train_step([one]) for one in given]
-    assert all(result.late for result in results)
+    assert all(result.asynchronous for result in results)
     plain = engine_of()
     plain.updater.stays_on_device = False
     for result, one in zip(results, given, strict=True):
         expected = plain.train_step([one])
-        assert not expected.late
+        assert not expected.asynchronous
         assert (result.loss, result.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
         assert (result.skipped, result.lr, result.targets, result.stop) == (False, expected.lr, 3.0, False)
     assert [line for line in clock if line.startswith("waits")] == ["waits for 0", "waits for 1", "waits for 2"]
@@ -97,7 +97,7 @@ def test_who_looks_at_a_number_waits_once_and_gets_that_steps(clock: list[str]) 
 def test_with_a_loss_scale_a_step_waits_for_itself(clock: list[str]) -> None:
     engine = engine_of(precision={"compute": "fp16", "scaler": {"initial_power": 4, "hysteresis": 1}})
     results = [engine.train_step([one]) for one in (batch(), broken(), batch())]
-    assert [result.late for result in results] == [False] * 3
+    assert [result.asynchronous for result in results] == [False] * 3
     assert [result.skipped for result in results] == [False, True, False]
     assert engine.updater.scaler.scale == 8.0
     assert clock[:2] == ["queues 0", "waits for 0"]
@@ -166,7 +166,7 @@ def test_a_loop_of_ones_own_hears_its_own_mean_later(clock: list[str]) -> None:
         losses.append(loss.detach())
         engine.backward(loss)
         result = engine.step()
-    assert result.late
+    assert result.asynchronous
     assert clock == ["queues 0", "queues 1", "waits for 0"]
     assert result.loss == pytest.approx(float(losses[1]))
 
@@ -185,7 +185,7 @@ def test_routers_of_a_mixture_learn_of_a_skipped_step_on_the_device() -> None:
 
 
 def test_a_result_can_be_shown_and_sent_and_has_no_other_names() -> None:
-    result = StepResult.on_its_way(0.1, lambda: (2.0, 3.0, False, 4.0, True))
+    result = StepResult.deferred(0.1, lambda: (2.0, 3.0, False, 4.0, True))
     for one in (pickle.loads(pickle.dumps(result)), result):
         assert repr(one) == "StepResult(loss=2.0, grad_norm=3.0, skipped=False, lr=0.1, targets=4.0, stop=True)"
     with refused(AttributeError, "StepResult", "'los'"):

@@ -19,7 +19,7 @@ MODEL = {"type": "llama", "vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, 
 def trained_weights(strategy: dict[str, Any], precision: Any) -> list[weakref.ref[torch.Tensor]]:
     """The weights of an engine after a step, and nothing else of it."""
     config = parse_sections(model=MODEL, strategy=strategy, precision=precision, device="cpu").config
-    engine = prepare_native(Preparation(config, open_world(config), say=lambda _: None))
+    engine = prepare_native(Preparation(config, open_world(config), log=lambda _: None))
     ids = torch.randint(0, 64, (2, 17))
     engine.train_step([{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}] * 2)
     return [weakref.ref(param) for param in engine.model.parameters()]

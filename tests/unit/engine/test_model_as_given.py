@@ -45,7 +45,7 @@ def half_on_meta() -> nn.Module:
 def prepared(model: Any) -> list[str]:
     config = parse_sections(optim={"type": "SGD", "lr": 0.1}).config
     said: list[str] = []
-    prepare_native(Preparation(config, open_world(config), model=model, say=said.append))
+    prepare_native(Preparation(config, open_world(config), model=model, log=said.append))
     return said
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plait.engine.forward import Mover
+from plait.engine.forward import InputMover
 
 
 class Pair(NamedTuple):
@@ -17,7 +17,7 @@ class Pair(NamedTuple):
 
 def test_every_tensor_moves_and_nothing_else_changes() -> None:
     given = {"x": [torch.ones(2), (torch.ones(3), 4)], "y": Pair(torch.ones(1), "label"), "z": None}
-    found = Mover(torch.device("meta"))(given)
+    found = InputMover(torch.device("meta"))(given)
     assert found["x"][0].is_meta
     assert found["x"][1][0].is_meta
     assert found["x"][1][1] == 4

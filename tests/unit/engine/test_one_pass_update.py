@@ -51,12 +51,12 @@ def test_it_trains_as_the_other_does(
 
 def test_one_micro_batch_in_a_smaller_format_leaves_its_gradients_as_they_are() -> None:
     engine = engine_of("one-pass", precision="bf16")
-    assert isinstance(engine.views, RoundedParams)
+    assert isinstance(engine.master_weights, RoundedParams)
     before = [p.detach().clone() for p in engine.model.parameters()]
     engine.backward(engine((torch.randn(5, 4),)))
-    assert {gradient.dtype for gradient in engine.views.gather_gradients()} == {torch.bfloat16}
+    assert {gradient.dtype for gradient in engine.master_weights.gather_gradients()} == {torch.bfloat16}
     engine.step()
-    for param, weight, then in zip(engine.model.parameters(), engine.views.tensors, before, strict=True):
+    for param, weight, then in zip(engine.model.parameters(), engine.master_weights.tensors, before, strict=True):
         assert torch.equal(param, weight.to(torch.bfloat16))
         assert not torch.equal(param, then)
 

@@ -20,7 +20,7 @@ from plait.config.rules import violations
 from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, graphs, prepare_manual, prepare_native
-from plait.engine.graphs import MOST, WARM_UP, RecordedPasses
+from plait.engine.graphs import MAX_RECORDINGS, WARM_UP, RecordedPasses
 from plait.errors import ConfigError, TrainingError
 from plait.models import LossTerm, build_model
 
@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def engine_of(model: nn.Module, said: list[str] | None = None, *, records: bool = True, **sections: Any) -> Any:
     config = parse_sections(**{"optim": ADAM, "device": "cpu", **sections}).config
     say = said.append if said is not None else lambda _text: None
-    engine: Any = prepare_native(Preparation(config, open_world(config), model=model, say=say))
+    engine: Any = prepare_native(Preparation(config, open_world(config), model=model, log=say))
     if records:
         engine._recorded = RecordedPasses(
             engine._both_passes, engine.model, engine.gradients, engine.world.device, "always", say
@@ -158,12 +158,12 @@ def test_each_kind_of_inputs_has_its_own_recording(made: list[Tape]) -> None:
 def test_no_more_than_some_kinds_are_recorded(made: list[Tape]) -> None:
     said: list[str] = []
     engine = engine_of(Net(), said)
-    for rows in range(2, MOST + 5):
+    for rows in range(2, MAX_RECORDINGS + 5):
         for _ in range(WARM_UP + 2):
             engine.train_step([{"x": torch.randn(rows, 4)}])
-    assert len(made) == MOST
+    assert len(made) == MAX_RECORDINGS
     assert len(said) == 1
-    assert not missing(said[0], "strategy.graphs", f"{MOST} ")
+    assert not missing(said[0], "strategy.graphs", f"{MAX_RECORDINGS} ")
 
 
 def test_steps_of_several_micro_batches_are_not_recorded(made: list[Tape]) -> None:

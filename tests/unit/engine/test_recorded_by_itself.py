@@ -16,11 +16,19 @@ from plait.config import parse_sections
 from plait.config.rules.strategy import can_capture, resolve_graphs
 from plait.distributed import open_world
 from plait.engine import Preparation, graphs, prepare_native
-from plait.engine.graphs import AT_FIRST, LOOKS, MOST_UNASKED, ROOM, WARM_UP, LaunchBoundDetector, RecordedPasses
+from plait.engine.graphs import (
+    IGNORED_STEPS,
+    MAX_AUTO_RECORDINGS,
+    MAX_MEMORY_SHARE,
+    OBSERVED_STEPS,
+    WARM_UP,
+    LaunchBoundDetector,
+    RecordedPasses,
+)
 from plait.plan import make_plan
 from plait.plan.hardware import find_hardware
 
-DECIDES = AT_FIRST + LOOKS + 1
+DECIDES = IGNORED_STEPS + OBSERVED_STEPS + 1
 """The step in which it is known."""
 GIB = 2**30
 
@@ -71,7 +79,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
 def engine_of(model: Net, said: list[str], *, records: bool = True) -> Any:
     config = parse_sections(optim={"type": "AdamW", "lr": 0.01, "implementation": "one-pass"}, device="cpu").config
-    engine: Any = prepare_native(Preparation(config, open_world(config), model=model, say=said.append))
+    engine: Any = prepare_native(Preparation(config, open_world(config), model=model, log=said.append))
     if records:
         engine._recorded = RecordedPasses(
             engine._both_passes, engine.model, engine.gradients, engine.world.device, "where it pays", said.append
@@ -101,7 +109,7 @@ def test_a_device_that_waits_is_recorded_and_the_steps_are_the_same(device: Devi
     assert tapes[0].replays == 6
 
 
-@pytest.mark.parametrize("busy", range(AT_FIRST + 1, AT_FIRST + LOOKS + 1))
+@pytest.mark.parametrize("busy", range(IGNORED_STEPS + 1, IGNORED_STEPS + OBSERVED_STEPS + 1))
 def test_a_device_that_is_busy_once_is_left_alone(busy: int, device: Device, tapes: list[Tape]) -> None:
     said: list[str] = []
     device.busy_in = {busy}
@@ -112,13 +120,13 @@ def test_a_device_that_is_busy_once_is_left_alone(busy: int, device: Device, tap
 
 
 def test_the_first_steps_show_nothing(device: Device, tapes: list[Tape]) -> None:
-    device.busy_in = set(range(AT_FIRST + 1))
+    device.busy_in = set(range(IGNORED_STEPS + 1))
     train(engine_of(Net(), []), DECIDES + WARM_UP)
     assert len(tapes) == 1
 
 
 def test_a_device_without_room_for_a_recording_is_left_alone(device: Device, tapes: list[Tape]) -> None:
-    device.reserved = int(ROOM * 10 * GIB) + 1
+    device.reserved = int(MAX_MEMORY_SHARE * 10 * GIB) + 1
     train(engine_of(Net(), []), DECIDES + WARM_UP + 3)
     assert tapes == []
 
@@ -147,7 +155,7 @@ def test_few_kinds_are_recorded_without_a_word(device: Device, tapes: list[Tape]
     train(engine, DECIDES)
     for rows in range(2, 7):
         train(engine, WARM_UP + 2, rows)
-    assert len(tapes) == MOST_UNASKED
+    assert len(tapes) == MAX_AUTO_RECORDINGS
     assert len(said) == 1
 
 
@@ -178,10 +186,10 @@ def test_a_loop_that_asks_for_passes_one_by_one_has_them(device: Device, tapes: 
 def test_a_look_is_not_repeated_once_it_is_known(device: Device) -> None:
     looking = LaunchBoundDetector(torch.device("cuda"))
     for _ in range(DECIDES):
-        assert looking.found is None
+        assert looking.launch_bound is None
         looking.passes_begin()
         looking.passes_end()
-    assert looking.found is True
+    assert looking.launch_bound is True
     marks = device.marks
     looking.passes_begin()
     looking.passes_end()
@@ -230,7 +238,7 @@ def test_others_are_not(given: dict[str, Any]) -> None:
 def test_on_a_cpu_nothing_is_recorded_and_nothing_said() -> None:
     said: list[str] = []
     config = parse_sections(model=RESNET, device="cpu").config
-    engine: Any = prepare_native(Preparation(config, open_world(config), say=said.append))
+    engine: Any = prepare_native(Preparation(config, open_world(config), log=said.append))
     assert engine._recorded is None
     assert not [line for line in said if "graphs" in line]
 

@@ -22,7 +22,7 @@ WORDS = "the weights were trained in bf16, and precision is fp16"
 def said_by(given: Any = None, **sections: Any) -> list[str]:
     said: list[str] = []
     config = parse_sections(device="cpu", **sections).config
-    prepare_native(Preparation(config, open_world(config), model=given, say=said.append))
+    prepare_native(Preparation(config, open_world(config), model=given, log=said.append))
     return [text for text in said if text.startswith(WORDS)]
 
 

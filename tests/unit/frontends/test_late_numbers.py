@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait.frontends.deepspeed as deepspeed
 from plait.engine import update
-from plait.engine.update import Arriving
+from plait.engine.update import AsyncHostCopy
 from plait.frontends.accelerate import Accelerator
 from plait.frontends.mmengine.logging import HistoryBuffer, MessageHub
 
@@ -31,7 +31,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that the host has waited for."""
     noted: list[int] = []
 
-    class Noted(Arriving):
+    class Noted(AsyncHostCopy):
         made = 0
 
         def __init__(self, numbers: Sequence[Tensor | float], device: torch.device) -> None:
@@ -42,7 +42,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             noted.append(self.step)
             return super().read()
 
-    monkeypatch.setattr(update, "Arriving", Noted)
+    monkeypatch.setattr(update, "AsyncHostCopy", Noted)
     return noted
 
 

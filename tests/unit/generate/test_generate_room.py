@@ -21,7 +21,7 @@ def test_the_cache_takes_what_is_predicted() -> None:
 def test_a_policy_that_has_no_room_for_a_copy_writes_as_it_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = preset("llama", "tiny").model_dump()
     config = parse_sections(model=sizes, device="cpu").config
-    engine = prepare_manual(Preparation(config, open_world(config), model=None, say=lambda _line: None))
+    engine = prepare_manual(Preparation(config, open_world(config), model=None, log=lambda _line: None))
     said: list[str] = []
     hybrid = HybridEngine(engine, config, say=said.append)
     roomy = hybrid.generate([[1, 2], [3]], Sampling(6))

@@ -24,7 +24,7 @@ def engine_with(history: int, *, scales: str = "earlier", **strategy: Any) -> An
     config = parse_sections(
         model=LLAMA, precision={"fp8": fp8}, strategy=strategy, optim={"type": "AdamW", "lr": 0.01}, device="cpu"
     ).config
-    return prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
+    return prepare_native(Preparation(config, open_world(config), log=lambda _text: None))
 
 
 def batches(count: int) -> list[Batch]:

@@ -24,7 +24,7 @@ def losses_of(precision: Any, steps: int = 30, **strategy: Any) -> tuple[list[fl
     config = parse_sections(
         model=LLAMA, precision=precision, strategy=strategy, optim={"type": "AdamW", "lr": 5e-3}, device="cpu", seed=1
     ).config
-    engine: Any = prepare_native(Preparation(config, open_world(config), say=lambda _text: None))
+    engine: Any = prepare_native(Preparation(config, open_world(config), log=lambda _text: None))
     generator = torch.Generator().manual_seed(5)
     losses = []
     for _ in range(steps):

@@ -76,7 +76,7 @@ class PlainDDP(SteppingEngine):
         self.steps += 1
         return StepResult(loss, norm, False, lr, targets, stop)
 
-    def agree_on_buffers(self) -> None:
+    def sync_buffers(self) -> None:
         """Take rank 0's running statistics."""
         for buffer in self.model.buffers() if self.world.size > 1 else ():
             dist.broadcast(buffer, 0)
@@ -137,6 +137,6 @@ class PlainDDP(SteppingEngine):
     def weights_changed(self) -> None:
         """They are the parameters themselves."""
 
-    def as_whole(self, name: str, part: Tensor) -> Tensor:
+    def as_global(self, name: str, part: Tensor) -> Tensor:
         """Return a weight as a checkpoint has it: every rank has it whole."""
         return part

@@ -544,7 +544,7 @@ class Accelerator(SavingAccelerator):
             )
         engine = next(iter(engines.values()))
         assert engine is not None
-        if sum(param.requires_grad for param in given) < len(engine.views.params):
+        if sum(param.requires_grad for param in given) < len(engine.master_weights.params):
             raise TrainingError(
                 "gradients are clipped over all parameters of an optimizer, and some are missing: pass "
                 "model.parameters() of every model that it trains"

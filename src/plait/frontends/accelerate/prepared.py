@@ -51,7 +51,7 @@ class PreparedModel(nn.Module):
         """Take an engine; `index`: which of its models this is, where it has several."""
         self.engine, self._index = engine, index
         self._params.update(_identities(self.module))
-        with engine.parts_shown():  # as it is between the backward pass and the step
+        with engine.sharded_params_registered():  # as it is between the backward pass and the step
             self._params.update(_identities(self.module))
 
     def owns(self, params: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from plait.config import RunConfig, TensorConfig
 from plait.distributed import World, is_transformers_model, restore_rng_state, rng_state, transformers_styles
-from plait.engine import LoopEngine, Preparation, Say, prepare_native
+from plait.engine import LogFunction, LoopEngine, Preparation, prepare_native
 from plait.errors import ModelError, TrainingError
 
 # How ranks share the layers of a model of `transformers`, also one with adapters of `peft`.
@@ -121,7 +121,7 @@ def build_engine(
     world: World,
     model: nn.Module,
     optimizer: Optimizer,
-    log: Say,
+    log: LogFunction,
     *,
     whole_vocabulary: bool = True,
 ) -> LoopEngine:
@@ -131,9 +131,9 @@ def build_engine(
     """
     state = rng_state(world.device)
     config = with_plan(config, model, whole_vocabulary=whole_vocabulary)
-    engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, say=log), LoopEngine)
+    engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, log=log), LoopEngine)
     if config.strategy.stage < 3:
-        engine.keep_wholes()  # as replicas have them: the main process may save or ask the model by itself
+        engine.keep_unsharded()  # as replicas have them: the main process may save or ask the model by itself
     restore_rng_state(state, world.device)
     return engine
 

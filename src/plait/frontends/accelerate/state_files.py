@@ -115,10 +115,10 @@ def save(prepared: PreparedObjects, folder: Path) -> None:
     for engine in prepared.engines:
         if engine.pending and not prepared.gradients.stepped:
             raise CheckpointError("save_state was called between backward and step: a checkpoint holds no gradients")
-        engine.agree_on_buffers()
+        engine.sync_buffers()
     with ExitStack() as stack:
         for engine in prepared.engines:
-            stack.enter_context(engine.weights_to_use())
+            stack.enter_context(engine.evaluation_weights())
         _save(prepared, folder)
 
 

@@ -146,11 +146,15 @@ class LatestStep:
         assert self._optimizer is not None
         self.result, self._place, self._before = result, place, None
         if self.scheduler is not None:
-            if result.late and hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict"):
+            if (
+                result.asynchronous
+                and hasattr(self.scheduler, "state_dict")
+                and hasattr(self.scheduler, "load_state_dict")
+            ):
                 self._before = self.scheduler.state_dict(), [_copied(group) for group in groups_of(self._optimizer)]
             if self._before is not None or not result.skipped:
                 self.scheduler.step(**(lr_kwargs or {}))
-        if not result.late:
+        if not result.asynchronous:
             self.settle()
 
     def settle(self) -> None:

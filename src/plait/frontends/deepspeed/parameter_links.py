@@ -74,7 +74,7 @@ def link_parameters(engine: ManualEngine, *, whole_nowhere: bool) -> None:
         if is_sharded(part):
             mark_parameter(part, number, ZeroParamStatus.NOT_AVAILABLE)
     _link(engine)
-    with engine.parts_shown():  # as they are between the backward pass and the step
+    with engine.sharded_params_registered():  # as they are between the backward pass and the step
         _link(engine)
         for module in engine.model.modules():
             if any(is_sharded(param) for param in module._parameters.values()):

@@ -237,8 +237,8 @@ class DeepSpeedSaver:
             raise CheckpointError(f"the ranks name different tags ({', '.join(sorted(tags))}); all must give the same")
         root = Path(save_dir)
         native, target = self._native, root / tag
-        native.agree_on_buffers()
-        with native.weights_to_use():
+        native.sync_buffers()
+        with native.evaluation_weights():
             tensors = native.state_entries()
             untrained = sorted(native.frozen())
             if not frozen:

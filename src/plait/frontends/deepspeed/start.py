@@ -211,7 +211,7 @@ def _native(
         optimizer=optimizer,
         loss_function=model.loss_of if isinstance(model, PipelineModule) else None,
         accumulation=accumulation,
-        say=_say if world.is_main else _unheard,
+        log=_say if world.is_main else _unheard,
     )
     native = prepare_native(given, ManualEngine)
     restore_rng_state(before, world.device)  # the script's own seeds go on counting
@@ -222,9 +222,9 @@ def _native(
         enter = world.heartbeat.enter
         native.on_phase = lambda phase: enter(phase, native.steps)
     if run.strategy.stage < 3 and run.strategy.layout.pp == 1:  # of a pipeline, no rank has the whole anyway
-        native.keep_wholes()
+        native.keep_unsharded()
     elif not run.strategy.compile.enabled:  # whose code has no hooks in it
-        native.open_entrances()
+        native.allow_submodule_calls()
     link_parameters(native, whole_nowhere=run.strategy.stage == 3)
     return native
 

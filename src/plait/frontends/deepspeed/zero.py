@@ -150,7 +150,7 @@ def _whole_of(param: Any) -> Tensor:
     """In the format of the parameter. It may be offloaded: then it has no memory itself, or waits for its update."""
     link = link_of(param)
     engine = None if link is None else link.engine()
-    behind = param.detach() if engine is None else engine.weight_behind(param)
+    behind = param.detach() if engine is None else engine.weight_of(param)
     alone = param.device_mesh.size() == 1  # the whole would be the very weights, and changes would not be lost
     return whole(behind).to(param.device, param.dtype, copy=alone)
 

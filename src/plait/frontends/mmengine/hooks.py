@@ -349,7 +349,7 @@ class EMAHook(Hook):
     def tensors(self, runner: Any) -> dict[str, Tensor]:
         """The average, as the logical whole that a checkpoint stores."""
         self.before_train(runner)
-        return {name: runner.engine.as_whole(name, part) for name, part in self._average.items()}
+        return {name: runner.engine.as_global(name, part) for name, part in self._average.items()}
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Remember how many weights were averaged."""
@@ -665,7 +665,7 @@ class SyncBuffersHook(Hook):
 
     def after_train_epoch(self, runner: Any) -> None:
         """Average them."""
-        runner.engine.agree_on_buffers()
+        runner.engine.sync_buffers()
 
 
 # Names of checkpoints in a work_dir: `epoch_3`, `iter_500`, `best_accuracy_epoch_3`, and which of them is the last.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.engine import Arriving
+from plait.engine import AsyncHostCopy
 from plait.errors import ConfigError, Problem
 
 _REMEMBERED = 1_000_000
@@ -160,7 +160,7 @@ class MessageHub:
 def _number(value: Any) -> float | Callable[[], float]:
     """A number; where a device has it, what waits for it: the device need not."""
     if isinstance(value, Tensor) and value.is_cuda:
-        arriving = Arriving((value.detach().reshape(()),), value.device)
+        arriving = AsyncHostCopy((value.detach().reshape(()),), value.device)
         return lambda: arriving.read()[0]
     if isinstance(value, Tensor):
         return float(value.detach())

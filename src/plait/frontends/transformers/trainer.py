@@ -48,10 +48,10 @@ _HOOK = "trainer"
 def save(accelerator: TrainerAccelerator, folder: Path) -> None:
     """Write weights and optimizer; every rank must call it."""
     engine, world = accelerator.engine, accelerator.world
-    engine.agree_on_buffers()
+    engine.sync_buffers()
     config = {**to_dict(accelerator.config), "optim": {"type": type(engine.optimizer).__name__}}
     groups = pack(groups_of(engine.optimizer), {}, "groups")
-    with engine.weights_to_use():
+    with engine.evaluation_weights():
         state = {"engine": engine.state(), "config": config, "hooks": {_HOOK: {"groups": groups}}}
         save_checkpoint(folder, engine.state_entries(), state, step=engine.steps, world=world)
 

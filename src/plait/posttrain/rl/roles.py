@@ -54,7 +54,7 @@ def make_model_roles(policy: Preparation, data: PhaseData) -> ModelRoles:
         ppo = online.method
         if ppo.reward_model is not None:
             described = described_in(ppo.reward_model, config)
-            check_reward_model(config, described, ppo.reward_model, data, policy.say)
+            check_reward_model(config, described, ppo.reward_model, data, policy.log)
             make = partial(
                 make_value_model, described, ppo.reward_model, lambda _: Judging, trust_code=config.trust_code
             )
@@ -96,7 +96,7 @@ def _frozen(policy: Preparation, make: Callable[[], nn.Module]) -> NativeEngine:
     precision = config.precision.model_copy(update={"master": config.precision.compute in ("fp32", "tf32")})
     changes = {"strategy": strategy, "precision": precision, "optim": SGDConfig(no_decay=()), "schedule": None}
     return prepare_native(
-        Preparation(config.model_copy(update=changes), policy.world, model=lambda: _held_still(make()), say=policy.say)
+        Preparation(config.model_copy(update=changes), policy.world, model=lambda: _held_still(make()), log=policy.log)
     )
 
 

@@ -625,7 +625,7 @@ class BaseRunner(Checkpoints):
             settings, work_dir=self.work_dir, seed=self.seed, deterministic=self.deterministic, log={"console": "none"}
         )
         generators = rng_state(self.device)
-        given = Preparation(self.config, self.world, model=model, optimizer=optimizer, say=self.logger.warning)
+        given = Preparation(self.config, self.world, model=model, optimizer=optimizer, log=self.logger.warning)
         self._engine = engine = prepare_manual(given)
         restore_rng_state(generators, self.device)  # what preparing drew is not missing afterwards
         self.model = engine.model

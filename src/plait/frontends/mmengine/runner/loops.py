@@ -202,7 +202,7 @@ class EvaluationLoop(BaseLoop):
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         runner.enter(Phase.EVALUATE)
-        runner.engine.agree_on_buffers()
+        runner.engine.sync_buffers()
         runner.model.eval()
         self._losses: dict[str, list[float]] = {}
         for index, batch in enumerate(self.dataloader):

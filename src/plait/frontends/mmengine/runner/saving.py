@@ -59,14 +59,14 @@ class MMEngineSaver:
         self.wait()
         runner.enter(Phase.SAVE)
         on_main(runner.world, lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        runner.engine.agree_on_buffers()
+        runner.engine.sync_buffers()
         if self._root != path.parent:
             self.close()
             self._root = path.parent
         if self._writer is None:
             background = runner.config.checkpoint.async_save
             self._writer = CheckpointWriter(path.parent, runner.world, background=background)
-        with runner.engine.weights_to_use():
+        with runner.engine.evaluation_weights():
             tensors = runner.engine.state_entries()
             if not optimizer:
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim.")}
