@@ -31,7 +31,6 @@ from plait.config import (
     choose,
     choose_type,
     entry_points_of,
-    parse,
     parse_stored,
     read_json_object,
     text_sources,
@@ -477,21 +476,15 @@ def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
 
 
 def translation_of(path: Path) -> tuple[str, Translation]:
-    """Which framework a configuration is of, and what it says in Plait's words."""
-    from plait.frontends.accelerate import is_accelerate
-    from plait.frontends.accelerate import translate as from_accelerate
-    from plait.frontends.deepspeed import KEYS, read_config
-    from plait.frontends.deepspeed import translate as from_deepspeed
+    """Return the framework that a configuration is of, and the run description that it stands for."""
+    from plait.frontends import accelerate, deepspeed
 
-    config = read_config(path)
-    known: list[tuple[str, bool, Callable[[Path], Translation]]] = [
-        ("Accelerate", is_accelerate(config), from_accelerate),
-        ("DeepSpeed", any(key in KEYS for key in config) and not _is_ours(config), from_deepspeed),
-    ]
-    for name, fits, translate in known:
-        if fits:
-            return name, translate(path)
-    if _is_ours(config):
+    config = deepspeed.read_config(path)
+    if accelerate.is_accelerate(config):
+        return "Accelerate", accelerate.translate(path)
+    if deepspeed.is_deepspeed(config):
+        return "DeepSpeed", deepspeed.translate(path)
+    if config and all(key in RunConfig.model_fields for key in config):
         raise ConfigError(Problem("SRC", f"{str(path)!r} is a run description already", "Use it as it is."))
     message = f"{str(path)!r} is neither a configuration of DeepSpeed nor one of Accelerate"
     raise ConfigError(Problem("SRC", message, "Give a ds_config.json, or the YAML of `accelerate config`."))
@@ -513,20 +506,6 @@ def _search(path: Path) -> dict[str, Any]:
 
     tuning = search(path)
     return {} if tuning is None or not tuning.enabled else tuning.config.model_dump(mode="json", exclude_defaults=True)
-
-
-def _is_ours(config: dict[str, Any]) -> bool:
-    from plait.frontends.deepspeed import KEYS
-
-    if not config or not all(key in RunConfig.model_fields for key in config):
-        return False
-    if not all(key in KEYS for key in config):
-        return True
-    try:  # `checkpoint` alone may be anybody's: what is in it tells
-        parse(config)
-    except ConfigError:
-        return False
-    return True
 
 
 def _show_key_report(file: str, name: str, report: KeyReport) -> None:

@@ -222,9 +222,8 @@ def _load_streamed(checkpoint_folder: Path, config: RunConfig | None, opening: O
     if config is None or opening.adapter is not None or opening.dtype != "auto":
         raise GenerateError("--offload takes checkpoints of Plait as they are: convert the model or merge its adapter")
     world = open_world(config)
-    model, stream = build_streamed(
-        config, world.device, tier=tier, folder=Path(opening.offload_path or checkpoint_folder)
-    )  # type: ignore[arg-type]
+    folder = Path(opening.offload_path or checkpoint_folder)
+    model, stream = build_streamed(config, world.device, tier=tier, folder=folder)  # type: ignore[arg-type]
     tensors = {f"model.{name}": tensor for name, tensor in stream.tensors().items()}
     tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
     load_into(open_checkpoint(checkpoint_folder), tensors, world=world, ignore=("optim.", "rng.", "hook."))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed import zero as zero
     from plait.frontends.deepspeed.accelerator import get_accelerator as get_accelerator
     from plait.frontends.deepspeed.comm import init_distributed as init_distributed
-    from plait.frontends.deepspeed.config import KEYS as KEYS
+    from plait.frontends.deepspeed.config import is_deepspeed as is_deepspeed
     from plait.frontends.deepspeed.config import search as search
     from plait.frontends.deepspeed.config import translate as translate
     from plait.frontends.deepspeed.config.read import read_config as read_config
@@ -65,7 +65,7 @@ else:
             "comm": ["init_distributed"],
             "config.read": ["read_config"],
             "config.autotuning": ["search"],
-            "config.translate": ["KEYS", "translate"],
+            "config.translate": ["is_deepspeed", "translate"],
             "engine": ["DeepSpeedEngine"],
             "inference": ["InferenceEngine", "init_inference"],
             "pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"],

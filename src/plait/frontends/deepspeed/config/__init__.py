@@ -2,6 +2,6 @@
 
 from plait.frontends.deepspeed.config.autotuning import search
 from plait.frontends.deepspeed.config.read import read_config
-from plait.frontends.deepspeed.config.translate import KEYS, translate
+from plait.frontends.deepspeed.config.translate import is_deepspeed, translate
 
-__all__ = ["KEYS", "read_config", "search", "translate"]
+__all__ = ["is_deepspeed", "read_config", "search", "translate"]

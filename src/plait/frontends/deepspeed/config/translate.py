@@ -73,6 +73,20 @@ TOP_TABLE: Table = {
 KEYS = frozenset([*TOP_TABLE, *sections.OLD_NAMES])
 """The names of top-level keys, old ones included."""
 
+
+def is_deepspeed(config: Mapping[str, Any]) -> bool:
+    """Whether a mapping is a configuration of DeepSpeed, not of Plait; a few top-level keys are of both."""
+    if not any(key in KEYS for key in config):
+        return False
+    if not all(key in KEYS and key in RunConfig.model_fields for key in config):
+        return not all(key in RunConfig.model_fields for key in config)
+    try:  # `checkpoint` alone is a key of both: what is in it decides
+        parse(config)
+    except ConfigError:
+        return True
+    return False
+
+
 HOMES = {
     **{name: "fp16" for name in precision.FP16 if name != "enabled"},
     **dict.fromkeys(sections.ACTIVATIONS, "activation_checkpointing"),
