@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from plait.frontends.accelerate.loader import BatchShare, RecordedSampler, ShareDataset, ShareSampler, SkippingSampler
+from plait.frontends.accelerate.data_loader import (
+    BatchShare,
+    RecordedSampler,
+    ShareDataset,
+    ShareSampler,
+    SkippingSampler,
+)
 
 theirs = pytest.importorskip("accelerate.data_loader")
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.config import machines as machines
     from plait.frontends.accelerate.config import processes as processes
     from plait.frontends.accelerate.config import translate as translate
-    from plait.frontends.accelerate.loader import skip_first_batches as skip_first_batches
+    from plait.frontends.accelerate.data_loader import skip_first_batches as skip_first_batches
+    from plait.frontends.accelerate.optimizer import PreparedOptimizer as PreparedOptimizer
     from plait.frontends.accelerate.plugins import AutocastKwargs as AutocastKwargs
     from plait.frontends.accelerate.plugins import DataLoaderConfiguration as DataLoaderConfiguration
     from plait.frontends.accelerate.plugins import DDPCommunicationHookType as DDPCommunicationHookType
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.plugins import TorchDynamoPlugin as TorchDynamoPlugin
     from plait.frontends.accelerate.prepared import Gatherer as Gatherer
     from plait.frontends.accelerate.prepared import PreparedModel as PreparedModel
-    from plait.frontends.accelerate.prepared import PreparedOptimizer as PreparedOptimizer
-    from plait.frontends.accelerate.prepared_engine import backward as backward
-    from plait.frontends.accelerate.prepared_engine import build_engine as build_engine
+    from plait.frontends.accelerate.prepared import backward as backward
+    from plait.frontends.accelerate.prepared import build_engine as build_engine
     from plait.frontends.accelerate.process import PartialState as PartialState
     from plait.frontends.accelerate.settings import build_config as build_config
     from plait.frontends.accelerate.settings import merged as merged
@@ -53,7 +53,8 @@ else:
         {
             "accelerator": ["Accelerator"],
             "config": ["as_overrides", "is_accelerate", "machines", "processes", "translate"],
-            "loader": ["skip_first_batches"],
+            "data_loader": ["skip_first_batches"],
+            "optimizer": ["PreparedOptimizer"],
             "plugins": [
                 "AutocastKwargs",
                 "DDPCommunicationHookType",
@@ -70,8 +71,7 @@ else:
                 "TorchDynamoPlugin",
                 "ProfileKwargs",
             ],
-            "prepared": ["Gatherer", "PreparedModel", "PreparedOptimizer"],
-            "prepared_engine": ["backward", "build_engine"],
+            "prepared": ["Gatherer", "PreparedModel", "backward", "build_engine"],
             "process": ["PartialState"],
             "settings": ["build_config", "merged"],
             "state_files": ["PLACED", "full_weights", "groups_of", "pack", "restore_groups", "unpack"],

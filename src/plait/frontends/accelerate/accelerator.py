@@ -18,7 +18,7 @@ from plait.distributed import World, accelerate_environment, open_world
 from plait.engine import LoopEngine
 from plait.errors import ConfigError, ModelError, Problem, TrainingError
 from plait.frontends.accelerate import state_files
-from plait.frontends.accelerate.loader import (
+from plait.frontends.accelerate.data_loader import (
     BatchShare,
     GradientState,
     PreparedLoader,
@@ -27,6 +27,7 @@ from plait.frontends.accelerate.loader import (
     skip_first_batches,
     step_count,
 )
+from plait.frontends.accelerate.optimizer import PreparedOptimizer
 from plait.frontends.accelerate.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -36,22 +37,19 @@ from plait.frontends.accelerate.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from plait.frontends.accelerate.prepared import (
-    DummyOptim,
-    DummyScheduler,
-    Gatherer,
-    PreparedModel,
-    PreparedOptimizer,
-    PreparedScheduler,
-    make_optimizer,
-    make_scheduler,
-    refuse_two,
-)
-from plait.frontends.accelerate.prepared_engine import Joint, backward, build_engine
+from plait.frontends.accelerate.prepared import Gatherer, Joint, PreparedModel, backward, build_engine
 from plait.frontends.accelerate.process import Processes
+from plait.frontends.accelerate.scheduler import PreparedScheduler
 from plait.frontends.accelerate.settings import arguments_of_launcher, build_config, deepspeed_plugin_of
 from plait.frontends.accelerate.state import remember
 from plait.frontends.accelerate.tracking import Trackers, choose_trackers
+from plait.frontends.accelerate.utils.deepspeed import (
+    DummyOptim,
+    DummyScheduler,
+    make_optimizer,
+    make_scheduler,
+    refuse_duplicate,
+)
 from plait.frontends.deepspeed import Recipe, Scheduler
 from plait.precision import make_policy
 
@@ -186,14 +184,14 @@ class PreparingAccelerator(Processes):
                 prepared[id(given)] = self.prepare_scheduler(given)
         for given in prepared.values():
             if isinstance(given, PreparedModel):
-                given.place()  # unless it has an engine: a model that is sharded must not be on the device in full
+                given.to_device()  # unless it has an engine: a model that is sharded must not be on the device in full
         results = tuple(prepared[id(given)] for given in objects)
         return results if len(results) > 1 else results[0]
 
     def prepare_model(self, model: nn.Module, **_: Any) -> nn.Module:
         """Return a model on the device. It is parallelized when its optimizer is prepared, and only runs until then."""
         prepared = self._wrapped(model)
-        prepared.place()
+        prepared.to_device()
         return prepared
 
     def _wrapped(self, model: nn.Module) -> PreparedModel:
@@ -210,7 +208,7 @@ class PreparingAccelerator(Processes):
         if isinstance(optimizer, DummyOptim):
             params = optimizer.parameters
         else:
-            refuse_two(self._recipe, "optimizer")
+            refuse_duplicate(self._recipe, "optimizer")
             params = [param for group in optimizer.param_groups for param in group["params"]]
         owners = [model for model in self._models if model.owns(params)]
         if not owners:
@@ -235,7 +233,7 @@ class PreparingAccelerator(Processes):
             owner.bind(engine, index if joint else None)
             owner.train(mode)
         prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)
-        prepared.stands_for = dummy
+        prepared.given = dummy
         self._optimizers.append(prepared)
         return prepared
 
@@ -276,7 +274,7 @@ class PreparingAccelerator(Processes):
         mine = [
             optimizer
             for optimizer in self._optimizers
-            if any(scheduler.optimizer is one for one in (optimizer, optimizer.optimizer, optimizer.stands_for))
+            if any(scheduler.optimizer is one for one in (optimizer, optimizer.optimizer, optimizer.given))
         ]
         times = 1 if self.dataloader_config.split_batches else self.world.layout.data_parallel
         if isinstance(scheduler, (Scheduler, DummyScheduler)):  # DeepSpeed's schedulers count optimizer steps
@@ -285,7 +283,7 @@ class PreparingAccelerator(Processes):
                 scheduler = make_scheduler(self._recipe, scheduler, wrapped, ranks=times)
             times = 1
         else:
-            refuse_two(self._recipe, "scheduler")
+            refuse_duplicate(self._recipe, "scheduler")
         prepared = PreparedScheduler(
             scheduler,
             mine or self._optimizers,

@@ -1,4 +1,4 @@
-"""`accelerate.logging`: a logger that speaks once, not once a rank."""
+"""`accelerate.logging`: a logger that logs once, not once per rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """Writes on the main process alone, unless `main_process_only=False`; with `in_order=True` rank after rank."""
+    """Logs on the main process only, unless `main_process_only=False`; with `in_order=True` rank after rank."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log, where this process is one that is to."""
+        """Log, if this process is to."""
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
@@ -30,12 +30,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
                 dist.barrier()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The message as it is."""
+        """Return the message unchanged."""
         return msg, kwargs
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """A logger for scripts with several ranks."""
+    """Return a logger for scripts with several ranks."""
     logger = logging.getLogger(name)
     if log_level is not None:
         logger.setLevel(log_level.upper())

@@ -1,4 +1,4 @@
-"""What is said of a name of Accelerate that is not offered here."""
+"""What to use in place of names of Accelerate that this front end lacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from plait.frontends import Absent
 
 _WHOLE = "models for inference alone are loaded and placed with transformers or with Accelerate itself"
 _LAUNCH = "start the script with `plait launch` or torchrun; one process needs no launcher"
-_PRECISION = "Accelerator(sections={'precision': 'fp8'}) has products in 8 bits"
+_PRECISION = "Accelerator(sections={'precision': 'fp8'}) computes matrix products in 8 bits"
 _INSTEAD = {
     **dict.fromkeys(
         (
@@ -24,11 +24,11 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("debug_launcher", "launchers", "notebook_launcher"), _LAUNCH),
     **dict.fromkeys(("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"), _PRECISION),
-    "GradientState": "an Accelerator has one of its own, `accelerator.gradient_state`",
+    "GradientState": "use `accelerator.gradient_state`",
     "MegatronLMPlugin": "write `megatron_lm_config` in the file of Accelerator(config_file=…), or `strategy.layout`",
-    "inference": "`strategy.layout.pp` with `plait train` has stages",
-    "local_sgd": "gradients are summed in every step; `gradient_accumulation_steps` makes them fewer",
-    "prepare_pippy": "`strategy.layout.pp` with `plait train` has stages",
+    "inference": "set `strategy.layout.pp` and use `plait train` for pipeline stages",
+    "local_sgd": "gradients are reduced in every step; `gradient_accumulation_steps` reduces them less often",
+    "prepare_pippy": "set `strategy.layout.pp` and use `plait train` for pipeline stages",
 }
 
 _ABSENT = Absent("plait.frontends.accelerate", "accelerate", "Accelerate", "docs/accelerate.md", _INSTEAD)

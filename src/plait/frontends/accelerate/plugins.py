@@ -1,7 +1,6 @@
-"""Accelerate's plugins and handlers: the same names and arguments, each read through the same words as a file.
+"""Accelerate's plugins and handlers, under the same names and with the same arguments.
 
-A plugin's `as_config` gives the keys that an `accelerate` YAML would have; what becomes of them is decided in one
-place, for both.
+A plugin's `as_config` returns the keys that an `accelerate` YAML would have, so that both are translated alike.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from plait.frontends.accelerate.config import SHARDING
 
 
 class DistributedType(StrEnum):
-    """What a script may ask an `Accelerator` for: whether there are ranks, and whether each has the whole model."""
+    """`Accelerator.distributed_type`: whether there are several ranks, and whether each has the full model."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     MULTI_XPU = "MULTI_XPU"
     FSDP = "FSDP"
-    """Weights or states are spread, by whichever words that was asked for."""
+    """Weights, gradients or optimizer states are sharded, however that was configured."""
     DEEPSPEED = "DEEPSPEED"
-    """Never answered: DeepSpeed's engine is not there, and what scripts do with it would fail."""
+    """Never returned: what scripts do with DeepSpeed's engine would fail without it."""
 
 
 @dataclass
 class GradientAccumulationPlugin:
-    """How micro-batches make up a step."""
+    """How gradients accumulate over micro-batches."""
 
     num_steps: int = 1
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-    """Of no effect here: what is kept between micro-batches follows from the ZeRO stage."""
+    """No effect: the ZeRO stage decides what is kept between micro-batches."""
 
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are spread over ranks."""
+    """How the batches of loaders are shared between ranks."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -54,12 +53,12 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
-    """Of no effect here: where a loader stands is always saved and restored, see `skip_first_batches`."""
+    """No effect: the position of a loader is always saved and restored, see `skip_first_batches`."""
 
 
 @dataclass
 class ProjectConfiguration:
-    """Where a script writes."""
+    """The folders that a script writes to."""
 
     project_dir: str | Path | None = None
     logging_dir: str | Path | None = None
@@ -73,7 +72,7 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Write to another folder."""
+        """Set the folder to write to."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -109,7 +108,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def as_config(self) -> dict[str, Any]:
-        """The keys of an `accelerate` YAML."""
+        """Return the keys of an `accelerate` YAML."""
         section = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -119,7 +118,7 @@ class FullyShardedDataParallelPlugin:
         return {"distributed_type": "FSDP", "fsdp_config": section}
 
     def precision(self) -> dict[str, str]:
-        """The section `precision` that its policy stands for."""
+        """Return the section `precision` that the mixed-precision policy stands for."""
         policy = self.mixed_precision_policy
         if policy is None:
             return {}
@@ -138,7 +137,7 @@ _POLICIES = {
 
 
 def _plain_value(value: Any) -> Any:
-    """A value of torch's as the word for it."""
+    """Return the YAML value for an object of torch."""
     name = getattr(getattr(value, "func", value), "__name__", None)  # partial(size_based_auto_wrap_policy, …)
     if name in _POLICIES:
         return _POLICIES[name]
@@ -152,7 +151,7 @@ def _plain_value(value: Any) -> Any:
 
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed's settings, from its own configuration or from these arguments."""
+    """DeepSpeed's settings, from its configuration or from these arguments."""
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | None = None
@@ -167,7 +166,7 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
 
     def as_config(self) -> dict[str, Any]:
-        """The keys of an `accelerate` YAML."""
+        """Return the keys of an `accelerate` YAML."""
         names = {"hf_ds_config": "deepspeed_config_file", "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         section = {names.get(name, name): value for name, value in given.items() if value is not None}
@@ -175,7 +174,7 @@ class DeepSpeedPlugin:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The DeepSpeed configuration itself, which scripts look into."""
+        """The DeepSpeed configuration, which scripts read."""
         from plait.frontends.accelerate.config import deepspeed_config
         from plait.frontends.deepspeed import read_config
 
@@ -195,7 +194,7 @@ class ParallelismConfig:
     cp_size: int = 1
 
     def as_config(self) -> dict[str, Any]:
-        """The keys of an `accelerate` YAML."""
+        """Return the keys of an `accelerate` YAML."""
         sizes = {f"parallelism_config_{field.name}": getattr(self, field.name) for field in fields(self)}
         return {"parallelism_config": sizes}
 
@@ -211,7 +210,7 @@ class TorchDynamoPlugin:
     use_regional_compilation: bool = False
 
     def as_config(self) -> dict[str, Any]:
-        """The keys of an `accelerate` YAML."""
+        """Return the keys of an `accelerate` YAML."""
         section: dict[str, Any] = {"dynamo_backend": str(getattr(self.backend, "value", self.backend))}
         names = {"mode": "dynamo_mode", "fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
         names["use_regional_compilation"] = "dynamo_use_regional_compilation"
@@ -220,7 +219,7 @@ class TorchDynamoPlugin:
 
 
 class DDPCommunicationHookType(StrEnum):
-    """How DistributedDataParallel sends gradients. PowerSGD's approximations are refused."""
+    """How DistributedDataParallel reduces gradients. PowerSGD is refused."""
 
     NO = "no"
     FP16 = "fp16"
@@ -231,7 +230,7 @@ class DDPCommunicationHookType(StrEnum):
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """Options of DistributedDataParallel. The size of a bucket and the format of the sums say something here."""
+    """Options of DistributedDataParallel. Only the bucket size and the reduction dtype have an effect."""
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -245,26 +244,26 @@ class DistributedDataParallelKwargs:
     comm_state_option: dict[str, Any] | None = None
 
     def sections(self) -> dict[str, Any]:
-        """What they set."""
+        """Return the sections of the run description that they set."""
         sections: dict[str, Any] = {"strategy": {"bucket_mb": float(self.bucket_cap_mb)}}
         hooks = {name: str(getattr(self, name) or "no").lower() for name in ("comm_hook", "comm_wrapper")}
         for name, hook in hooks.items():
             if hook not in ("no", "fp16", "bf16"):
-                message = f"{hook} cannot be had: gradients are summed as they are, or rounded to fp16 or bf16"
+                message = f"{hook} is not supported: gradients are reduced in their own dtype, in fp16 or in bf16"
                 remedy = "Leave it out, or write DDPCommunicationHookType.BF16."
                 raise ConfigError(Problem(f"DistributedDataParallelKwargs.{name}", message, remedy))
-        asked = sorted({hook for hook in hooks.values() if hook != "no"})
-        if len(asked) > 1:
-            message = f"comm_hook is {hooks['comm_hook']} and comm_wrapper is {hooks['comm_wrapper']}"
-            raise ConfigError(Problem("DistributedDataParallelKwargs", message, "Name one format for the sums."))
-        if asked:
-            sections["precision"] = {"reduce": asked[0]}
+        dtypes = sorted({hook for hook in hooks.values() if hook != "no"})
+        if len(dtypes) > 1:
+            message = f"comm_hook is {hooks['comm_hook']}, but comm_wrapper is {hooks['comm_wrapper']}"
+            raise ConfigError(Problem("DistributedDataParallelKwargs", message, "Set one dtype for both."))
+        if dtypes:
+            sections["precision"] = {"reduce": dtypes[0]}
         return sections
 
 
 @dataclass
 class GradScalerKwargs:
-    """How the fp16 loss scale moves."""
+    """The fp16 loss scaler."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -275,13 +274,13 @@ class GradScalerKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """How ranks are connected."""
+    """Backend and timeout of the process group."""
 
     backend: str | None = None
     timeout: timedelta | None = None
 
     def sections(self) -> dict[str, Any]:
-        """What they set."""
+        """Return the sections of the run description that they set."""
         sections: dict[str, Any] = {}
         if self.backend is not None:
             sections["backend"] = self.backend
@@ -292,13 +291,13 @@ class InitProcessGroupKwargs:
 
 @dataclass
 class AutocastKwargs:
-    """What `accelerator.autocast()` does."""
+    """Arguments of `accelerator.autocast()`."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
 
 
-# `accelerator.profile()`: torch's profiler around a part of a script.
+# `accelerator.profile()`: torch's profiler.
 
 
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
@@ -319,11 +318,11 @@ class ProfileKwargs:
     output_trace_dir: str | Path | None = None
 
     def build(self) -> profile:
-        """The profiler that they describe."""
+        """Return the profiler with these options."""
         unknown = [activity for activity in self.activities or () if activity not in _ACTIVITIES]
         if unknown:
             remedy = f"Write {', '.join(_ACTIVITIES)}."
-            raise ConfigError(Problem("ProfileKwargs.activities", f"{unknown[0]!r} is nothing to look at", remedy))
+            raise ConfigError(Problem("ProfileKwargs.activities", f"{unknown[0]!r} is not an activity", remedy))
         return profile(
             activities=None if self.activities is None else [_ACTIVITIES[activity] for activity in self.activities],
             schedule=None if self.schedule_option is None else schedule(**self.schedule_option),
@@ -336,7 +335,7 @@ class ProfileKwargs:
         )
 
     def export(self, profiler: profile, rank: int) -> None:
-        """Write the trace, one file a rank, where a folder was named."""
+        """Write the trace, one file per rank, if `output_trace_dir` is set."""
         if self.output_trace_dir is not None:
             folder = Path(self.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,32 +1,27 @@
-"""What `prepare` returns: the user's model, optimizer and scheduler, on an engine."""
+"""The model that `prepare` returns, the engine behind it, and collectives on nested tensors."""
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.distributed import World
-from plait.engine import LoopEngine, StepResult
-from plait.errors import ConfigError, Problem, TrainingError
-from plait.frontends.deepspeed import Parameters, Recipe
-from plait.torch_internals import count_schedule_step, schedule_steps
-
-if TYPE_CHECKING:
-    from plait.frontends.accelerate.loader import GradientState
+from plait.config import RunConfig, TensorConfig
+from plait.distributed import World, is_transformers_model, restore_rng_state, rng_state, transformers_styles
+from plait.engine import LogFunction, LoopEngine, Preparation, prepare_native
+from plait.errors import ModelError, TrainingError
 
 
 class PreparedModel(nn.Module):
     """A model on its engine. Called like the model; `module` is the model itself.
 
-    Until an optimizer comes, there is no engine: it computes, and does not train.
+    There is no engine until its optimizer is prepared: until then it runs, but does not train.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -34,32 +29,32 @@ class PreparedModel(nn.Module):
         self.module = module
         self.engine: LoopEngine | None = None
         self.syncs = True
-        """Whether backward passes are complete, not in `no_sync`."""
+        """Whether backward passes reduce gradients: false inside `no_sync`."""
         self.in_graph = False
-        """Whether it was called for a loss since the last step."""
+        """Whether it was called with gradients enabled since the last step."""
         self._device = device
         self._dtype = dtype
         self._index: int | None = None
         self._params = _identities(module)
 
-    def place(self) -> None:
-        """Have it on the device; an engine has seen to that, and something on the meta device waits for one."""
+    def to_device(self) -> None:
+        """Move the model to the device, unless it has an engine, or is on the meta device and waits for one."""
         if self.engine is None and not any(param.is_meta for param in self.module.parameters()):
             self.module.to(self._device)
 
     def bind(self, engine: LoopEngine, index: int | None) -> None:
-        """Take an engine; `index`: which of its models this is, where it has several."""
+        """Attach the engine; `index`: which of the engine's models this is, if it has several."""
         self.engine, self._index = engine, index
         self._params.update(_identities(self.module))
         with engine.sharded_params_registered():  # as it is between the backward pass and the step
             self._params.update(_identities(self.module))
 
     def owns(self, params: Sequence[Tensor]) -> bool:
-        """Whether one of the parameters is this model's, as it is or as it was before it was prepared."""
+        """Whether one of the parameters is this model's, now or before it was prepared."""
         return any(_same(self._params.get(id(param)), param) for param in params)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model says; in mixed precision, its floating-point answers in fp32."""
+        """Return the model's outputs; in mixed precision, floating-point outputs in fp32."""
         if self.engine is None:
             args, kwargs = _to(args, self._device), _to(kwargs, self._device)
             mixed = self._dtype is not None
@@ -94,7 +89,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def in_fp32(value: Any) -> Any:
-    """The floating-point tensors of an answer in fp32; everything else as it is."""
+    """Return nested values with 16-bit tensors in fp32; everything else unchanged."""
     return apply(lambda tensor: tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor, value)
 
 
@@ -104,7 +99,7 @@ def apply(function: Any, value: Any) -> Any:
 
 
 def apply_to_all(function: Any, value: Any) -> Any:
-    """The same for whatever is in them."""
+    """Apply a function to every leaf of nested lists, tuples and mappings, which keep their types."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(apply_to_all(function, item) for item in value))
     if isinstance(value, (list, tuple)):
@@ -114,135 +109,11 @@ def apply_to_all(function: Any, value: Any) -> Any:
     return function(value)
 
 
-class PreparedOptimizer(Optimizer):
-    """The user's optimizer. `step` and `zero_grad` do nothing while gradients accumulate."""
-
-    def __init__(self, optimizer: Optimizer, models: Sequence[PreparedModel], gradients: GradientState) -> None:
-        # As a scheduler sees it, it is the optimizer: its groups and states are the same objects.
-        self.optimizer = optimizer
-        self.models = list(models)
-        self.last: StepResult | None = None
-        """What the last step did."""
-        self.stands_for: Any = optimizer
-        """What the script gave for it."""
-        self._gradients = gradients
-
-    @property
-    def engine(self) -> LoopEngine:
-        """What it steps."""
-        engine = self.models[0].engine
-        assert engine is not None
-        return engine
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The user's groups, over what is updated."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The user's optimizer's."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The user's optimizer's."""
-        return self.optimizer.defaults
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the weights, where the gradients are complete."""
-        if closure is not None:
-            raise TrainingError("a closure calls the model from inside a step; call it before, then step()")
-        if not self._gradients.sync_gradients:
-            return
-        if self.engine.pending:  # without gradients torch's optimizers do nothing either
-            self.last = self.engine.step()
-            self._gradients.stepped = True
-        for model in self.models:
-            model.in_graph = False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients. After a step there are none left; before one they are lost."""
-        if self._gradients.sync_gradients and self.engine.pending:
-            self.engine.discard()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because something was not finite."""
-        return self.last is not None and self.last.skipped
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether that was fp16's search for a loss scale. In other formats a step counts whatever became of it, as it
-        does with Accelerate and in the engine, and nobody waits for a device that has yet to tell."""
-        return self.engine.scaler is not None and self.step_was_skipped
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part, as torch gives it; `save_state` writes the whole."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave on the same rank."""
-        self.optimizer.load_state_dict(state_dict)
-
-    def train(self) -> None:
-        """For optimizers that have a mode."""
-        if hasattr(self.optimizer, "train"):
-            self.optimizer.train()
-
-    def eval(self) -> None:
-        """For optimizers that have a mode."""
-        if hasattr(self.optimizer, "eval"):
-            self.optimizer.eval()
-
-
-class PreparedScheduler:
-    """The user's scheduler: steps with the optimizer, once for each batch of the original loader."""
-
-    def __init__(
-        self,
-        scheduler: Any,
-        optimizers: Sequence[PreparedOptimizer],
-        gradients: GradientState,
-        *,
-        with_optimizer: bool,
-        times: int,
-    ) -> None:
-        """`times`: steps of the scheduler in one of the optimizer."""
-        self.scheduler = scheduler
-        self.optimizers = list(optimizers)
-        self._gradients = gradients
-        self._with_optimizer = with_optimizer
-        self._times = times
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, unless the optimizer looks for a loss scale that it can step with."""
-        if not self._with_optimizer:
-            self.scheduler.step(*args, **kwargs)
-            return
-        if not self._gradients.sync_gradients:
-            if self._gradients.adjust_scheduler and schedule_steps(self.scheduler) is not None:
-                count_schedule_step(self.scheduler)
-            return
-        if any(optimizer.overflowed for optimizer in self.optimizers):
-            return
-        for _ in range(self._times):
-            # OneCycleLR refuses to go beyond its end, and a last batch that is not full would take it there.
-            done = schedule_steps(self.scheduler) or 0
-            if done <= getattr(self.scheduler, "total_steps", done):
-                self.scheduler.step(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.scheduler, name)
-
-
 # Tensors and objects of all ranks, in the order of the data.
 
 
 class Gatherer:
-    """Collectives over the ranks that see different data, one of each where several see the same."""
+    """Collectives over the data-parallel ranks; of ranks with the same data, one counts."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -252,7 +123,7 @@ class Gatherer:
         self._ranks = [ranks[share] for share in sorted(ranks)]
 
     def gather(self, value: Any) -> Any:
-        """Each tensor of nested values, from every rank, one after another along the first dimension."""
+        """Return nested values with each tensor concatenated over all ranks, along the first dimension."""
         return apply(self._gather, value)
 
     def _gather(self, tensor: Tensor) -> Tensor:
@@ -265,14 +136,14 @@ class Gatherer:
         return torch.cat([tensors[rank] for rank in self._ranks])
 
     def gather_objects(self, value: Sequence[Any]) -> list[Any]:
-        """Every rank's objects, as one list."""
+        """Return every rank's objects as one list."""
         lists = self._world.gather(list(value) if isinstance(value, (list, tuple)) else [value])
         return [item for rank in self._ranks for item in lists[rank]]
 
     def gather_for_metrics(self, value: Any, gradients: Any, *, as_objects: bool) -> Any:
-        """Everything of a round of batches, without the samples that were repeated to fill it up.
+        """Return the values of all ranks, without the samples that were repeated to fill the last batches.
 
-        `gradients` knows whether the round is the last one, and how many of its samples are no repetitions.
+        `gradients` knows whether these batches are the last, and how many of their samples are not repetitions.
         """
         objects = as_objects or not has_only_tensors(value)
         data = self.gather_objects(value) if objects else self.gather(value)
@@ -282,9 +153,9 @@ class Gatherer:
         return data[:count] if objects else first_rows(data, count)
 
     def reduce(self, value: Any, reduction: str, scale: float) -> Any:
-        """The sum or mean of each tensor over all ranks, times `scale`."""
+        """Return the sum or mean of each tensor over all ranks, times `scale`."""
         if reduction not in ("sum", "mean", "none"):
-            raise TrainingError(f"reduction={reduction!r} is not known: write 'sum', 'mean' or 'none'")
+            raise TrainingError(f"reduction={reduction!r} is not supported: write 'sum', 'mean' or 'none'")
 
         def one(tensor: Tensor) -> Tensor:
             total = tensor.detach().clone()
@@ -297,7 +168,7 @@ class Gatherer:
         return apply(one, value)
 
     def pad(self, value: Any, *, dim: int, pad_index: int, pad_first: bool) -> Any:
-        """Each tensor as long along `dim` as the longest of all ranks, filled up with `pad_index`."""
+        """Return each tensor padded along `dim` with `pad_index` to the longest of all ranks."""
 
         def one(tensor: Tensor) -> Tensor:
             if self._world.size == 1 or not -tensor.ndim <= dim < tensor.ndim:
@@ -308,14 +179,14 @@ class Gatherer:
                 return tensor
             shape = list(tensor.shape)
             shape[dim] = missing
-            filling = tensor.new_full(shape, pad_index)
-            return torch.cat((filling, tensor) if pad_first else (tensor, filling), dim=dim)
+            padding = tensor.new_full(shape, pad_index)
+            return torch.cat((padding, tensor) if pad_first else (tensor, padding), dim=dim)
 
         return apply(one, value)
 
 
 def has_only_tensors(value: Any) -> bool:
-    """Whether nested values are tensors throughout."""
+    """Whether all leaves of nested values are tensors."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, dict):
@@ -324,82 +195,141 @@ def has_only_tensors(value: Any) -> bool:
 
 
 def first_rows(value: Any, count: int) -> Any:
-    """The first rows of nested tensors."""
+    """Return the first rows of nested tensors."""
     return apply(lambda tensor: tensor[:count], value)
 
 
-# Stand-ins for an optimizer and a scheduler that a DeepSpeed configuration describes.
+# Tensor parallelism of a `transformers` model, with or without `peft` adapters.
+#
+# [Note: adapters of a tensor-parallel layer]
+# An adapter adds B(A(x)) to a layer's output. Where the layer is column-parallel, its output is sharded, so B is
+# column-parallel too; A is replicated, and its gradient is summed over ranks. Where the layer is row-parallel, A's
+# output would need a sum over ranks before B: no style of a plan describes that, so it is refused.
 
 
-class DummyOptim:
-    """Says which parameters the optimizer of the DeepSpeed configuration gets; `prepare` makes it.
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_VOCABULARY = frozenset({"vocab_embedding", "vocab_head"})
+_HEAD_WORDS = frozenset({"heads", "kv_heads"})
+_BY_COLUMNS = _HEAD_WORDS | {"colwise"}
 
-    `lr` and `weight_decay` fill what the configuration leaves open with `"auto"`.
+
+def with_plan(config: RunConfig, model: nn.Module, *, whole_vocabulary: bool) -> RunConfig:
+    """Return the configuration with a tensor-parallel plan for a `transformers` or `peft` model, if it needs one.
+
+    `whole_vocabulary`: embedding and head are not sharded, because the model may compute its loss from its logits.
     """
-
-    def __init__(self, params: Parameters, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params: list[Any] = list(params)
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kwargs = kwargs
-
-    @property
-    def parameters(self) -> list[Any]:
-        """All of them, without their groups."""
-        groups = (group["params"] if isinstance(group, Mapping) else [group] for group in self.params)
-        return [param for group in groups for param in group]
-
-
-class DummyScheduler:
-    """Stands for the schedule of the DeepSpeed configuration, or for what `lr_scheduler_callable` makes."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[[Optimizer], Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
-        self.kwargs = kwargs
+    strategy = config.strategy
+    adapted = hasattr(model, "peft_config")
+    if strategy.layout.tp == 1 or strategy.tensor.plan or not (adapted or whole_vocabulary):
+        return config
+    if not adapted and not is_transformers_model(model):
+        return config
+    plan = tensor_plan(model, strategy.layout.tp) if adapted else transformers_styles(model)
+    if whole_vocabulary:
+        plan = {name: style for name, style in plan.items() if style not in _VOCABULARY}
+    if not plan:
+        return config
+    tensor = TensorConfig(**{**strategy.tensor.model_dump(), "plan": plan})
+    return config.model_copy(update={"strategy": strategy.model_copy(update={"tensor": tensor})})
 
 
-def make_optimizer(recipe: Recipe, dummy: DummyOptim, model: nn.Module) -> Optimizer:
-    """The optimizer that a stand-in stands for, over parameters of `model`."""
-    if not recipe.has_optimizer:
-        raise _missing("DummyOptim", "optimizer", "Make a torch.optim optimizer.")
-    auto = {"optimizer.params.lr": dummy.lr, "optimizer.params.weight_decay": dummy.weight_decay}
-    return recipe.optimizer(model, dummy.params, auto)
+def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
+    """Return the style of each sharded module of a `peft` model; {} if its base model has no plan."""
+    below = next(
+        ((name, module) for name, module in model.named_modules() if name and is_transformers_model(module)), None
+    )
+    if below is None:
+        return {}
+    prefix, base = below
+    plan: dict[str, str] = {}
+    attentions: set[str] = set()
+    for name, style in transformers_styles(base).items():
+        path = f"{prefix}.{name}"
+        layer = model.get_submodule(path)
+        if not hasattr(layer, "base_layer"):
+            plan[path] = style
+            continue
+        if style not in _BY_COLUMNS:
+            raise ModelError(
+                f"{path} is row-parallel at strategy.layout.tp {ranks} and has an adapter, which is not supported; put "
+                "adapters on column-parallel layers (q_proj, k_proj, v_proj, gate_proj, up_proj), or set layout.tp: 1"
+            )
+        parent = path.rpartition(".")[0]
+        plan[parent] = "region"  # the plan cannot infer it, because adapters hide its layers
+        if style in _HEAD_WORDS:
+            attentions.add(parent)
+        plan[f"{path}.base_layer"] = "colwise"
+        for matrix, inner in (("lora_A", "inner"), ("lora_B", "colwise")):
+            for adapter in getattr(layer, matrix, {}):
+                plan[f"{path}.{matrix}.{adapter}"] = inner
+    _refuse_uneven(attentions, model, ranks)
+    # Heads are found by their sibling layers, which adapters hide; where they divide evenly, colwise is the same.
+    inside = {name for name, style in plan.items() if style in _HEAD_WORDS and name.rpartition(".")[0] in attentions}
+    return {name: "colwise" if name in inside else style for name, style in plan.items()}
 
 
-def make_scheduler(recipe: Recipe, dummy: DummyScheduler, optimizer: Optimizer, *, ranks: int) -> Any:
-    """The scheduler that a stand-in stands for; `total_num_steps` counts the batches of `ranks` ranks."""
-    if dummy.lr_scheduler_callable is not None:
-        return dummy.lr_scheduler_callable(optimizer)
-    if not recipe.has_schedule:
-        raise _missing("DummyScheduler", "scheduler", "Give it an lr_scheduler_callable, or make a torch scheduler.")
-    auto: dict[str, Any] = {
-        "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_max_lr": optimizer.defaults["lr"],
-        "scheduler.params.warmup_num_steps": max(1, dummy.warmup_num_steps),
-    }
-    if dummy.total_num_steps is not None:
-        auto["scheduler.params.total_num_steps"] = math.ceil(dummy.total_num_steps / ranks)
-    return recipe.schedule(optimizer, auto)
+def _refuse_uneven(attentions: set[str], model: nn.Module, ranks: int) -> None:
+    config: Any = getattr(model, "config", None)
+    uneven = next((name for name in _HEADS if (getattr(config, name, None) or ranks) % ranks), None)
+    if attentions and uneven is not None:
+        raise ModelError(
+            f"{uneven} = {getattr(config, uneven)} is not divisible by tensor parallel {ranks}: with adapters, lower "
+            "strategy.layout.tp, or leave the attention without adapters"
+        )
 
 
-def refuse_two(recipe: Recipe, section: str) -> None:
-    """A script that makes its own beside a configuration that describes one."""
-    if section in recipe.sections:
-        stand_in = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[section]
-        message = "the configuration describes one, and the script has made its own"
-        remedy = f"Leave it out, or make a {stand_in} of plait.frontends.accelerate.utils instead."
-        raise ConfigError(Problem(f"deepspeed_config: {section}", message, remedy))
+def backward(engines: Sequence[LoopEngine], loss: Tensor, *, last: Sequence[bool], **kwargs: Any) -> None:
+    """Run one backward pass through a loss to which several models may have contributed.
+
+    The loss is this rank's mean over a micro-batch; `last` says for each engine whether a step may follow.
+    """
+    if loss.ndim != 0:
+        raise TrainingError(f"backward needs a scalar loss, not a tensor of shape {tuple(loss.shape)}: take its mean")
+    scales = {1.0 if engine.scaler is None else engine.scaler.scale for engine in engines}
+    if len(scales) > 1:
+        raise TrainingError(
+            "the loss comes from several models whose fp16 loss scales differ: give them one optimizer, or use "
+            "mixed_precision='bf16'"
+        )
+    for engine, is_last in zip(engines, last, strict=True):
+        engine.begin_backward(last=is_last)
+    first = engines[0]
+    factor = scales.pop() / (first.accumulation * first.world.layout.replicas)
+    # In fp32: a scaled fp16 loss would overflow before any gradient does.
+    torch.autograd.backward(loss.float() * factor if factor != 1.0 else loss, **kwargs)
+    for engine in engines:
+        engine.end_backward(loss.detach())
 
 
-def _missing(name: str, section: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(f"deepspeed_config: {section}", f"a {name} stands for it, and there is none", remedy))
+def build_engine(
+    config: RunConfig,
+    world: World,
+    model: nn.Module,
+    optimizer: Optimizer,
+    log: LogFunction,
+    *,
+    whole_vocabulary: bool = True,
+) -> LoopEngine:
+    """Return an engine that trains a model with its optimizer; leaves the random state as it was.
+
+    `whole_vocabulary`: see `with_plan`.
+    """
+    state = rng_state(world.device)
+    config = with_plan(config, model, whole_vocabulary=whole_vocabulary)
+    engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, log=log), LoopEngine)
+    if config.strategy.stage < 3:
+        engine.keep_unsharded()  # as with replicas: the main process alone may save or call the model
+    restore_rng_state(state, world.device)
+    return engine
+
+
+class Joint(nn.Module):
+    """Several models of one optimizer as one module; a call names the model by its index."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of one of the models."""
+        return self.models[index](*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Who this process is among the others, and what only some of them do."""
+"""`PartialState`: rank and number of processes, and functions that only some of them run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 
 class Processes:
-    """The part of an `Accelerator` that is about processes alone."""
+    """The part of an `Accelerator` that concerns processes only."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -31,37 +31,37 @@ class Processes:
 
     @property
     def num_processes(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return self.world.size
 
     @property
     def process_index(self) -> int:
-        """Which one this is."""
+        """Rank of this process."""
         return self.world.rank
 
     @property
     def local_process_index(self) -> int:
-        """Which one this is on its host."""
+        """Rank of this process on its host."""
         return self.world.ranks.local_rank
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first one."""
+        """Whether this is rank 0."""
         return self.world.is_main
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first one of its host."""
+        """Whether this is the first process of its host."""
         return self.world.ranks.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last one."""
+        """Whether this is the last rank."""
         return self.world.rank == self.world.size - 1
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several."""
+        """Whether there are several processes."""
         return self.world.size > 1
 
     def wait_for_everyone(self) -> None:
@@ -91,39 +91,39 @@ class Processes:
             self.wait_for_everyone()
 
     def on_main_process(self, function: Function) -> Function:
-        """A function that only the main process runs."""
+        """Return a function that only the main process runs."""
         return _only(self.is_main_process, function)
 
     def on_local_main_process(self, function: Function) -> Function:
-        """A function that only the first process of each host runs."""
+        """Return a function that only the first process of each host runs."""
         return _only(self.is_local_main_process, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """A function that only the last process runs."""
+        """Return a function that only the last process runs."""
         return _only(self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """A function that only one process runs."""
+        """Return a function that only one process runs."""
         if function is None:
-            return lambda given: self.on_process(given, process_index)
+            return lambda decorated: self.on_process(decorated, process_index)
         return _only(self.process_index == (process_index or 0), function)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
-        """A function that only one process of each host runs."""
+        """Return a function that only one process of each host runs."""
         if function is None:
-            return lambda given: self.on_local_process(given, local_process_index)
+            return lambda decorated: self.on_local_process(decorated, local_process_index)
         return _only(self.local_process_index == (local_process_index or 0), function)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tuple, mapping of lists or tensor; with padding, the last entry repeats."""
-        yield self._part(inputs, apply_padding)
+        """Yield this process's share of a list, tuple, mapping of lists or tensor; padding repeats the last entry."""
+        yield self._share(inputs, apply_padding)
 
     def _share(self, inputs: Any, padded: bool) -> Any:
         if self.num_processes == 1:
             return inputs
         if isinstance(inputs, dict):
-            return {key: self._part(value, padded) for key, value in inputs.items()}
+            return {key: self._share(value, padded) for key, value in inputs.items()}
         size, longer = divmod(len(inputs), self.num_processes)
         index = self.process_index
         start = index * size + min(index, longer)
@@ -137,11 +137,11 @@ class Processes:
         return share + last * missing
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on every process."""
+        """Set a flag that `check_trigger` sees on every process."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether some process raised its flag; lowers it. Every process must ask."""
+        """Whether any process has set its flag; clears it. Every process must call it."""
         raised = self.world.any(self._triggered)
         if raised:
             self._triggered = False
@@ -149,7 +149,7 @@ class Processes:
 
 
 class PartialState(Processes):
-    """Who this process is, for scripts that ask before they make an `Accelerator`, or without one."""
+    """Rank and number of processes, for scripts without an `Accelerator`."""
 
     def __init__(self, cpu: bool = False) -> None:
         super().__init__(open_world(parse_sections(**({"device": "cpu"} if cpu else {})).config))

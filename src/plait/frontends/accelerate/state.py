@@ -1,4 +1,4 @@
-"""`accelerate.state`: who this process is, and what the `Accelerator` of this process knows."""
+"""`accelerate.state`: `PartialState`, and `AcceleratorState` as the latest `Accelerator` of this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from plait.frontends.accelerate.process import PartialState
 
 __all__ = ["AcceleratorState", "DistributedType", "PartialState", "is_initialized", "remember"]
 
-# Scripts ask for the state where they have no accelerator at hand. Nothing of Plait itself asks here.
+# For scripts that have no reference to their accelerator. Plait itself does not use it.
 _LATEST: list[weakref.ref[Any]] = []
 
 
 def remember(accelerator: Any) -> None:
-    """Have `AcceleratorState()` answer with this one from now on."""
+    """Make `AcceleratorState()` return this accelerator from now on."""
     _LATEST[:] = [weakref.ref(accelerator)]
 
 
@@ -26,13 +26,13 @@ def is_initialized() -> bool:
 
 
 class AcceleratorState:
-    """`AcceleratorState()` is the latest `Accelerator`, which knows all that the state does."""
+    """`AcceleratorState()` returns the latest `Accelerator`, which has all attributes of the state."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The accelerator that was made last."""
+        """Return the accelerator that was created last."""
         if args or kwargs:
             given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
-            raise TrainingError(f"AcceleratorState({given}) takes no arguments here: give them to the Accelerator")
+            raise TrainingError(f"AcceleratorState({given}) takes no arguments: pass them to the Accelerator")
         if not is_initialized():
-            raise TrainingError("there is no AcceleratorState yet: make an Accelerator first")
+            raise TrainingError("there is no AcceleratorState yet: create an Accelerator first")
         return _LATEST[0]()

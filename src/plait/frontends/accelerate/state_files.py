@@ -26,9 +26,10 @@ from plait.config import RunConfig, to_dict
 from plait.distributed import World, is_sharded, on_main, restore_rng_state, rng_state
 from plait.engine import LoopEngine
 from plait.errors import CheckpointError, ConfigError, Problem
-from plait.frontends.accelerate.loader import GradientState, PreparedLoader
+from plait.frontends.accelerate.data_loader import GradientState, PreparedLoader
+from plait.frontends.accelerate.optimizer import PreparedOptimizer
 from plait.frontends.accelerate.plugins import ProjectConfiguration
-from plait.frontends.accelerate.prepared import PreparedModel, PreparedOptimizer
+from plait.frontends.accelerate.prepared import PreparedModel
 
 # State dictionaries as JSON and tensors, without pickle: loading a checkpoint runs no code of it.
 
@@ -55,8 +56,8 @@ def pack(value: Any, tensors: MutableMapping[str, Tensor], path: str) -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: pack(item, tensors, f"{path}.{key}") for key, item in value.items()}
-        items = enumerate(value.items())
-        pairs = [[pack(k, tensors, f"{path}.k{i}"), pack(v, tensors, f"{path}.v{i}")] for i, (k, v) in items]
+        numbered = enumerate(value.items())
+        pairs = [[pack(k, tensors, f"{path}.k{i}"), pack(v, tensors, f"{path}.v{i}")] for i, (k, v) in numbered]
         return {_MARK: "mapping", "pairs": pairs}
     raise CheckpointError(
         f"{path} is a {type(value).__name__}; a state_dict may hold numbers, strings, tensors, arrays, and lists and "

@@ -1,4 +1,4 @@
-"""`init_trackers`, `log`, `end_training`: Plait's own sinks, and trackers of the user's own."""
+"""`init_trackers`, `log`, `end_training`: Plait's sinks, and the user's trackers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _SINKS = ("jsonl", "csv", "tensorboard", "wandb", "html")
 
 
 def choose_trackers(log_with: Any) -> tuple[list[str], list[Any]]:
-    """The sinks by name and the user's own trackers, from what `log_with` was given."""
+    """Return the names of sinks, and the user's trackers, in `log_with`."""
     wanted = log_with if isinstance(log_with, Sequence) and not isinstance(log_with, str) else [log_with]
     names: list[str] = []
-    objects = []
+    trackers = []
     for item in wanted:
         name = str(getattr(item, "value", item)).lower()
         if item is None:
             continue
         if hasattr(item, "log") and hasattr(item, "finish"):
-            objects.append(item)
+            trackers.append(item)
         elif name == "all":
             names += ["jsonl", "tensorboard"]
         elif name in _SINKS:
             names.append(name)
         else:
-            remedy = f"{choose(item, _SINKS, 'tracker')} Or give an object with `log` and `finish`."
-            raise ConfigError(Problem("log_with", f"there is no tracker {item!r} here", remedy))
-    return list(dict.fromkeys(names)), objects
+            remedy = f"{choose(item, _SINKS, 'tracker')} Or pass an object with `log` and `finish`."
+            raise ConfigError(Problem("log_with", f"{item!r} is not a tracker", remedy))
+    return list(dict.fromkeys(names)), trackers
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneralTracker:
-    """What trackers of a user's own are made from."""
+    """The base class of a user's trackers."""
 
     main_process_only = True
     name: str
@@ -68,7 +68,7 @@ class GeneralTracker:
         """Called with the `config` of `init_trackers`."""
 
     def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Called with the numbers of a step."""
+        """Called with the values of a step."""
 
     def finish(self) -> None:
         """Called by `end_training`."""
@@ -79,99 +79,97 @@ _NEEDED = ("name", "requires_logging_directory", "tracker")
 
 @dataclass(frozen=True, slots=True)
 class SinkTracker:
-    """One of Plait's sinks, as scripts look at a tracker: by its name, and by what it writes with."""
+    """One of Plait's sinks with the attributes of a tracker."""
 
     name: str
     sink: Any
 
     @property
     def tracker(self) -> Any:
-        """TensorBoard's writer, or wandb's run; for files the sink itself."""
+        """TensorBoard's writer, wandb's run, or for files the sink itself."""
         return getattr(self.sink, "writer", getattr(self.sink, "run", self.sink))
 
     @property
     def writer(self) -> Any:
-        """The same, by TensorBoard's word."""
+        """The same as `tracker`, under TensorBoard's name."""
         return self.tracker
 
     @property
     def run(self) -> Any:
-        """The same, by wandb's word."""
+        """The same as `tracker`, under wandb's name."""
         return self.tracker
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers of one step."""
+        """Log the values of one step."""
         self.sink.write(Event(EventKind.TRAIN, step or 0, 0, dict(values)))
 
 
 class Trackers:
-    """Where a script's numbers go. Only rank 0 writes."""
+    """The open trackers of a script. Only rank 0 logs."""
 
-    def __init__(self, names: Sequence[str], objects: Sequence[Any], folder: Path | None, world: World) -> None:
+    def __init__(self, names: Sequence[str], trackers: Sequence[Any], folder: Path | None, world: World) -> None:
         self._names = list(names)
-        self._own = list(objects)
+        self._trackers = list(trackers)
         self._folder = folder
         self._world = world
         self._monitor: Monitor | None = None
         self._next = 0
-        """The step of numbers that come without one."""
+        """The step of values that are logged without one."""
 
     def start(self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
-        """Open the sinks, and write down what the script was started with. `options` are for trackers by their name."""
+        """Open the sinks, and log the script's configuration. `options` are for trackers by their name."""
         given = [name for name in self._names if name != "wandb" and options.get(name)]
         if given:
-            message = f"{', '.join(given)}: written by Plait's own sinks, which have no such options"
-            raise ConfigError(Problem("init_kwargs", message, "Leave them out; those of wandb are passed on."))
+            message = f"{', '.join(given)}: Plait's sinks have no such options"
+            raise ConfigError(Problem("init_kwargs", message, "Leave them out; only those of wandb are used."))
         if not self._world.is_main:
             return
         if self._names:
             if self._folder is None:
                 raise ConfigError(
-                    Problem("project_dir", "log_with needs a folder to write to", "Give Accelerator(project_dir=…).")
+                    Problem("project_dir", "log_with needs a folder to write to", "Set Accelerator(project_dir=…).")
                 )
             log = LogConfig(console="none", sinks=tuple(self._names), wandb_project=project_name)  # type: ignore[arg-type]
             self._monitor = build_monitor(log, self._folder / project_name, rank=0, wandb=options.get("wandb"))
             about = {"title": project_name, "rows": list((config or {}).items()), "config": dict(config or {})}
             self._monitor.emit(Event(EventKind.RUN_START, 0, 0, about))
-        for tracker in self._own:
+        for tracker in self._trackers:
             if hasattr(tracker, "start"):
                 tracker.start()
             if config is not None and hasattr(tracker, "store_init_configuration"):
                 tracker.store_init_configuration(dict(config))
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        """Write numbers of one step."""
+        """Log the values of one step."""
         if not self._world.is_main:
             return
         if self._monitor is not None:
             at = self._next if step is None else step
             self._monitor.emit(Event(EventKind.TRAIN, at, 0, dict(values)))
             self._next = at + 1
-        for tracker in self._own:
+        for tracker in self._trackers:
             tracker.log(dict(values), step=step, **options.get(getattr(tracker, "name", ""), {}))
 
     @property
     def all(self) -> list[Any]:
-        """The user's own, and on the main process a `SinkTracker` for each sink."""
+        """The user's trackers, and on the main process a `SinkTracker` for each sink."""
         sinks = self._monitor.sinks if self._monitor is not None else ()
         names = ((name, sink) for sink in sinks for name in self._names if name in type(sink).__name__.lower())
-        return [*self._own, *(SinkTracker(name, sink) for name, sink in names)]
+        return [*self._trackers, *(SinkTracker(name, sink) for name, sink in names)]
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """The tracker of that name, or with `unwrap` what it writes with; elsewhere than on the main process None."""
+        """Return a tracker by its name, with `unwrap` the library's own object; None on other ranks than 0."""
         tracker = next((candidate for candidate in self.all if getattr(candidate, "name", None) == name), None)
         if tracker is None and self._world.is_main:
-            names = (
-                ", ".join(str(getattr(candidate, "name", type(candidate).__name__)) for candidate in self.all) or "none"
-            )
-            raise ValueError(f"there is no tracker {name!r}; there are: {names} (init_trackers opens them)")
+            names = [str(getattr(candidate, "name", type(candidate).__name__)) for candidate in self.all]
+            raise ValueError(f"no tracker {name!r}; open (by init_trackers): {', '.join(names) or 'none'}")
         return tracker.tracker if unwrap and tracker is not None and self._world.is_main else tracker
 
     def finish(self) -> None:
-        """Close everything."""
+        """Close all trackers."""
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
         if self._world.is_main:
-            for tracker in self._own:
+            for tracker in self._trackers:
                 tracker.finish()

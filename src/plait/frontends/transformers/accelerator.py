@@ -56,7 +56,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             return self._bound
         prepared = PreparedModel(model, self.device, self._dtype)
         if evaluation_mode:
-            prepared.place()
+            prepared.to_device()
         self._models.append(prepared)
         return prepared
 

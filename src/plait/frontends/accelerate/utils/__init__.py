@@ -1,4 +1,4 @@
-"""`accelerate.utils`: the functions and classes that scripts take from there, in rooms of Accelerate's names."""
+"""`accelerate.utils`: its functions and classes, in modules of Accelerate's names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from plait.frontends.accelerate.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from plait.frontends.accelerate.prepared import DummyOptim, DummyScheduler
 from plait.frontends.accelerate.utils.dataclasses import DynamoBackend, LoggerType, PrecisionType, RNGType
+from plait.frontends.accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from plait.frontends.accelerate.utils.imports import (
     is_bf16_available,
     is_cuda_available,

@@ -1,4 +1,4 @@
-"""`accelerate.utils.dataclasses`: plugins, handlers, and the words that they know."""
+"""`accelerate.utils.dataclasses`: plugins, handlers, and the enums of their values."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ __all__ = [
 class _ListedEnum(StrEnum):
     @classmethod
     def list(cls) -> list[str]:
-        """All of them."""
+        """Return all values."""
         return [member.value for member in cls]
 
 
 class PrecisionType(_ListedEnum):
-    """What `mixed_precision` may be."""
+    """Values of `mixed_precision`."""
 
     NO = "no"
     FP16 = "fp16"
@@ -59,7 +59,7 @@ class PrecisionType(_ListedEnum):
 
 
 class LoggerType(_ListedEnum):
-    """What `log_with` may be, of the names that Accelerate has."""
+    """Values of `log_with` that Accelerate has."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
@@ -67,7 +67,7 @@ class LoggerType(_ListedEnum):
 
 
 class RNGType(_ListedEnum):
-    """What `rng_types` may be."""
+    """Values of `rng_types`."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -75,7 +75,7 @@ class RNGType(_ListedEnum):
 
 
 class DynamoBackend(_ListedEnum):
-    """What `dynamo_backend` may be."""
+    """Values of `dynamo_backend`."""
 
     NO = "NO"
     EAGER = "EAGER"

@@ -1,4 +1,4 @@
-"""`accelerate.utils.imports`: what this machine and this environment have."""
+"""`accelerate.utils.imports`: which packages and devices are available."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from importlib.util import find_spec
 import torch
 
 
-def _there(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
 def is_wandb_available() -> bool:
     """Whether wandb is installed."""
-    return _there("wandb")
+    return _is_installed("wandb")
 
 
 def is_tensorboard_available() -> bool:
     """Whether TensorBoard is installed."""
-    return _there("tensorboard") or _there("tensorboardX")
+    return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
 def is_transformers_available() -> bool:
     """Whether transformers is installed."""
-    return _there("transformers")
+    return _is_installed("transformers")
 
 
 def is_datasets_available() -> bool:
     """Whether datasets is installed."""
-    return _there("datasets")
+    return _is_installed("datasets")
 
 
 def is_peft_available() -> bool:
     """Whether peft is installed."""
-    return _there("peft")
+    return _is_installed("peft")
 
 
 def is_rich_available() -> bool:
@@ -42,12 +42,12 @@ def is_rich_available() -> bool:
 
 
 def is_deepspeed_available() -> bool:
-    """Whether DeepSpeed's words can be used: always, and nothing of DeepSpeed is needed for it."""
+    """Whether DeepSpeed's options can be used: always; the package is not needed."""
     return True
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether Megatron-LM is there: its engine never is."""
+    """Whether Megatron-LM's engine can be used: never."""
     return False
 
 
@@ -57,22 +57,22 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether there is a device of Apple's; Plait does not train on it."""
+    """Whether Plait trains on an Apple GPU: it does not."""
     return False
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether there is a device of Intel's."""
+    """Whether there is an Intel GPU."""
     return torch.xpu.is_available()
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Whether there is an Ascend device; Plait does not train on it."""
+    """Whether Plait trains on an Ascend NPU: it does not."""
     return False
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is used; Plait does not train with it."""
+    """Whether Plait trains with torch_xla: it does not."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""`accelerate.utils.memory`: memory given back, and a loop that starts again with smaller batches."""
+"""`accelerate.utils.memory`: freeing device memory, and retrying with smaller batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_executable_batch_size(
 ) -> Function:
     """Call a function with a batch size as its first argument, with nine tenths of it whenever memory runs out.
 
-    `reduce_batch_size_fn` says the next size instead. Anything that is not about memory goes through.
+    `reduce_batch_size_fn` returns the next size instead. Errors that are not about memory are raised.
     """
     if function is None:
         return partial(
@@ -41,7 +41,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not _is_about_memory(error):
                     raise
-            # Outside the handler: the error holds everything that the loop had.
+            # Outside the handler: the error keeps the locals of the function alive.
             clear_device_cache(garbage_collection=True)
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise TrainingError(
@@ -52,7 +52,7 @@ def find_executable_batch_size(
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give back what the device's allocator keeps for later."""
+    """Free the memory that the device's allocator has cached."""
     if garbage_collection:
         gc.collect()
     if torch.cuda.is_available():
@@ -60,14 +60,14 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """As many Nones, to put in the place of objects, whose memory is given back: `a, b = release_memory(a, b)`."""
+    """Free the memory of objects; returns as many Nones: `a, b = release_memory(a, b)`."""
     count = len(objects)
     del objects
     clear_device_cache(garbage_collection=True)
     return [None] * count
 
 
-_SAID = (
+_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA out of memory.",
     "HIP out of memory.",
@@ -78,4 +78,4 @@ _SAID = (
 def _is_about_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)

@@ -1,4 +1,4 @@
-"""`accelerate.utils.operations`: what is done to nested tensors, and what ranks tell each other."""
+"""`accelerate.utils.operations`: operations on nested tensors, and collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.frontends.accelerate.prepared import Gatherer, apply, apply_to_all, i
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Every rank's list of objects, as one list."""
+    """Return every rank's list of objects as one list."""
     if not dist.is_initialized():
         return list(object)
     lists: list[Any] = [None] * dist.get_world_size()
@@ -25,32 +25,32 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """One rank's objects, in the places of everybody's."""
+    """Replace every rank's objects by those of one rank; returns the list."""
     if dist.is_initialized():
         dist.broadcast_object_list(object_list, src=from_process)
     return object_list
 
 
-# ---- tensors of all ranks; with axes other than data, an `Accelerator` knows more: it takes one of each that are equal
+# ---- tensors of all ranks; unlike here, an `Accelerator` counts one of the ranks with the same data
 
 
 def gather(tensor: Any) -> Any:
-    """Nested tensors of all ranks, one after another along the first dimension."""
-    return _everyone().gather(tensor)
+    """Return nested tensors of all ranks, concatenated along the first dimension."""
+    return _all_ranks().gather(tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The mean or sum of nested tensors over all ranks, times `scale`."""
-    return _everyone().reduce(tensor, reduction, scale)
+    """Return the mean or sum of nested tensors over all ranks, times `scale`."""
+    return _all_ranks().reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Nested tensors, each as long as the longest of all ranks."""
-    return _everyone().pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+    """Return nested tensors, each padded to the longest of all ranks."""
+    return _all_ranks().pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """One rank's nested tensors, in the places of everybody's."""
+    """Overwrite nested tensors with those of one rank; returns them."""
 
     def one(item: Tensor) -> Tensor:
         if dist.is_initialized():
@@ -63,7 +63,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> Any:
-    """Nested tensors on a device; what a mapping has under `skip_keys` stays where it is."""
+    """Return nested tensors on a device; values of a mapping under `skip_keys` are not moved."""
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
     if isinstance(tensor, Mapping) and skipped & tensor.keys():
         moved = {
@@ -85,25 +85,25 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`func(part, *args, **kwargs)` for every tensor, or what `test_type` takes, in nested lists and mappings."""
+    """Apply `func(leaf, *args, **kwargs)` to every tensor, or leaf that `test_type` accepts, of nested values."""
 
     def one(item: Any) -> Any:
         if test_type(item):
             return func(item, *args, **kwargs)
         if error_on_other_type:
-            raise TypeError(f"{type(item).__name__} is nothing that {func.__name__} can be applied to")
+            raise TypeError(f"{func.__name__} cannot be applied to a {type(item).__name__}")
         return item
 
     return apply_to_all(one, data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Nested tensors of 16 bits as fp32; everything else as it is."""
+    """Return nested values with 16-bit tensors in fp32."""
     return in_fp32(tensor)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose answers of 16 bits are fp32."""
+    """Return a forward function whose 16-bit outputs are converted to fp32."""
 
     @wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Equally nested tensors, joined part by part."""
+    """Concatenate equally nested tensors."""
     first = data[0]
     if isinstance(first, Mapping):
         joined = {key: concatenate([item[key] for item in data], dim) for key in first}
@@ -124,7 +124,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The length of the first tensor in nested ones."""
+    """Return the length of the first tensor of nested values; None without a tensor."""
     if isinstance(data, Tensor):
         return data.shape[0]
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
@@ -132,18 +132,18 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """Nested tensors as lists of numbers."""
+    """Return nested tensors as lists of numbers."""
     return apply(lambda item: item.detach().cpu().tolist(), data)
 
 
-def _everyone() -> Gatherer:
+def _all_ranks() -> Gatherer:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return _gatherer(rank, size)
 
 
 @cache
 def _gatherer(rank: int, size: int) -> Gatherer:
-    """Made once over the group that is there: to open a world anew would take the heartbeat of the run each time."""
+    """Created once over the existing process group: opening a new world each time would take over the heartbeat."""
     device = torch.device("cuda" if size > 1 and dist.get_backend() == "nccl" else "cpu")
     layout = Layout(dp_replicate=size)
     mesh = make_mesh(layout, device) if size > 1 else None
