@@ -36,8 +36,14 @@ def attach_names(
             else:
                 offered, _, inside = name.partition("=")
                 homes[offered] = f"{package}.{home}", inside or offered
-    module = sys.modules[package]
-    vars(module).update(__all__=sorted(homes), __homes__=homes, __unknown__=unknown or _unknown)
+    offer_names(sys.modules[package], homes, unknown or _unknown)
+
+
+def offer_names(
+    module: ModuleType, homes: Mapping[str, tuple[str, str]], unknown: Callable[[str, str], AttributeError]
+) -> None:
+    """Let `module` offer names: each is the module in `homes`, or what that has under the second name, if any."""
+    vars(module).update(__all__=sorted(homes), __homes__=homes, __unknown__=unknown)
     module.__class__ = _Package
 
 

@@ -140,9 +140,9 @@ def test_front_doors_load_none_of_their_files() -> None:
     assert loaded & {"torch", "numpy", "pydantic", "rich"} == set()
     ours = {module for module in loaded if module.split(".")[0] == "plait"}
     absent = {
-        "plait.frontends.missing_names",
+        "plait.frontends.mirrored",
         "plait.frontends.accelerate.missing_names",
-        "plait.frontends.deepspeed.missing_names",
+        "plait.frontends.deepspeed.module_layout",
     }
     assert ours == {*LAZY, "plait.errors", "plait.lazy", *absent}
 

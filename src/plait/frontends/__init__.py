@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plait.frontends.key_report import refused as refused
     from plait.frontends.key_report import refused_unless as refused_unless
     from plait.frontends.key_report import unneeded as unneeded
-    from plait.frontends.missing_names import Absent as Absent
+    from plait.frontends.mirrored import MirroredPackage as MirroredPackage
 else:
     from plait.lazy import attach_names
 
@@ -38,6 +38,6 @@ else:
                 "refused_unless",
                 "unneeded",
             ],
-            "missing_names": ["Absent"],
+            "mirrored": ["MirroredPackage"],
         },
     )

@@ -1,4 +1,4 @@
-"""What scripts import from DeepSpeed's rooms, and what they find there."""
+"""What scripts import from DeepSpeed's modules, and what they find there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tests.refusals import refused
 from torch import nn
 
 import plait.frontends.deepspeed as deepspeed
+from plait.frontends.deepspeed.module_layout import DEEPSPEED
 
-ROOMS = {
+MODULES = {
     "checkpoint.utils": ["clone_tensors_for_torch_save"],
     "moe.utils": ["has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"],
     "ops.adam": ["DeepSpeedCPUAdam", "FusedAdam"],
@@ -31,15 +32,25 @@ ROOMS = {
 }
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_names_lie_where_deepspeed_has_them(room: str) -> None:
+@pytest.mark.parametrize("module", MODULES)
+def test_names_lie_where_deepspeed_has_them(module: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    real = importlib.import_module(f"deepspeed.{room}")
-    mine = importlib.import_module(f"plait.frontends.deepspeed.{room}")
-    assert [name for name in ROOMS[room] if not hasattr(mine, name) or not hasattr(real, name)] == []
+    real = importlib.import_module(f"deepspeed.{module}")
+    mine = importlib.import_module(f"plait.frontends.deepspeed.{module}")
+    assert [name for name in MODULES[module] if not hasattr(mine, name) or not hasattr(real, name)] == []
 
 
-def test_short_names_are_those_of_the_rooms() -> None:
+@pytest.mark.parametrize("path", DEEPSPEED.modules)
+def test_a_module_without_a_file_has_the_names_of_its_table(path: str) -> None:
+    module = importlib.import_module(f"plait.frontends.deepspeed.{path}")
+    names = [name for names in DEEPSPEED.modules[path].values() for name in names]
+    assert all(getattr(module, name) is not None for name in names)
+    assert set(names) <= set(module.__all__)
+    with refused(AttributeError, f"deepspeed.{path}.no_such_name", "docs/deepspeed-api.md"):
+        module.no_such_name  # noqa: B018
+
+
+def test_short_names_are_those_of_the_modules() -> None:
     assert deepspeed.dist is deepspeed.comm
     assert deepspeed.logger is deepspeed.utils.logger
     assert deepspeed.runtime.activation_checkpointing.checkpointing.checkpoint is deepspeed.checkpointing.checkpoint

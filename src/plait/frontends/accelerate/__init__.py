@@ -5,7 +5,7 @@ Names are loaded on first use, so that translating a configuration needs no torc
 
 from typing import TYPE_CHECKING
 
-from plait.frontends.accelerate.missing_names import explain_absent_modules, not_offered
+from plait.frontends.accelerate.missing_names import ACCELERATE, not_offered
 
 if TYPE_CHECKING:
     from plait.frontends.accelerate.accelerator import Accelerator as Accelerator
@@ -81,4 +81,4 @@ else:
         unknown=not_offered,
     )
 
-explain_absent_modules()
+ACCELERATE.install()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.frontends import Absent
+from plait.frontends import MirroredPackage
 
 _WHOLE = "models for inference alone are loaded and placed with transformers or with Accelerate itself"
 _LAUNCH = "start the script with `plait launch` or torchrun; one process needs no launcher"
@@ -31,6 +31,5 @@ _INSTEAD = {
     "prepare_pippy": "set `strategy.layout.pp` and use `plait train` for pipeline stages",
 }
 
-_ABSENT = Absent("plait.frontends.accelerate", "accelerate", "Accelerate", "docs/accelerate.md", _INSTEAD)
-not_offered = _ABSENT.not_offered
-explain_absent_modules = _ABSENT.explain_modules
+ACCELERATE = MirroredPackage("plait.frontends.accelerate", "accelerate", "Accelerate", "docs/accelerate.md", _INSTEAD)
+not_offered = ACCELERATE.not_offered

@@ -6,18 +6,14 @@ A training script runs as it is, with this one line changed. `docs/deepspeed-api
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait.frontends.deepspeed.missing_names import explain_absent_modules, not_offered
+from plait.frontends.deepspeed.module_layout import DEEPSPEED, not_offered
 
 if TYPE_CHECKING:
     from plait.frontends.deepspeed import accelerator as accelerator
-    from plait.frontends.deepspeed import checkpoint as checkpoint
     from plait.frontends.deepspeed import checkpointing as checkpointing
     from plait.frontends.deepspeed import comm as comm
     from plait.frontends.deepspeed import config as config
-    from plait.frontends.deepspeed import moe as moe
-    from plait.frontends.deepspeed import ops as ops
     from plait.frontends.deepspeed import pipe as pipe
-    from plait.frontends.deepspeed import runtime as runtime
     from plait.frontends.deepspeed import utils as utils
     from plait.frontends.deepspeed import zero as zero
     from plait.frontends.deepspeed.accelerator import get_accelerator as get_accelerator
@@ -29,11 +25,11 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
     from plait.frontends.deepspeed.inference import InferenceEngine as InferenceEngine
     from plait.frontends.deepspeed.inference import init_inference as init_inference
+    from plait.frontends.deepspeed.lr_schedules import Scheduler as Scheduler
     from plait.frontends.deepspeed.pipe import LayerSpec as LayerSpec
     from plait.frontends.deepspeed.pipe import PipelineModule as PipelineModule
     from plait.frontends.deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
     from plait.frontends.deepspeed.pipeline import PipelineEngine as PipelineEngine
-    from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler as Scheduler
     from plait.frontends.deepspeed.saving import foreign_state as foreign_state
     from plait.frontends.deepspeed.start import Parameters as Parameters
     from plait.frontends.deepspeed.start import Recipe as Recipe
@@ -50,14 +46,10 @@ else:
         {
             ".": [
                 "accelerator",
-                "checkpoint",
                 "checkpointing",
                 "comm",
                 "config",
-                "moe",
-                "ops",
                 "pipe",
-                "runtime",
                 "utils",
                 "zero",
             ],
@@ -70,7 +62,7 @@ else:
             "inference": ["InferenceEngine", "init_inference"],
             "pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"],
             "pipeline": ["PipelineEngine"],
-            "runtime.lr_schedules": ["Scheduler"],
+            "lr_schedules": ["Scheduler"],
             "saving": ["foreign_state"],
             "start": ["Parameters", "Recipe", "add_config_arguments", "initialize"],
             "utils": ["OnDevice", "log_dist", "logger"],
@@ -82,10 +74,12 @@ __version__ = "0.19.8+plait"
 """The DeepSpeed whose API this is."""
 version = __version__
 
-explain_absent_modules()
+DEEPSPEED.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "dist":  # another word for `comm`
+    if name == "dist":  # DeepSpeed's other name of `comm`
         return import_module(f"{__name__}.comm")
-    raise AttributeError(name)  # and the package looks among what it offers
+    if name in DEEPSPEED.modules:  # `ops`, `runtime`, …, which have no file
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(name)  # then the package looks among the names that it offers

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 
 from plait.distributed import detect_ranks, device_from_env
-from plait.frontends.deepspeed.missing_names import not_offered
+from plait.frontends.deepspeed.module_layout import not_offered
 
 __all__ = ["Accelerator", "get_accelerator"]
 
@@ -90,16 +93,12 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device, or of this host."""
         if self._name == "cpu":
-            import psutil
-
             return int(psutil.virtual_memory().total)
         return int(self._module.get_device_properties(self.device(device_index)).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that are free."""
         if self._name == "cpu":
-            import psutil
-
             return int(psutil.virtual_memory().available)
         return int(self._module.mem_get_info(device_index)[0])
 
@@ -152,3 +151,26 @@ def get_accelerator() -> Accelerator:
         if getattr(torch, name).is_available():
             return Accelerator(name)
     return Accelerator("cpu")
+
+
+_GIB = 1024**3
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print the memory in use, on rank 0; as in DeepSpeed, only with `force`."""
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    gc.collect()
+    device = get_accelerator()
+    figures = (
+        ("MA", device.memory_allocated()),
+        ("Max_MA", device.max_memory_allocated()),
+        ("CA", device.memory_reserved()),
+        ("Max_CA", device.max_memory_reserved()),
+    )
+    host = psutil.virtual_memory()
+    used = (host.total - host.available) / _GIB
+    print(message)
+    print("  ".join(f"{name} {value / _GIB:.2f} GB" for name, value in figures))
+    print(f"CPU Virtual Memory:  used = {used:.2f} GB, percent = {host.percent}%", flush=True)
+    device.reset_peak_memory_stats()

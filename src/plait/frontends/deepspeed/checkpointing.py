@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as recompute
 
 from plait.errors import ConfigError, Problem
-from plait.frontends.deepspeed.missing_names import not_offered
+from plait.frontends.deepspeed.module_layout import not_offered
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 

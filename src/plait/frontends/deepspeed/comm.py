@@ -42,7 +42,7 @@ from plait.config import parse_sections
 from plait.distributed import detect_ranks, device_from_env, open_world
 from plait.errors import WorldError
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
-from plait.frontends.deepspeed.missing_names import not_offered
+from plait.frontends.deepspeed.module_layout import not_offered
 
 __all__ = [
     "ReduceOp",

@@ -42,7 +42,7 @@ from plait.config import CheckpointConfig, read_name
 from plait.distributed import World, assign_full_tensor, on_main
 from plait.engine import ManualEngine
 from plait.errors import CheckpointError
-from plait.frontends.deepspeed import ops
+from plait.frontends.deepspeed import optimizers
 
 # A user's own state in a checkpoint: plain values as JSON, tensors beside the model's. Nothing is pickled.
 #
@@ -371,7 +371,7 @@ def _refuse_another(path: Path, own: Mapping[str, Any], optimizer: Optimizer) ->
 
 def state_name(optimizer: Optimizer) -> str:
     """Whose state it has: DeepSpeed's names stand for optimizers of torch and of Plait."""
-    kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith(ops.__name__))
+    kind = next(kind for kind in type(optimizer).__mro__ if kind.__module__ != optimizers.__name__)
     decoupled = kind is Adam and all(group["decoupled_weight_decay"] for group in optimizer.param_groups)
     return "AdamW" if decoupled else kind.__name__
 
@@ -408,3 +408,14 @@ def whole_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str]
             found[name] = full.detach().to("cpu", dtype if cast else full.dtype, copy=True)
     aliases = _tied(native.model) if found else {}
     return found | {name: found[first] for name, first in aliases.items() if first in found}
+
+
+def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
+    """Copy nested tensors into storage of their own: a view would be saved with all of its base."""
+    if isinstance(item, Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    return item

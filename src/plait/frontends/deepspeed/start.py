@@ -23,9 +23,9 @@ from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config.read import read_config
 from plait.frontends.deepspeed.config.translate import translate
 from plait.frontends.deepspeed.engine import DeepSpeedEngine, Parts
+from plait.frontends.deepspeed.lr_schedules import Scheduler
 from plait.frontends.deepspeed.parameter_links import link_parameters
 from plait.frontends.deepspeed.pipe import PipelineModule
-from plait.frontends.deepspeed.runtime.lr_schedules import Scheduler
 from plait.monitor import encodable
 from plait.optim import OptimizerGroup, OptimizerSource, OwnRates, build_optimizer, split_groups
 from plait.precision import LossScaler

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.distributed import is_sharded
 from plait.errors import ConfigError, Problem
-from plait.frontends.deepspeed.missing_names import not_offered
+from plait.frontends.deepspeed.module_layout import not_offered
 from plait.frontends.deepspeed.parameter_links import (
     ParameterLink,
     ZeroParamStatus,

@@ -10,20 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.distributed import assign_full_tensor
 from plait.engine import ManualEngine
 from plait.errors import ModelError
 from plait.frontends.deepspeed.loader import RepeatingLoader
-from plait.frontends.deepspeed.missing_names import not_offered
+from plait.frontends.deepspeed.module_layout import not_offered
 from plait.frontends.deepspeed.parameter_links import ParameterLink, link_of, set_wholes, whole
-from plait.frontends.deepspeed.utils.z3_leaf_module import (
-    get_z3_leaf_modules,
-    set_z3_leaf_modules,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-)
 
 __all__ = [
     "OnDevice",
@@ -110,6 +104,49 @@ def _trained(param: Tensor) -> tuple[ManualEngine, ParameterLink]:
     if link is None or engine is None:
         raise ModelError("this parameter belongs to no engine: ask for those of engine.module, after initialize")
     return engine, link
+
+
+# ---- `deepspeed.utils.z3_leaf_module`: modules that scripts want gathered as one
+#
+# Here a block of the model is gathered as one when it is entered, with everything inside, experts that a batch does not
+# use included. So marks are kept for those who ask for them, and change nothing.
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of some classes, given as classes or by name; returns them."""
+    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the marks off; returns the modules."""
+    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that are marked."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return bool(getattr(model, "_z3_leaf", False))
+
+
+def _mark(model: nn.Module, kinds: Sequence[type | str], flag: bool, must_exist: bool) -> list[nn.Module]:
+    classes = tuple(kind for kind in kinds if isinstance(kind, type))
+    names = {kind for kind in kinds if isinstance(kind, str)}
+    found: list[Any] = [
+        module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names
+    ]
+    if not found and must_exist:
+        raise ValueError(f"the model has no module of {', '.join(str(kind) for kind in kinds)}")
+    for module in found:
+        module._z3_leaf = flag
+    return found
 
 
 def __getattr__(name: str) -> Any:

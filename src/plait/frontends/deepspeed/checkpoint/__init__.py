@@ -1,5 +1,0 @@
-"""`deepspeed.checkpoint`."""
-
-from plait.frontends.deepspeed.checkpoint import utils
-
-__all__ = ["utils"]

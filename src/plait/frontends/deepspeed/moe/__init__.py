@@ -1,5 +1,0 @@
-"""`deepspeed.moe`."""
-
-from plait.frontends.deepspeed.moe import layer
-
-__all__ = ["layer"]
