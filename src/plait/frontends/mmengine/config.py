@@ -23,43 +23,43 @@ class DictAction(Action):
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         """Take the pairs of one flag; those of several flags add up."""
-        found = dict(getattr(namespace, self.dest, None) or {})
+        pairs = dict(getattr(namespace, self.dest, None) or {})
         for pair in [values] if isinstance(values, str) else values:
             key, equals, text = pair.partition("=")
             if not equals or not key:
                 raise ArgumentError(self, f"{pair!r} is no `key=value`")
-            found[key] = value_of(text)
-        setattr(namespace, self.dest, found)
+            pairs[key] = value_of(text)
+        setattr(namespace, self.dest, pairs)
 
 
 def value_of(text: str) -> Any:
     """A number, truth value, None, list or tuple where the text is one; the text otherwise."""
     text = text.strip()
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
     try:
-        found = ast.literal_eval(text)
-        return list(found) if isinstance(found, tuple) and not text.startswith("(") else found
+        value = ast.literal_eval(text)
+        return list(value) if isinstance(value, tuple) and not text.startswith("(") else value
     except (ValueError, SyntaxError):
         pass
-    for opening, closing, kind in (("[", "]", list), ("(", ")", tuple)):
+    for opening, closing, sequence in (("[", "]", list), ("(", ")", tuple)):
         if text.startswith(opening) and text.endswith(closing):
-            return kind(value_of(part) for part in _parts(text[1:-1]))
-    parts = _parts(text)
-    return [value_of(part) for part in parts] if len(parts) > 1 else text
+            return sequence(value_of(item) for item in _split_items(text[1:-1]))
+    items = _split_items(text)
+    return [value_of(item) for item in items] if len(items) > 1 else text
 
 
-def _parts(text: str) -> list[str]:
+def _split_items(text: str) -> list[str]:
     """Cut at commas that are in no bracket."""
-    parts, depth = [""], 0
+    items, depth = [""], 0
     for sign in text:
         depth += (sign in "[(") - (sign in "])")
         if sign == "," and depth == 0:
-            parts.append("")
+            items.append("")
         else:
-            parts[-1] += sign
-    return [part for part in parts if part.strip()]
+            items[-1] += sign
+    return [item for item in items if item.strip()]
 
 
 # Dicts with attributes, and how one is put over another.
@@ -134,19 +134,19 @@ def merge(over: Mapping[str, Any], below: Mapping[str, Any], *, path: str = "") 
     """`over` put over `below`: dicts key by key, everything else replaced."""
     result = dict(below)
     for key, value in over.items():
-        here = f"{path}.{key}" if path else str(key)
+        key_path = f"{path}.{key}" if path else str(key)
         old = result.get(key)
         if not isinstance(value, Mapping):
             result[key] = value
         elif isinstance(old, list | tuple) and value and all(str(k).isdigit() for k in value):
-            result[key] = _merge_items(value, old, here)
+            result[key] = _merge_items(value, old, key_path)
         elif isinstance(old, Mapping) and not value.get(DELETE, False):
-            result[key] = merge(value, old, path=here)
+            result[key] = merge(value, old, path=key_path)
         elif old is None or isinstance(old, Mapping) or value.get(DELETE, False):
-            result[key] = _without_marks(value)
+            result[key] = _without_delete_keys(value)
         else:
             message = f"a dict is put over {old!r}, which is none"
-            raise ConfigError(Problem(here, message, f"Write `{DELETE}=True` into it to replace that."))
+            raise ConfigError(Problem(key_path, message, f"Write `{DELETE}=True` into it to replace that."))
     return result
 
 
@@ -166,9 +166,9 @@ def _no_item(path: str, key: str, count: int) -> NoReturn:
     raise ConfigError(Problem(f"{path}.{key}", f"there are {count} items", f"Count from 0 to {count - 1}."))
 
 
-def _without_marks(value: Any) -> Any:
+def _without_delete_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_marks(item) for key, item in value.items() if key != DELETE}
+        return {key: _without_delete_keys(item) for key, item in value.items() if key != DELETE}
     return value
 
 
@@ -179,9 +179,9 @@ def _without_marks(value: Any) -> Any:
 
 
 BASE = "_base_"
-_OF_BASE = re.compile(r"""(["']?)\{\{\s*(_base_(?:\.\w+)+)\s*\}\}\1""")
-_OF_FILE = re.compile(r"\{\{\s*(file\w+)\s*\}\}")
-_OF_ENVIRONMENT = re.compile(r"\{\{\s*\$(\w+)")
+_BASE_REFERENCE = re.compile(r"""(["']?)\{\{\s*(_base_(?:\.\w+)+)\s*\}\}\1""")
+_FILE_REFERENCE = re.compile(r"\{\{\s*(file\w+)\s*\}\}")
+_ENVIRONMENT_REFERENCE = re.compile(r"\{\{\s*\$(\w+)")
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path in above:
-        chain = " → ".join(each.name for each in (*above, path))
-        raise ConfigError(Problem(BASE, f"the files are based on each other: {chain}", "Leave one of them out."))
+        cycle = " → ".join(file.name for file in (*above, path))
+        raise ConfigError(Problem(BASE, f"the files are based on each other: {cycle}", "Leave one of them out."))
     if not path.is_file():
         by = f"the base of {above[-1].name}, " if above else ""
         raise ConfigError(Problem(BASE if above else "config", f"{by}{str(path)!r} is no file", "Check the name."))
@@ -200,29 +200,29 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     tree, bases = _parse(path, text)
     below: dict[str, Any] = {}
     for base in bases:
-        found = _read((path.parent / base).resolve(), (*above, path))
-        both = sorted(below.keys() & found.keys())
+        variables = _read((path.parent / base).resolve(), (*above, path))
+        both = sorted(below.keys() & variables.keys())
         if both:
             names = ", ".join(f"`{name}`" for name in both)
             message = f"{names} of {Path(base).name} stands in another of the files that {path.name} is based on, too"
             raise ConfigError(Problem(BASE, message, "Leave one of them out."))
-        below.update(found)
-    own = _variables(path, tree, below) if tree is not None else _data(path, text)
-    return merge({key: value for key, value in own.items() if key != BASE}, below)
+        below.update(variables)
+    variables_here = _variables(path, tree, below) if tree is not None else _data(path, text)
+    return merge({key: value for key, value in variables_here.items() if key != BASE}, below)
 
 
 def _substituted(path: Path) -> str:
     text = text_of(path)
-    if found := _OF_ENVIRONMENT.search(text):
-        message = f"{path.name} asks for the environment variable {found[1]!r}; what a run does is not decided there"
+    if match := _ENVIRONMENT_REFERENCE.search(text):
+        message = f"{path.name} asks for the environment variable {match[1]!r}; what a run does is not decided there"
         raise ConfigError(Problem("config", message, "Pass it on the command line: --cfg-options key=value."))
-    words = {
+    values = {
         "fileDirname": path.parent.as_posix(),
         "fileBasename": path.name,
         "fileBasenameNoExtension": path.stem,
         "fileExtname": path.suffix,
     }
-    return _OF_FILE.sub(lambda match: words.get(match[1], match[0]), text)
+    return _FILE_REFERENCE.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 def _parse(path: Path, text: str) -> tuple[ast.Module | None, list[str]]:
@@ -234,7 +234,7 @@ def _parse(path: Path, text: str) -> tuple[ast.Module | None, list[str]]:
         message = f"{path.name} uses `read_base`, MMEngine's newer form of inheritance, which is not read here"
         raise ConfigError(Problem(BASE, message, f"Write `{BASE} = ['base.py']`."))
     try:
-        tree = ast.parse(_OF_BASE.sub(lambda match: match[2], text), str(path))
+        tree = ast.parse(_BASE_REFERENCE.sub(lambda match: match[2], text), str(path))
     except SyntaxError as error:
         message = f"{path.name}, line {error.lineno}: {error.msg}"
         raise ConfigError(Problem("config", message, "It is read as Python.")) from None
@@ -257,7 +257,7 @@ def _literal(path: Path, node: ast.expr) -> list[str]:
     except ValueError:
         message = f"{path.name} computes it, and it must be known before the file is run"
         raise ConfigError(Problem(BASE, message, "Write a text, or a list of them.")) from None
-    return [named] if isinstance(named, str) else [str(each) for each in named]
+    return [named] if isinstance(named, str) else [str(name) for name in named]
 
 
 def _variables(path: Path, tree: ast.Module, below: dict[str, Any]) -> dict[str, Any]:
@@ -273,14 +273,14 @@ def _variables(path: Path, tree: ast.Module, below: dict[str, Any]) -> dict[str,
 
 def _data(path: Path, text: str) -> dict[str, Any]:
     if path.suffix in (".json", ".yaml", ".yml"):
-        found = parse_text(path, text)
-        found = {} if found is None else found
+        content = parse_text(path, text)
+        content = {} if content is None else content
     else:
         message = f"{path.name} has the ending {path.suffix!r}"
         raise ConfigError(Problem("config", message, "Files end in .py, .yaml, .yml or .json."))
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(Problem("config", f"{path.name} holds no keys", "Write `key: value`."))
-    return found
+    return content
 
 
 class Config:
@@ -310,11 +310,11 @@ class Config:
         """Put changes over it; the keys are dotted paths (`optim_wrapper.optimizer.lr`)."""
         nested: dict[str, Any] = {}
         for path, value in options.items():
-            *way, last = path.split(".")
-            place = nested
-            for key in way:
-                place = place.setdefault(key, {})
-            place[last] = value
+            *names, last = path.split(".")
+            node = nested
+            for key in names:
+                node = node.setdefault(key, {})
+            node[last] = value
         if not allow_list_keys and any(key.isdigit() for path in options for key in path.split(".")):
             raise ConfigError(Problem("cfg-options", "a list is changed by index", "Say `allow_list_keys=True`."))
         vars(self)["_tree"] = ConfigDict(merge(nested, self._tree))

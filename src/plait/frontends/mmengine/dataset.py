@@ -24,13 +24,13 @@ from plait.frontends.mmengine.registry import DATA_SAMPLERS, FUNCTIONS
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
     """Turn a list of samples inside out; what the samples are made of stays in lists, unstacked."""
-    return _turn(data_batch, lambda leaves: leaves)
+    return _transpose(data_batch, lambda leaves: leaves)
 
 
 @FUNCTIONS.register_module()
 def default_collate(data_batch: Sequence[Any]) -> Any:
     """Turn a list of samples inside out, and stack tensors, arrays and numbers."""
-    return _turn(data_batch, _stacked)
+    return _transpose(data_batch, _stacked)
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:
@@ -39,19 +39,19 @@ def _stacked(leaves: Sequence[Any]) -> Any:
     return leaves if elements or leaves[0] is None else stack(list(leaves))
 
 
-def _turn(batch: Sequence[Any], finish: Callable[[Sequence[Any]], Any]) -> Any:
+def _transpose(batch: Sequence[Any], finish: Callable[[Sequence[Any]], Any]) -> Any:
     first = batch[0]
     if isinstance(first, str | bytes):
         return batch
     if isinstance(first, Mapping):
-        return {key: _turn([sample[key] for sample in batch], finish) for key in first}
+        return {key: _transpose([sample[key] for sample in batch], finish) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_turn(part, finish) for part in zip(*batch, strict=True)))
+        return type(first)(*(_transpose(column, finish) for column in zip(*batch, strict=True)))
     if isinstance(first, Sequence):
         sizes = sorted({len(sample) for sample in batch})
         if len(sizes) > 1:
             raise DataError(f"the samples of one batch have {sizes[0]} to {sizes[-1]} parts; give all equally many")
-        return [_turn(part, finish) for part in zip(*batch, strict=True)]
+        return [_transpose(column, finish) for column in zip(*batch, strict=True)]
     return finish(batch)
 
 
@@ -138,9 +138,9 @@ def worker_init_fn(
     worker_id: int, num_workers: int, rank: int, seed: int, disable_subprocess_warning: bool = False
 ) -> None:
     """Give each worker of each rank a seed of its own."""
-    own = (num_workers * rank + worker_id + seed) % 2**32
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
+    worker_seed = (num_workers * rank + worker_id + seed) % 2**32
+    random.seed(worker_seed)
+    np.random.seed(worker_seed)
+    torch.manual_seed(worker_seed)
     if disable_subprocess_warning and worker_id != 0:
         warnings.simplefilter("ignore")

@@ -78,6 +78,11 @@ def sync_random_seed() -> int:
 
 def collect_results(results: list[Any], size: int) -> list[Any]:
     """Every rank's results in the order in which the samples were dealt out, without those that were dealt twice."""
-    parts = all_gather_object(results)
-    dealt = [part[index] for index in range(max(map(len, parts))) for part in parts if index < len(part)]
+    results_of_ranks = all_gather_object(results)
+    dealt = [
+        rank_results[index]
+        for index in range(max(map(len, results_of_ranks)))
+        for rank_results in results_of_ranks
+        if index < len(rank_results)
+    ]
     return dealt[:size]

@@ -77,14 +77,14 @@ class Evaluator:
 
     def evaluate(self, size: int) -> dict[str, float]:
         """All metrics; two of the same name are an error."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for metric in self.metrics:
             for name, value in metric.evaluate(size).items():
-                if name in found:
+                if name in metrics:
                     message = f"two metrics are called {name!r}"
                     raise ConfigError(Problem("evaluator.prefix", message, "Give them different prefixes."))
-                found[name] = value
-        return found
+                metrics[name] = value
+        return metrics
 
 
 def build_evaluator(evaluator: Any) -> Any:

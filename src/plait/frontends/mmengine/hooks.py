@@ -182,9 +182,9 @@ def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, .
     if metric in greater or metric in less:
         return metric in greater
     folded = metric.lower()
-    if any(word.lower() in folded for word in (*(greater or usual),)):
+    if any(pattern.lower() in folded for pattern in (*(greater or usual),)):
         return True
-    if any(word.lower() in folded for word in (*(less or ("loss",)),)):
+    if any(pattern.lower() in folded for pattern in (*(less or ("loss",)),)):
         return False
     message = f"whether more or less of {metric!r} is better cannot be told from its name"
     raise ConfigError(Problem("hook.rule", message, "Write rule='greater' or rule='less'."))
@@ -349,7 +349,7 @@ class EMAHook(Hook):
     def tensors(self, runner: Any) -> dict[str, Tensor]:
         """The average, as the logical whole that a checkpoint stores."""
         self.before_train(runner)
-        return {name: runner.engine.as_global(name, part) for name, part in self._average.items()}
+        return {name: runner.engine.as_global(name, tensor) for name, tensor in self._average.items()}
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Remember how many weights were averaged."""
@@ -424,13 +424,13 @@ class IterTimerHook(Hook):
         runner.message_hub.update_scalar(f"{mode}/time", took)
         if mode == "train":
             self._trained += took
-            each = self._trained / (runner.iter - self._start + 1)
+            mean_time = self._trained / (runner.iter - self._start + 1)
             left = runner.max_iters - runner.iter - 1
         else:
             self._evaluated += took
-            each = self._evaluated / (batch_idx + 1)
+            mean_time = self._evaluated / (batch_idx + 1)
             left = len(runner.loader_of(mode)) - batch_idx - 1
-        runner.message_hub.update_info("eta", each * left, resumed=False)
+        runner.message_hub.update_info("eta", mean_time * left, resumed=False)
 
 
 # Writes the lines of the log, and hands numbers to the sinks.
@@ -560,8 +560,8 @@ class RuntimeInfoHook(Hook):
 
     def before_run(self, runner: Any) -> None:
         """Note what the run is."""
-        words = {"cfg": runner.cfg.pretty_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
-        runner.message_hub.update_info_dict(words, resumed=False)
+        info = {"cfg": runner.cfg.pretty_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
+        runner.message_hub.update_info_dict(info, resumed=False)
 
     def before_train(self, runner: Any) -> None:
         """Note where training begins, and ends."""
@@ -607,7 +607,7 @@ class RuntimeInfoHook(Hook):
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Note the metrics."""
-        _note(runner, "val", metrics)
+        _record(runner, "val", metrics)
 
     def before_test(self, runner: Any) -> None:
         """A test."""
@@ -619,10 +619,10 @@ class RuntimeInfoHook(Hook):
 
     def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
         """Note the metrics."""
-        _note(runner, "test", metrics)
+        _record(runner, "test", metrics)
 
 
-def _note(runner: Any, mode: str, metrics: Mapping[str, Any] | None) -> None:
+def _record(runner: Any, mode: str, metrics: Mapping[str, Any] | None) -> None:
     for key, value in (metrics or {}).items():
         single = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if single or hasattr(value, "item"):
@@ -649,8 +649,8 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Tell whichever sampler of a loader wants to know."""
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for sampler in (getattr(loader, "sampler", None), inner):
-        if (tell := getattr(sampler, "set_epoch", None)) is not None:
-            tell(epoch)
+        if (setter := getattr(sampler, "set_epoch", None)) is not None:
+            setter(epoch)
             return
 
 
@@ -673,10 +673,10 @@ class SyncBuffersHook(Hook):
 
 def last_checkpoint(work_dir: Path) -> Path | None:
     """What the file `last_checkpoint` names; None where there is none."""
-    note = work_dir / "last_checkpoint"
-    if not note.is_file():
+    marker = work_dir / "last_checkpoint"
+    if not marker.is_file():
         return None
-    path = Path("\n".join(read_lines(note, CheckpointError)).strip())
+    path = Path("\n".join(read_lines(marker, CheckpointError)).strip())
     if not path.is_absolute() and not path.exists():
         path = work_dir / path.name
     return path if (path / MANIFEST_NAME).exists() else None
@@ -701,7 +701,7 @@ def resolve(text: str | Path) -> Path:
 def keep_newest(folder: Path, template: str, count: int) -> None:
     """Remove all but the newest checkpoints of a template (`epoch_{}`)."""
     pattern = re.compile(re.escape(template).replace(r"\{\}", r"(\d+)") + "$")
-    numbered = [(int(found[1]), path) for path in folder.iterdir() if (found := pattern.match(path.name))]
+    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := pattern.match(path.name))]
     for _, path in sorted(numbered)[:-count]:
         forget(path)
 
@@ -757,7 +757,7 @@ class CheckpointHook(Hook):
         self.options = {"save_optimizer": save_optimizer, "save_param_scheduler": save_param_scheduler}
         self.out_dir, self.max_keep_ckpts, self.save_last = out_dir, max_keep_ckpts, save_last
         self.filename_tmpl = (filename_tmpl or ("epoch_{}" if by_epoch else "iter_{}")).removesuffix(".pth")
-        self._found: dict[str, dict[str, Any]] = {}
+        self._best_records: dict[str, dict[str, Any]] = {}
         """The best so far, by the ending of its keys in the message hub."""
         self._best = [] if save_best is None else [save_best] if isinstance(save_best, str) else list(save_best)
         self._rules = [rule] if isinstance(rule, str) else list(rule or ())
@@ -765,32 +765,36 @@ class CheckpointHook(Hook):
         if len(self._rules) not in (0, 1, len(self._best)):
             message = f"{len(self._rules)} rules for {len(self._best)} metrics"
             raise ConfigError(Problem("default_hooks.checkpoint.rule", message, "Give one, or one a metric."))
-        for word in self._rules:
-            if word not in ("greater", "less"):
-                raise ConfigError(Problem("default_hooks.checkpoint.rule", f"{word!r}", "Write 'greater' or 'less'."))
+        for name in self._rules:
+            if name not in ("greater", "less"):
+                raise ConfigError(Problem("default_hooks.checkpoint.rule", f"{name!r}", "Write 'greater' or 'less'."))
 
     def before_train(self, runner: Any) -> None:
         """Find the folder, and what the run that goes on had found."""
         self._folder = Path(runner.work_dir if self.out_dir is None else self.out_dir)
         if self.out_dir is not None:
             self._folder /= Path(runner.work_dir).name
-        self._note = Path(runner.work_dir) / "best_checkpoints.json"
+        self._record_file = Path(runner.work_dir) / "best_checkpoints.json"
         done = self._count(runner)
         # A checkpoint is written before the validation that follows it, and does not know what that has found.
-        for key, found in on_main(runner.world, self._read_note).items():
-            if found["at"] <= done:  # not that of a run which went further than the one that goes on
-                runner.message_hub.update_info(f"best_score{key}", found["score"])
-                runner.message_hub.update_info(f"best_ckpt{key}", found["path"])
-                self._found[key] = found
+        for key, best in on_main(runner.world, self._read_records).items():
+            if best["at"] <= done:  # not that of a run which went further than the one that goes on
+                runner.message_hub.update_info(f"best_score{key}", best["score"])
+                runner.message_hub.update_info(f"best_ckpt{key}", best["path"])
+                self._best_records[key] = best
 
-    def _read_note(self) -> dict[str, Any]:
-        found = read_json_object(self._note, CheckpointError, "remove it") if self._note.is_file() else {}
-        for key, best in found.items():
+    def _read_records(self) -> dict[str, Any]:
+        records = (
+            read_json_object(self._record_file, CheckpointError, "remove it") if self._record_file.is_file() else {}
+        )
+        for key, best in records.items():
             match best:
                 case {"at": int(), "score": int() | float(), "path": str()}:
                     continue
-            raise CheckpointError(f"{self._note}: {key} is {best!r:.80}, expected at, score and path; remove the file")
-        return found
+            raise CheckpointError(
+                f"{self._record_file}: {key} is {best!r:.80}, expected at, score and path; remove the file"
+            )
+        return records
 
     def _count(self, runner: Any) -> int:
         return int(runner.epoch if self.by_epoch else runner.iter)
@@ -814,10 +818,10 @@ class CheckpointHook(Hook):
 
     def _save(self, runner: Any, count: int) -> None:
         name = self.filename_tmpl.format(count)
-        folder, note = self._folder, Path(runner.work_dir) / "last_checkpoint"
+        folder, marker = self._folder, Path(runner.work_dir) / "last_checkpoint"
 
         def tidy() -> None:  # once it is complete
-            note.write_text(str(folder / name), encoding="utf-8")
+            marker.write_text(str(folder / name), encoding="utf-8")
             if self.max_keep_ckpts > 0:
                 keep_newest(folder, self.filename_tmpl, self.max_keep_ckpts)
 
@@ -848,11 +852,11 @@ class CheckpointHook(Hook):
         path = str(self._folder / name)
         hub.update_info(f"best_score{key}", value)
         hub.update_info(f"best_ckpt{key}", path)
-        self._found[key] = {"score": value, "path": path, "at": count}
-        note, text, replaced = self._note, json.dumps(self._found), old is not None and old != path
+        self._best_records[key] = {"score": value, "path": path, "at": count}
+        file, text, replaced = self._record_file, json.dumps(self._best_records), old is not None and old != path
 
         def tidy() -> None:  # once it is complete
-            note.write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
             if replaced:
                 forget(Path(str(old)))
 

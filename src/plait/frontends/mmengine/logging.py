@@ -139,7 +139,7 @@ class MessageHub:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint carries: the latest values of each scalar, and the words that JSON can hold."""
         scalars = {
-            key: [part[-_SAVED:] for part in buffer.data]
+            key: [values[-_SAVED:] for values in buffer.data]
             for key, buffer in self.log_scalars.items()
             if key not in self._not_resumed
         }

@@ -20,18 +20,18 @@ from plait.frontends.mmengine.registry import MODELS
 class BaseDataPreprocessor(nn.Module):
     """Moves a batch to the device where this module is."""
 
-    _place: Tensor
+    _device_marker: Tensor
 
     def __init__(self, non_blocking: bool | None = False) -> None:
         super().__init__()
         self._non_blocking = bool(non_blocking)
         # It goes where the model goes, and no checkpoint holds it.
-        self.register_buffer("_place", torch.empty(0), persistent=False)
+        self.register_buffer("_device_marker", torch.empty(0), persistent=False)
 
     @property
     def device(self) -> torch.device:
         """Where batches go."""
-        return self._place.device
+        return self._device_marker.device
 
     def cast_data(self, data: Any) -> Any:
         """Anything with tensors in it, with those on the device."""
@@ -180,13 +180,13 @@ class BaseModel(BaseModule):
         """The sum of everything with `loss` in its name, and the mean of each for the log."""
         means: dict[str, Tensor] = {}
         for name, value in losses.items():
-            parts = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, list | tuple) else []
-            if not parts or not all(isinstance(part, Tensor) for part in parts):
+            tensors = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, list | tuple) else []
+            if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
                 raise ModelError(
                     f"{type(self).__name__} returned {name!r} as a {type(value).__name__} in mode 'loss': "
                     "return a tensor, or a list of them"
                 )
-            first, *others = (part.mean() for part in parts)
+            first, *others = (tensor.mean() for tensor in tensors)
             means[name] = sum(others, first)
         summed = [value for name, value in means.items() if "loss" in name]
         if not summed:

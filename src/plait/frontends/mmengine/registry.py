@@ -48,22 +48,22 @@ class Registry:
         names = [name] if isinstance(name, str) else list(name or ())
         if module is not None:
             return self._register(module, names, force)
-        return lambda found: self._register(found, names, force)
+        return lambda target: self._register(target, names, force)
 
-    def _register(self, found: Callable[..., Any], names: list[str], force: bool) -> Callable[..., Any]:
-        for name in names or [found.__name__]:
-            if not force and self._table.get(name, found) is not found:
-                message = f"{name!r} is registered already, as {_place(self._table[name])}"
+    def _register(self, target: Callable[..., Any], names: list[str], force: bool) -> Callable[..., Any]:
+        for name in names or [target.__name__]:
+            if not force and self._table.get(name, target) is not target:
+                message = f"{name!r} is registered already, as {_qualified_name(self._table[name])}"
                 raise ConfigError(Problem(self.name, message, "Choose another name, or say `force=True`."))
-            self._table[name] = found
-        return found
+            self._table[name] = target
+        return target
 
     def get(self, key: str) -> Callable[..., Any]:
         """What a name stands for."""
-        found = self.find(key)
-        if found is None:
+        target = self.find(key)
+        if target is None:
             raise ConfigError(Problem(f"{self.name}.type", f"{key!r} is not registered", choose(key, self, "name")))
-        return found
+        return target
 
     def find(self, key: str) -> Callable[..., Any] | None:
         """What a name stands for; None where nobody knows it."""
@@ -71,25 +71,27 @@ class Registry:
         if plain in self._table:
             return self._table[plain]
         theirs = getattr(sys.modules.get("mmengine.registry"), self._root or "", None)
-        if theirs is not None and (found := theirs.get(key)) is not None:
-            return found  # type: ignore[no-any-return]
-        return _imported(key) if "." in key else None
+        if theirs is not None and (target := theirs.get(key)) is not None:
+            return target  # type: ignore[no-any-return]
+        return _import_target(key) if "." in key else None
 
     def build(self, cfg: Any, default_args: Mapping[str, Any] | None = None, **more: Any) -> Any:
         """The object that a dict with a `type` describes; what is an object already stays as it is."""
         if not isinstance(cfg, Mapping):
             return cfg
         options = {**(default_args or {}), **more, **cfg}
-        kind = options.pop("type", None)
+        target = options.pop("type", None)
         options.pop("_scope_", None)
-        if kind is None:
+        if target is None:
             message = f"{dict(cfg)!r} has no `type`"
             raise ConfigError(Problem(self.name, message, f"The names are {', '.join(self)}."))
-        if isinstance(kind, type) and kind.__module__.startswith("mmengine."):
-            kind = self._table.get(kind.__name__, kind)  # MMEngine's own class: what it is called here does the work
-        maker = self.get(kind) if isinstance(kind, str) else kind
+        if isinstance(target, type) and target.__module__.startswith("mmengine."):
+            target = self._table.get(
+                target.__name__, target
+            )  # MMEngine's own class: what it is called here does the work
+        maker = self.get(target) if isinstance(target, str) else target
         if not callable(maker):
-            raise ConfigError(Problem(f"{self.name}.type", f"{kind!r} is no class and no name", "Give one of them."))
+            raise ConfigError(Problem(f"{self.name}.type", f"{target!r} is no class and no name", "Give one of them."))
         check_arguments(f"{self.name}.{_name(maker)}", maker, cfg)
         accepted = _accepted(maker)
         if accepted is not None:  # of the defaults, those that it knows
@@ -124,17 +126,17 @@ def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]
 
 def _accepted(maker: Callable[..., Any]) -> list[str] | None:
     """The names of its arguments; None where it takes any."""
-    own = isinstance(maker, type) and maker.__module__.startswith("plait.frontends.mmengine.")
-    if not own:
+    is_ours = isinstance(maker, type) and maker.__module__.startswith("plait.frontends.mmengine.")
+    if not is_ours:
         return _named(maker)[0]
     names: list[str] = []
     hidden = ("self", *getattr(maker, "fixed", ()))
-    for kind in maker.__mro__:  # type: ignore[attr-defined]
+    for cls in maker.__mro__:  # type: ignore[attr-defined]
         # The classes here hand what they do not name to the class that they are made from.
-        if kind is object or "__init__" not in vars(kind):
+        if cls is object or "__init__" not in vars(cls):
             continue
-        _, more, found = _named(vars(kind)["__init__"])
-        names += [name for name in found if name not in (*hidden, *names)]
+        _, more, named = _named(vars(cls)["__init__"])
+        names += [name for name in named if name not in (*hidden, *names)]
         if not more:
             return names
     return names
@@ -146,31 +148,35 @@ def _named(maker: Any) -> tuple[list[str] | None, bool, list[str]]:
         parameters = inspect.signature(maker).parameters.values()
     except (TypeError, ValueError):  # some classes of C say nothing
         return None, True, []
-    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    more = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return (None if more else names), more, names
 
 
-def _imported(key: str) -> Callable[..., Any] | None:
+def _import_target(key: str) -> Callable[..., Any] | None:
     """What a dotted name stands for; None where there is no such thing. A module that fails says why."""
     module, _, attribute = key.rpartition(".")
     try:
-        found = load_code(f"{module}:{attribute}", key="type")
+        target = load_code(f"{module}:{attribute}", key="type")
     except ConfigError as error:
         cause = error.__cause__
         missing = isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}.")
         if missing or isinstance(cause, AttributeError):
             return None
         raise
-    return found if callable(found) else None
+    return target if callable(target) else None
 
 
-def _place(found: Callable[..., Any]) -> str:
-    return f"{found.__module__}.{_name(found)}"
+def _qualified_name(target: Callable[..., Any]) -> str:
+    return f"{target.__module__}.{_name(target)}"
 
 
-def _name(found: Any) -> str:
-    return str(getattr(found, "__qualname__", found))
+def _name(target: Any) -> str:
+    return str(getattr(target, "__qualname__", target))
 
 
 class RunnerRegistry(Registry):

@@ -105,13 +105,13 @@ _COLOSSALAI_FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 
 
 def _format(settings: TranslatedSettings, key: str, value: Any) -> None:
-    word = value.get("type", "") if isinstance(value, Mapping) else str(value)
-    if word in ("fp16_apex", "fp16_naive"):
+    name = value.get("type", "") if isinstance(value, Mapping) else str(value)
+    if name in ("fp16_apex", "fp16_naive"):
         settings.set("precision.compute", "fp16")
         settings.mapped(key, value, "precision.compute: fp16, by torch and not by Apex")
-    elif word in _COLOSSALAI_FORMATS:
-        settings.set("precision.compute", _COLOSSALAI_FORMATS[word])
-        settings.honoured(key, value, f"precision.compute: {word}")
+    elif name in _COLOSSALAI_FORMATS:
+        settings.set("precision.compute", _COLOSSALAI_FORMATS[name])
+        settings.honoured(key, value, f"precision.compute: {name}")
     else:
         settings.refused(key, value, f"write one of {', '.join(_COLOSSALAI_FORMATS)}")
 
@@ -217,17 +217,17 @@ class ColossalAIStrategy(BaseStrategy):
         settings = TranslatedSettings()
         given = {"type": self._plugin} if isinstance(self._plugin, str) else dict(self._plugin)
         name = str(given.pop("type", "gemini"))
-        kind = _NAMES.get(name, name)
+        plugin = _NAMES.get(name, name)
         key = "strategy.plugin"
-        if kind not in _PLUGINS:
+        if plugin not in _PLUGINS:
             settings.refused(key, name, f"write one of {', '.join((*_NAMES, *_PLUGINS))}")
             return settings.translation()
-        stage = 3 if kind == "GeminiPlugin" else 1
+        stage = 3 if plugin == "GeminiPlugin" else 1
         settings.set("strategy.zero", stage)
         settings.set("precision.compute", "fp16")
         settings.set("precision.scaler", {"initial_power": 16 if stage == 3 else 32, "window": 1000})
         settings.mapped(key, name, f"strategy.zero: {stage}, in fp16 unless `precision` says another")
-        settings.read(given, _PLUGINS[kind], key)
+        settings.read(given, _PLUGINS[plugin], key)
         if self._mixed is not None:
             _format(settings, "strategy.mixed_precision", self._mixed)
         if settings.sections["precision"]["compute"] != "fp16":
@@ -321,14 +321,14 @@ class DeepSpeedStrategy(BaseStrategy):
 
 _SIZE = 10**8
 """What torch's own policy takes where it is told nothing."""
-_WORDS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def _policy(settings: TranslatedSettings, key: str, value: Any) -> None:
     policy, options = _taken_apart(value)
     # By name: importing torch's own would load much that a run without it does not need.
-    kind = type(policy).__name__
+    policy_type = type(policy).__name__
     name = getattr(policy, "__name__", str(policy)).rpartition(".")[2]
     if policy is None:
         settings.unneeded(key, value, "the units are the model's own blocks")
@@ -336,9 +336,13 @@ def _policy(settings: TranslatedSettings, key: str, value: Any) -> None:
         least = int(options.get("min_num_params", _SIZE))
         settings.set("strategy.wrap.min_params", least)
         settings.honoured(key, value, f"strategy.wrap.min_params: {least}")
-    elif kind == "ModuleWrapPolicy" or name == "transformer_auto_wrap_policy":
-        kinds = module_wrap_classes(policy) if kind == "ModuleWrapPolicy" else options.get("transformer_layer_cls", ())
-        names = sorted(kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
+    elif policy_type == "ModuleWrapPolicy" or name == "transformer_auto_wrap_policy":
+        classes = (
+            module_wrap_classes(policy)
+            if policy_type == "ModuleWrapPolicy"
+            else options.get("transformer_layer_cls", ())
+        )
+        names = sorted(policy_type if isinstance(policy_type, str) else policy_type.__name__ for policy_type in classes)
         settings.set("strategy.wrap.classes", names)
         settings.honoured(key, value, f"strategy.wrap.classes: {', '.join(names)}")
     else:
@@ -356,12 +360,12 @@ def _taken_apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _sharding(settings: TranslatedSettings, key: str, value: Any) -> None:
-    word = getattr(value, "name", str(value)).rpartition(".")[2]
-    if word not in _WORDS:
-        settings.refused(key, value, f"write one of {', '.join(_WORDS)}")
+    name = getattr(value, "name", str(value)).rpartition(".")[2]
+    if name not in _SHARDING_STRATEGIES:
+        settings.refused(key, value, f"write one of {', '.join(_SHARDING_STRATEGIES)}")
         return
-    settings.set("strategy.sharding", word)
-    settings.honoured(key, value, f"strategy.sharding: {word}")
+    settings.set("strategy.sharding", name)
+    settings.honoured(key, value, f"strategy.sharding: {name}")
 
 
 def _mixed(settings: TranslatedSettings, key: str, value: Any) -> None:
@@ -372,12 +376,12 @@ def _mixed(settings: TranslatedSettings, key: str, value: Any) -> None:
         dtype = given.get(name)
         if dtype is None:
             continue
-        word = _FORMATS.get(str(dtype).removeprefix("torch."))
-        if word is None:
+        dtype_name = _FORMATS.get(str(dtype).removeprefix("torch."))
+        if dtype_name is None:
             settings.refused(f"{key}.{name}", dtype, f"write one of {', '.join(_FORMATS)}")
             continue
-        settings.set(path, word)
-        settings.honoured(f"{key}.{name}", dtype, f"{path}: {word}")
+        settings.set(path, dtype_name)
+        settings.honoured(f"{key}.{name}", dtype, f"{path}: {dtype_name}")
     if given.get("buffer_dtype") is not None:
         text = "buffers keep their format: running statistics need it"
         settings.mapped(f"{key}.buffer_dtype", given["buffer_dtype"], text)

@@ -11,7 +11,7 @@ from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.registry import VISBACKENDS, VISUALIZERS, check_arguments
 from plait.monitor import Event, EventKind, JsonlSink, Monitor, Sink, scalars
 
-_KINDS = {"train": EventKind.TRAIN, "val": EventKind.VALIDATE, "test": EventKind.TEST}
+_EVENT_KINDS = {"train": EventKind.TRAIN, "val": EventKind.VALIDATE, "test": EventKind.TEST}
 
 
 class ScalarsFile:
@@ -23,7 +23,7 @@ class ScalarsFile:
 
     def write(self, event: Event) -> None:
         """Add a line with the event's numbers."""
-        if event.kind in _KINDS.values():
+        if event.kind in _EVENT_KINDS.values():
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**scalars(event), "step": event.step}) + "\n")
 
@@ -75,25 +75,25 @@ class Visualizer:
         self.name = name
         self.dataset_meta: dict[str, Any] | None = None
         self._backends = list(vis_backends) if vis_backends is not None else [{"type": "LocalVisBackend"}]
-        self._places: dict[str, Path] | None = None
+        self._folders: dict[str, Path] | None = None
         if is_main and work_dir is not None:
-            self._places = {"save_dir": Path(save_dir or work_dir), "work_dir": work_dir}
-        for each in self._backends:
-            _check(each)
+            self._folders = {"save_dir": Path(save_dir or work_dir), "work_dir": work_dir}
+        for backend in self._backends:
+            _check(backend)
         self._monitor: Monitor | None = None
 
     def open(self) -> Monitor:
         """Open the back ends, unless they are open."""
         if self._monitor is None:
-            places = self._places
-            sinks = [] if places is None else [sink for each in self._backends for sink in _sinks(each, places)]
+            folders = self._folders
+            sinks = [] if folders is None else [sink for backend in self._backends for sink in _sinks(backend, folders)]
             self._monitor = Monitor(sinks)
         return self._monitor
 
     def add_scalars(self, scalar_dict: Mapping[str, Any], step: int = 0, mode: str = "train", **_: Any) -> None:
         """Numbers of one moment."""
         data = dict(scalar_dict) if mode == "train" else {"metrics": dict(scalar_dict)}
-        self.open().emit(Event(_KINDS[mode], step, int(scalar_dict.get("epoch", 0)), data))
+        self.open().emit(Event(_EVENT_KINDS[mode], step, int(scalar_dict.get("epoch", 0)), data))
 
     def add_scalar(self, name: str, value: Any, step: int = 0, **_: Any) -> None:
         """One number."""
@@ -106,10 +106,10 @@ class Visualizer:
             self._monitor = None
 
 
-def _sinks(backend: Any, places: Mapping[str, Path]) -> list[Sink]:
+def _sinks(backend: Any, folders: Mapping[str, Path]) -> list[Sink]:
     if not isinstance(backend, Mapping):
         return [backend]  # a sink of the user's own
-    made = VISBACKENDS.build(backend, default_args=places)
+    made = VISBACKENDS.build(backend, default_args=folders)
     return list(made) if isinstance(made, list) else [made]
 
 
@@ -117,13 +117,13 @@ def _check(backend: Any) -> None:
     """What is wrong with the description of a back end shows before any is opened."""
     if not isinstance(backend, Mapping):
         return
-    kind = backend.get("type")
-    kind = getattr(kind, "__name__", kind)
-    if kind not in tuple(VISBACKENDS):
-        message = f"{kind!r} is no back end that numbers can go to here"
+    backend_type = backend.get("type")
+    backend_type = getattr(backend_type, "__name__", backend_type)
+    if backend_type not in tuple(VISBACKENDS):
+        message = f"{backend_type!r} is no back end that numbers can go to here"
         remedy = f"Write one of {', '.join(VISBACKENDS)}, or give an object with `write(event)` and `close()`."
         raise ConfigError(Problem("vis_backends.type", message, remedy))
-    check_arguments(f"vis_backends.{kind}", VISBACKENDS.get(str(kind)), backend)
+    check_arguments(f"vis_backends.{backend_type}", VISBACKENDS.get(str(backend_type)), backend)
 
 
 def build_visualizer(cfg: Any, *, save_dir: Path, work_dir: Path, is_main: bool) -> Any:

@@ -18,9 +18,9 @@ from plait.optim import Lion
 from plait.torch_internals import AnyBatchNorm, AnyInstanceNorm
 
 OPTIMIZERS.register_module(module=Lion)
-for _name, _kind in vars(torch.optim).items():
-    if isinstance(_kind, type) and issubclass(_kind, Optimizer) and _kind is not Optimizer:
-        OPTIMIZERS.register_module(name=_name, module=_kind)
+for _name, _cls in vars(torch.optim).items():
+    if isinstance(_cls, type) and issubclass(_cls, Optimizer) and _cls is not Optimizer:
+        OPTIMIZERS.register_module(name=_name, module=_cls)
 
 
 @OPTIMIZERS.register_module(name=["HybridAdam", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam"])
@@ -56,8 +56,8 @@ def HybridAdam(  # noqa: N802  # it stands for a class
     ]
     if problems:
         raise ConfigError(problems)
-    kind = AdamW if (adamw_mode if adam_w_mode is None else adam_w_mode) else Adam
-    return kind(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    cls = AdamW if (adamw_mode if adam_w_mode is None else adam_w_mode) else Adam
+    return cls(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 # What a model's `train_step` gets in its hands: context, backward and update, done by the engine.
@@ -219,11 +219,11 @@ def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
         return {}
     path = "optim_wrapper.clip_grad"
     options = dict(clip_grad)
-    kind = options.pop("type", "norm")
+    clip_type = options.pop("type", "norm")
     names = {"norm": ("max_norm", "clip_norm"), "value": ("clip_value", "clip_value")}
-    if kind not in names:
-        raise ConfigError(Problem(f"{path}.type", f"{kind!r}", "Write 'norm' or 'value'."))
-    theirs, ours = names[kind]
+    if clip_type not in names:
+        raise ConfigError(Problem(f"{path}.type", f"{clip_type!r}", "Write 'norm' or 'value'."))
+    theirs, ours = names[clip_type]
     if theirs not in options:
         raise ConfigError(Problem(path, f"{dict(clip_grad)} has no `{theirs}`", f"Write dict({theirs}=1.0)."))
     limit = options.pop(theirs)
@@ -237,7 +237,7 @@ def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
     options.pop("foreach", None)
     if options:
         unknown = ", ".join(options)
-        raise ConfigError(Problem(path, f"unknown keys: {unknown}", f"Write dict(type={kind!r}, {theirs}=1.0)."))
+        raise ConfigError(Problem(path, f"unknown keys: {unknown}", f"Write dict(type={clip_type!r}, {theirs}=1.0)."))
     return {ours: float(limit)}
 
 
@@ -256,8 +256,8 @@ def read_scale(loss_scale: str | float | Mapping[str, Any]) -> dict[str, Any]:
     power = _power_of_two(options.pop("init_scale", 2.0**16), f"{path}.init_scale")
     usual |= {"initial_power": power, "window": int(options.pop("growth_interval", 2000))}
     for key, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5), ("enabled", True)):
-        if (found := options.pop(key, fixed)) != fixed:
-            raise ConfigError(Problem(f"{path}.{key}", f"{found!r}: the scaler doubles and halves", "Leave it out."))
+        if (value := options.pop(key, fixed)) != fixed:
+            raise ConfigError(Problem(f"{path}.{key}", f"{value!r}: the scaler doubles and halves", "Leave it out."))
     if options:
         remedy = "The keys are init_scale and growth_interval."
         raise ConfigError(Problem(path, f"unknown keys: {', '.join(options)}", remedy))

@@ -81,7 +81,7 @@ class ParamScheduler:
         for key in cls.counts:
             if kw.get(key) is not None and kw[key] != INF:
                 many = isinstance(kw[key], list | tuple)
-                kw[key] = [each * epoch_length for each in kw[key]] if many else kw[key] * epoch_length
+                kw[key] = [count * epoch_length for count in kw[key]] if many else kw[key] * epoch_length
         return cls(optimizer, **{**kw, "by_epoch": False})
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -291,15 +291,15 @@ class CosineRestartParamScheduler(ParamScheduler):
             raise ConfigError(Problem("param_scheduler.restart_weights", message, "Give one a period."))
         self.eta_min, self.eta_min_ratio = lowest(eta_min, eta_min_ratio)
         self.periods, self.restart_weights = list(periods), list(restart_weights)
-        self._ends = list(accumulate(periods))
+        self._period_ends = list(accumulate(periods))
         super().__init__(optimizer, param_name, **kwargs)
 
     def _value(self, group: dict[str, Any], value: float, base: float) -> float:
-        which = bisect_left(self._ends, self.last_step + 1)
+        which = bisect_left(self._period_ends, self.last_step + 1)
         if which == len(self.periods):
             return value
         low = self.eta_min if self.eta_min_ratio is None else base * self.eta_min_ratio
-        step, total = self.last_step - (self._ends[which] - self.periods[which]), self.periods[which]
+        step, total = self.last_step - (self._period_ends[which] - self.periods[which]), self.periods[which]
         if step == 0:
             return base * self.restart_weights[which]
         ratio = (1 + math.cos(math.pi * step / total)) / (1 + math.cos(math.pi * (step - 1) / total))
@@ -363,11 +363,11 @@ class OneCycleParamScheduler(ParamScheduler):
         begin = 0.0
         for end, start, stop in self._phases:
             if self.last_step <= end or end == self._phases[-1][0]:
-                part = (self.last_step - begin) / (end - begin)
+                progress = (self.last_step - begin) / (end - begin)
                 first, last = float(group[start]), float(group[stop])
                 if self._cosine:
-                    return last + (first - last) / 2.0 * (1 + math.cos(math.pi * part))
-                return first + (last - first) * part
+                    return last + (first - last) / 2.0 * (1 + math.cos(math.pi * progress))
+                return first + (last - first) * progress
             begin = end
         raise AssertionError("the last phase takes what is left")
 
@@ -392,12 +392,12 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         eps: float = 1e-8,
         **kwargs: Any,
     ) -> None:
-        for key, word, words in (
+        for key, choice, choices in (
             ("rule", rule, ("less", "greater")),
             ("threshold_rule", threshold_rule, ("rel", "abs")),
         ):
-            if word not in words:
-                raise ConfigError(Problem(f"param_scheduler.{key}", f"{word!r}", f"Write {' or '.join(words)}."))
+            if choice not in choices:
+                raise ConfigError(Problem(f"param_scheduler.{key}", f"{choice!r}", f"Write {' or '.join(choices)}."))
         if factor >= 1.0:
             raise ConfigError(Problem("param_scheduler.factor", f"{factor!r}", "Write a number below 1."))
         if threshold < 0.0:
@@ -423,17 +423,17 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         if not self.begin <= self._global_step < self.end:
             return
         self.last_step += 1
-        found = self._sign * float(metrics[self.monitor])
-        if self._best is None or found < self._best - self._margin():
-            self._best, self._bad = found, 0
+        value = self._sign * float(metrics[self.monitor])
+        if self._best is None or value < self._best - self._margin():
+            self._best, self._bad = value, 0
         else:
             self._bad += 1
         if self._resting > 0:
             self._resting, self._bad = self._resting - 1, 0
         if self._bad > self.patience:
             for group, least in zip(self.optimizer.param_groups, self.min_value, strict=True):
-                value = read(group, self.param_name)
-                if value - (lower := max(value * self.factor, least)) > self.eps:
+                rate = read(group, self.param_name)
+                if rate - (lower := max(rate * self.factor, least)) > self.eps:
                     write(group, self.param_name, lower)
             self._resting, self._bad = self.cooldown, 0
 
@@ -467,19 +467,19 @@ def _one_per_group(optimizer: Any, key: str, value: float | Sequence[float]) -> 
 S = TypeVar("S", bound=ParamScheduler)
 
 
-def _of(kind: type[S], param: str, name: str) -> type[S]:
+def _named_schedule(schedule: type[S], param: str, name: str) -> type[S]:
     """A schedule that knows which parameter it sets."""
 
     def start(self: S, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, optimizer, param, *args, **kwargs)
+        schedule.__init__(self, optimizer, param, *args, **kwargs)
 
-    named = {"__init__": start, "__module__": __name__, "__doc__": kind.__doc__, "fixed": ("param_name",)}
-    made = type(name, (kind,), named)
+    named = {"__init__": start, "__module__": __name__, "__doc__": schedule.__doc__, "fixed": ("param_name",)}
+    made = type(name, (schedule,), named)
     PARAM_SCHEDULERS.register_module(name=name, module=made)
     return made
 
 
-for _kind in (
+for _schedule in (
     ConstantParamScheduler,
     LinearParamScheduler,
     ExponentialParamScheduler,
@@ -491,22 +491,22 @@ for _kind in (
     OneCycleParamScheduler,
     ReduceOnPlateauParamScheduler,
 ):
-    PARAM_SCHEDULERS.register_module(module=_kind)
+    PARAM_SCHEDULERS.register_module(module=_schedule)
 
-ConstantLR = _of(ConstantParamScheduler, "lr", "ConstantLR")
-ConstantMomentum = _of(ConstantParamScheduler, "momentum", "ConstantMomentum")
-LinearLR = _of(LinearParamScheduler, "lr", "LinearLR")
-LinearMomentum = _of(LinearParamScheduler, "momentum", "LinearMomentum")
-ExponentialLR = _of(ExponentialParamScheduler, "lr", "ExponentialLR")
-ExponentialMomentum = _of(ExponentialParamScheduler, "momentum", "ExponentialMomentum")
-StepLR = _of(StepParamScheduler, "lr", "StepLR")
-StepMomentum = _of(StepParamScheduler, "momentum", "StepMomentum")
-MultiStepLR = _of(MultiStepParamScheduler, "lr", "MultiStepLR")
-MultiStepMomentum = _of(MultiStepParamScheduler, "momentum", "MultiStepMomentum")
-PolyLR = _of(PolyParamScheduler, "lr", "PolyLR")
-PolyMomentum = _of(PolyParamScheduler, "momentum", "PolyMomentum")
-CosineAnnealingLR = _of(CosineAnnealingParamScheduler, "lr", "CosineAnnealingLR")
-CosineAnnealingMomentum = _of(CosineAnnealingParamScheduler, "momentum", "CosineAnnealingMomentum")
-CosineRestartLR = _of(CosineRestartParamScheduler, "lr", "CosineRestartLR")
-OneCycleLR = _of(OneCycleParamScheduler, "lr", "OneCycleLR")
-ReduceOnPlateauLR = _of(ReduceOnPlateauParamScheduler, "lr", "ReduceOnPlateauLR")
+ConstantLR = _named_schedule(ConstantParamScheduler, "lr", "ConstantLR")
+ConstantMomentum = _named_schedule(ConstantParamScheduler, "momentum", "ConstantMomentum")
+LinearLR = _named_schedule(LinearParamScheduler, "lr", "LinearLR")
+LinearMomentum = _named_schedule(LinearParamScheduler, "momentum", "LinearMomentum")
+ExponentialLR = _named_schedule(ExponentialParamScheduler, "lr", "ExponentialLR")
+ExponentialMomentum = _named_schedule(ExponentialParamScheduler, "momentum", "ExponentialMomentum")
+StepLR = _named_schedule(StepParamScheduler, "lr", "StepLR")
+StepMomentum = _named_schedule(StepParamScheduler, "momentum", "StepMomentum")
+MultiStepLR = _named_schedule(MultiStepParamScheduler, "lr", "MultiStepLR")
+MultiStepMomentum = _named_schedule(MultiStepParamScheduler, "momentum", "MultiStepMomentum")
+PolyLR = _named_schedule(PolyParamScheduler, "lr", "PolyLR")
+PolyMomentum = _named_schedule(PolyParamScheduler, "momentum", "PolyMomentum")
+CosineAnnealingLR = _named_schedule(CosineAnnealingParamScheduler, "lr", "CosineAnnealingLR")
+CosineAnnealingMomentum = _named_schedule(CosineAnnealingParamScheduler, "momentum", "CosineAnnealingMomentum")
+CosineRestartLR = _named_schedule(CosineRestartParamScheduler, "lr", "CosineRestartLR")
+OneCycleLR = _named_schedule(OneCycleParamScheduler, "lr", "OneCycleLR")
+ReduceOnPlateauLR = _named_schedule(ReduceOnPlateauParamScheduler, "lr", "ReduceOnPlateauLR")

@@ -89,9 +89,9 @@ def read_wrapper(
     wrapper: BaseOptimWrapper, strategy: BaseStrategy, settings: TranslatedSettings, device: torch.device
 ) -> None:
     """What an optim wrapper says about formats, clipping and accumulation."""
-    kind = type(wrapper).__name__
+    wrapper_type = type(wrapper).__name__
     if strategy.own_wrapper and not isinstance(wrapper, DeepSpeedOptimWrapper):
-        message = f"{kind} does not go with {type(strategy).__name__}, which says itself how is trained"
+        message = f"{wrapper_type} does not go with {type(strategy).__name__}, which says itself how is trained"
         raise ConfigError(Problem("optim_wrapper.type", message, f"Write type={strategy.default_wrapper!r}."))
     if isinstance(wrapper, DeepSpeedOptimWrapper):
         wrapper.accumulate(int(settings.sections.get("batch", {}).get("accumulation", 1)))
@@ -112,7 +112,7 @@ def read_wrapper(
         raise ConfigError(Problem("optim_wrapper.dtype", message, "Leave one of them out."))
     settings.sections.setdefault("precision", {}).update(wanted)
     text = f"precision.compute: {wanted['compute']}; fp32 weights stay with the optimizer"
-    settings.mapped("optim_wrapper.type", kind, text)
+    settings.mapped("optim_wrapper.type", wrapper_type, text)
 
 
 def finish(settings: TranslatedSettings, **more: Any) -> RunConfig:
@@ -132,9 +132,9 @@ def finish(settings: TranslatedSettings, **more: Any) -> RunConfig:
 
 def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
     """Raise where a strategy names a batch that is not the loader's, of `size` samples on each rank."""
-    found = {"micro": size, "total": size * int(batch.get("accumulation", 1)) * ranks}
+    expected = {"micro": size, "total": size * int(batch.get("accumulation", 1)) * ranks}
     names = {"micro": "train_micro_batch_size_per_gpu", "total": "train_batch_size"}
-    for key, value in found.items():
+    for key, value in expected.items():
         if batch.get(key, value) != value:
             message = f"{batch[key]}, but with `train_dataloader.batch_size` {size} it is {value}"
             raise ConfigError(Problem(f"strategy.{names[key]}", message, "Leave it out."))
@@ -143,16 +143,20 @@ def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
 def known_arguments(runner: Any) -> list[str]:
     """The names that a runner takes."""
     parameters = inspect.signature(runner.__init__).parameters.values()
-    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in ("self", "cfg")]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in ("self", "cfg")
+    ]
 
 
 def takes_nothing(function: Any) -> bool:
     """Whether something can be called as it is."""
     if not callable(function):
         return False
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    return all(each.default is not each.empty or each.kind in kinds for each in parameters)
+    return all(parameter.default is not parameter.empty or parameter.kind in variadic for parameter in parameters)
 
 
 def misspelt(keys: Any, known: Any) -> list[Problem]:
@@ -179,15 +183,15 @@ def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
         return
     if launcher not in LAUNCHERS:
         raise ConfigError(Problem("launcher", f"{launcher!r}", choose(launcher, LAUNCHERS, "word")))
-    found = ranks or detect_ranks()
-    if found.launcher == LAUNCHERS[launcher] or found.launcher == "caller":
+    detected = ranks or detect_ranks()
+    if detected.launcher == LAUNCHERS[launcher] or detected.launcher == "caller":
         return
     if launcher == "none":
-        if found.size > 1:
-            word = next(key for key, value in LAUNCHERS.items() if value == found.launcher)
+        if detected.size > 1:
+            name = next(key for key, value in LAUNCHERS.items() if value == detected.launcher)
             raise WorldError(
-                f"launcher='none', but {found.launcher} started {found.size} processes, which would each train by "
-                f"themselves and write over each other: pass launcher={word!r} (--launcher {word})"
+                f"launcher='none', but {detected.launcher} started {detected.size} processes, which would each train "
+                f"alone and overwrite each other's files: pass launcher={name!r} (--launcher {name})"
             )
         return
     raise WorldError(
@@ -259,10 +263,10 @@ class Randomness:
     def start(self, rank: int) -> int:
         """Seed all generators; returns the seed of the run, which ranks agree on where none was chosen."""
         seed = sync_random_seed() if self.seed is None else int(self.seed)
-        own = (seed + rank if self.diff_rank_seed else seed) % 2**32
-        random.seed(own)
-        np.random.seed(own)
-        torch.manual_seed(own)
+        rank_seed = (seed + rank if self.diff_rank_seed else seed) % 2**32
+        random.seed(rank_seed)
+        np.random.seed(rank_seed)
+        torch.manual_seed(rank_seed)
         if self.deterministic:
             make_deterministic()
         return seed
@@ -348,8 +352,8 @@ def _function(given: Any, key: str) -> Any:
     """A function, by itself or as a dict with its name and options."""
     if isinstance(given, Mapping):
         options = dict(given)
-        kind = options.pop("type", None)
-        function = FUNCTIONS.get(kind) if isinstance(kind, str) else kind
+        target = options.pop("type", None)
+        function = FUNCTIONS.get(target) if isinstance(target, str) else target
         given = partial(function, **options) if options and callable(function) else function
     if not callable(given):
         message = f"{given!r} is no function"
@@ -396,15 +400,17 @@ class SortedHooks:
         if not callable(getattr(hook, "before_run", None)):
             message = f"a {type(hook).__name__} has no points of a hook"
             raise ConfigError(Problem("custom_hooks", message, "Derive it from plait.frontends.mmengine.Hook."))
-        kind = type(hook)
-        if kind.__module__.startswith("mmengine.hooks.") and kind.__name__ in tuple(HOOKS):
-            message = f"MMEngine's own {kind.__name__} works on MMEngine's engine"
-            raise ConfigError(Problem("custom_hooks", message, f"Write dict(type={kind.__name__!r}, …): the one here."))
+        hook_type = type(hook)
+        if hook_type.__module__.startswith("mmengine.hooks.") and hook_type.__name__ in tuple(HOOKS):
+            message = f"MMEngine's own {hook_type.__name__} works on MMEngine's engine"
+            raise ConfigError(
+                Problem("custom_hooks", message, f"Write dict(type={hook_type.__name__!r}, …): the one here.")
+            )
         if priority is not None:
             hook.priority = priority
         level = priority_of(hook.priority)
-        place = next((i for i, each in enumerate(self.hooks) if priority_of(each.priority) > level), len(self.hooks))
-        self.hooks.insert(place, hook)
+        index = next((i for i, other in enumerate(self.hooks) if priority_of(other.priority) > level), len(self.hooks))
+        self.hooks.insert(index, hook)
 
     def call(self, runner: Any, point: str, **kwargs: Any) -> None:
         """Call one point of every hook that has it."""
@@ -414,7 +420,7 @@ class SortedHooks:
 
     def info(self) -> str:
         """Which hooks there are, in their order."""
-        return "\n".join(f"({each.priority!s:<12}) {type(each).__name__}" for each in self.hooks)
+        return "\n".join(f"({hook.priority!s:<12}) {type(hook).__name__}" for hook in self.hooks)
 
 
 # From `param_scheduler` to schedules, and the rates scaled to the size of a batch.
@@ -424,7 +430,7 @@ def build_schedulers(runner: Any, cfg: Any) -> list[Any]:
     """The schedules of a run, over its optim wrapper."""
     if cfg is None:
         return []
-    return [_build(runner, each) for each in (cfg if isinstance(cfg, list | tuple) else [cfg])]
+    return [_build(runner, item) for item in (cfg if isinstance(cfg, list | tuple) else [cfg])]
 
 
 def _build(runner: Any, cfg: Any) -> Any:
@@ -438,16 +444,16 @@ def _build(runner: Any, cfg: Any) -> Any:
     loop = runner.phases.loop("train")
     by_epoch = options.get("by_epoch", True)
     options.setdefault("end", loop.max_epochs if by_epoch else loop.max_iters)
-    kind = options.get("type", "")
-    found = PARAM_SCHEDULERS.get(kind) if isinstance(kind, str) else kind
-    if not (isinstance(found, type) and issubclass(found, ParamScheduler)):
-        message = f"{kind!r} is none of the schedules that know how to go on from a checkpoint"
+    schedule_type = options.get("type", "")
+    cls = PARAM_SCHEDULERS.get(schedule_type) if isinstance(schedule_type, str) else schedule_type
+    if not (isinstance(cls, type) and issubclass(cls, ParamScheduler)):
+        message = f"{schedule_type!r} is none of the schedules that know how to go on from a checkpoint"
         raise ConfigError(Problem("param_scheduler.type", message, f"Write one of {', '.join(PARAM_SCHEDULERS)}."))
     if not convert:
-        return PARAM_SCHEDULERS.build({**options, "type": found}, default_args={"optimizer": runner.optim_wrapper})
+        return PARAM_SCHEDULERS.build({**options, "type": cls}, default_args={"optimizer": runner.optim_wrapper})
     options.pop("type")
     length = len(loop.dataloader)
-    return found.build_iter_from_epoch(runner.optim_wrapper, epoch_length=length, **options)
+    return cls.build_iter_from_epoch(runner.optim_wrapper, epoch_length=length, **options)
 
 
 def scale_rates(runner: Any, wrapper: Any, cfg: Mapping[str, Any]) -> None:
@@ -556,10 +562,10 @@ class BaseRunner(Checkpoints):
         self._randomness = Randomness.read(randomness)
         check_launcher(launcher)
         size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else detect_ranks().size
-        found = self.strategy.translate(size)
-        for section, value in found.sections.items():
+        translation = self.strategy.translate(size)
+        for section, value in translation.sections.items():
             self._settings.sections.setdefault(section, value)
-        self._settings.report.entries += found.report.entries
+        self._settings.report.entries += translation.report.entries
         read_compile(self._compile, self._settings)
         # How is computed, the optim wrapper says too, and there is none before there is a model.
         self.world = open_world(finish(self._settings, work_dir=self.work_dir, precision=None))
@@ -645,9 +651,11 @@ class BaseRunner(Checkpoints):
 
     def _route_calls(self, engine: ManualEngine) -> None:
         """Let a model's steps call it through the engine, which moves and casts what it is called with."""
-        own = getattr(type(self.model), "_run_forward", None)
-        usual = own is BaseModel._run_forward or getattr(own, "__module__", "").startswith("mmengine.")
-        if usual:
+        run_forward = getattr(type(self.model), "_run_forward", None)
+        is_standard = run_forward is BaseModel._run_forward or getattr(run_forward, "__module__", "").startswith(
+            "mmengine."
+        )
+        if is_standard:
             self.model._run_forward = lambda data, mode: call_with(engine.forward, data, mode)
 
     def _with_sync_bn(self, model: nn.Module) -> nn.Module:
@@ -665,7 +673,7 @@ class BaseRunner(Checkpoints):
         self.setup()
         if self.phases.has("val"):
             self.phases.loop("val")  # what is wrong with it shows now, not after the first epoch
-        self._tell()
+        self._log_start()
         with self._shown():
             self.call_hook("before_run")
             self.load_or_resume()
@@ -709,7 +717,7 @@ class BaseRunner(Checkpoints):
         self.visualizer.close()
         self.world.close()
 
-    def _tell(self) -> None:
+    def _log_start(self) -> None:
         for entry in self._settings.report.of(KeyOutcome.MAPPED, KeyOutcome.UNNEEDED):
             self.logger.info(f"{entry.key}: {entry.outcome}: {entry.text}")
         self.logger.info(f"Hooks will be executed in the following order:\n{self._hooks.info()}")

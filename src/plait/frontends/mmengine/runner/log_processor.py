@@ -28,7 +28,7 @@ class LogProcessor:
         """`custom_cfg`: dicts with `data_src`, `method_name`, `window_size` and perhaps `log_name`."""
         self.window_size = window_size
         self.by_epoch = by_epoch
-        self.custom_cfg = [dict(each) for each in custom_cfg or ()]
+        self.custom_cfg = [dict(entry) for entry in custom_cfg or ()]
         self.num_digits = num_digits
         self.log_with_hierarchy = log_with_hierarchy
         self._mean = re.compile(mean_pattern)
@@ -36,15 +36,15 @@ class LogProcessor:
 
     def _check(self) -> None:
         names: set[str] = set()
-        for each in self.custom_cfg:
-            if "data_src" not in each:
-                raise ConfigError(Problem("log_processor.custom_cfg", f"{each} has no `data_src`", "Name a scalar."))
-            name = each.get("log_name", each["data_src"])
+        for entry in self.custom_cfg:
+            if "data_src" not in entry:
+                raise ConfigError(Problem("log_processor.custom_cfg", f"{entry} has no `data_src`", "Name a scalar."))
+            name = entry.get("log_name", entry["data_src"])
             if name in names:
                 message = f"two entries are called {name!r}"
                 raise ConfigError(Problem("log_processor.custom_cfg", message, "Give one another `log_name`."))
             names.add(name)
-            if each.get("window_size") == "epoch" and not self.by_epoch:
+            if entry.get("window_size") == "epoch" and not self.by_epoch:
                 message = "a window of an 'epoch' where `by_epoch` is false"
                 raise ConfigError(Problem("log_processor.custom_cfg.window_size", message, "Give a number."))
 
@@ -54,23 +54,23 @@ class LogProcessor:
         tag = self._tagged(scalars, mode)
         rates = [f"{key}: {value:.{self.num_digits}e}" for key, value in scalars.items() if key.endswith("lr")]
         rest = {key: value for key, value in scalars.items() if not key.endswith("lr")}
-        parts = [f"{self._place(runner, batch_idx, mode)}  {' '.join(rates)}"]
+        fields = [f"{self._position(runner, batch_idx, mode)}  {' '.join(rates)}"]
         if mode == "train" and self.by_epoch:
             tag["epoch"] = runner.epoch + 1
         tag["iter"] = runner.iter + 1 if runner.is_training else 0
         eta = runner.message_hub.get_info("eta")
         if eta is not None and {"time", "data_time"} <= rest.keys():
-            parts.append(f"eta: {datetime.timedelta(seconds=int(eta))}")
-            parts += [f"{key}: {rest.pop(key):.{self.num_digits}f}" for key in ("time", "data_time")]
+            fields.append(f"eta: {datetime.timedelta(seconds=int(eta))}")
+            fields += [f"{key}: {rest.pop(key):.{self.num_digits}f}" for key in ("time", "data_time")]
         tag["memory"] = int(memory_mib(runner.device))
-        parts.append(f"memory: {tag['memory']}")
+        fields.append(f"memory: {tag['memory']}")
         if mode == "train":
-            parts += [self._item(key, value) for key, value in rest.items()]
-        return tag, "  ".join(parts)
+            fields += [self._item(key, value) for key, value in rest.items()]
+        return tag, "  ".join(fields)
 
     def get_log_after_epoch(self, runner: Any, batch_idx: int, mode: str) -> tuple[dict[str, Any], str]:
         """Scalars and line after a validation or test."""
-        named = {each["data_src"] for each in self.custom_cfg}
+        named = {entry["data_src"] for entry in self.custom_cfg}
         whole: list[dict[str, Any]] = [
             {"data_src": key, "window_size": "epoch", "method_name": "mean"}
             for key in ("time", "data_time")
@@ -78,16 +78,16 @@ class LogProcessor:
         ]
         scalars = self._scalars(runner, batch_idx - 1, mode, whole)
         last: dict[str, Any] = {key: scalars.pop(key) for key in ("data_time", "time") if key in scalars}
-        words = self._words(runner, mode)
+        infos = self._infos(runner, mode)
         count = len(runner.loader_of(mode))
-        place = f"Iter({mode}) [{count}/{count}]"
+        position = f"Iter({mode}) [{count}/{count}]"
         if self.by_epoch:
             epoch = f"[{runner.epoch}]" if mode == "val" else ""
-            place = f"Epoch({mode}) {epoch}[{count}/{count}]"
-        items = [self._item(key, value) for key, value in {**scalars, **words, **last}.items()]
-        return self._tagged({**scalars, **last}, mode), f"{place}    " + "  ".join(items)
+            position = f"Epoch({mode}) {epoch}[{count}/{count}]"
+        items = [self._item(key, value) for key, value in {**scalars, **infos, **last}.items()]
+        return self._tagged({**scalars, **last}, mode), f"{position}    " + "  ".join(items)
 
-    def _place(self, runner: Any, batch_idx: int, mode: str) -> str:
+    def _position(self, runner: Any, batch_idx: int, mode: str) -> str:
         if not self.by_epoch and mode == "train":
             total = str(runner.max_iters)
             return f"Iter(train) [{str(runner.iter + 1).rjust(len(total))}/{total}]"
@@ -110,18 +110,18 @@ class LogProcessor:
             for key, history in runner.message_hub.log_scalars.items()
             if key.startswith(prefix)
         }
-        found = {
+        values = {
             key: history.mean(self.window_size) if self._mean.search(key) else history.current()
             for key, history in histories.items()
         }
-        for each in (*self.custom_cfg, *more):
-            options = dict(each)
+        for entry in (*self.custom_cfg, *more):
+            options = dict(entry)
             source = options.pop("data_src")
             name = options.pop("log_name", source)
             if source in histories:
                 options["window_size"] = self._window(options.get("window_size"), runner, batch_idx)
-                found[name] = histories[source].statistics(**options)
-        return found
+                values[name] = histories[source].statistics(**options)
+        return values
 
     def _window(self, size: Any, runner: Any, batch_idx: int) -> int | None:
         if size is None or isinstance(size, int):
@@ -132,7 +132,7 @@ class LogProcessor:
             raise ConfigError(Problem("log_processor.custom_cfg.window_size", f"{size!r}", remedy))
         return windows[size]
 
-    def _words(self, runner: Any, mode: str) -> dict[str, Any]:
+    def _infos(self, runner: Any, mode: str) -> dict[str, Any]:
         prefix = f"{mode}/"
         info = runner.message_hub.runtime_info.items()
         return {key.removeprefix(prefix): value for key, value in info if key.startswith(prefix)}

@@ -229,12 +229,12 @@ class EvaluationLoop(BaseLoop):
     def _without_losses(self, outputs: Any) -> Any:
         """A model may put an element with nothing but losses behind its predictions: they are averaged, and logged."""
         last: Any = outputs[-1] if isinstance(outputs, list | tuple) and outputs else None
-        found = getattr(last, "loss", None) if is_element(last) and list(last.keys()) == ["loss"] else None
-        if not isinstance(found, Mapping):
+        losses = getattr(last, "loss", None) if is_element(last) and list(last.keys()) == ["loss"] else None
+        if not isinstance(losses, Mapping):
             return outputs
-        for key, value in found.items():
-            parts = [value] if isinstance(value, Tensor) else list(value)
-            self._losses.setdefault(str(key), []).extend(float(part.mean()) for part in parts)
+        for key, value in losses.items():
+            tensors = [value] if isinstance(value, Tensor) else list(value)
+            self._losses.setdefault(str(key), []).extend(float(tensor.mean()) for tensor in tensors)
         return outputs[:-1]
 
     def _mean_losses(self) -> dict[str, float]:
@@ -314,19 +314,19 @@ def wanted_phases(
     train: Mapping[str, Any], val: Mapping[str, Any], test: Mapping[str, Any], *, optim_wrapper: Any, schedules: Any
 ) -> dict[str, dict[str, Any]]:
     """The phases whose arguments are there; those of one phase must all be, or none."""
-    found: dict[str, dict[str, Any]] = {}
+    phases: dict[str, dict[str, Any]] = {}
     if _complete("train", {**train, "optim_wrapper": optim_wrapper}):
-        found["train"] = dict(train)
+        phases["train"] = dict(train)
     elif schedules is not None:
         raise ConfigError(Problem("param_scheduler", "there is nothing to train", "Give a train_dataloader too."))
-    found.update({mode: dict(given) for mode, given in (("val", val), ("test", test)) if _complete(mode, given)})
-    return found
+    phases.update({mode: dict(given) for mode, given in (("val", val), ("test", test)) if _complete(mode, given)})
+    return phases
 
 
-def _complete(mode: str, parts: Mapping[str, Any]) -> bool:
-    names = {key: key if key == "optim_wrapper" else f"{mode}_{key}" for key in parts}
-    there = [names[key] for key, value in parts.items() if value is not None]
-    absent = [names[key] for key, value in parts.items() if value is None]
+def _complete(mode: str, arguments: Mapping[str, Any]) -> bool:
+    names = {key: key if key == "optim_wrapper" else f"{mode}_{key}" for key in arguments}
+    there = [names[key] for key, value in arguments.items() if value is not None]
+    absent = [names[key] for key, value in arguments.items() if value is None]
     if there and absent:
         message = f"there is {', '.join(there)}, but no {', '.join(absent)}; a {mode} phase needs all of them"
         raise ConfigError(Problem(absent[0], message, "Give all of them, or none."))

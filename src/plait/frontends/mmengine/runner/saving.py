@@ -111,8 +111,12 @@ class MMEngineSaver:
         return {hook.state_name: hook for hook in self._runner.hooks if hasattr(hook, "state_name")}
 
     def _hook_tensors(self) -> dict[str, Tensor]:
-        found = {name: hook.tensors(self._runner) for name, hook in self._hooks().items()}
-        return {f"hook.{name}.{key}": tensor for name, part in found.items() for key, tensor in part.items()}
+        tensors = {name: hook.tensors(self._runner) for name, hook in self._hooks().items()}
+        return {
+            f"hook.{name}.{key}": tensor
+            for name, hook_tensors in tensors.items()
+            for key, tensor in hook_tensors.items()
+        }
 
     # ---- reading
 
@@ -192,11 +196,11 @@ class MMEngineSaver:
         else:
             left = _fill(path, tensors)
         runner.engine.state_loaded()
-        missing = [each.removeprefix("model.") for each in left if each in tensors]
+        missing = [name.removeprefix("model.") for name in left if name in tensors]
         if missing and len(missing) == len(tensors):
             raise CheckpointError(f"{path} has no weight that fits this model; its names are others, or its shapes")
         if left:
-            names = ", ".join(each.removeprefix("model.") for each in left[:_SHOWN])
+            names = ", ".join(name.removeprefix("model.") for name in left[:_SHOWN])
             more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
             runner.logger.warning(f"not loaded from {path}, missing or of another shape: {names}{more}")
         runner.call_hook("after_load_checkpoint", checkpoint={"meta": meta})
@@ -391,10 +395,10 @@ class Checkpoints(RunnerState):
         elif self._resume and self._load_from is not None:
             self.resume(self._load_from)
         elif self._resume:
-            found = on_main(self.world, lambda: last_checkpoint(Path(self.work_dir)))
-            self.logger.info(f"Auto resumed from the latest checkpoint {found}.")
-            if found is not None:
-                self.resume(found)
+            latest = on_main(self.world, lambda: last_checkpoint(Path(self.work_dir)))
+            self.logger.info(f"Auto resumed from the latest checkpoint {latest}.")
+            if latest is not None:
+                self.resume(latest)
         elif self._load_from is not None:
             self.load_checkpoint(self._load_from)
 
