@@ -67,7 +67,7 @@ class CheckpointWriter:
         self._node_local = node_local
         self._reopen = reopen
         # Files travel between nodes as tensors of the host, which not every backend carries.
-        self.channel = Channel(world, own=background or node_local)
+        self.channel = Channel(world, new_group=background or node_local)
         self._shares = WriteAssignment(self.channel)
         self._staging = Staging() if background else None
         self._thread: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""Collectives of flat tensors, under the names that the installed torch has for them."""
+"""Collectives of flat tensors and of small Python objects."""
 
 from __future__ import annotations
 
@@ -14,34 +14,31 @@ from plait.distributed.heartbeat import wait_for
 from plait.distributed.world import World
 from plait.errors import PlaitError, TrainingError
 
-# torch 2.13 has them under new names and warns of the old ones, which are all that 2.11 knows.
+# torch 2.13 has new names for these and deprecates the old ones, which are all that 2.11 has.
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""(output, input, group): every rank's input, one after another."""
+"""(output, input, group): the inputs of all ranks, concatenated."""
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""(output, input, group): this rank's part of the sum of all inputs."""
-
-# Work that rank 0 does for all, who then succeed or fail with it.
-
+"""(output, input, group): this rank's chunk of the sum of all inputs."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error on its way to the other ranks. Errors with arguments of their own cannot be pickled as they are."""
+    """An error, to be sent to the other ranks. An error class with arguments of its own cannot be pickled as it is."""
 
-    kind: type[PlaitError]
+    error_type: type[PlaitError]
     text: str
     fields: dict[str, Any]
 
     def error(self) -> PlaitError:
-        error = self.kind.__new__(self.kind, self.text)
+        error = self.error_type.__new__(self.error_type, self.text)
         error.__dict__.update(self.fields)
         return error
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:
-    """Do something on rank 0. Every rank gets its result or, if it fails, an error: none waits for the others."""
+    """Run `action` on rank 0. Every rank gets its result or, if it fails, its error, so none waits for ever."""
     if world.size == 1:
         return action()
     if not world.is_main:
@@ -60,26 +57,23 @@ def on_main(world: World, action: Callable[[], T]) -> T:
     return world.broadcast(result)  # type: ignore[no-any-return]
 
 
-# A line between the ranks for words, not for gradients.
-
-
 class Channel:
-    """Small messages between all ranks. Every rank must make it, and use it in the same order.
+    """Small objects between all ranks. Every rank must create it, and use it in the same order.
 
-    With `own`, it has a process group of its own in host memory, so that a thread may talk over it while training
-    goes on over the other one, and so that it carries tensors of the host whatever the device is.
+    With `new_group`, it has a gloo process group of its own, so that a thread may use it while training uses the
+    default one, and so that it carries host tensors whatever the device is.
     """
 
-    def __init__(self, world: World, *, own: bool = False) -> None:
+    def __init__(self, world: World, *, new_group: bool = False) -> None:
         self.rank = world.rank
         self.size = world.size
         self.is_main = world.is_main
         self._group = None
-        if world.mesh is not None and own:
+        if world.mesh is not None and new_group:
             self._group = dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value, on rank 0; None on the others."""
+        """Every rank's value on rank 0; None on the others."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_main else None
@@ -103,7 +97,7 @@ class Channel:
         return box[0]
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """To each rank its own of the values that rank 0 has."""
+        """This rank's value, of the values that rank 0 has for all ranks."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -112,7 +106,7 @@ class Channel:
         return box[0]
 
     def pass_on(self, tensor: Tensor, *, source: int, target: int) -> None:
-        """Copy a tensor of the host from one rank to another; only those two call it."""
+        """Copy a host tensor from one rank to another; only those two call it."""
         if self.rank == source:
             wait_for([dist.isend(tensor, dst=target, group=self._group)], "an exchange of checkpoint files")
         else:
@@ -128,7 +122,7 @@ class Channel:
         return bool(box.item())
 
     def close(self) -> None:
-        """End the group that was made for it."""
+        """Destroy the group that was created for it."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None

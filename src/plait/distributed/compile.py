@@ -1,4 +1,4 @@
-"""`torch.compile`, by block before sharding, or over the whole model where nothing is sharded."""
+"""`torch.compile`: block by block before sharding, or the whole model where nothing is sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.torch_internals import set_compiled_call
 
 
 def reason_not_to_compile(config: CompileConfig, device: torch.device) -> str | None:
-    """The reason why compiling cannot work here, known before the start."""
+    """The reason why compiling cannot work here, known before the start; None where it can."""
     if config.backend != "inductor":
         return None
     if device.type == "cuda" and find_spec("triton") is None:
@@ -30,7 +30,7 @@ def reason_not_to_compile(config: CompileConfig, device: torch.device) -> str | 
 def compile_wrapped_modules(
     model: nn.Module, units: Sequence[WrapUnit], config: CompileConfig, *, sharded: bool
 ) -> list[nn.Module]:
-    """Compile in place, so that no name changes; returns the compiled modules."""
+    """Compile in place, so that no parameter changes its name; returns the compiled modules."""
     whole = config.scope == "model" or (config.scope == "auto" and (not sharded or not units))
     targets = [model] if whole else [unit.module for unit in units]
     options: dict[str, Any] = {
@@ -55,13 +55,13 @@ def _check_backend(name: str) -> None:
         raise ConfigError(
             Problem(
                 "strategy.compile.backend",
-                f"torch knows no compiler backend {name!r}",
+                f"torch has no compiler backend {name!r}",
                 f"There are: {', '.join(torch.compiler.list_backends())}.",
             )
         ) from None
 
 
 def undo_compile(modules: Sequence[nn.Module]) -> None:
-    """Run eagerly from now on."""
+    """Run these modules eagerly from now on."""
     for module in modules:
         set_compiled_call(module, None)

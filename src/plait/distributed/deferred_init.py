@@ -1,12 +1,12 @@
-"""Doing again what a constructor did, where there is memory for its values.
+"""Deferred initialization: the operations of a constructor, recorded on the meta device and repeated with storage.
 
 [Note: the constructor is the initializer]
-A constructor's steps were recorded on the meta device ([Note: what can be done again]). Done again,
-module by module, they give every tensor values of the distribution that the constructor gave it: whatever it drew and
-wrote, over whatever torch's layers had written before. They are not the numbers of one run of the constructor, since
-each module draws from a seed of its own ([Note: initial values do not depend on the layout], `materialize.py`).
-So nothing that was drawn may reach two modules: equal layers, made as copies of one, would become different. Such a
-model is built for real, and so is one of whose parameters two share their memory without being one parameter.
+A constructor's operations were recorded on the meta device ([Note: what can be done again]). Repeated, module by
+module, they give every tensor values of the distribution that the constructor gave it: whatever it drew and wrote,
+over whatever torch's layers had written before. They are not the values of one run of the constructor, since each
+module draws from a seed of its own ([Note: initial values do not depend on the layout], `materialize.py`). So nothing
+that was drawn may reach two modules: equal layers, made as copies of one, would become different. Such a model is
+built on a real device, and so is one in which two parameters share their storage without being one.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from plait.torch_internals import (
     tree_map,
 )
 
-# What a constructor does to tensors that have no values yet, written down so that it can be done later.
+# ---- recording
 #
 # [Note: what can be done again]
-# On the meta device a constructor runs, but its numbers are lost. What it did is not: every operation that made or
-# changed a tensor is a step, with its arguments. A tensor among these is kept as its place, that is a storage and which
-# of its elements, so views need no steps of their own. The steps that a tensor's values come from are found from the
-# last one backwards, up to one that does not care what was there before. They cannot be done again if one of them
+# On the meta device a constructor runs, but its values are lost. Its operations are not: every operation that made or
+# changed a tensor is recorded with its arguments. A tensor among these is kept as a region of a storage, so views need
+# no operations of their own. The operations behind the values of a tensor are found from the last one backwards, up to
+# one that overwrites all that was there before. They cannot be repeated if one of them
 # - takes a tensor from outside: of another device, from a file, from numpy;
 # - draws from a generator of the constructor's own;
-# - exchanges a tensor's storage, or was done to no plain dense tensor;
-# - came after somebody had asked whether the tensor is on the meta device, perhaps in order to do nothing there.
-# Some functions of `nn.init` ask for just that. They are known, and are steps as a whole.
+# - replaces a tensor's storage, or works on something other than a plain dense tensor;
+# - came after code asked whether the tensor is on the meta device, perhaps in order to do nothing there.
+# Some functions of `nn.init` ask just that. They are known, and recorded as one operation.
 
 
 _aten = torch.ops.aten
 _DRAWS = frozenset({_aten.normal_.default, _aten.uniform_.default})
-"""There is nothing to draw on the meta device, and torch would load its compiler: [Note: dynamo is loaded late]."""
+"""Not run on the meta device, where they do nothing but make torch load its compiler: [Note: dynamo is loaded late]."""
 _OVERWRITES = frozenset(
     {_aten.normal_, _aten.uniform_, _aten.fill_, _aten.zero_, _aten.copy_, _aten.exponential_, _aten.log_normal_}
 )
-"""Do not look at what they write to."""
+"""Do not read what they write to."""
 _ALLOCATES = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
-"""Make tensors without values."""
+"""Return uninitialized tensors."""
 _EXCHANGES = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 """Give a tensor another storage."""
 _READS_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
-"""Make a tensor of Python's numbers, which no operation shows."""
+"""Make a tensor of Python numbers, which does not appear as an operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRegion:
-    """Where a tensor lies: the number of a storage, and which of its elements."""
+    """A tensor as the number of its storage, and which of its elements it is."""
 
     storage: int
     offset: int
@@ -78,7 +78,7 @@ class StorageRegion:
 
 @dataclass(frozen=True, slots=True)
 class InitFunction:
-    """A function of `nn.init`, as it is whenever it is called."""
+    """A function of `nn.init`, looked up when it is called."""
 
     name: str
 
@@ -91,27 +91,27 @@ _WHOLE = {
     getattr(nn.init, name).__code__: InitFunction(name)
     for name in (name_of_truncated_normal(), "orthogonal_", "sparse_", "dirac_")
 }
-"""Those that ask first whether a tensor is on the meta device, and do nothing if it is; else they fill all of it."""
+"""Those that do nothing to a tensor on the meta device, and otherwise fill all of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedOperation:
-    """One operation, with places instead of tensors."""
+    """One operation, with regions in place of tensors."""
 
     number: int
     function: Callable[..., Any] | None
-    """None: nothing was done, but somebody may have left it undone."""
+    """None: nothing was done, perhaps because the tensor is on the meta device."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     written: tuple[StorageRegion, ...] = ()
     made: tuple[StorageRegion | None, ...] = ()
-    """For each tensor of the result: its place where it has a storage of its own."""
+    """For each tensor of the result: its region where it has a new storage."""
     repeatable: bool = True
     draws: bool = False
 
     @property
     def read(self) -> list[StorageRegion]:
-        """The tensors among the arguments, except one that is written to without being looked at."""
+        """The tensors among the arguments, except one that is overwritten without being read."""
         given = [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, StorageRegion)]
         overwrites = (
             isinstance(self.function, InitFunction) or getattr(self.function, "overloadpacket", None) in _OVERWRITES
@@ -119,14 +119,14 @@ class RecordedOperation:
         return given[1:] if overwrites else given
 
     def replaces(self, storage: int) -> bool:
-        """Whether nothing that was in a storage before can be told afterwards."""
-        if any(place.storage == storage for place in self.read):
+        """Whether the contents of a storage afterwards do not depend on those before."""
+        if any(region.storage == storage for region in self.read):
             return False
-        made = any(place is not None and place.storage == storage for place in self.made)
-        return made or any(place.storage == storage and place.is_all for place in self.written)
+        made = any(region is not None and region.storage == storage for region in self.made)
+        return made or any(region.storage == storage and region.is_all for region in self.written)
 
     def does_as(self, other: RecordedOperation) -> bool:
-        """Whether another step does the same, perhaps to another tensor."""
+        """Whether another operation does the same, perhaps to another tensor."""
         return bool(self._what() == other._what())
 
     def _what(self) -> Any:
@@ -137,29 +137,29 @@ class RecordedOperation:
 
 
 class ConstructionRecord:
-    """The steps that are done while it is entered."""
+    """A context manager that records the operations that are run inside it."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no other ever has the address of one of them
-        self._steps: list[list[RecordedOperation]] = []
+        self._ops: list[list[RecordedOperation]] = []
         self._count = 0
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as entering:
             entering.enter_context(_RecordOperations(self))
-            entering.enter_context(_Calls(self))
+            entering.enter_context(_RecordCalls(self))
             self._entered = entering.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
-    # ---- what is asked afterwards
+    # ---- queries, after recording
 
-    def place_of(self, tensor: Tensor) -> StorageRegion | None:
-        """Where a tensor lies; None where a step cannot be given it."""
+    def region_of(self, tensor: Tensor) -> StorageRegion | None:
+        """The region of a tensor; None for a tensor that cannot be an argument of a repeated operation."""
         if type(tensor) not in (Tensor, nn.Parameter) or not _on_meta(tensor) or tensor.layout != torch.strided:
             return None
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -174,74 +174,74 @@ class ConstructionRecord:
         return self._storages[storage].nbytes()
 
     def writes_to(self, tensor: Tensor) -> list[RecordedOperation]:
-        """What wrote into a tensor, or into one that shares its storage, in order."""
+        """The operations that wrote into a tensor, or into one that shares its storage, in order."""
         if is_lazy(tensor):
             return []
         storage = self._number(tensor)
-        return [step for step in self._steps[storage] if any(place.storage == storage for place in step.written)]
+        return [op for op in self._ops[storage] if any(region.storage == storage for region in op.written)]
 
-    def steps_to(self, place: StorageRegion) -> tuple[RecordedOperation, ...] | None:
-        """The steps that the values at a place come from, in order; None where they cannot be done again."""
-        found: dict[int, RecordedOperation] = {}
+    def ops_to(self, region: StorageRegion) -> tuple[RecordedOperation, ...] | None:
+        """The operations behind the values of a region, in order; None where they cannot be repeated."""
+        needed: dict[int, RecordedOperation] = {}
         seen: set[tuple[int, int]] = set()
-        todo = [(place.storage, self._count)]
-        while todo:
-            storage, before = todo.pop()
+        pending = [(region.storage, self._count)]
+        while pending:
+            storage, before = pending.pop()
             if (storage, before) in seen:
                 continue
             seen.add((storage, before))
-            for step in reversed(self._steps[storage]):
-                if step.number >= before:
+            for op in reversed(self._ops[storage]):
+                if op.number >= before:
                     continue
-                if not step.repeatable:
+                if not op.repeatable:
                     return None
-                found[step.number] = step
-                todo += [(place.storage, step.number) for place in step.read if place.storage != storage]
-                if step.replaces(storage):
+                needed[op.number] = op
+                pending += [(region.storage, op.number) for region in op.read if region.storage != storage]
+                if op.replaces(storage):
                     break
-        own = any(place.storage in _storages(step) for step in found.values())
-        return tuple(found[number] for number in sorted(found)) if own else None
+        any_write = any(region.storage in _storages(op) for op in needed.values())
+        return tuple(needed[number] for number in sorted(needed)) if any_write else None
 
-    # ---- what is written down
+    # ---- recording
 
     def add(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, written: list[Tensor], result: Any = None
     ) -> None:
-        """One operation that is over; tensors of its result that have unknown storages were made by it."""
+        """Record one operation that has run; tensors of its result with unknown storages were made by it."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        places = {id(tensor): self.place_of(tensor) for tensor in given}
+        regions = {id(tensor): self.region_of(tensor) for tensor in given}
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        made = tuple(self.place_of(leaf) if self._is_new(leaf) else None for leaf in results)
-        into = tuple(place for tensor in written if (place := places[id(tensor)]) is not None)
+        made = tuple(self.region_of(leaf) if self._is_new(leaf) else None for leaf in results)
+        into = tuple(region for tensor in written if (region := regions[id(tensor)]) is not None)
         for tensor in written:
-            if places[id(tensor)] is None:
-                self.doubt(tensor)
+            if regions[id(tensor)] is None:
+                self.mark_unrepeatable(tensor)
         packet = getattr(function, "overloadpacket", function)
         if packet in _ALLOCATES or not (into or any(made)):
             return
-        if not given:  # the defaults may be others when it is done again
+        if not given:  # the defaults may be others when it is repeated
             defaults = {"device": results[0].device, "dtype": results[0].dtype}
             kwargs = kwargs | {key: value for key, value in defaults.items() if _takes(function, key)}
         own_generator = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
-        args, kwargs = tree_map(lambda leaf: places[id(leaf)] if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        step = RecordedOperation(
+        args, kwargs = tree_map(lambda leaf: regions[id(leaf)] if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        op = RecordedOperation(
             self._next(),
             function,
             args,
             kwargs,
             written=into,
             made=made,
-            repeatable=None not in places.values() and packet not in _EXCHANGES and not own_generator,
+            repeatable=None not in regions.values() and packet not in _EXCHANGES and not own_generator,
             draws=isinstance(function, InitFunction)
             or torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()),
         )
-        for storage in _storages(step):
-            self._steps[storage].append(step)
+        for storage in _storages(op):
+            self._ops[storage].append(op)
 
-    def doubt(self, tensor: Tensor) -> None:
-        """Something may be left undone to a tensor, since it has no values."""
+    def mark_unrepeatable(self, tensor: Tensor) -> None:
+        """Record that the values of a tensor cannot be made again from here on."""
         if _on_meta(tensor) and not is_lazy(tensor):
-            self._steps[self._number(tensor)].append(RecordedOperation(self._next(), None, repeatable=False))
+            self._ops[self._number(tensor)].append(RecordedOperation(self._next(), None, repeatable=False))
 
     def _next(self) -> int:
         self._count += 1
@@ -251,23 +251,23 @@ class ConstructionRecord:
         return _on_meta(tensor) and storage_key(tensor) not in self._numbers and self._register(tensor)
 
     def _number(self, tensor: Tensor) -> int:
-        """Of a tensor's storage. One that nothing here has made has values from outside."""
+        """The number of a tensor's storage. One that no recorded operation made has values from outside."""
         key = storage_key(tensor)  # `data_ptr`, the public number, is 0 for all of them on the meta device
         if key not in self._numbers:
             self._register(tensor)
-            self.doubt(tensor)
+            self.mark_unrepeatable(tensor)
         return self._numbers[key]
 
     def _register(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
         self._numbers[storage_key(storage)] = len(self._storages)
         self._storages.append(storage)
-        self._steps.append([])
+        self._ops.append([])
         return True
 
 
 class _RecordOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a record all operations on tensors."""
+    """Passes all operations on tensors to a record."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -275,7 +275,7 @@ class _RecordOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled in here, and to tell the compiler so would load it ([Note: dynamo is loaded late],
+        """False: nothing is compiled in here, and True would load the compiler ([Note: dynamo is loaded late],
         `plait/optim/optimizers.py`)."""
         return False
 
@@ -291,8 +291,8 @@ class _RecordOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Calls(TorchFunctionMode):
-    """Shows a record the calls that end in no operation."""
+class _RecordCalls(TorchFunctionMode):
+    """Passes calls that do not appear as operations to a record."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
@@ -305,13 +305,13 @@ class _Calls(TorchFunctionMode):
             numbers = copy.deepcopy(args[0] if args else kwargs["data"])
             self._record.add(torch.tensor, (numbers,), {}, written=[], result=result)
         elif func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
-            asking = sys._getframe(1)
-            if asking.f_code in _WHOLE:
-                _, *names = inspect.getargs(asking.f_code).args
-                given = {name: asking.f_locals[name] for name in names}
-                self._record.add(_WHOLE[asking.f_code], args, given, written=[args[0]])
+            caller = sys._getframe(1)
+            if caller.f_code in _WHOLE:
+                _, *names = inspect.getargs(caller.f_code).args
+                given = {name: caller.f_locals[name] for name in names}
+                self._record.add(_WHOLE[caller.f_code], args, given, written=[args[0]])
             else:
-                self._record.doubt(args[0])
+                self._record.mark_unrepeatable(args[0])
         return result
 
 
@@ -319,26 +319,29 @@ def _takes(function: Any, name: str) -> bool:
     return not has_schema(function) or any(argument.name == name for argument in schema_of(function).arguments)
 
 
-def _storages(step: RecordedOperation) -> set[int]:
-    return {place.storage for place in (*step.written, *step.made) if place is not None}
+def _storages(op: RecordedOperation) -> set[int]:
+    return {region.storage for region in (*op.written, *op.made) if region is not None}
 
 
 def _on_meta(tensor: Tensor) -> bool:
-    """As `is_meta` says, which is watched here."""
+    """The same as `is_meta`, which is recorded here."""
     return tensor.device.type == "meta"
 
 
+# ---- repeating
+
+
 Origin = tuple[StorageRegion, tuple[RecordedOperation, ...]]
-"""Where a tensor lay, and how its values came there."""
+"""The region of a tensor, and the operations behind its values."""
 
 
 class Replay:
-    """Gives one module of a model after another the values that its constructor gave it."""
+    """An initializer that repeats, for one module at a time, what the constructor of the model did."""
 
     def __init__(
         self, model: nn.Module, origins: Mapping[str, Mapping[str, Origin]], built: ConstructionRecord
     ) -> None:
-        """`origins`: of the tensors of each module, by name."""
+        """`origins`: those of the tensors of each module, by name."""
         self._origins, self._built = origins, built
         self._names = {id(module): name for name, module in model.named_modules()}
 
@@ -347,7 +350,7 @@ class Replay:
         return Replay(model, self._origins, self._built)
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill the parameters and buffers of one module, those that have memory."""
+        """Fill the parameters and buffers of one module, as far as they have storage."""
         known = self._origins.get(self._names[id(module)], {})
         targets = {key: tensor.detach() for key, tensor in direct_tensors(module).items() if key in known}
         targets = {key: tensor for key, tensor in targets.items() if not tensor.is_meta}
@@ -356,56 +359,56 @@ class Replay:
                 self._fill(targets, {key: known[key] for key in targets})
 
     def _fill(self, targets: Mapping[str, Tensor], origins: Mapping[str, Origin]) -> None:
-        steps = {step.number: step for _, own in origins.values() for step in own}
-        made = {place.storage for step in steps.values() for place in step.made if place is not None}
-        room = _RealStorages(self._built, next(iter(targets.values())).device)
-        for key, (place, _) in origins.items():
+        ops = {op.number: op for _, ops_of_tensor in origins.values() for op in ops_of_tensor}
+        made = {region.storage for op in ops.values() for region in op.made if region is not None}
+        storages = _RealStorages(self._built, next(iter(targets.values())).device)
+        for key, (region, _) in origins.items():
             target = targets[key]
-            assert target.shape == place.shape, f"{key} was built as {place.shape} and is {tuple(target.shape)}"
-            # What is only ever written to is written where it is to be, and takes no memory beside that.
-            if place.is_all and place.storage not in made and target.dtype == place.dtype and target.is_contiguous():
-                room.flat[place.storage] = target.view(-1)
-        finished = set(room.flat)
-        for number in sorted(steps):
-            room.do(steps[number])
-        for key, (place, _) in origins.items():
-            if place.storage not in finished:
-                targets[key].copy_(room.at(place))
+            assert target.shape == region.shape, f"{key} was built as {region.shape} and is {tuple(target.shape)}"
+            # A tensor that is only written to is written in place, and takes no other memory.
+            if region.is_all and region.storage not in made and target.dtype == region.dtype and target.is_contiguous():
+                storages.flat[region.storage] = target.view(-1)
+        finished = set(storages.flat)
+        for number in sorted(ops):
+            storages.run(ops[number])
+        for key, (region, _) in origins.items():
+            if region.storage not in finished:
+                targets[key].copy_(storages.at(region))
 
 
 class _RealStorages:
-    """Storages on a real device, in the place of those that were recorded."""
+    """Storages on a real device, in place of those that were recorded."""
 
     def __init__(self, built: ConstructionRecord, device: torch.device) -> None:
         self._built, self._device = built, device
         self.flat: dict[int, Tensor] = {}
         """All elements of a storage, by its number."""
 
-    def do(self, step: RecordedOperation) -> None:
-        """One step again, with everything that it makes."""
-        assert step.function is not None
-        args, kwargs = tree_map(self._real, (step.args, dict(step.kwargs)))
-        answer = step.function(*args, **kwargs)
+    def run(self, op: RecordedOperation) -> None:
+        """Repeat one operation, and keep the tensors that it makes."""
+        assert op.function is not None
+        args, kwargs = tree_map(self._real, (op.args, dict(op.kwargs)))
+        answer = op.function(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)]
-        for result, place in zip(results, step.made, strict=False):
-            if place is not None:
-                self._put(place, result)
+        for result, region in zip(results, op.made, strict=False):
+            if region is not None:
+                self._put(region, result)
 
-    def _put(self, place: StorageRegion, tensor: Tensor) -> None:
-        """Let a tensor be what lies at a place; it is copied only if it lies otherwise in its own storage."""
-        bytes_ = self._built.bytes_of(place.storage)
-        alike = tensor.stride() == place.stride and tensor.storage_offset() == place.offset == 0
+    def _put(self, region: StorageRegion, tensor: Tensor) -> None:
+        """Store a tensor as a region; it is copied only if its layout is another."""
+        bytes_ = self._built.bytes_of(region.storage)
+        alike = tensor.stride() == region.stride and tensor.storage_offset() == region.offset == 0
         if alike and tensor.untyped_storage().nbytes() == bytes_:
-            self.flat[place.storage] = tensor.as_strided((bytes_ // place.dtype.itemsize,), (1,))
+            self.flat[region.storage] = tensor.as_strided((bytes_ // region.dtype.itemsize,), (1,))
         else:
-            self.at(place).copy_(tensor)
+            self.at(region).copy_(tensor)
 
-    def at(self, place: StorageRegion) -> Tensor:
-        """The tensor at a place."""
-        if place.storage not in self.flat:
-            count = self._built.bytes_of(place.storage) // place.dtype.itemsize
-            self.flat[place.storage] = torch.empty(count, dtype=place.dtype, device=self._device)
-        return self.flat[place.storage].view(place.dtype).as_strided(place.shape, place.stride, place.offset)
+    def at(self, region: StorageRegion) -> Tensor:
+        """The tensor of a region."""
+        if region.storage not in self.flat:
+            count = self._built.bytes_of(region.storage) // region.dtype.itemsize
+            self.flat[region.storage] = torch.empty(count, dtype=region.dtype, device=self._device)
+        return self.flat[region.storage].view(region.dtype).as_strided(region.shape, region.stride, region.offset)
 
     def _real(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
@@ -414,7 +417,7 @@ class _RealStorages:
 
 
 def find_replay(model: nn.Module, built: ConstructionRecord) -> Replay | None:
-    """What does again what a model's constructor did, or None where that cannot be done.
+    """An initializer that repeats what a model's constructor did, or None where that is not possible.
 
     See [Note: the constructor is the initializer].
     """
@@ -424,22 +427,22 @@ def find_replay(model: nn.Module, built: ConstructionRecord) -> Replay | None:
     lies_at: dict[int, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for key, tensor in direct_tensors(module).items():
-            place = built.place_of(tensor)
-            steps = None if place is None else built.steps_to(place)
-            if place is None or steps is None:
+            region = built.region_of(tensor)
+            ops = None if region is None else built.ops_to(region)
+            if region is None or ops is None:
                 return None
-            origins.setdefault(name, {})[key] = place, steps
+            origins.setdefault(name, {})[key] = region, ops
             owner = id(module)
             if isinstance(tensor, nn.Parameter):
-                owner = owners.setdefault(id(tensor), owner)  # a tied one is made for the first that has it
-                if lies_at.setdefault(place.storage, id(tensor)) != id(tensor):
+                owner = owners.setdefault(id(tensor), owner)  # a tied one is made for its first owner
+                if lies_at.setdefault(region.storage, id(tensor)) != id(tensor):
                     return None
-            if any(step.draws and drawn_for.setdefault(step.number, owner) != owner for step in steps):
+            if any(op.draws and drawn_for.setdefault(op.number, owner) != owner for op in ops):
                 return None
     return Replay(model, origins, built)
 
 
 def direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers, without those of the modules in it."""
+    """The parameters and buffers of a module itself, without those of its children."""
     held = {**module._parameters, **module._buffers}
     return {key: tensor for key, tensor in held.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""Which device this rank computes on, and the backend that belongs to it."""
+"""Which device this rank computes on, and the process-group backend that belongs to it."""
 
 from __future__ import annotations
 
@@ -18,62 +18,64 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xc
 
 
 def choose_device(setting: str, ranks: Ranks) -> torch.device:
-    """The device of this rank: what `device` says, or the best that is there."""
-    kind = _best_kind(ranks) if setting == "auto" else setting
-    if kind == "cpu":
+    """The device of this rank: the one that `device` names, or the best that is available."""
+    device_type = _best_device_type(ranks) if setting == "auto" else setting
+    if device_type == "cpu":
         return torch.device("cpu")
-    if kind == "mps":
+    if device_type == "mps":
         return _choose_mps(ranks)
-    module = getattr(torch, kind)
+    module = getattr(torch, device_type)
     if not module.is_available():
-        raise WorldError(f"device: {kind} was asked for, but torch {torch.__version__} sees none; set device: cpu")
+        raise WorldError(f"device: {device_type}, but torch {torch.__version__} sees none; set device: cpu")
     count = module.device_count()
     if ranks.local_rank >= count:
         raise WorldError(
-            f"rank {ranks.rank} has no {kind} device: {ranks.local_size} processes on this host, {count} devices. "
-            f"Start at most {count} here, or set device: cpu"
+            f"rank {ranks.rank} has no {device_type} device: {ranks.local_size} processes on this host, {count} "
+            f"devices. Start at most {count} here, or set device: cpu"
         )
-    device = torch.device(kind, ranks.local_rank)
+    device = torch.device(device_type, ranks.local_rank)
     module.set_device(device)
-    if kind == "cuda" and wants_growing_segments(os.environ, sys.platform):
-        let_segments_grow()
+    if device_type == "cuda" and may_set_expandable_segments(os.environ, sys.platform):
+        use_expandable_segments()
     return device
 
 
 def device_from_env(variable: str) -> str:
-    """The kind of device that an environment variable names: `auto` where it names none.
+    """The device type that an environment variable names: `auto` where it names none.
 
     Raises `WorldError` for one that Plait does not compute on.
     """
-    kind = os.environ.get(variable) or "auto"
-    if kind not in ("auto", *BACKENDS):
-        raise WorldError(f"{variable}={kind}: Plait computes on {', '.join(BACKENDS)}; write one of these, or unset it")
-    if kind not in ("auto", "cpu") and not torch.get_device_module(kind).is_available():
+    device_type = os.environ.get(variable) or "auto"
+    if device_type not in ("auto", *BACKENDS):
         raise WorldError(
-            f"{variable}={kind}, but torch {torch.__version__} sees no such device; write cpu, or unset it"
+            f"{variable}={device_type}: Plait computes on {', '.join(BACKENDS)}; write one of these, or unset it"
         )
-    return kind
+    if device_type not in ("auto", "cpu") and not torch.get_device_module(device_type).is_available():
+        raise WorldError(
+            f"{variable}={device_type}, but torch {torch.__version__} sees no such device; write cpu, or unset it"
+        )
+    return device_type
 
 
-def wants_growing_segments(environment: Mapping[str, str], platform: str) -> bool:
-    """Whether the allocator's settings are ours to choose: on Linux, where the user has chosen none."""
+def may_set_expandable_segments(environment: Mapping[str, str], platform: str) -> bool:
+    """Whether the allocator settings may be changed: on Linux, where the user has set none."""
     return platform == "linux" and not any(environment.get(name) for name in _ALLOCATOR_SETTINGS)
 
 
-def let_segments_grow() -> None:
-    """Let torch's CUDA allocator extend a segment in place rather than take another one beside it.
+def use_expandable_segments() -> None:
+    """Let torch's CUDA allocator extend a segment in place rather than allocate another one.
 
-    Otherwise what is freed in the backward pass, in pieces of one size, cannot serve the update, which wants others: of
-    a device that is almost full, a few per cent are lost to that.
+    Otherwise memory that is freed in the backward pass, in blocks of some sizes, cannot be used by the update, which
+    needs others: on a device that is almost full, a few per cent are lost to this fragmentation.
     """
-    # The public way is an environment variable. It is read once, perhaps before this, and children would inherit it.
+    # The public setting is an environment variable, which is read once, perhaps before this, and inherited by children.
     set_allocator_settings("expandable_segments:True")
 
 
-def _best_kind(ranks: Ranks) -> str:
-    for kind in ("cuda", "xpu"):
-        if getattr(torch, kind).is_available():
-            return kind
+def _best_device_type(ranks: Ranks) -> str:
+    for device_type in ("cuda", "xpu"):
+        if getattr(torch, device_type).is_available():
+            return device_type
     return "mps" if ranks.size == 1 and torch.backends.mps.is_available() else "cpu"
 
 
@@ -86,7 +88,7 @@ def _choose_mps(ranks: Ranks) -> torch.device:
 
 
 def choose_backend(setting: str, device: torch.device) -> str:
-    """The process-group backend: what `backend` says, or the one that belongs to the device."""
+    """The process-group backend: the one that `backend` names, or the one that belongs to the device."""
     if setting == "auto":
         return BACKENDS[device.type]
     if not torch.distributed.is_backend_available(setting):
@@ -97,11 +99,11 @@ def choose_backend(setting: str, device: torch.device) -> str:
     return setting
 
 
-# Telling other libraries, in the one way that they listen to, what this process knows.
+# For other libraries, which read the environment or need a process group.
 
 
 def export_ranks(ranks: Ranks) -> None:
-    """Set torchrun's variables, for libraries that read them, where another launcher left them out."""
+    """Set torchrun's variables, for libraries that read them, where another launcher has not set them."""
     known = {
         "RANK": ranks.rank,
         "WORLD_SIZE": ranks.size,
@@ -116,7 +118,7 @@ def export_ranks(ranks: Ranks) -> None:
 
 
 def open_group_of_one(device: torch.device) -> None:
-    """Make a process group for one process alone, for libraries that want one; nothing where there is a group."""
+    """Create a process group of one process, for libraries that need one; nothing where there is a group."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(choose_backend("auto", device), store=store, rank=0, world_size=1)

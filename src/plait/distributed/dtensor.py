@@ -1,8 +1,8 @@
-"""Asking whether a tensor is sharded, without loading what shards it.
+"""DTensor helpers that do not import `torch.distributed.tensor` until a DTensor exists.
 
 [Note: DTensor is loaded late]
-Importing `torch.distributed.tensor` takes longer than all of Plait (it brings sympy). A run that shards nothing
-does not need it, and as long as nobody has loaded it, no tensor can be one.
+Importing `torch.distributed.tensor` takes longer than all of Plait (it imports sympy). A run that shards nothing
+does not need it, and as long as nothing has imported it, no tensor can be a DTensor.
 """
 
 from __future__ import annotations
@@ -19,35 +19,40 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether this is a DTensor: a whole of which this rank may hold only a part."""
+    """Whether this is a DTensor: a tensor of which this rank may hold only a shard."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor. Call it without gradients enabled."""
+    """This rank's local tensor. Call it without gradients enabled."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def dtensor_like(local: Tensor, whole: Tensor) -> Tensor:
-    """A local tensor as the whole that it is a part of, given a tensor that is spread in the same way."""
-    if not is_sharded(whole):
+def dtensor_like(local: Tensor, template: Tensor) -> Tensor:
+    """A local tensor as a DTensor with the mesh and placements of `template`; as it is where that is not a DTensor."""
+    if not is_sharded(template):
         return local
     from torch.distributed.tensor import DTensor
 
-    if local.device.type != whole.device_mesh.device_type:
-        # `from_local` would copy it to the device: what is kept on the host would be read and written elsewhere.
-        spread: Tensor = dtensor_of(local, whole)
-        return spread
+    if local.device.type != template.device_mesh.device_type:
+        # `from_local` would copy a host tensor to the device, and writes would not reach it.
+        wrapped: Tensor = dtensor_of(local, template)
+        return wrapped
     return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=template.shape,
+        stride=template.stride(),
     )
 
 
 def local_grad(gradient: Tensor, param: Tensor) -> Tensor:
-    """What this rank holds of a gradient, spread as its parameter is.
+    """This rank's local gradient, with the placements of its parameter.
 
-    Where a parameter is repeated, each rank may have computed a share of the sum only.
+    Where a parameter is replicated, each rank may have computed a partial sum only, which is reduced here.
     """
     if not is_sharded(gradient):
         return gradient

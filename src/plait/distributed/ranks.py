@@ -1,4 +1,4 @@
-"""Who am I? The rank of this process, as its launcher's environment tells it."""
+"""The rank of this process, from the environment of its launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from plait.errors import WorldError
 
 DEFAULT_PORT = 29500
-"""The one that torchrun takes too."""
+"""The same as torchrun's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Ranks:
     """Where rank 0 listens."""
     port: int = 0
     attempt: int = 0
-    """How often the launcher has started these ranks anew after a failure."""
+    """How often the launcher has restarted these ranks after a failure."""
     most: int = 0
-    """With how many ranks it may start them anew; 0: it will not."""
+    """The most ranks with which it may restart them; 0: it will not."""
     split: int = 1
-    """Into how many parts micro-batches are split, since larger ones did not fit into memory before."""
+    """Into how many pieces micro-batches are split, since larger ones did not fit into memory before."""
 
 
 def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
-    """Read the ranks from the environment of torchrun, Slurm or MPI; alone without any of them."""
+    """Read the ranks from the environment of torchrun, Slurm or MPI; one process without any of them."""
     env = os.environ if env is None else env
     ranks = _detect(env)
     if not 0 <= ranks.rank < ranks.size:
@@ -72,9 +72,9 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     try:
         return int(text or "")
     except ValueError:
-        found = "not set" if text is None else repr(text)
+        written = "not set" if text is None else repr(text)
         raise WorldError(
-            f"the environment variable {name} is {found}, expected a whole number; it is set by the launcher"
+            f"the environment variable {name} is {written}, expected a whole number; it is set by the launcher"
         ) from None
 
 
@@ -143,10 +143,10 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, str, str, str]) -> Ranks
 
 
 def _mpi_port(env: Mapping[str, str], *, one_host: bool) -> int:
-    """A port that all ranks find without asking one another."""
+    """A port that all ranks can compute without communication."""
     if "PMIX_NAMESPACE" in env:
         return _job_port(env["PMIX_NAMESPACE"])
-    # The ranks of one host share mpirun as parent; those of several have nothing in common but a fixed number.
+    # The ranks of one host share mpirun as parent; those of several hosts need a fixed number.
     return _job_port(str(os.getppid())) if one_host else DEFAULT_PORT
 
 

@@ -26,13 +26,13 @@ def make_deterministic() -> None:
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of every generator of this rank, as tensors."""
-    kind, words, position, gaussian, cached = np.random.get_state()
-    assert kind == "MT19937"
+    generator, key, position, gaussian, cached = np.random.get_state()
+    assert generator == "MT19937"
     version, internal, gauss = random.getstate()
     assert version == 3
     state = {
         "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(np.asarray(words).astype(np.int64)),
+        "numpy": torch.from_numpy(np.asarray(key).astype(np.int64)),
         "numpy_tail": torch.tensor([position, gaussian, cached], dtype=torch.float64),
         "python": torch.tensor(internal, dtype=torch.int64),
         "python_tail": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
@@ -43,11 +43,11 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put every generator of this rank back to where `rng_state` found it."""
+    """Restore every generator of this rank to a state that `rng_state` returned."""
     torch.set_rng_state(state["torch"].to(torch.uint8))
     position, gaussian, cached = state["numpy_tail"].tolist()
-    words = state["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", words, int(position), int(gaussian), cached))
+    key = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, int(position), int(gaussian), cached))
     has_gauss, gauss = state["python_tail"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
     if device.type == "cuda" and "cuda" in state:

@@ -1,9 +1,9 @@
-"""Layers that work on each token alone, computed for some tokens at a time.
+"""Sequence tiling (tiled MLP, as in ALST): layers that work on each token alone, computed for some tokens at a time.
 
 [Note: tiles of tokens] Between its two linear maps a feed-forward layer is several times as wide as the model, so in
-long sequences its inside is the largest thing that a block saves. In tiles it never exists whole: the forward pass
-keeps only each tile's input, and the backward pass computes one tile again, uses it and drops it. The results are those
-of the whole layer; the gradients of its weights are sums over tiles, added in their own format.
+long sequences its hidden activations are the largest that a block saves. In tiles they never exist all at once: the
+forward pass keeps only each tile's input, and the backward pass recomputes one tile at a time. The results are those of
+the untiled layer; the gradients of its weights are sums over tiles, added in their own dtype.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _PATH = "strategy.tiles.names"
 
 
 def tile_sequence(model: nn.Module, config: TilesConfig) -> list[str]:
-    """Make the layers that `config` names work in tiles; returns their names.
+    """Compute the layers that `config` names in tiles; returns their names.
 
     Their `forward` is replaced, so no parameter changes its name.
     """
     chosen: dict[str, nn.Module] = {}
     problems = []
     for pattern in config.names:
-        found = {name: module for name, module in model.named_modules() if name and fnmatchcase(name, pattern)}
-        if not found:
+        matches = {name: module for name, module in model.named_modules() if name and fnmatchcase(name, pattern)}
+        if not matches:
             names = [name for name, _ in model.named_modules() if name][:20]
-            problems.append(Problem(_PATH, f"{pattern!r} fits no module", f"There are: {', '.join(names)}, …"))
-        chosen |= found
+            problems.append(Problem(_PATH, f"{pattern!r} matches no module", f"There are: {', '.join(names)}, …"))
+        chosen |= matches
     if problems:
         raise ConfigError(problems)
-    # Of modules inside one another the outermost: the others would be cut twice.
+    # Of nested modules the outermost: the others would be tiled twice.
     outermost = {name: m for name, m in chosen.items() if not any(name.startswith(f"{other}.") for other in chosen)}
     for name, module in outermost.items():
         _tile(module, name, config.tokens)
@@ -64,7 +64,7 @@ def _tile(module: nn.Module, name: str, tokens: int) -> None:
         return torch.cat([checkpoint(alone, piece, use_reentrant=False) for piece in pieces], dim=-2)
 
     def alone(piece: Tensor) -> Any:
-        # Layers may join rows and tokens with `view`. Copied here, so that what is kept is a part of `x`.
+        # Layers may join rows and tokens with `view`. Copied here, so that what is saved is a view of `x`.
         return forward(piece.contiguous())
 
     module.forward = tiled
@@ -72,22 +72,22 @@ def _tile(module: nn.Module, name: str, tokens: int) -> None:
 
 @on_fake_tensors(lambda x, module, forward, name, tokens: False)
 def _check(x: Tensor, module: nn.Module, forward: Any, name: str, tokens: int) -> bool:
-    """Try, at the first call, that a token's result does not change with the tokens beside it; whether it was tried."""
-    training = {part: part.training for part in module.modules()}
-    module.eval()  # what is dropped depends on the number of tokens
+    """Check, at the first call, that a token's result does not depend on other tokens; whether that was possible."""
+    training = {submodule: submodule.training for submodule in module.modules()}
+    module.eval()  # dropout depends on the number of tokens
     try:
-        # Selective recomputing counts what it sees in the forward pass, and this is not done again in the backward one.
+        # Selective checkpointing counts the operations of the forward pass, and the backward pass does not repeat this.
         with torch.no_grad(), disable_current_modes():
             alone, among = forward(x[..., :tokens, :].contiguous()), forward(x)
     finally:
-        for part, mode in training.items():
-            part.training = mode
+        for submodule, mode in training.items():
+            submodule.training = mode
     if not isinstance(alone, Tensor) or alone.shape[:-1] != (*x.shape[:-2], tokens):
-        raise _unfit(name, "does not answer with one row for each token")
+        raise _unfit(name, "does not return one row for each token")
     other = among[..., :tokens, :]
     near = 64 * torch.finfo(alone.dtype).eps * float(other.abs().max())
     if not torch.allclose(alone, other, rtol=0.0, atol=near, equal_nan=True):
-        raise _unfit(name, "looks at other tokens too")
+        raise _unfit(name, "depends on other tokens too")
     return True
 
 

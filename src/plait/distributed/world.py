@@ -1,4 +1,4 @@
-"""The world of a run: its ranks, its device, and one mesh with named axes."""
+"""The world of a run: its ranks, its device, and one device mesh with named axes."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from plait.errors import WorldError
 from plait.torch_internals import concatenate_meshes, flatten_mesh
 
 _REPORT_S = 10.0
-"""When a rank that waits for rank 0 first says so; later, three times as seldom."""
-_NAMELESS_S = 60.0
-"""How long a name may have no address: a new host's comes a while after the host."""
-_LAST_BREATH_S = 0.05
+"""After how long a rank that waits for rank 0 first reports it; then at three times this interval."""
+_UNRESOLVED_S = 60.0
+"""How long a host name may not resolve: that of a new host appears some time after the host."""
+_THREADS_END_S = 0.05
 """[Note: leaving in peace]
-A worker thread of gloo lets go of a collective's tensors only after the collective is over, and needs the
-interpreter for it. If the interpreter is ending by then, the process aborts ("terminate called without an
-active exception", exit code -6) although all its work is done; about one exit in ten does, on a busy machine.
-So the group is ended before the interpreter is, and the threads get a moment without the interpreter's lock.
+A worker thread of gloo frees a collective's tensors only after the collective is over, and needs the interpreter
+for it. If the interpreter is exiting by then, the process aborts ("terminate called without an active exception",
+exit code -6) although all its work is done; about one exit in ten does, on a busy machine. So the process group is
+destroyed before the interpreter exits, and the threads get a moment without the interpreter's lock.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything about the processes of a run. Passed on, never global; whoever opens it closes it."""
+    """The processes of a run. Passed as an argument, never global; whoever opens it closes it."""
 
     ranks: Ranks
     device: torch.device
     layout: Layout
     mesh: DeviceMesh | None
-    """`dp_replicate`, `dp_shard`, and every other axis with more than one rank; absent with one process."""
+    """`dp_replicate`, `dp_shard`, and every other axis with more than one rank; None with one process."""
     owns_processes: bool
-    """Whether closing ends the process group; false where the caller had one already."""
+    """Whether closing destroys the process group; false where the caller had created it."""
     fake: bool = False
-    """Whether this is a rank that a plan plays: its tensors are fake, its device, links, files and other ranks are not
+    """Whether a plan simulates this rank: its tensors are fake, and its device, links, files and other ranks are not
     those of this machine."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    """Where this rank says what it does."""
+    """Where this rank reports its phase."""
 
     @property
     def rank(self) -> int:
@@ -66,16 +66,16 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this is rank 0."""
         return self.ranks.rank == 0
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:
-        """All ranks; absent with one process."""
+        """The process group of all ranks; None with one process."""
         return None if self.mesh is None else dist.group.WORLD
 
     def coordinate(self, axis: str) -> int:
-        """Where this rank is along an axis of the layout."""
+        """The coordinate of this rank along an axis of the layout."""
         inner = list(self.layout.sizes().items())
         inner = inner[[name for name, _ in inner].index(axis) :]
         stride = prod(size for _, size in inner[1:])
@@ -83,13 +83,13 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank sees, of `layout.data_parallel`."""
+        """The data-parallel rank: which share of the samples this rank reads, of `layout.data_parallel`."""
         layout = self.layout
         replica = self.coordinate("dp_replicate") * layout.dp_shard + self.coordinate("dp_shard")
         return replica * layout.ep + self.coordinate("ep")
 
     def mesh_of(self, *axes: str) -> DeviceMesh | None:
-        """The ranks that differ from this one along these axes only; None where it is alone there.
+        """The mesh of the ranks that differ from this one along these axes only; None where there is no other.
 
         The mesh has those of the axes, outermost first, that have more than one rank.
         """
@@ -100,12 +100,12 @@ class World:
         return self.mesh[wanted]
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """The same ranks as one axis."""
-        found = self.mesh_of(*axes)
-        return None if found is None else as_one_axis(found)
+        """The same ranks as a mesh with one axis."""
+        mesh = self.mesh_of(*axes)
+        return None if mesh is None else as_one_axis(mesh)
 
     def sharding_mesh(self, *axes: str) -> DeviceMesh:
-        """For `fully_shard`: the ranks along these axes share one copy; with several copies, an axis of those first."""
+        """The mesh for `fully_shard`: these axes, over which one replica is sharded, after that of replicas if any."""
         assert self.mesh is not None
         shards = self.submesh(*axes) or self.mesh["dp_shard"]
         if self.layout.dp_replicate == 1:
@@ -113,12 +113,12 @@ class World:
         return concatenate_meshes([self.mesh["dp_replicate"], shards])
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The same ranks as a process group. Every rank must ask for it first at the same moment."""
-        found = self.submesh(*axes)
-        return None if found is None else found.get_group()
+        """The same ranks as a process group. The first call creates it, on all ranks at the same point."""
+        mesh = self.submesh(*axes)
+        return None if mesh is None else mesh.get_group()
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         if self.mesh is not None:
             dist.barrier()
 
@@ -147,24 +147,24 @@ class World:
         return bool(box.item())
 
     def close(self) -> None:
-        """End the process group, if this world began it; see [Note: leaving in peace]."""
+        """Destroy the process group, if this world created it; see [Note: leaving in peace]."""
         self.heartbeat.close()
         if self.owns_processes and dist.is_initialized():
             dist.destroy_process_group()
             if self.device.type == "cpu":
-                time.sleep(_LAST_BREATH_S)
+                time.sleep(_THREADS_END_S)
 
     def __enter__(self) -> World:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
 
 def open_world(config: RunConfig) -> World:
-    """Join the other processes and lay out the mesh."""
+    """Join the process group and create the mesh."""
     ranks = _ranks_of_running_group() if dist.is_initialized() else detect_ranks()
     # The layout is checked before anything is joined: a wrong size must not become a hang.
     layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
@@ -174,7 +174,7 @@ def open_world(config: RunConfig) -> World:
         return World(ranks, device, layout, None, owns_processes=False, heartbeat=heartbeat)
     owns = not dist.is_initialized()
     if owns and ranks.size == 1:
-        # What brings weights to the device and takes them away again works on a mesh, be it of one rank.
+        # Parameter offload works on `fully_shard`, which needs a mesh even with one rank.
         dist.init_process_group(
             choose_backend(config.backend, device),
             store=dist.HashStore(),  # type: ignore[attr-defined]
@@ -197,14 +197,14 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def _ranks_of_running_group() -> Ranks:
-    found = detect_ranks()
+    ranks = detect_ranks()
     size = dist.get_world_size()
-    local = (found.local_rank, found.local_size) if found.size == size else (dist.get_rank(), size)
+    local = (ranks.local_rank, ranks.local_size) if ranks.size == size else (dist.get_rank(), size)
     return Ranks(dist.get_rank(), size, *local, launcher="caller")
 
 
-def _await_the_store(ranks: Ranks, timeout_s: float) -> None:
-    """Wait until somebody listens where the ranks meet: torch would wait as long, and say neither where nor why.
+def _wait_for_store(ranks: Ranks, timeout_s: float) -> None:
+    """Wait until the rendezvous store listens: torch would wait as long, and report neither the address nor the reason.
 
     Rank 0 listens itself, unless torchrun's agent does, and may plan the run for a while before it does.
     """
@@ -218,8 +218,8 @@ def _await_the_store(ranks: Ranks, timeout_s: float) -> None:
             return
         except OSError as error:
             waited, why = time.monotonic() - start, error.strerror or str(error)
-            nameless = isinstance(error, socket.gaierror)
-        if waited > (min(timeout_s, _NAMELESS_S) if nameless else timeout_s):
+            unresolved = isinstance(error, socket.gaierror)
+        if waited > (min(timeout_s, _UNRESOLVED_S) if unresolved else timeout_s):
             raise WorldError(
                 f"rank {ranks.rank} of {ranks.size} could not join the others at {where}, where rank 0 should listen: "
                 f"{why}, for {waited:.0f} s; check MASTER_ADDR, MASTER_PORT and a firewall between the hosts, or raise "
@@ -233,12 +233,12 @@ def _await_the_store(ranks: Ranks, timeout_s: float) -> None:
 
 def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) -> None:
     where = f"{ranks.address}:{ranks.port}"
-    _await_the_store(ranks, timeout_s)
+    _wait_for_store(ranks, timeout_s)
     address = f"[{ranks.address}]" if ":" in ranks.address else ranks.address
     try:
         dist.init_process_group(
             backend,
-            # Where torchrun's agent keeps the store itself, this joins it all the same.
+            # Also right where torchrun's agent has created the store.
             init_method=f"tcp://{address}:{ranks.port}",
             rank=ranks.rank,
             world_size=ranks.size,
@@ -256,5 +256,5 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
 
 
 def as_one_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of a mesh in one row, which is named after all of its axes."""
+    """The mesh flattened to one axis, which is named after all of its axes."""
     return mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ()))

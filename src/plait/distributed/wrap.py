@@ -1,4 +1,4 @@
-"""Which submodules are handled as one unit: sharded, recomputed and compiled together."""
+"""Wrap units: the submodules that are sharded, checkpointed (recomputed) and compiled as one."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True, slots=True)
 class WrapUnit:
-    """A submodule and the name it has in the model."""
+    """A submodule and its name in the model."""
 
     name: str
     module: nn.Module
 
 
 @runtime_checkable
-class HandsOut(Protocol):
-    """A model whose forward uses parameters of its modules besides calling them."""
+class HasRootParameters(Protocol):
+    """A model whose forward uses parameters of its modules itself, besides calling the modules."""
 
     def root_parameters(self) -> Sequence[Tensor]:
         """Those parameters."""
 
 
 def find_wrap_units(model: nn.Module, wrap: WrapConfig) -> list[WrapUnit]:
-    """The units of a model: what `wrap` says, else the model's own blocks, else repeated layers.
+    """The units of a model: those that `wrap` selects, else the model's own blocks, else repeated layers.
 
-    Units never lie inside one another, and none holds a parameter that is also used outside of it: such a
-    parameter belongs to the root, where all its users can see it.
+    Units are never nested, and none holds a parameter that is also used outside of it: such a parameter belongs to
+    the root, where all its users can see it.
     """
     if wrap.classes or wrap.names:
         chosen = _by_class_or_name(model, wrap)
@@ -50,30 +50,30 @@ def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[WrapUnit]:
     matched: set[str] = set()
     problems: list[Problem] = []
     for name, module in model.named_modules():
-        hits = {c for c in wrap.classes if type(module).__name__ == c}
-        hits |= {p for p in wrap.names if fnmatchcase(name, p)}
-        if not hits or not name:
+        matches = {c for c in wrap.classes if type(module).__name__ == c}
+        matches |= {p for p in wrap.names if fnmatchcase(name, p)}
+        if not matches or not name:
             continue
-        matched |= hits
+        matched |= matches
         if _is_called(module):
             chosen.append(WrapUnit(name, module))
         elif not any(_inside(name, inner, wrap.names) for inner, _ in module.named_modules()):
-            # A container is never called itself, so whatever is done around its call would not happen.
+            # A container is never called itself, so hooks around its call would not run.
             problems.append(
                 Problem(
-                    f"strategy.wrap.{'names' if hits & set(wrap.names) else 'classes'}",
+                    f"strategy.wrap.{'names' if matches & set(wrap.names) else 'classes'}",
                     f"{name!r} is a {type(module).__name__}, which holds modules and has no forward of its own",
                     f"Name what it holds: `{name}.*`.",
                 )
             )
-    for key, words in (("classes", wrap.classes), ("names", wrap.names)):
-        for word in words:
-            if word not in matched:
+    for key, patterns in (("classes", wrap.classes), ("names", wrap.names)):
+        for pattern in patterns:
+            if pattern not in matched:
                 known = sorted({type(m).__name__ for m in model.modules()}) if key == "classes" else _examples(model)
                 problems.append(
                     Problem(
                         f"strategy.wrap.{key}",
-                        f"{word!r} matches no module",
+                        f"{pattern!r} matches no module",
                         f"There are: {', '.join(known)}.",
                     )
                 )
@@ -95,18 +95,20 @@ def _examples(model: nn.Module) -> list[str]:
 
 
 def _by_size(model: nn.Module, min_params: int) -> list[WrapUnit]:
-    """Children first: a module becomes a unit when what its own units leave over is large enough."""
+    """Children first: a module becomes a unit when its parameters outside of smaller units are large enough."""
     chosen: list[WrapUnit] = []
 
-    def visit(name: str, module: nn.Module) -> int:
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        rest = own + sum(visit(f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+    def add_units(name: str, module: nn.Module) -> int:
+        direct = sum(p.numel() for p in module.parameters(recurse=False))
+        rest = direct + sum(
+            add_units(f"{name}.{key}" if name else key, child) for key, child in module.named_children()
+        )
         if rest >= min_params and name and _is_called(module):
             chosen.append(WrapUnit(name, module))
             return 0
         return rest
 
-    visit("", model)
+    add_units("", model)
     return chosen
 
 
@@ -139,8 +141,8 @@ def _topmost(units: list[WrapUnit]) -> list[WrapUnit]:
 
 
 def _without_shared_parameters(model: nn.Module, units: list[WrapUnit]) -> list[WrapUnit]:
-    # A parameter that one unit holds under two names is fine; one that two units, or a unit and the root,
-    # hold is not. So count owners, not names. They may hold it in one module, which both have.
+    # A parameter that one unit holds under two names is fine; one that two units, or a unit and the root, hold is
+    # not. So count owners, not names. They may also share the module that holds it.
     owners: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for parameter in unit.module.parameters():
@@ -148,23 +150,23 @@ def _without_shared_parameters(model: nn.Module, units: list[WrapUnit]) -> list[
     for module in _outside(model, {id(unit.module) for unit in units}):
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(-1)
-    # What the root hands from one module to another is in use outside of both.
-    for handed in model.root_parameters() if isinstance(model, HandsOut) else ():
-        owners.setdefault(id(handed), set()).add(-1)
+    # What the root passes from one module to another is used outside of both.
+    for param in model.root_parameters() if isinstance(model, HasRootParameters) else ():
+        owners.setdefault(id(param), set()).add(-1)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
     return [unit for index, unit in enumerate(units) if index not in shared]
 
 
 def _outside(model: nn.Module, units: set[int]) -> list[nn.Module]:
-    """The modules that can be reached without going through a unit; some of them a unit may hold as well."""
-    found: dict[int, nn.Module] = {}
-    left = [model]
-    while left:
-        module = left.pop()
-        if id(module) not in found and id(module) not in units:
-            found[id(module)] = module
-            left += module.children()
-    return list(found.values())
+    """The modules that can be reached without going through a unit; a unit may hold some of them as well."""
+    outside: dict[int, nn.Module] = {}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) not in outside and id(module) not in units:
+            outside[id(module)] = module
+            pending += module.children()
+    return list(outside.values())
 
 
 def first_input(inputs: Any) -> Any:

@@ -24,5 +24,5 @@ def build_streamed(
     units = find_wrap_units(module, config.strategy.wrap)
     stream = stream_weights(module, units, device=device, tier=tier, folder=folder)
     if initializer is not None:
-        materialize.initialize_buffers(module, initializer, seed=config.seed, device=device)
+        materialize.initialize(module, initializer, seed=config.seed, device=device, buffers_only=True)
     return module.eval(), stream

@@ -285,9 +285,9 @@ def test_what_is_written_over_is_not_drawn() -> None:
     build = lambda: nn.init.normal_(nn.Linear(4, 4, bias=False).weight)  # noqa: E731
     with torch.device("meta"), ConstructionRecord() as built:
         weight = build()
-    place = built.place_of(weight)
+    place = built.region_of(weight)
     assert place is not None
-    (step,) = built.steps_to(place) or ()
+    (step,) = built.ops_to(place) or ()
     assert step.function is torch.ops.aten.normal_.default
 
 

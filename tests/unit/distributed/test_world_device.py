@@ -10,7 +10,7 @@ import torch
 from tests.refusals import refused
 
 from plait.distributed import Ranks
-from plait.distributed.device import choose_backend, choose_device, device_from_env, wants_growing_segments
+from plait.distributed.device import choose_backend, choose_device, device_from_env, may_set_expandable_segments
 from plait.errors import WorldError
 
 
@@ -92,14 +92,14 @@ def test_nccl_needs_a_torch_that_has_it_and_gpus(monkeypatch: pytest.MonkeyPatch
 
 
 def test_segments_grow_unless_the_user_has_settings_of_their_own() -> None:
-    assert wants_growing_segments({"PYTORCH_CUDA_ALLOC_CONF": ""}, "linux")
-    assert not wants_growing_segments({}, "win32")  # where torch cannot
+    assert may_set_expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": ""}, "linux")
+    assert not may_set_expandable_segments({}, "win32")  # where torch cannot
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert not wants_growing_segments({name: "max_split_size_mb:128"}, "linux")
+        assert not may_set_expandable_segments({name: "max_split_size_mb:128"}, "linux")
 
 
 def test_the_allocator_takes_the_setting() -> None:
-    look = "from plait.distributed.device import let_segments_grow; let_segments_grow()"
+    look = "from plait.distributed.device import use_expandable_segments; use_expandable_segments()"
     subprocess.run([sys.executable, "-W", "error", "-c", look], check=True)
 
 
