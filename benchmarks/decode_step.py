@@ -36,7 +36,7 @@ class Case:
 
         from plait.generate.batch import Answers
         from plait.generate.options import Sampling
-        from plait.kernels.decode.embed_sample import At
+        from plait.kernels.decode.embed_sample import RowPositions
         from plait.models import build_model, preset
 
         changes = {} if layers is None else {"layers": layers}
@@ -46,7 +46,7 @@ class Case:
         with self.device:
             self.model = build_model(config).to(dtype).requires_grad_(False).eval()
             place = torch.full((rows,), PLACE)
-            self.at = At(place.clone(), place.clone(), place)  # rows that are full stay where they are
+            self.at = RowPositions(place.clone(), place.clone(), place)  # rows that are full stay where they are
             shape = (rows, config.kv_heads, SLOTS, config.dim // config.heads)
             self.caches = [tuple(torch.randn(2, *shape, dtype=dtype)) for _ in range(config.layers)]
         self.answers = Answers([[1]] * rows, range(rows), [NEW] * rows, Sampling(NEW, temperature=0.0), self.device)
@@ -57,36 +57,36 @@ class Case:
 
     def step(self, way: str) -> Step:
         """One token for each row, in one of the ways."""
-        from plait.generate.cached import QuickStep
-        from plait.kernels.decode.dependent_launch import AHEAD
-        from plait.kernels.decode.sampling import CounterRNG, draw_plain
+        from plait.generate.cached import LlamaDecodeStep
+        from plait.kernels.decode.dependent_launch import PREFETCH_BYTES
+        from plait.kernels.decode.sampling import CounterRNG, sample_tokens_plain
         from plait.kernels.decode.tokens import TokenRecords, record_tokens_plain
 
         options: dict[str, Any] = {
-            "no-ahead": {"ahead": 0},
-            "ahead": {"ahead": AHEAD},
-            "more-ahead": {"ahead": 2 * AHEAD},
+            "no-ahead": {"prefetch_bytes": 0},
+            "ahead": {"prefetch_bytes": PREFETCH_BYTES},
+            "more-ahead": {"prefetch_bytes": 2 * PREFETCH_BYTES},
             "late": {"early": False},
         }.get(way, {})
-        quick, answers = QuickStep(self.model, SLOTS, **options), self.answers
-        chance = CounterRNG(answers.keys, answers.counts, SEED)
+        quick, answers = LlamaDecodeStep(self.model, SLOTS, **options), self.answers
+        rng = CounterRNG(answers.keys, answers.counts, SEED)
 
         def call() -> None:
             if way == "logits":
                 answers.take(quick(answers.token, self.at, self.caches))
                 return
             if way == "sampled":
-                found = quick.draw(answers.token, self.at, self.caches, 1.0, chance)
+                found = quick.step_sample(answers.token, self.at, self.caches, 1.0, rng)
             elif way == "sampled-logits":
-                found = draw_plain(quick(answers.token, self.at, self.caches), 1.0, chance)
+                found = sample_tokens_plain(quick(answers.token, self.at, self.caches), 1.0, rng)
             else:
-                found = quick.likeliest(answers.token, self.at, self.caches)
+                found = quick.step_greedy(answers.token, self.at, self.caches)
             if way == "plain-notes":
                 a = answers
                 state = (a.token, a.tokens, a.logprobs, a.counts, a.limits, a.done, a.stopped, a.counts[:0])
                 record_tokens_plain(*found, TokenRecords(*state))
             else:
-                answers.note(*found)
+                answers.record(*found)
 
         return call
 
@@ -129,7 +129,7 @@ def set_chaining(on: bool) -> None:
     """Whether kernels may run in a chain, for this process."""
     from plait.kernels.decode import dependent_launch
 
-    dependent_launch._CAN_WAIT = on
+    dependent_launch.HAS_DEPENDENT_LAUNCH = on
 
 
 def compile_some(jobs: list[tuple[int, str]], size: str) -> None:

@@ -109,7 +109,7 @@ def transformers_row(job: Job) -> Result:
         theirs = AutoModelForCausalLM.from_config(config, dtype=job.dtype).eval()
     ours = job.model.state_dict()
     assert portable.made is not None
-    state = {name: made.make(*(ours[part] for part in made.parts)) for name, made in portable.made.items()}
+    state = {name: made.make(*(ours[part] for part in made.sources)) for name, made in portable.made.items()}
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # noqa: PT018
 

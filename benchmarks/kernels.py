@@ -152,7 +152,7 @@ def scaling(given: argparse.Namespace) -> Pair:
     """The fp32 gradient of a head, times a number, in bf16."""
     import torch
 
-    from plait.kernels.scaled import scaled, scaled_plain
+    from plait.kernels.cross_entropy import scaled, scaled_plain
 
     x = torch.randn(8 * given.tokens, given.dim, device=given.device)
     factor = torch.rand((), device=given.device)

@@ -6,8 +6,8 @@ Llama's shapes.
 
 Each candidate multiplies with many weights in turn, recorded in one CUDA graph, so that none is found in a cache: that
 is how a decoder meets them. Candidates are compiled by several processes at once; Triton keeps what they make. The last
-lines are entries for `TILES`; those of attention are for `USUAL` and `CROWDED` of `plait.kernels.decode.attention`.
-`torch` beside them is the plain twin: where it is faster, `None` is the better entry.
+lines are entries for `CONFIGS`; those of attention are for `DEFAULT_CONFIG` and `MANY_ROWS_CONFIG` of
+`plait.kernels.decode.attention`. `torch` beside them is the plain twin: where it is faster, `None` is the better entry.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ SHARED = 225 * 1024
 
 def candidates(form: str, rows: int) -> Iterator[Any]:
     """What is worth a try."""
-    from plait.kernels.decode.skinny_gemm import TILES, Tiles
+    from plait.kernels.decode.skinny_gemm import CONFIGS, GemmConfig
 
     if form == "attention":
-        from plait.kernels.decode.attention import Looks
+        from plait.kernels.decode.attention import AttentionConfig
 
         four = ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 4), (128, 4, 2))
         fewer = ((32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (32, 1, 3), (32, 1, 4), (64, 1, 2))
         programs = (132, 264, 528) if rows < 64 else (528,)
-        yield from (Looks(*shape, most) for shape in (*four, *fewer) for most in programs)
+        yield from (AttentionConfig(*shape, most) for shape in (*four, *fewer) for most in programs)
         return
     padded = max(16, 1 << (rows - 1).bit_length())
-    if (usual := TILES.get((form, padded))) is not None:
+    if (usual := CONFIGS.get((form, padded))) is not None:
         yield usual
     few = {"project": (16, 32, 64), "add": (16, 32, 64), "gated": (16, 32, 64), "wide": (32, 64, 128)}[form]
     many = {"project": (32, 64, 128), "add": (32, 64, 128), "gated": (32, 64, 128), "wide": (64, 128, 256)}[form]
@@ -55,15 +55,15 @@ def candidates(form: str, rows: int) -> Iterator[Any]:
             for warps in (2 if columns * padded <= 256 else 4,) if shares else (4, 8):
                 # Programs that share a part of the device may each hold less.
                 for depth in sorted({min(4, stages)} if programs not in (0, 264) else {stages, min(4, stages)}):
-                    yield Tiles(n, k, warps, depth, programs)
+                    yield GemmConfig(n, k, warps, depth, programs)
 
 
 def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[Any], None], int]:
     """A function that multiplies with every copy once, by a table; and the bytes of the weights."""
     import torch
 
-    from plait.generate.cached import MANY
     from plait.kernels.decode import embed_sample, skinny_gemm
+    from plait.kernels.decode.step import MANY_ROWS
 
     if form == "attention":
         return make_attention(rows, size, copies)
@@ -75,7 +75,7 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
 
     counters, norm = skinny_gemm.make_counters(torch.device(DEVICE)), skinny_gemm.Norm(made(width), 1e-5)
     tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    stream = embed_sample.look_up(tokens, made(4, width), norm)
+    stream = embed_sample.embed(tokens, made(4, width), norm)
     shapes = [[(each, width) for each in features]]
     if form == "add":  # out of attention and out of the feed-forward, as often
         shapes = [[(width, each)] for each in (hidden, width)]
@@ -84,13 +84,13 @@ def make_call(form: str, rows: int, size: str, copies: int) -> tuple[Callable[[A
 
     def call(table: Any) -> None:
         for own, later in itertools.pairwise([*weights, weights[0]]):
-            ahead = skinny_gemm.ahead_of(form, rows, later, table=table) if rows >= MANY else None
+            prefetch = skinny_gemm.prefetch_of(form, rows, later, table=table) if rows >= MANY_ROWS else None
             if form == "gated":
-                skinny_gemm.gated(stream, *own, table=table, ahead=ahead)
+                skinny_gemm.gated(stream, *own, table=table, prefetch=prefetch)
             elif form == "add":
-                skinny_gemm.add(stream, inputs[own[0].shape[1]], own[0], norm, counters, table=table, ahead=ahead)
+                skinny_gemm.add(stream, inputs[own[0].shape[1]], own[0], norm, counters, table=table, prefetch=prefetch)
             else:
-                skinny_gemm.project(stream, own, counters, table=table, ahead=ahead)
+                skinny_gemm.project(stream, own, counters, table=table, prefetch=prefetch)
 
     return call, sum(each.numel() * each.itemsize for own in weights for each in own)
 
@@ -106,42 +106,42 @@ def make_attention(rows: int, size: str, copies: int) -> tuple[Callable[[Any], N
     counters, places = make_counters(torch.device(DEVICE)), torch.full((rows,), PLACE, device=DEVICE)
     caches = torch.randn(copies, 2, rows, kv // HEAD, SLOTS, HEAD, device=DEVICE, dtype=torch.bfloat16)
     table = torch.rand(2, SLOTS, HEAD // 2, device=DEVICE)
-    mixed = torch.randn(rows, width + 2 * kv, device=DEVICE, dtype=torch.bfloat16)
+    qkv = torch.randn(rows, width + 2 * kv, device=DEVICE, dtype=torch.bfloat16)
 
     def call(given: Any) -> None:
-        (looks,) = given.values()
+        (config,) = given.values()
         for keys, values in caches:
-            if looks is None:
-                attend_cached_plain(mixed, *table, keys, values, places)
+            if config is None:
+                attend_cached_plain(qkv, *table, keys, values, places)
             else:
-                attend_cached(mixed, *table, keys, values, places, counters, looks=looks)
+                attend_cached(qkv, *table, keys, values, places, counters, config=config)
 
     return call, caches.numel() * caches.itemsize * PLACE // SLOTS
 
 
-def table_of(form: str, rows: int, tiles: Any) -> Any:
+def table_of(form: str, rows: int, config: Any) -> Any:
     """A table with one entry."""
-    return {(form, max(16, 1 << (rows - 1).bit_length())): tiles}
+    return {(form, max(16, 1 << (rows - 1).bit_length())): config}
 
 
 def table_in_use(form: str, rows: int) -> Any:
     """What is taken as things stand."""
-    from plait.kernels.decode.attention import CROWD, CROWDED, USUAL
-    from plait.kernels.decode.skinny_gemm import TILES
+    from plait.kernels.decode.attention import DEFAULT_CONFIG, MANY_PROGRAMS, MANY_ROWS_CONFIG
+    from plait.kernels.decode.skinny_gemm import CONFIGS
 
     if form == "attention":
-        return CROWDED if rows * SHAPES["1b"][1] // HEAD > CROWD else USUAL
-    return TILES.get((form, max(16, 1 << (rows - 1).bit_length())))
+        return MANY_ROWS_CONFIG if rows * SHAPES["1b"][1] // HEAD > MANY_PROGRAMS else DEFAULT_CONFIG
+    return CONFIGS.get((form, max(16, 1 << (rows - 1).bit_length())))
 
 
 def compile_some(jobs: list[tuple[str, int, Any]], size: str) -> None:
     """Let Triton make kernels; those that do not fit the device are left out later."""
     calls: dict[tuple[str, int], Any] = {}
-    for form, rows, tiles in jobs:
+    for form, rows, config in jobs:
         if (form, rows) not in calls:
             calls[form, rows] = make_call(form, rows, size, 2 if form == "add" else 1)[0]
         try:
-            calls[form, rows](table_of(form, rows, tiles))
+            calls[form, rows](table_of(form, rows, config))
         except Exception:  # said where it is measured
             continue
 
@@ -174,7 +174,7 @@ def main() -> None:
     options.add_argument("--turns", type=int, default=5)
     given = options.parse_args()
     pairs = [(form, int(rows)) for form in given.forms.split(",") for rows in given.rows.split(",")]
-    jobs = [(form, rows, tiles) for form, rows in pairs for tiles in dict.fromkeys(candidates(form, rows))]
+    jobs = [(form, rows, config) for form, rows in pairs for config in dict.fromkeys(candidates(form, rows))]
     begun = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     workers = [
@@ -191,15 +191,15 @@ def main() -> None:
         copies = 2 if form == "wide" else 16
         call, size = make_call(form, rows, given.size, copies)
         found: list[tuple[float, Any]] = []
-        for tiles in [None, *(tiles for f, r, tiles in jobs if (f, r) == (form, rows))]:
+        for config in [None, *(config for f, r, config in jobs if (f, r) == (form, rows))]:
             try:
-                found.append((seconds_of(partial(call, table_of(form, rows, tiles)), given.turns), tiles))
+                found.append((seconds_of(partial(call, table_of(form, rows, config)), given.turns), config))
             except Exception as error:  # too large for the device: the others go on
-                print(f"{form} {rows} {tiles}: {type(error).__name__}")
+                print(f"{form} {rows} {config}: {type(error).__name__}")
         plain, ranked = found[0][0], sorted(found[1:], key=lambda one: one[0])
         if not ranked:
             continue
-        best, tiles = ranked[0]
+        best, config = ranked[0]
         print(
             f"{form} {rows}: torch {1e6 * plain / copies:.1f} us, best {1e6 * best / copies:.1f} "
             f"({size / best / 1e12:.2f} TB/s); in use {table_in_use(form, rows)}",
@@ -207,7 +207,7 @@ def main() -> None:
         )
         for seconds, other in ranked[:5]:
             print(f"    {1e6 * seconds / copies:.1f} {other}")
-        entries.append(f"    {(form, max(16, 1 << (rows - 1).bit_length()))}: {tiles},")
+        entries.append(f"    {(form, max(16, 1 << (rows - 1).bit_length()))}: {config},")
     print(f"{time.perf_counter() - begun:.0f} s", *entries, sep="\n")
 
 

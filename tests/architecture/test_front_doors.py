@@ -35,9 +35,12 @@ IMITATED = {"plait", "plait.frontends.accelerate", "plait.frontends.deepspeed"} 
 def room(module: str) -> str:
     """The room of a module; a file right below `plait` is a room of its own."""
     parts = module.split(".")
-    return ".".join(parts[: 3 if parts[1:2] == ["frontends"] and ".".join(parts[:3]) in FRONTENDS else 2])
+    nested = ".".join(parts[:3])
+    return nested if nested in NESTED or nested in FRONTENDS else ".".join(parts[:2])
 
 
+NESTED = {"plait.kernels.decode"}
+"""Packages inside a room that are rooms of their own."""
 FRONTENDS = {
     module
     for module, path in FILES.items()
@@ -97,6 +100,9 @@ def test_rooms_import_each_other_through_their_front_doors() -> None:
         ("plait.frontends.accelerate.config", "from plait.frontends.deepspeed.config import read_config"),
         ("plait.frontends.accelerate.config", "from plait.frontends.key_report import Account"),
         ("plait.__main__", "from plait.cli.main import main"),
+        ("plait.generate.batch", "from plait.kernels.decode.sampling import CounterRNG"),
+        ("plait.kernels.swiglu", "from plait.kernels.decode.sampling import CounterRNG"),
+        ("plait.kernels.decode.step", "from plait.kernels.swiglu import swiglu"),
     ],
 )
 def test_the_rule_finds(here: str, source: str) -> None:
@@ -112,6 +118,8 @@ def test_the_rule_finds(here: str, source: str) -> None:
         ("plait.config.run", "from plait.config.base import Section"),
         ("plait.frontends.accelerate.config", "from plait.frontends.accelerate.utils.memory import find"),
         ("plait.frontends.accelerate.config", "from plait.frontends import Account"),
+        ("plait.generate.batch", "from plait.kernels.decode import CounterRNG"),
+        ("plait.kernels.decode.step", "from plait.kernels.decode.sampling import CounterRNG"),
     ],
 )
 def test_the_rule_leaves_alone(here: str, source: str) -> None:

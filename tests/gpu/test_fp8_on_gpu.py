@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
+from plait.kernels.cross_entropy import write_fp8_probs, write_fp8_probs_plain
 from plait.kernels.fp8 import E4M3, E5M2, Fp8Matrix, amax_of, amax_plain, fp8_cast, fp8_cast_plain, fp8_linears
 from plait.kernels.fp8_gated import (
     cast_product,
@@ -21,7 +22,6 @@ from plait.kernels.fp8_gated import (
     gate_amax,
     gate_amax_plain,
 )
-from plait.models.common.loss_kernels import write_others, write_others_plain
 from plait.models.common.losses import WAITING, Fp8Head, linear_cross_entropy
 from plait.precision.fp8 import Fp8Linear
 
@@ -160,7 +160,7 @@ def test_probabilities_in_8_bits_are_those_of_the_twin(tokens: int, words: int) 
     labels = torch.randint(-1, words, (tokens,), device=CUDA)
     high, wide = tokens + -tokens % 16, words + -words % 16
     results = []
-    for write in (write_others, write_others_plain):
+    for write in (write_fp8_probs, write_fp8_probs_plain):
         rows, columns = (torch.empty(shape, dtype=E5M2, device=CUDA) for shape in ((tokens, wide), (words, high)))
         write(logits, labels, logits.float().logsumexp(1), rows, columns)
         results.append((rows.float(), columns.float()))

@@ -14,12 +14,21 @@ from plait.distributed import open_world
 from plait.engine import Preparation, prepare_manual
 from plait.generate import Generator, HybridEngine, Sampling, generate
 from plait.generate.batch import WARM_UP
-from plait.generate.cached import CachedDecoder, QuickStep
+from plait.generate.cached import CachedDecoder, LlamaDecodeStep
 from plait.kernels.cuda_graphs import record
 from plait.kernels.decode.attention import attend_cached
-from plait.kernels.decode.embed_sample import At, drawn, likeliest, look_up
-from plait.kernels.decode.sampling import COUNTER_RNG_BITS, CounterRNG, draw, draw_plain, greedy
-from plait.kernels.decode.skinny_gemm import TILES, Norm, ResidualStream, Tiles, add, gated, make_counters, project
+from plait.kernels.decode.embed_sample import RowPositions, embed, greedy_head, sample_head
+from plait.kernels.decode.sampling import COUNTER_RNG_BITS, CounterRNG, greedy, sample_tokens, sample_tokens_plain
+from plait.kernels.decode.skinny_gemm import (
+    CONFIGS,
+    GemmConfig,
+    Norm,
+    ResidualStream,
+    add,
+    gated,
+    make_counters,
+    project,
+)
 from plait.models import build_model, preset
 
 pytestmark = [
@@ -110,7 +119,7 @@ def test_kernels_of_single_tokens_agree_with_float64(rows: int, dtype: torch.dty
         return ResidualStream(stream.x.double(), Norm(stream.norm.weight.double(), stream.norm.eps))
 
     counters, norms = make_counters(torch.device("cuda")), [Norm(1.0 + made(width, by=0.1), 1e-5) for _ in range(2)]
-    stream = look_up(torch.randint(90, (rows,), device="cuda"), made(90, width), norms[0])
+    stream = embed(torch.randint(90, (rows,), device="cuda"), made(90, width), norms[0])
     weights = [made(each, width, by=width**-0.5) for each in (width, kv, kv)]
     down, head = made(width, hidden, by=hidden**-0.5), made(vocabulary, width, by=width**-0.5)
     gate, up = made(hidden, width, by=width**-0.5), made(hidden, width, by=width**-0.5)
@@ -127,7 +136,7 @@ def test_kernels_of_single_tokens_agree_with_float64(rows: int, dtype: torch.dty
         exact = logits.double().log_softmax(-1)
         torch.testing.assert_close(logprob.double(), exact.max(-1).values, rtol=1e-5, atol=1e-5)
         assert torch.equal(logits.gather(1, token[:, None])[:, 0], logits.max(-1).values)
-        chosen, its_logprob = likeliest(after, head, counters)
+        chosen, its_logprob = greedy_head(after, head, counters)
         assert torch.equal(chosen, token)
         torch.testing.assert_close(its_logprob, logprob, rtol=1e-5, atol=1e-5)
         keys, values = (made(rows, kv // head_dim, slots, head_dim) for _ in range(2))
@@ -188,25 +197,25 @@ def test_the_head_of_a_llama_draws_from_all_its_words(rows: int, temperature: fl
     with torch.device("cuda"):
         head = (torch.randn(vocabulary, width) * 2.0 * width**-0.5).bfloat16()
         norm = Norm((1.0 + 0.1 * torch.randn(width)).bfloat16(), 1e-5)
-        stream = look_up(torch.randint(900, (rows,)), torch.randn(900, width).bfloat16(), norm)
-    tables: list[dict[tuple[str, int], Tiles | None]] = [dict(TILES)]
+        stream = embed(torch.randint(900, (rows,)), torch.randn(900, width).bfloat16(), norm)
+    tables: list[dict[tuple[str, int], GemmConfig | None]] = [dict(CONFIGS)]
     if rows <= 32:  # the same words, in tiles of another size
-        tables.append({**TILES, ("wide", 16): TILES["wide", 32], ("wide", 32): TILES["wide", 16]})
+        tables.append({**CONFIGS, ("wide", 16): CONFIGS["wide", 32], ("wide", 32): CONFIGS["wide", 16]})
     for table in tables:
         chance, logits = some_chance(rows), project(stream, [head], counters, table=table)
-        found = drawn(stream, head, temperature, chance, counters, table=table)
+        found = sample_head(stream, head, temperature, chance, counters, table=table)
         assert_drawn(logits, temperature, chance, found)
         for other in (
-            drawn(stream, head, temperature, chance, counters, table=table),
-            draw(logits, temperature, chance),
+            sample_head(stream, head, temperature, chance, counters, table=table),
+            sample_tokens(logits, temperature, chance),
         ):
             assert torch.equal(found[0], other[0])
             torch.testing.assert_close(found[1], other[1], rtol=1e-5, atol=1e-5)
-        plain = draw_plain(logits, temperature, chance)
+        plain = sample_tokens_plain(logits, temperature, chance)
         assert_drawn(logits, temperature, chance, plain)
         assert (plain[0] != found[0]).sum() <= 3 + rows // 8
         some = torch.randperm(rows, device="cuda")[: max(1, rows // 3)]
-        part = draw(logits[some], temperature, CounterRNG(chance.keys[some], chance.counts[some], chance.seed))
+        part = sample_tokens(logits[some], temperature, CounterRNG(chance.keys[some], chance.counts[some], chance.seed))
         assert torch.equal(part[0], found[0][some])
 
 
@@ -218,9 +227,9 @@ def test_draws_from_given_logits_agree_with_float64(vocabulary: int, dtype: torc
         logits = (random.choice((0.1, 1.0, 4.0)) * torch.randn(rows, vocabulary, device="cuda")).to(dtype)
         logits[0, 1 : vocabulary // 2] = -torch.inf
         chance = some_chance(rows)
-        assert_drawn(logits, temperature, chance, draw(logits, temperature, chance))
+        assert_drawn(logits, temperature, chance, sample_tokens(logits, temperature, chance))
         logits[1], logits[2, 0], logits[3], logits[4, -1] = torch.nan, torch.nan, -torch.inf, torch.inf
-        token, logprob = draw(logits, temperature, chance)
+        token, logprob = sample_tokens(logits, temperature, chance)
         assert ((token >= 0) & (token < vocabulary)).all()
         assert logprob[1:5].isnan().all()
         assert logprob[5:].isfinite().all()
@@ -233,7 +242,7 @@ def test_tokens_come_as_often_as_they_should(temperature: float) -> None:
     logits = torch.randn(vocabulary, device="cuda")
     keys = torch.arange(draws, device="cuda")
     chance = CounterRNG(keys, torch.full_like(keys, random.randrange(99)), random.randrange(2**40))
-    token, _ = draw(logits.repeat(draws, 1), temperature, chance)
+    token, _ = sample_tokens(logits.repeat(draws, 1), temperature, chance)
     expected = draws * (logits.double() / temperature).softmax(-1)
     far = ((torch.bincount(token, minlength=vocabulary) - expected).square() / expected).sum()
     assert torch.special.gammaincc(torch.tensor((vocabulary - 1) / 2).double(), far.cpu() / 2) > 1e-9
@@ -252,15 +261,18 @@ def test_kernels_that_overlap_find_what_kernels_in_turn_find(
 
     def written(**how: Any) -> list[torch.Tensor]:
         own, latest = caches.clone(), token.clone()
-        at, quick = At(start.clone(), torch.full_like(start, 319), start.clone()), QuickStep(model, 320, **how)
+        at, quick = (
+            RowPositions(start.clone(), torch.full_like(start, 319), start.clone()),
+            LlamaDecodeStep(model, 320, **how),
+        )
         every, logprobs = torch.zeros(rows, 100, dtype=torch.int64, device="cuda"), torch.zeros(rows, device="cuda")
 
         def step() -> None:
             layers: Any = [tuple(layer) for layer in own]
             if sampled:
-                chosen, logprob = quick.draw(latest, at, layers, 0.8, CounterRNG(start, at.lengths, 5))
+                chosen, logprob = quick.step_sample(latest, at, layers, 0.8, CounterRNG(start, at.lengths, 5))
             else:
-                chosen, logprob = quick.likeliest(latest, at, layers)
+                chosen, logprob = quick.step_greedy(latest, at, layers)
             every.scatter_(1, (at.lengths - 1 - start)[:, None], chosen[:, None])
             logprobs.add_(logprob)
             latest.copy_(chosen)
@@ -272,8 +284,8 @@ def test_kernels_that_overlap_find_what_kernels_in_turn_find(
                 graph.replay()
         return [every, logprobs, own]
 
-    overlapping = [written(), written(ahead=16 << 20), written(early=False)]
-    monkeypatch.setattr("plait.kernels.decode.dependent_launch._CAN_WAIT", False)
+    overlapping = [written(), written(prefetch_bytes=16 << 20), written(early=False)]
+    monkeypatch.setattr("plait.kernels.decode.dependent_launch.HAS_DEPENDENT_LAUNCH", False)
     in_turn = written(early=False)
     for found in overlapping:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, in_turn, strict=True))
@@ -291,7 +303,7 @@ def test_a_policy_in_training_writes_and_gives_the_memory_back(precision: str) -
     model = {"type": "llama", "vocab_size": 4096, "dim": 512, "layers": 4, "heads": 8, "seq_len": 256}
     config = parse_sections(model=model, precision=precision, optim={"type": "SGD", "lr": 1.0}).config
     engine = prepare_manual(Preparation(config, open_world(config), model=None, log=lambda _line: None))
-    hybrid = HybridEngine(engine, config, say=lambda _line: None)
+    hybrid = HybridEngine(engine, config, log=lambda _line: None)
     prompts, sampling = some_prompts(16, 4096), Sampling(64, seed=1)
     for turn in range(3):
         gc.collect()

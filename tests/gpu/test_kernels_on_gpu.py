@@ -14,12 +14,12 @@ from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.engine.master_weights import RoundedParams
 from plait.kernels.adam import AdamNumbers
+from plait.kernels.cross_entropy import scaled
 from plait.kernels.fp8 import fp8_linear
 from plait.kernels.fused_adam import Tables, WeightPointers, adam_many, adam_many_plain
 from plait.kernels.linears import feed_forward, gated_down, linears
 from plait.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from plait.kernels.rotary import apply_rotary
-from plait.kernels.scaled import scaled
 from plait.kernels.swiglu import swiglu
 from plait.optim.fused_adam import OnePassAdam
 

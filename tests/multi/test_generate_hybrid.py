@@ -13,7 +13,7 @@ from plait.distributed import open_world
 from plait.engine import ManualEngine, Preparation, prepare_manual
 from plait.errors import RolloutMismatchError
 from plait.generate import Completion, HybridEngine, Sampling
-from plait.generate.guard import TOLERANCES
+from plait.generate.hybrid import TOLERANCES
 from plait.posttrain.models import make_model
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
@@ -67,7 +67,7 @@ def write(rank: int, size: int, sections: dict[str, Any], modes: list[str], seed
     for steps in (0, 2):
         engine, config = in_training(sections, steps)
         for mode in modes:
-            hybrid = HybridEngine(engine, config, mode=mode, max_rows=2, say=lambda _: None)  # type: ignore[arg-type]
+            hybrid = HybridEngine(engine, config, mode=mode, max_rows=2, log=lambda _: None)  # type: ignore[arg-type]
             answers = hybrid.generate(asked, SAMPLING)
             comparison = hybrid.verify(asked, answers)
             found[f"{mode} after {steps}"] = (answers, comparison)
@@ -114,7 +114,7 @@ def write_in_bf16(rank: int, size: int) -> list[Any]:
     found = []
     for strategy in ("zero0", "zero3"):
         engine, config = in_training({"model": LLAMA, "strategy": strategy, "precision": "bf16"}, 2)
-        hybrid = HybridEngine(engine, config, mode="gathered", say=lambda _: None)
+        hybrid = HybridEngine(engine, config, mode="gathered", log=lambda _: None)
         asked = prompts(1)
         found.append(hybrid.verify(asked, hybrid.generate(asked, SAMPLING)))
         replica = hybrid._made
@@ -135,7 +135,7 @@ def write_with_adapters(rank: int, size: int) -> Any:
     config = parse_sections(**sections, device="cpu", optim={"type": "SGD", "lr": 5.0}).config
     build = partial(make_model, config)
     engine = prepare_manual(Preparation(config, open_world(config), model=build, log=lambda _: None))
-    hybrid = HybridEngine(engine, config, build=build, mode="gathered", say=lambda _: None)
+    hybrid = HybridEngine(engine, config, build=build, mode="gathered", log=lambda _: None)
     asked, ids = prompts(1), torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(3))
     before = hybrid.generate(asked, SAMPLING)
     for _ in range(2):
@@ -158,7 +158,7 @@ def write_wrong(rank: int, size: int, what: str) -> Any:
     asked, said = prompts(2), []
     answers = {}
     for on_mismatch in ("fallback", "stop"):
-        hybrid = HybridEngine(engine, config, mode="gathered", on_mismatch=on_mismatch, say=said.append)  # type: ignore[arg-type]
+        hybrid = HybridEngine(engine, config, mode="gathered", on_mismatch=on_mismatch, log=said.append)  # type: ignore[arg-type]
         replica = hybrid._replica()
         fill = replica.fill
 

@@ -50,7 +50,7 @@ def write(rank: int, size: int, sections: dict[str, Any], asked: list[list[int]]
     config = parse_sections(**sections, device="cpu", optim={"type": "SGD", "lr": 2.0}).config
     build = partial(make_model, config)
     engine = prepare_manual(Preparation(config, open_world(config), model=build, log=lambda _: None))
-    options: dict[str, Any] = {"build": build, "max_rows": 2, "decode": decode, "say": lambda _: None}
+    options: dict[str, Any] = {"build": build, "max_rows": 2, "decode": decode, "log": lambda _: None}
     vllm = HybridEngine(engine, config, mode="vllm", merge=merged_weights, **options)
     gathered = HybridEngine(engine, config, mode="gathered", **options)
     ids = torch.randint(0, 96, (4, 17), generator=torch.Generator().manual_seed(3))
@@ -98,10 +98,10 @@ def write_wrong(rank: int, size: int, asked: list[list[int]]) -> Any:
     def spoilt(model: Any, weights: Any) -> Any:
         return ((name, tensor * 3.0) for name, tensor in weights)
 
-    hybrid = HybridEngine(engine, config, mode="vllm", merge=spoilt, on_mismatch="fallback", say=said.append)
+    hybrid = HybridEngine(engine, config, mode="vllm", merge=spoilt, on_mismatch="fallback", log=said.append)
     wrong = hybrid.verify(asked, hybrid.generate(asked, SAMPLING))
     right = hybrid.verify(asked, hybrid.generate(asked, SAMPLING))
-    hybrid = HybridEngine(engine, config, mode="vllm", merge=spoilt, say=lambda _: None)
+    hybrid = HybridEngine(engine, config, mode="vllm", merge=spoilt, log=lambda _: None)
     with refused(RolloutMismatchError, "mode: trainer", "on_mismatch: fallback"):
         hybrid.verify(asked, hybrid.generate(asked, SAMPLING))
     return wrong.agrees, right.agrees, [line for line in said if "WARNING" in line]

@@ -34,7 +34,7 @@ from plait.distributed import open_world, persistent_buffers
 from plait.errors import ConfigError, DataError, GenerateError, ModelError, Problem
 from plait.generate import (
     CLOSE,
-    HERE,
+    LOCAL_NAMES,
     OPEN,
     Conversation,
     Generator,
@@ -375,14 +375,16 @@ def generate(
             typer.echo(f"{model_path}: reward {mean} over {said}")
     if html is not None:
         rows = list(figures.items())
-        write_file(html, page_of(paths, [q.text for q in asked], answers, notes=rewards_shown, figures=rows), "--html")
+        write_file(
+            html, page_of(paths, [q.text for q in asked], answers, captions=rewards_shown, figures=rows), "--html"
+        )
         typer.echo(f"side by side: {html}")
 
 
 def _prompt(conversation: Conversation, question: Question, *, chat: bool) -> list[int]:
     if not chat:
         return conversation.encode(question.text)
-    asked = conversation.ask([Turn(message.role, message.content) for message in question.messages])
+    asked = conversation.encode_conversation([Turn(message.role, message.content) for message in question.messages])
     if asked.left_out:
         typer.echo(f"({asked.left_out} earliest turns of {question.text[:40]!r} have no room)", err=True)
     return asked.tokens
@@ -482,10 +484,10 @@ def _answer(conversation: Conversation, turns: list[Turn], sampling: Sampling) -
     """
     said: list[str] = []
     try:
-        asked = conversation.ask(turns)
+        asked = conversation.encode_conversation(turns)
         if asked.left_out:
             typer.secho(f"({asked.left_out} earliest turns have no room any more)", dim=True, err=True)
-        for piece in conversation.tell(asked.tokens, sampling):
+        for piece in conversation.stream(asked.tokens, sampling):
             said.append(piece.text)
             typer.echo(printable(piece.text, keep="\n\t"), nl=False)
             sys.stdout.flush()
@@ -505,7 +507,7 @@ def serve(
     path: str, opening: Opening, *, host: str, port: int, token_file: str | None, open_to_all: bool, limits: Limits
 ) -> None:
     """Serve until interrupted. A token is made up and shown, unless a file has one or none is wanted."""
-    if open_to_all and host not in HERE:
+    if open_to_all and host not in LOCAL_NAMES:
         raise GenerateError(f"--no-token with --host {host} would let anybody use this machine; give a token")
     token = None if open_to_all else _token(token_file)
     conversation = open_conversation(path, opening)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from plait.generate.conversation import ToolCall as ToolCall
     from plait.generate.conversation import Turn as Turn
     from plait.generate.conversation import cut as cut
+    from plait.generate.conversation import printable as printable
     from plait.generate.conversation import read_calls as read_calls
     from plait.generate.generator import CONTEXT_KEYS as CONTEXT_KEYS
     from plait.generate.generator import Generator as Generator
@@ -21,28 +22,26 @@ if TYPE_CHECKING:
     from plait.generate.perplexity import Perplexity as Perplexity
     from plait.generate.perplexity import measure_perplexity as measure_perplexity
     from plait.generate.perplexity import page_of as page_of
-    from plait.generate.printable import printable as printable
     from plait.generate.sample import sample as sample
-    from plait.generate.serve import HERE as HERE
+    from plait.generate.serve import LOCAL_NAMES as LOCAL_NAMES
     from plait.generate.serve import Limits as Limits
     from plait.generate.serve import Server as Server
     from plait.generate.streamed import build_streamed as build_streamed
-    from plait.generate.weight_names import Weights as Weights
+    from plait.generate.vllm import Weights as Weights
 else:
     from plait.lazy import attach_names
 
     attach_names(
         __name__,
         {
-            "conversation": ["CLOSE", "Conversation", "OPEN", "ToolCall", "Turn", "cut", "read_calls"],
+            "conversation": ["CLOSE", "Conversation", "OPEN", "ToolCall", "Turn", "cut", "printable", "read_calls"],
             "generator": ["CONTEXT_KEYS", "Generator", "context_of", "generate"],
             "hybrid": ["HybridEngine", "cache_bytes"],
             "options": ["Completion", "Sampling"],
             "perplexity": ["Perplexity", "measure_perplexity", "page_of"],
-            "printable": ["printable"],
             "sample": ["sample"],
-            "serve": ["HERE", "Limits", "Server"],
+            "serve": ["LOCAL_NAMES", "Limits", "Server"],
             "streamed": ["build_streamed"],
-            "weight_names": ["Weights"],
+            "vllm": ["Weights"],
         },
     )

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from plait.generate.decoder import Decoder, GrowingDecoder
 from plait.generate.options import Completion, Sampling
-from plait.kernels import (
+from plait.kernels import record
+from plait.kernels.decode import (
     CounterRNG,
     TokenRecords,
     bits_of,
-    draw,
     greedy,
     logprob_of,
-    place_of,
-    record,
+    pick_index,
     record_tokens,
+    sample_tokens,
     weights_of,
     with_seed,
 )
@@ -35,26 +35,23 @@ from plait.kernels import (
 
 
 def choose(
-    logits: Tensor, chance: CounterRNG | Tensor | None, sampling: Sampling, seen: Tensor | None
+    logits: Tensor, rng: CounterRNG | Tensor | None, sampling: Sampling, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row, and its log-probability under the model itself, from logits (rows, vocabulary).
 
-    `chance` is what decides, or its numbers (rows); the temperature 0 needs none. `seen` (rows, vocabulary) marks the
+    `rng` is what decides, or its numbers (rows); the temperature 0 needs none. `seen` (rows, vocabulary) marks the
     tokens that a repetition penalty is for.
     """
-    if seen is None and (chance is None or sampling.temperature == 0.0):
+    if seen is None and (rng is None or sampling.temperature == 0.0):
         return greedy(logits)
-    if seen is None and chance is not None and sampling.draws_from_all:
-        return draw(logits, sampling.temperature, chance)
+    if seen is None and rng is not None and sampling.draws_from_all:
+        return sample_tokens(logits, sampling.temperature, rng)
     scores = logits if seen is None else _penalised(logits.float(), seen, sampling.repetition_penalty)
-    if chance is None or sampling.temperature == 0.0:
-        token = scores.argmax(-1)
-    else:
-        token = _draw(scores, bits_of(chance), sampling)
+    token = scores.argmax(-1) if rng is None or sampling.temperature == 0.0 else _sample(scores, rng, sampling)
     return token, logprob_of(logits, token)
 
 
-def _draw(scores: Tensor, bits: Tensor, sampling: Sampling) -> Tensor:
+def _sample(scores: Tensor, rng: CounterRNG | Tensor, sampling: Sampling) -> Tensor:
     order: Tensor | None = None
     share = sampling.top_p if sampling.top_p is not None and sampling.top_p < 1.0 else None
     # A temperature changes no order, and fp32 neither: both are for what is left.
@@ -63,13 +60,13 @@ def _draw(scores: Tensor, bits: Tensor, sampling: Sampling) -> Tensor:
     elif share is not None:
         scores, order = scores.sort(descending=True, stable=True)
     weights = weights_of(scores, sampling.temperature)
-    ladder, total = weights.cumsum(-1), None
+    cumulative, total = weights.cumsum(-1), None
     if share is not None:
         # The likeliest has nothing before it, and stays. What goes is at the end, so the ladder is right without it.
-        kept = (ladder - weights).double() < share * ladder[:, -1:].double()
+        kept = (cumulative - weights).double() < share * cumulative[:, -1:].double()
         total = (weights * kept).sum(-1, keepdim=True)
-    place = place_of(ladder, bits, total)
-    return place if order is None else order.gather(1, place[:, None]).squeeze(1)
+    index = pick_index(cumulative, bits_of(rng), total)
+    return index if order is None else order.gather(1, index[:, None]).squeeze(1)
 
 
 def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -122,7 +119,7 @@ WORTH_RECORDING = 48
 """Tokens that must be left for a smaller batch to pay where its steps have to be recorded anew."""
 
 Decode = Callable[[Sequence[int]], str]
-Agree = Callable[[bool], bool]
+AnyRank = Callable[[bool], bool]
 """From whether this rank has rows that go on, to whether any rank has."""
 
 
@@ -163,12 +160,12 @@ class Answers:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
             for row, prompt in zip(self._seen, self._prompts, strict=True):
                 row[torch.tensor(prompt, device=row.device)] = True
-        token, logprob = choose(logits, self._chance(), sampling, self._seen)
+        token, logprob = choose(logits, self._rng(), sampling, self._seen)
         if self._seen is not None:
             self._seen.scatter_(1, token[:, None], True)
-        self.note(token, logprob)
+        self.record(token, logprob)
 
-    def note(self, token: Tensor, logprob: Tensor) -> None:
+    def record(self, token: Tensor, logprob: Tensor) -> None:
         """Write each row's next token down. Changes tensors in place only."""
         state = (self.token, self.tokens, self.logprobs, self.counts, self.limits, self.done, self.stopped)
         record_tokens(token, logprob, TokenRecords(*state, self._stops))
@@ -176,13 +173,13 @@ class Answers:
     def go_on(self, decoder: Decoder) -> None:
         """One step: what the model says to the last tokens, and the choice of the next."""
         if self._sampling.is_greedy:
-            self.note(*decoder.likeliest(self.token))
+            self.record(*decoder.step_greedy(self.token))
         elif self._sampling.draws_from_all:
-            self.note(*decoder.draw(self.token, self._sampling.temperature, self._chance()))
+            self.record(*decoder.step_sample(self.token, self._sampling.temperature, self._rng()))
         else:
             self.take(decoder.step(self.token))
 
-    def _chance(self) -> CounterRNG:
+    def _rng(self) -> CounterRNG:
         return CounterRNG(self.keys, self.counts, self._sampling.seed)
 
     def keep(self, rows: Tensor) -> Answers:
@@ -199,15 +196,15 @@ class Answers:
         """End the rows in which a stop text came, right behind the token that completed it."""
         texts = self._sampling.stop_texts
         for row, length in enumerate(self.counts.tolist()):
-            if (place := end_of_text(self.tokens[row, :length].tolist(), texts, decode)) is not None:
-                self.counts[row], self.stopped[row], self.done[row] = place, True, True
+            if (length_with_stop := end_of_text(self.tokens[row, :length].tolist(), texts, decode)) is not None:
+                self.counts[row], self.stopped[row], self.done[row] = length_with_stop, True, True
 
     def completions(self) -> list[Completion]:
         """What each row has."""
-        every = (self.counts, self.tokens, self.logprobs, self.stopped)
+        columns = (self.counts, self.tokens, self.logprobs, self.stopped)
         return [
             Completion(tokens[:length], logprobs[:length], "stop" if stopped else "length")
-            for length, tokens, logprobs, stopped in zip(*(each.tolist() for each in every), strict=True)
+            for length, tokens, logprobs, stopped in zip(*(tensor.tolist() for tensor in columns), strict=True)
         ]
 
 
@@ -235,14 +232,14 @@ def answering(
     device: torch.device,
     *,
     decode: Decode | None = None,
-    agree: Agree | None = None,
+    any_rank: AnyRank | None = None,
     graphs: bool = True,
     check_every: int = CHECK_EVERY,
 ) -> Generator[Answers, None, list[Completion]]:
     """Answer one batch; `limits` are the most new tokens of each row.
 
     Yields the rows that go on whenever it looks at them, every `check_every` tokens, and returns all answers.
-    `agree` is for ranks that have to take every step together.
+    `any_rank` is for ranks that have to take every step together.
     """
     live = Answers(prompts, keys, limits, sampling, device)
     shortest, longest, numbers = min(limits), live.width, torch.arange(len(prompts), device=device)
@@ -254,14 +251,14 @@ def answering(
         step = RecordedStep(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(way))
         for length in count(1):
             # Ranks that go together must look at the same moments, however long their own rows are.
-            if length % check_every == 0 or (agree is None and length >= longest):
+            if length % check_every == 0 or (any_rank is None and length >= longest):
                 if decode is not None and sampling.stop_texts:
                     live.end_by_text(decode)
                 yield live
                 # Where nothing stops a row before its limit, nobody has to wait for the device to say so.
                 rows = numbers if not sampling.stop and length < shortest else (~live.done).nonzero().squeeze(1)
                 goes_on = len(rows) > 0
-                if not (goes_on if agree is None else agree(goes_on)):
+                if not (goes_on if any_rank is None else any_rank(goes_on)):
                     break
                 pays = longest - length >= WORTH_RECORDING or not recorded
                 if 0 < len(rows) <= len(live.done) // 2 and pays:
@@ -299,7 +296,7 @@ class GenerationRow:
 
     prompt: Sequence[int]
     sampling: Sampling
-    room: int
+    max_new_tokens: int
     """New tokens at most."""
     key: int = 0
     """Decides, together with the seed, what is drawn."""
@@ -319,7 +316,7 @@ class ContinuousBatch:
         self._top: tuple[Tensor, Tensor] | None = None
         self._groups: list[tuple[Sampling, Tensor | None]] = []
         record = graphs and decoder.capturable
-        self._step = RecordedStep(self._go_on, on=record, is_warm=lambda: decoder.is_warm(self._way()))
+        self._step = RecordedStep(self._go_on, on=record, is_warm=lambda: decoder.is_warm(self._group_keys()))
 
     def takes(self, rows: Sequence[GenerationRow]) -> bool:
         """Whether these rows may join now; if not, they may when the batch is empty, in the worst case one by one."""
@@ -332,12 +329,12 @@ class ContinuousBatch:
     def add(self, rows: Sequence[GenerationRow]) -> list[Token]:
         """Read the prompts of further rows; returns the first token of each."""
         assert self.takes(rows), "ask `takes` first"
-        prompts, rooms = [row.prompt for row in rows], [row.room for row in rows]
+        prompts, max_new_tokens = [row.prompt for row in rows], [row.max_new_tokens for row in rows]
         if self.rows:
             assert isinstance(self._decoder, GrowingDecoder)
-            logits = self._decoder.add(prompts, rooms)
+            logits = self._decoder.add(prompts, max_new_tokens)
         else:
-            logits = self._decoder.begin(prompts, rooms)
+            logits = self._decoder.begin(prompts, max_new_tokens)
         new = ContinuousBatch(self._decoder, self._device, graphs=False)
         new._begin(rows, logits)
         new._choose(logits)
@@ -390,10 +387,10 @@ class ContinuousBatch:
         if self._seen is not None or new._seen is not None:
             # Rows without a penalty never look at what they have seen.
             seen = [
-                torch.zeros(len(each.rows), vocabulary, dtype=torch.bool, device=self._device)
-                if each._seen is None
-                else each._seen
-                for each in (self, new)
+                torch.zeros(len(batch.rows), vocabulary, dtype=torch.bool, device=self._device)
+                if batch._seen is None
+                else batch._seen
+                for batch in (self, new)
             ]
             self._seen = torch.cat(seen)
         for name in ("_keys", "_counts", "_token", "_logprob"):
@@ -405,7 +402,7 @@ class ContinuousBatch:
         """Find which rows are chosen together, and give the results a place that no step changes."""
         groups: dict[Sampling, list[int]] = {}
         for number, row in enumerate(self.rows):
-            groups.setdefault(_way(row.sampling), []).append(number)
+            groups.setdefault(_sampling_group(row.sampling), []).append(number)
         alone = len(groups) == 1
         self._groups = [
             (way, None if alone else torch.tensor(numbers, device=self._device)) for way, numbers in groups.items()
@@ -418,7 +415,7 @@ class ContinuousBatch:
             self._top = None
         self._step.forget()
 
-    def _way(self) -> tuple[object, ...]:
+    def _group_keys(self) -> tuple[object, ...]:
         return (*(way for way, _ in self._groups), self._top is not None)
 
     def _go_on(self) -> None:
@@ -426,11 +423,11 @@ class ContinuousBatch:
         if len(self._groups) == 1 and self._top is None:
             way = self._groups[0][0]
             if way.is_greedy:
-                self._note(None, *self._decoder.likeliest(self._token))
+                self._record(None, *self._decoder.step_greedy(self._token))
                 self._counts.add_(1)
                 return
             if way.draws_from_all:
-                self._note(None, *self._decoder.draw(self._token, way.temperature, self._chance(None)))
+                self._record(None, *self._decoder.step_sample(self._token, way.temperature, self._rng(None)))
                 self._counts.add_(1)
                 return
         self._choose(self._decoder.step(self._token))
@@ -438,10 +435,10 @@ class ContinuousBatch:
     def _choose(self, logits: Tensor) -> None:
         for way, rows in self._groups:
             seen = self._seen if way.repetition_penalty != 1.0 else None
-            part = logits if rows is None else logits[rows]
+            group_logits = logits if rows is None else logits[rows]
             if seen is not None and rows is not None:
                 seen = seen[rows]
-            self._note(rows, *choose(part, self._chance(rows), way, seen))
+            self._record(rows, *choose(group_logits, self._rng(rows), way, seen))
         if self._seen is not None:
             self._seen.scatter_(1, self._token[:, None], True)
         if self._top is not None:
@@ -450,11 +447,11 @@ class ContinuousBatch:
             self._top[1][:, : ids.shape[1]] = ids
         self._counts.add_(1)
 
-    def _chance(self, rows: Tensor | None) -> CounterRNG:
-        keys, counts = (each if rows is None else each[rows] for each in (self._keys, self._counts))
+    def _rng(self, rows: Tensor | None) -> CounterRNG:
+        keys, counts = (tensor if rows is None else tensor[rows] for tensor in (self._keys, self._counts))
         return CounterRNG(keys, counts, 0)
 
-    def _note(self, rows: Tensor | None, token: Tensor, logprob: Tensor) -> None:
+    def _record(self, rows: Tensor | None, token: Tensor, logprob: Tensor) -> None:
         if rows is None:
             self._token.copy_(token)
             self._logprob.copy_(logprob)
@@ -465,11 +462,11 @@ class ContinuousBatch:
         ids, logprobs = self._token.tolist(), self._logprob.tolist()
         tops: list[list[tuple[int, float]]] = [[] for _ in ids]
         if self._top is not None:
-            found = zip(self.rows, self._top[1].tolist(), self._top[0].tolist(), strict=True)
-            tops = [list(zip(names, values, strict=True))[: row.top] for row, names, values in found]
-        return [Token(*each) for each in zip(ids, logprobs, tops, strict=True)]
+            tops_of_rows = zip(self.rows, self._top[1].tolist(), self._top[0].tolist(), strict=True)
+            tops = [list(zip(names, values, strict=True))[: row.top] for row, names, values in tops_of_rows]
+        return [Token(*token) for token in zip(ids, logprobs, tops, strict=True)]
 
 
-def _way(sampling: Sampling) -> Sampling:
+def _sampling_group(sampling: Sampling) -> Sampling:
     """What of a sampling decides how a token is chosen."""
     return replace(sampling, max_new_tokens=1, stop=(), seed=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -15,9 +16,9 @@ from plait.generate.batch import GenerationRow
 from plait.generate.generator import Generator
 from plait.generate.options import Completion, Sampling
 
-ROOM = 16
+MIN_NEW_TOKENS = 16
 """New tokens that must have room behind a conversation, before its beginning is left out."""
-_HALF = "\ufffd"
+_INCOMPLETE = "\ufffd"
 """What a character decodes to of which not all bytes have come."""
 _MOST_PENDING = 8
 """Tokens that are waited for until bytes make up a character; one has 4 bytes at most."""
@@ -72,7 +73,7 @@ class Conversation:
         """A text as a prompt; an empty one is the beginning of a document."""
         return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.end]
 
-    def ask(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
+    def encode_conversation(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
         """A conversation as a prompt. Where it is longer than the model sees, its earliest turns are left out.
 
         What the system says stays. `tools` are those that the model may call, in the form of OpenAI's API.
@@ -95,32 +96,32 @@ class Conversation:
         system = [turn for turn in turns[:1] if turn.role == "system"]
         rest, context = list(turns[len(system) :]), self.generator.context
 
-        def written(left_out: int) -> list[int]:
+        def prompt_tokens(left_out: int) -> list[int]:
             tokens = write_down([*system, *rest[left_out:]])
             if not tokens:
                 raise GenerateError("nothing of that is known to the tokenizer of this model; say it in its own words")
             return tokens
 
         def fits(tokens: list[int]) -> bool:
-            return context is None or len(tokens) + ROOM <= context
+            return context is None or len(tokens) + MIN_NEW_TOKENS <= context
 
-        if fits(tokens := written(0)):
+        if fits(tokens := prompt_tokens(0)):
             return EncodedPrompt(tokens, 0)
         # What is left begins with a question, as some templates insist. The number of questions that fit is looked for
         # from the end: a long conversation is not written down again for each of its turns.
         questions = [index for index in range(1, len(rest)) if rest[index].role == "user"]
-        most, too_many, tried = 0, len(questions) + 1, 1
+        most, too_many, middle = 0, len(questions) + 1, 1
         while too_many - most > 1:
-            shorter = written(questions[-tried])
+            shorter = prompt_tokens(questions[-middle])
             if fits(shorter):
-                most, tokens = tried, shorter
+                most, tokens = middle, shorter
             else:
-                too_many = tried
-            tried = min(2 * most, len(questions)) if too_many > len(questions) else (most + too_many) // 2
+                too_many = middle
+            middle = min(2 * most, len(questions)) if too_many > len(questions) else (most + too_many) // 2
         if most:
             return EncodedPrompt(tokens, questions[-most])
         left_out = questions[-1] if questions else 0
-        tokens = written(left_out)
+        tokens = prompt_tokens(left_out)
         if context is not None and len(tokens) < context:
             return EncodedPrompt(tokens, left_out)
         raise ContextError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
@@ -128,21 +129,22 @@ class Conversation:
     def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
         """An answer to each prompt, as text without what ended it, and as tokens."""
         sampling = self._with_stops(sampling)
-        found = self.generator.generate(prompts, sampling)
-        for each in found:
-            refuse_no_numbers(each.logprobs[-1:])
-        return [(cut(self.tokenizer.decode(each.tokens), sampling.stop_texts), each) for each in found]
+        completions = self.generator.generate(prompts, sampling)
+        for completion in completions:
+            refuse_no_numbers(completion.logprobs[-1:])
+        texts = (cut(self.tokenizer.decode(completion.tokens), sampling.stop_texts) for completion in completions)
+        return list(zip(texts, completions, strict=True))
 
-    def tell(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[AnswerPiece]:
+    def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[AnswerPiece]:
         """The answer to one prompt, piece by piece. Text is held back while it may be the beginning of a stop text."""
         row, text = self.row(prompt, sampling), self.text_of(sampling)
         with self.generator.continuous() as batch:
             (token,) = batch.add([row])
-            for number in range(1, row.room + 1):
+            for number in range(1, row.max_new_tokens + 1):
                 refuse_no_numbers([token.logprob])
                 if new := text.push(token.id):
                     yield AnswerPiece(new, None)
-                if text.stopped or number == row.room:
+                if text.stopped or number == row.max_new_tokens:
                     break
                 (token,) = batch.step()
         yield AnswerPiece(text.finish(), "stop" if text.stopped else "length")
@@ -158,9 +160,11 @@ class Conversation:
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
         stops = (*sampling.stop, *self.stop)
-        # The text of a special token never shows in an answer: the token itself is waited for.
-        special = (self.tokenizer.special_token(stop) for stop in stops if isinstance(stop, str))
-        return replace(sampling, stop=tuple(dict.fromkeys((*stops, *(each for each in special if each is not None)))))
+        # The text of a special token is not part of the decoded answer, so its token id is a stop too.
+        special = [self.tokenizer.special_token(stop) for stop in stops if isinstance(stop, str)]
+        return replace(
+            sampling, stop=tuple(dict.fromkeys([*stops, *(token for token in special if token is not None)]))
+        )
 
 
 def refuse_no_numbers(logprobs: Sequence[float]) -> None:
@@ -174,8 +178,8 @@ def refuse_no_numbers(logprobs: Sequence[float]) -> None:
 
 def cut(text: str, stops: Sequence[str]) -> str:
     """A text up to the first stop text in it."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found)] if found else text
+    positions = [position for stop in stops if (position := text.find(stop)) >= 0]
+    return text[: min(positions)] if positions else text
 
 
 class AnswerText:
@@ -216,7 +220,7 @@ class AnswerText:
             return ""
         self._window.append(token)
         ready, text = len(self._window), self._decode(self._window)
-        if text.endswith(_HALF):
+        if text.endswith(_INCOMPLETE):
             if ready - self._settled < _MOST_PENDING:
                 return ""
             ready -= _MOST_PENDING // 2  # bytes of no character; the last may still become one
@@ -319,3 +323,23 @@ class ToolReader:
         rest = "".join(self._pending)
         calls = read_calls(rest)
         return (rest, []) if calls is None else ("", calls)
+
+
+# Text of others on its way to a log or a terminal.
+
+
+_STEERING = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # control characters, among them those that begin an escape sequence
+    "\u2028\u2029"  # ends of lines
+    "\u202a-\u202e\u2066-\u2069"  # the direction of writing
+    "\ud800-\udfff]"  # halves of characters, which no file takes
+)
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""The text with what could fake a line or steer a terminal escaped (`\x1b`); `keep` names exceptions."""
+    return _STEERING.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.distributed import is_sharded
-from plait.kernels import CounterRNG, draw, greedy
+from plait.kernels.decode import CounterRNG, greedy, sample_tokens
 
 Call = Callable[..., Any]
 """A model, or what calls it."""
@@ -25,7 +26,7 @@ class Decoder(ABC):
     """Whether prompts of unequal length may share a batch."""
 
     @abstractmethod
-    def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
         """Read the prompts, with room for so many more tokens in each row; returns the logits of what comes next."""
 
     @abstractmethod
@@ -35,16 +36,16 @@ class Decoder(ABC):
         A row that has no room left stays as long as it is; what is said about it then has no meaning.
         """
 
-    def likeliest(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def step_greedy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Like `step`, but returns the likeliest tokens that come next, and their log-probabilities in fp32."""
         return greedy(self.step(tokens))
 
-    def draw(self, tokens: Tensor, temperature: float, chance: CounterRNG) -> tuple[Tensor, Tensor]:
+    def step_sample(self, tokens: Tensor, temperature: float, rng: CounterRNG) -> tuple[Tensor, Tensor]:
         """Like `step`, but draws the tokens that come next from all; returns them and their log-probabilities.
 
         `temperature` is above 0. The log-probabilities, in fp32, are those of temperature 1.
         """
-        return draw(self.step(tokens), temperature, chance)
+        return sample_tokens(self.step(tokens), temperature, rng)
 
     def is_warm(self, way: Hashable) -> bool:
         """Whether steps of this size and way were taken before, so that nothing has to be set up for the next.
@@ -65,11 +66,11 @@ class GrowingDecoder(Decoder):
     """A decoder whose batch takes further rows while it runs (continuous batching)."""
 
     @abstractmethod
-    def add(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+    def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
         """Read further prompts behind the rows of the batch; returns the logits of what comes next in the new rows."""
 
 
-def padded(
+def pad_rows(
     prompts: Sequence[Sequence[int]], device: torch.device, *, width: int | None = None, left: bool = False
 ) -> Tensor:
     """Rows of unequal length as one tensor, filled up with zeros."""
@@ -81,7 +82,7 @@ def padded(
     return rows.to(device)
 
 
-def filled_up(rows: Tensor, cuts: int) -> Tensor:
+def pad_to_multiple(rows: Tensor, cuts: int) -> Tensor:
     """Rows that can be cut into so many equal parts: zeros behind, which nothing before them sees."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % cuts))
 
@@ -96,40 +97,40 @@ class PlainDecoder(GrowingDecoder):
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self._call, self._device = call, device
-        self._rows = self._lengths = self._ends = torch.empty(0)
+        self._rows = self._lengths = self._row_ends = torch.empty(0)
         self._longest = 0
 
-    def begin(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
         """Rows padded behind, so that no position moves."""
         self._lengths = lengths_of(prompts, self._device)
-        self._ends = self._lengths + torch.tensor(rooms, device=self._device)
-        self._rows = padded(prompts, self._device, width=int(self._ends.max()))
+        self._row_ends = self._lengths + torch.tensor(max_new_tokens, device=self._device)
+        self._rows = pad_rows(prompts, self._device, width=int(self._row_ends.max()))
         self._longest = max(len(prompt) for prompt in prompts)
         return self._logits()
 
-    def add(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> Tensor:
+    def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
         """Further rows, all of them as wide as the widest."""
-        before = (self._rows, self._lengths, self._ends)
+        before = (self._rows, self._lengths, self._row_ends)
         longest = self._longest
-        logits = self.begin(prompts, rooms)
+        logits = self.begin(prompts, max_new_tokens)
         width = max(before[0].shape[1], self._rows.shape[1])
-        rows = [torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in (before[0], self._rows)]
+        rows = [torch.nn.functional.pad(rows, (0, width - rows.shape[1])) for rows in (before[0], self._rows)]
         self._rows = torch.cat(rows)
         self._lengths = torch.cat([before[1], self._lengths])
-        self._ends = torch.cat([before[2], self._ends])
+        self._row_ends = torch.cat([before[2], self._row_ends])
         self._longest = max(longest, self._longest)
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
         """One token to each row, at its own end."""
-        self._lengths = torch.minimum(self._lengths + 1, self._ends)
+        self._lengths = torch.minimum(self._lengths + 1, self._row_ends)
         self._rows.scatter_(1, self._lengths[:, None] - 1, tokens[:, None])
         self._longest = min(self._longest + 1, self._rows.shape[1])
         return self._logits()
 
     def keep(self, rows: Tensor) -> None:
         """Forget the others."""
-        self._rows, self._lengths, self._ends = self._rows[rows], self._lengths[rows], self._ends[rows]
+        self._rows, self._lengths, self._row_ends = self._rows[rows], self._lengths[rows], self._row_ends[rows]
 
     def _logits(self) -> Tensor:
         logits: Tensor = self._call(self._rows[:, : self._longest])
@@ -137,3 +138,67 @@ class PlainDecoder(GrowingDecoder):
             logits = logits.full_tensor()
         last = (self._lengths - 1)[:, None, None].expand(-1, 1, logits.shape[-1])
         return logits.gather(1, last).squeeze(1)
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Whether the forward of a `transformers` model has this parameter."""
+    known: Any = getattr(model, "accepts", None)
+    return name in (known if known is not None else inspect.signature(type(model).forward).parameters)
+
+
+class TransformersDecoder(Decoder):
+    """Models of `transformers` with their own cache (`past_key_values`).
+
+    Such a cache has one end for all rows, so prompts are left-padded: distances between tokens are right whatever a
+    model does with them, a sliding window included. Positions and a mask say where each row begins.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
+        """`call` is what calls the model, where that is not the model itself."""
+        self._call = model if call is None else call
+        self._device = device
+        self._positioned = accepts(model, "position_ids")
+        self.mixes_lengths = self._positioned  # else nothing says that a padded row begins later
+        self._last_only = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        self._cache: Any = None
+        self._mask = self._lengths = self._last = torch.empty(0)
+
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
+        """Read the prompts."""
+        rows, self._lengths = pad_rows(prompts, self._device, left=True), lengths_of(prompts, self._device)
+        width = rows.shape[1]
+        slots = torch.arange(width, device=self._device)
+        mask = slots >= width - self._lengths[:, None]
+        self._mask, self._last = mask.long(), self._lengths + torch.tensor(max_new_tokens, device=self._device) - 1
+        return self._ask(rows, (mask.cumsum(1) - 1).clamp(min=0), past=None)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One token to each row."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
+        positions = torch.minimum(self._lengths, self._last)[:, None]
+        self._lengths = self._lengths + 1
+        return self._ask(tokens[:, None], positions, past=self._cache)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the others."""
+        self._mask, self._lengths, self._last = self._mask[rows], self._lengths[rows], self._last[rows]
+        self._cache.batch_select_indices(rows)
+
+    def close(self) -> None:
+        """Let go of the cache."""
+        self._cache = None
+
+    def _ask(self, rows: Tensor, positions: Tensor, past: Any) -> Tensor:
+        extra: dict[str, Any] = {"position_ids": positions} if self._positioned else {}
+        output = self._call(
+            input_ids=rows,
+            attention_mask=self._mask,
+            past_key_values=past,
+            use_cache=True,
+            return_dict=True,
+            **extra,
+            **self._last_only,
+        )
+        self._cache = output.past_key_values
+        logits: Tensor = output.logits[:, -1]
+        return logits

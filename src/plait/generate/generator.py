@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from plait.errors import GenerateError
-from plait.generate.batch import CHECK_EVERY, Agree, ContinuousBatch, Decode, GenerationRow, answering
+from plait.generate.batch import CHECK_EVERY, AnyRank, ContinuousBatch, Decode, GenerationRow, answering
 from plait.generate.cached import CachedDecoder
-from plait.generate.decoder import Call, Decoder, PlainDecoder
-from plait.generate.hf import TransformersDecoder, accepts
+from plait.generate.decoder import Call, Decoder, PlainDecoder, TransformersDecoder, accepts
 from plait.generate.options import Completion, Sampling, check_prompts
 from plait.models import Attention
 
@@ -35,7 +34,7 @@ class Generator:
         graphs: bool = True,
         call: Call | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        agree: Agree | None = None,
+        any_rank: AnyRank | None = None,
         device: torch.device | None = None,
     ) -> None:
         """Get a model ready.
@@ -43,7 +42,7 @@ class Generator:
         `decode` turns tokens into text, for stop texts. `context` is how many tokens the model sees, if not what it
         says itself; `max_rows` how many prompts are answered at once. `cache`: remember keys and values; `graphs`:
         repeat steps as CUDA graphs, where both can be. The others are for a model that several ranks share: `call`
-        calls it, `around` is what a call runs under, `agree` says whether any rank goes on.
+        calls it, `around` is what a call runs under, `any_rank` says whether any rank goes on.
         """
         self.model = model
         self.context = context_of(model) if context is None else context
@@ -51,7 +50,7 @@ class Generator:
         self._max_rows = max_rows
         self._graphs = graphs
         self._around = around
-        self._agree = agree
+        self._any_rank = any_rank
         self._device = next(model.parameters()).device if device is None else device
         self._decoder = make_decoder(model, self._device, call=call, cache=cache)
 
@@ -73,14 +72,14 @@ class Generator:
         # Rows of about the same length go together, so that little is computed for what fills them up.
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         width = self._max_rows or max(len(prompts), 1)
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         with self._ready():
             for first in range(0, len(order), width):
                 chosen = order[first : first + width]
                 asked, drawn = [prompts[i] for i in chosen], [keys[i] for i in chosen]
                 answers = self._run(asked, drawn, sampling, CHECK_EVERY)
-                found.update(zip(chosen, _drained(answers), strict=True))
-        return [found[index] for index in range(len(prompts))]
+                completions.update(zip(chosen, _last_of(answers), strict=True))
+        return [completions[index] for index in range(len(prompts))]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0) -> Iterator[Completion]:
         """The answer to one prompt as it grows, token by token; the last one is what `generate` gives."""
@@ -109,9 +108,9 @@ class Generator:
     def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> GenerationRow:
         """A prompt that was checked, as a row for `continuous`."""
         self._check([prompt], sampling)
-        return GenerationRow(prompt, sampling, self._rooms([prompt], sampling)[0], key, top)
+        return GenerationRow(prompt, sampling, self._max_new_tokens([prompt], sampling)[0], key, top)
 
-    def _rooms(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
+    def _max_new_tokens(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
         """New tokens that each prompt has room for."""
         most = sampling.max_new_tokens
         return [most if self.context is None else min(most, self.context - len(prompt)) for prompt in prompts]
@@ -123,7 +122,7 @@ class Generator:
         sampling: Sampling,
         check_every: int,
     ) -> Any:
-        limits = self._rooms(prompts, sampling)
+        limits = self._max_new_tokens(prompts, sampling)
         return answering(
             self._decoder,
             prompts,
@@ -132,7 +131,7 @@ class Generator:
             sampling,
             self._device,
             decode=self._decode,
-            agree=self._agree,
+            any_rank=self._any_rank,
             graphs=self._graphs,
             check_every=check_every,
         )
@@ -190,18 +189,18 @@ def context_of(model: nn.Module) -> int | None:
     """How many tokens a model is made for; None where it does not say."""
     configs = [getattr(model, "config", None)]
     configs.append(getattr(configs[0], "text_config", None))  # of a model that also sees or hears
-    found = (getattr(config, name, None) for config in configs for name in CONTEXT_KEYS)
-    return next((int(length) for length in found if length), None)
+    lengths = (getattr(config, name, None) for config in configs for name in CONTEXT_KEYS)
+    return next((int(length) for length in lengths if length), None)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
     """How many tokens a model knows; None where it does not say."""
     config: Any = getattr(model, "config", None)
-    found = getattr(config, "vocab_size", getattr(getattr(config, "text_config", None), "vocab_size", None))
-    return None if found is None else int(found)
+    size = getattr(config, "vocab_size", getattr(getattr(config, "text_config", None), "vocab_size", None))
+    return None if size is None else int(size)
 
 
-def _drained(answers: Any) -> list[Completion]:
+def _last_of(answers: Any) -> list[Completion]:
     while True:
         try:
             next(answers)

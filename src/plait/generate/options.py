@@ -64,12 +64,12 @@ class Sampling:
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Those of `stop` that are tokens."""
-        return tuple(each for each in self.stop if isinstance(each, int))
+        return tuple(stop for stop in self.stop if isinstance(stop, int))
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """Those of `stop` that are texts."""
-        return tuple(each for each in self.stop if isinstance(each, str))
+        return tuple(stop for stop in self.stop if isinstance(stop, str))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocabulary: int | None, context: int | None) -> None:

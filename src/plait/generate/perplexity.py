@@ -92,16 +92,16 @@ def page_of(
     prompts: Sequence[str],
     answers: Sequence[Sequence[str]],
     *,
-    notes: Sequence[Sequence[str]] = (),
+    captions: Sequence[Sequence[str]] = (),
     figures: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> str:
     """The page. `answers` has a list for each prompt, with one text for each name.
 
-    `notes`, if there are any, has what is said below each answer; `figures` are rows below all of them.
+    `captions`, if there are any, has what is said below each answer; `figures` are rows below all of them.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *names))
     body = "".join(
-        f"<tr><td>{escape(prompt)}</td>{_cells(texts, notes[at] if notes else ())}</tr>\n"
+        f"<tr><td>{escape(prompt)}</td>{_cells(texts, captions[at] if captions else ())}</tr>\n"
         for at, (prompt, texts) in enumerate(zip(prompts, answers, strict=True))
     )
     foot = "".join(f"<tr>{_cells((label, *values), ())}</tr>\n" for label, values in figures)
@@ -113,6 +113,6 @@ def page_of(
     )
 
 
-def _cells(texts: Sequence[str], notes: Sequence[str]) -> str:
-    below = [f"<small>{escape(note)}</small>" for note in notes] or [""] * len(texts)
-    return "".join(f"<td>{escape(text)}{note}</td>" for text, note in zip(texts, below, strict=True))
+def _cells(texts: Sequence[str], captions: Sequence[str]) -> str:
+    below = [f"<small>{escape(caption)}</small>" for caption in captions] or [""] * len(texts)
+    return "".join(f"<td>{escape(text)}{caption}</td>" for text, caption in zip(texts, below, strict=True))

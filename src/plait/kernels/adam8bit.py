@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from plait.fake_tensors import on_fake_tensors
 from plait.kernels.adam import AdamNumbers, adam_step, adam_step_plain
-from plait.kernels.triton import HAS_TRITON, has_kernels
+from plait.kernels.registry import implementation
+from plait.kernels.triton import HAS_TRITON
 
 # Blockwise 8-bit quantization: codes into a table of levels, and one fp32 scale per block.
 #
@@ -227,7 +228,7 @@ if HAS_TRITON:
 
 def is_fused(tensor: Tensor) -> bool:
     """Whether the kernel supports this tensor."""
-    return tensor.is_cuda and has_kernels(tensor)
+    return tensor.is_cuda and implementation("adam8bit", tensor) == "plait"
 
 
 def _nothing(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.fake_tensors import on_fake_tensors
-from plait.kernels.triton import HAS_TRITON, has_kernels, interprets, on_device_of
+from plait.kernels.registry import implementation
+from plait.kernels.triton import HAS_TRITON, interprets, on_device_of
 from plait.torch_internals import scaled_mm
 
 # The Triton forms of `fp8_cast`: a tensor is read once for its largest number, and once for both copies in 8 bits.
@@ -36,10 +37,10 @@ from plait.torch_internals import scaled_mm
 # The second reading begins where the first one ended, in what the cache still holds. With a scale of earlier steps
 # there is one reading, which also notes the largest number; see [Note: scales of earlier steps] in `fp8_earlier`.
 #
-# [Note: turned over in words] To be turned over, a tile goes through memory that all threads of a program share, and
-# that memory moves words of four bytes as fast as single bytes. So a program takes every fourth row of its tile at a
-# time, and what four such rows hold in one column, which lies side by side in the copy that is turned over, becomes one
-# word.
+# [Note: transposed in words of four bytes] To be turned over, a tile goes through memory that all threads of a program
+# share, and that memory moves words of four bytes as fast as single bytes. So a program takes every fourth row of its
+# tile at a time, and what four such rows hold in one column, which lies side by side in the copy that is turned over,
+# becomes one word.
 
 
 AMAX_PROGRAMS = 256
@@ -171,7 +172,7 @@ if HAS_TRITON:
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program a tile, which it writes as it lies, and turned over; see [Note: turned over in words]."""
+        """One program per tile: store it as it is and transposed; see [Note: transposed in words of four bytes]."""
         across = tl.cdiv(width, wide)
         top = (tl.program_id(0) // across).to(tl.int64) * tall
         left = (tl.program_id(0) % across) * wide
@@ -323,7 +324,7 @@ class Fp8Matrix(NamedTuple):
 
 def has_fp8_kernels(x: Tensor) -> bool:
     """Whether there is a kernel for such a tensor; Triton rounds to these formats where the device does."""
-    return has_kernels(x, (8, 9))
+    return implementation("fp8_cast", x) == "plait"
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:

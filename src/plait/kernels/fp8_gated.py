@@ -146,7 +146,8 @@ if HAS_TRITON:
     ):
         """One program a tile: the product turned over, and the gradients of both sides, side by side, both ways.
 
-        See [Note: turned over in words] in `fp8_kernel`. `amax_bits_count`: so many notes for each of these gradients.
+        See [Note: transposed in words of four bytes] in `fp8_kernel`. `amax_bits_count`: so many notes for each of
+        these gradients.
         """
         across = tl.cdiv(width, wide)
         top = (tl.program_id(0) // across).to(tl.int64) * tall

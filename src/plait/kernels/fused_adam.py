@@ -12,7 +12,8 @@ from torch import Tensor
 
 from plait.fake_tensors import on_fake_tensors
 from plait.kernels.adam import AdamNumbers, adam_step, adam_step_plain
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.kernels.registry import implementation
+from plait.kernels.triton import HAS_TRITON, on_device_of
 from plait.torch_internals import foreach_add_, foreach_sub_, fused_adamw_
 
 # The Triton form of `adam_many`: one launch over many tensors, by a table of their addresses.
@@ -253,7 +254,7 @@ def adam_many(
     """
     if not entries:
         return
-    if not has_kernels(entries[0].weight):
+    if implementation("adam", entries[0].weight) == "torch":
         adam_many_plain(numbers, entries, steps, scale=scale, found_inf=found_inf)
         return
     _update(numbers, entries, steps, scale, found_inf, tables)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.fake_tensors import on_fake_tensors
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.kernels.registry import implementation
+from plait.kernels.triton import HAS_TRITON, on_device_of
 
 # The Triton forms of `rms_norm`: a row is read once and written once, whatever is computed from it in between.
 
@@ -185,7 +186,7 @@ def rms_norm_plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _is_fused(x: Tensor) -> bool:
-    return has_kernels(x) and 0 < x.shape[-1] <= MAX_WIDTH and x.dtype != torch.float64
+    return implementation("rms_norm", x) == "plait" and 0 < x.shape[-1] <= MAX_WIDTH
 
 
 class _RMSNorm(torch.autograd.Function):

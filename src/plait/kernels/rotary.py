@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from plait.fake_tensors import on_fake_tensors
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.kernels.registry import implementation
+from plait.kernels.triton import HAS_TRITON, on_device_of
 
 if HAS_TRITON:
     import triton
@@ -126,7 +127,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
     The tables are (batch or 1, tokens, at least head_dim / 2); only that many columns are looked at.
     """
-    if not has_kernels(q) or q.dtype == torch.float64 or q.stride(-1) != 1 or k.stride(-1) != 1:
+    if implementation("rotary", q) == "torch" or q.stride(-1) != 1 or k.stride(-1) != 1:
         return apply_rotary_plain(q, cos, sin), apply_rotary_plain(k, cos, sin)
     turned_q, turned_k = _Rotate.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
     return turned_q, turned_k

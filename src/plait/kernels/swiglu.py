@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from plait.fake_tensors import on_fake_tensors
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.kernels.registry import implementation
+from plait.kernels.triton import HAS_TRITON, on_device_of
 
 _BLOCK = 1024
 
@@ -57,7 +58,7 @@ def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _is_fused(gate: Tensor, up: Tensor) -> bool:
-    return has_kernels(gate) and gate.dtype == up.dtype != torch.float64
+    return implementation("swiglu", gate) == "plait" and gate.dtype == up.dtype
 
 
 class _SwiGLU(torch.autograd.Function):

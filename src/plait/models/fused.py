@@ -28,13 +28,13 @@ class FusedRMSNorm(nn.RMSNorm):
     """RMSNorm in the format of its input; given two tensors, their sum and its norm."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, added: Tensor | None = None, *, beside: bool = False
+        self, x: Tensor, added: Tensor | None = None, *, with_input: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Works on the last dim. `beside`: the input too, for those who go on with it."""
+        """Works on the last dim. `with_input`: the input too, for those who go on with it."""
         eps = _EPS if self.eps is None else self.eps
         if added is not None:
             return add_rms_norm(x, added, self.weight, eps)
-        return rms_norm_and_input(x, self.weight, eps) if beside else rms_norm(x, self.weight, eps)
+        return rms_norm_and_input(x, self.weight, eps) if with_input else rms_norm(x, self.weight, eps)
 
 
 class FusedSwiGLU(SwiGLU):
@@ -64,7 +64,7 @@ class FusedLlamaBlock(LlamaBlock):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """One step along the residual stream (batch, tokens, dim)."""
-        x, normed = self.attention_norm(x, beside=True)
+        x, normed = self.attention_norm(x, with_input=True)
         x, normed = self.ffn_norm(x, self.attention(normed, shared))
         return x + self.ffn(normed)  # type: ignore[no-any-return]
 
@@ -73,14 +73,14 @@ def fuse(model: nn.Module) -> dict[str, int]:
     """Exchange what is recognised; returns how many of each kind."""
     counts: Counter[str] = Counter()
     for module in model.modules():
-        kind = type(module)
-        if kind is nn.RMSNorm and _along_one_dim(cast(nn.RMSNorm, module)):
+        cls = type(module)
+        if cls is nn.RMSNorm and _norms_last_dim(cast(nn.RMSNorm, module)):
             module.__class__ = FusedRMSNorm
             counts["norms"] += 1
-        elif kind is SwiGLU:
+        elif cls is SwiGLU:
             module.__class__ = FusedSwiGLU
             counts["gates"] += 1
-        elif kind is Attention:
+        elif cls is Attention:
             module.__class__ = FusedAttention
             cast(FusedAttention, module).rotate = rotate_together
             counts["attentions"] += 1
@@ -90,7 +90,7 @@ def fuse(model: nn.Module) -> dict[str, int]:
     return dict(counts + fuse_transformers(model))
 
 
-def _along_one_dim(norm: nn.RMSNorm) -> bool:
+def _norms_last_dim(norm: nn.RMSNorm) -> bool:
     return norm.elementwise_affine and len(norm.normalized_shape) == 1
 
 
@@ -108,10 +108,10 @@ def use_fp8_head(model: nn.Module, *, emulated: bool, traced: bool = False) -> N
     `traced`: the whole model will be compiled, where a `transformers` head makes logits. Such a model is refused; so is
     one whose head never goes straight to the loss, and one whose features are no multiple of 16.
     """
-    found = [module for module in model.modules() if isinstance(module, LMHead | CausalLM)]
-    if not found:
+    heads = [module for module in model.modules() if isinstance(module, LMHead | CausalLM)]
+    if not heads:
         raise _refusal(model, "has no head that goes from hidden states straight to the loss")
-    for module in found:
+    for module in heads:
         if isinstance(module, LMHead):
             features = module.features
         else:

@@ -164,7 +164,7 @@ _RENAMES = (
     (r"\.mlp\.c_fc\.", ".ffn.up."),
     (r"\.mlp\.c_proj\.", ".ffn.down."),
 )
-_JOINED = ".attn.c_attn."
+_QKV = ".attn.c_attn."
 _LAYER = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 
 UNUSED = (r"\.attn\.(masked_)?bias$",)
@@ -180,20 +180,22 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     """Our tensors for one of `GPT2LMHeadModel`, which joins q, k and v and stores matrices transposed."""
     ours = _ours(name)
-    tensor = _turned(ours[0], tensor)
-    for part, piece in zip(ours, tensor.chunk(len(ours)), strict=True):
-        yield part, piece.contiguous()
+    tensor = _transposed(ours[0], tensor)
+    for target, piece in zip(ours, tensor.chunk(len(ours)), strict=True):
+        yield target, piece.contiguous()
 
 
 def to_transformers(config: GptConfig) -> dict[str, Made]:
     """The tensors of `GPT2LMHeadModel`, each made of ours; it always has biases, which are zero where we have none."""
-    layers = [f"transformer.h.{layer}.{part}" for layer in range(config.layers) for part in _LAYER]
+    layers = [f"transformer.h.{layer}.{suffix}" for layer in range(config.layers) for suffix in _LAYER]
     made = {name: Made((_ours(name)[0],), same) for name in ("transformer.wte.weight", "transformer.wpe.weight")}
     for name in (*layers, "transformer.ln_f"):
         weights = _ours(f"{name}.weight")
-        made[f"{name}.weight"] = Made(weights, partial(_joined, weights[0]))
+        made[f"{name}.weight"] = Made(weights, partial(_concatenated, weights[0]))
         biases = _ours(f"{name}.bias")
-        made[f"{name}.bias"] = Made(biases, partial(_joined, biases[0])) if config.bias else Made(weights, _no_bias)
+        made[f"{name}.bias"] = (
+            Made(biases, partial(_concatenated, biases[0])) if config.bias else Made(weights, _no_bias)
+        )
     if not config.tie_embeddings:
         made["lm_head.weight"] = Made(("head.weight",), same)
     return made
@@ -203,18 +205,18 @@ def _ours(name: str) -> tuple[str, ...]:
     """Our name for a tensor, or our three names."""
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
-    if _JOINED in name:
-        return tuple(name.replace(_JOINED, f".attention.{part}.") for part in "qkv")
+    if _QKV in name:
+        return tuple(name.replace(_QKV, f".attention.{letter}.") for letter in "qkv")
     return (name,)
 
 
-def _turned(ours: str, tensor: Tensor) -> Tensor:
+def _transposed(ours: str, tensor: Tensor) -> Tensor:
     """From one layout of a matrix to the other."""
     return tensor.t() if tensor.ndim == 2 and re.search(r"(attention|ffn)\.", ours) else tensor
 
 
-def _joined(ours: str, *parts: Tensor) -> Tensor:
-    return _turned(ours, torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
+def _concatenated(ours: str, *pieces: Tensor) -> Tensor:
+    return _transposed(ours, torch.cat(pieces) if len(pieces) > 1 else pieces[0]).contiguous()
 
 
 def _no_bias(*weights: Tensor) -> Tensor:
@@ -242,16 +244,16 @@ def describe(config: GptConfig) -> dict[str, Any]:
     }
 
 
-def from_description(found: Mapping[str, Any]) -> GptConfig:
+def from_description(hf_config: Mapping[str, Any]) -> GptConfig:
     """Our configuration for a `config.json` of `transformers`; `ModelError` where a `Gpt` computes otherwise."""
-    dim = found.get("n_embd", 768)
+    dim = hf_config.get("n_embd", 768)
     wanted = {
-        "model_type": (found.get("model_type"), ("gpt2",)),
-        "activation_function": (found.get("activation_function", "gelu_new"), ("gelu_new", "gelu_pytorch_tanh")),
-        "n_inner": (found.get("n_inner") or 4 * dim, (4 * dim,)),
-        "layer_norm_epsilon": (found.get("layer_norm_epsilon", 1e-5), (1e-5,)),
-        "scale_attn_weights": (found.get("scale_attn_weights", True), (True,)),
-        "scale_attn_by_inverse_layer_idx": (found.get("scale_attn_by_inverse_layer_idx", False), (False,)),
+        "model_type": (hf_config.get("model_type"), ("gpt2",)),
+        "activation_function": (hf_config.get("activation_function", "gelu_new"), ("gelu_new", "gelu_pytorch_tanh")),
+        "n_inner": (hf_config.get("n_inner") or 4 * dim, (4 * dim,)),
+        "layer_norm_epsilon": (hf_config.get("layer_norm_epsilon", 1e-5), (1e-5,)),
+        "scale_attn_weights": (hf_config.get("scale_attn_weights", True), (True,)),
+        "scale_attn_by_inverse_layer_idx": (hf_config.get("scale_attn_by_inverse_layer_idx", False), (False,)),
     }
     for key, (value, needed) in wanted.items():
         if value not in needed:
@@ -259,11 +261,11 @@ def from_description(found: Mapping[str, Any]) -> GptConfig:
                 f"config.json has {key} {value!r}, and Plait's gpt knows {needed[0]!r} only; use `model.type: hf`"
             )
     return GptConfig(
-        vocab_size=found.get("vocab_size", 50257),
+        vocab_size=hf_config.get("vocab_size", 50257),
         dim=dim,
-        layers=found.get("n_layer", 12),
-        heads=found.get("n_head", 12),
-        seq_len=found.get("n_positions", 1024),
-        dropout=float(found.get("resid_pdrop", 0.1)),
-        tie_embeddings=bool(found.get("tie_word_embeddings", True)),
+        layers=hf_config.get("n_layer", 12),
+        heads=hf_config.get("n_head", 12),
+        seq_len=hf_config.get("n_positions", 1024),
+        dropout=float(hf_config.get("resid_pdrop", 0.1)),
+        tie_embeddings=bool(hf_config.get("tie_word_embeddings", True)),
     )

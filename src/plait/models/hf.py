@@ -54,14 +54,14 @@ def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """
     named = no_split_modules(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    found = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ in named)
+    classes = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ in named)
     for module in model.modules():
-        if type(module) in found and any(part is embedding for part in module.modules()):
-            del found[type(module)]
-    if not found:
+        if type(module) in classes and any(child is embedding for child in module.modules()):
+            del classes[type(module)]
+    if not classes:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        found = dict.fromkeys(type(module) for module in max(lists, key=len, default=()))
-    return tuple(found)
+        classes = dict.fromkeys(type(module) for module in max(lists, key=len, default=()))
+    return tuple(classes)
 
 
 # The same for models of `transformers`: norms, gates and rotations of Llama, Mistral and Qwen, exchanged in place.
@@ -79,16 +79,16 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 class _HFRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
-        own: Any = self
-        return rms_norm(hidden_states, own.weight, own.variance_epsilon)
+        module: Any = self
+        return rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
 
 class _Gated(nn.Module):
     together: ClassVar[tuple[tuple[str, ...], ...]] = (("gate_proj", "up_proj"), ("down_proj",))
 
     def forward(self, x: Tensor) -> Tensor:
-        own: Any = self
-        return feed_forward(x, own.gate_proj, own.up_proj, own.down_proj)
+        module: Any = self
+        return feed_forward(x, module.gate_proj, module.up_proj, module.down_proj)
 
 
 class _Projected:
@@ -110,42 +110,42 @@ def _answer(known: dict[str, Tensor], name: str, _: Tensor) -> Tensor:
     return known.pop(name)
 
 
-_KINDS: Mapping[str, str] = MappingProxyType({"RMSNorm": "norms", "MLP": "gates", "Attention": "attentions"})
+_MODULE_NAMES: Mapping[str, str] = MappingProxyType({"RMSNorm": "norms", "MLP": "gates", "Attention": "attentions"})
 
 
 def fuse_transformers(model: nn.Module) -> Counter[str]:
     """Exchange what is recognised; returns how many of each kind."""
     counts: Counter[str] = Counter()
-    made: dict[type[nn.Module], type[nn.Module] | None] = {}
+    classes: dict[type[nn.Module], type[nn.Module] | None] = {}
     for module in model.modules():
         original = type(module)
-        word = _word(original)
-        if word is None or (word == "MLP" and not _is_silu(module)):
+        suffix = _module_kind(original)
+        if suffix is None or (suffix == "MLP" and not _is_silu(module)):
             continue
-        if original not in made:
-            made[original] = _extended(original, word)
-        fused = made[original]
+        if original not in classes:
+            classes[original] = _extended(original, suffix)
+        fused = classes[original]
         if fused is not None:
             module.__class__ = fused
-            counts[_KINDS[word]] += 1
+            counts[_MODULE_NAMES[suffix]] += 1
     return counts
 
 
-def _word(kind: type[nn.Module]) -> str | None:
+def _module_kind(cls: type[nn.Module]) -> str | None:
     """What a class of a known family is, by its name."""
-    parts = kind.__module__.split(".")
-    if parts[:2] != ["transformers", "models"] or parts[2] not in _FAMILIES:
+    path = cls.__module__.split(".")
+    if path[:2] != ["transformers", "models"] or path[2] not in _FAMILIES:
         return None
-    return next((word for word in _KINDS if kind.__name__.lower() == f"{parts[2]}{word}".lower()), None)
+    return next((suffix for suffix in _MODULE_NAMES if cls.__name__.lower() == f"{path[2]}{suffix}".lower()), None)
 
 
 def _is_silu(module: Any) -> bool:
     return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
-def _extended(original: type[nn.Module], word: str) -> type[nn.Module] | None:
+def _extended(original: type[nn.Module], suffix: str) -> type[nn.Module] | None:
     members: dict[str, object] = {"__module__": original.__module__}
-    if word == "Attention":
+    if suffix == "Attention":
         forward = original.forward
         if not isinstance(forward, FunctionType) or forward.__closure__ or _ROTATION not in forward.__code__.co_names:
             return None  # another release of `transformers`, in which it goes about it differently
@@ -153,7 +153,7 @@ def _extended(original: type[nn.Module], word: str) -> type[nn.Module] | None:
         if set(_PROJECTIONS) <= set(forward.__code__.co_names) and forward.__code__.co_varnames[1] == "hidden_states":
             members |= {"forward": _with_projections(copy), "together": (_PROJECTIONS,)}
         return type(original.__name__, (original,), members)
-    return type(original.__name__, ({"RMSNorm": _HFRMSNorm, "MLP": _Gated}[word], original), members)
+    return type(original.__name__, ({"RMSNorm": _HFRMSNorm, "MLP": _Gated}[suffix], original), members)
 
 
 def _with_rotation(forward: FunctionType) -> FunctionType:
@@ -193,7 +193,7 @@ def _rotation(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
 # on as it is. Whether it does is tried once, when the model is built, with everything before the head left out.
 
 
-def hands_on_its_logits(model: nn.Module, forward: Callable[..., Any]) -> bool:
+def returns_head_output(model: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether a decoder's own `forward` answers with what its head gave it; False where that cannot be told."""
     head, body = head_of(model), _body_of(model)
     if head is None or body is None or head.bias is not None:
@@ -204,7 +204,7 @@ def hands_on_its_logits(model: nn.Module, forward: Callable[..., Any]) -> bool:
     answer = torch.zeros(1, 1, 1, device="cpu")
     before = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=torch.zeros(1, 1, 1, device="cpu"))
     before.router_logits = None
-    with _instead(body, lambda *_, **__: before), _instead(head, lambda *_, **__: answer):
+    with _forward_replaced(body, lambda *_, **__: before), _forward_replaced(head, lambda *_, **__: answer):
         try:
             output = forward(model, torch.zeros(1, 1, dtype=torch.long, device="cpu"), return_dict=True)
         except Exception:  # whatever it needs from its body that was not there
@@ -227,14 +227,14 @@ def loss_at_the_head(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> I
     """While this lasts, the head answers with the sum of the losses; the list will hold the whole term."""
     head = head_of(model)
     assert head is not None
-    found: list[LossTerm] = []
+    losses: list[LossTerm] = []
 
     def finish(hidden: Tensor) -> Tensor:
-        found.append(linear_cross_entropy(hidden, head.weight, labels, fp8=fp8))
-        return found[-1].sum
+        losses.append(linear_cross_entropy(hidden, head.weight, labels, fp8=fp8))
+        return losses[-1].sum
 
-    with _instead(head, finish):
-        yield found
+    with _forward_replaced(head, finish):
+        yield losses
 
 
 def head_of(model: Any) -> nn.Linear | None:
@@ -249,7 +249,7 @@ def _body_of(model: Any) -> nn.Module | None:
 
 
 @contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -315,7 +315,7 @@ def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
         "accepts": frozenset(inspect.signature(original.forward).parameters),
     }
     if issubclass(adapter, CausalLM):
-        members["tiles_loss"] = hands_on_its_logits(model, original.forward)
+        members["tiles_loss"] = returns_head_output(model, original.forward)
     model.__class__ = type(original.__name__, (adapter, original), members)
     return model
 
@@ -338,10 +338,10 @@ class HFMethods(nn.Module):
         if module is None:
             super().init_weights()  # type: ignore[misc]
             return
-        own = {id(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
-        others = [t for t in (*self.parameters(), *self.buffers()) if id(t) not in own]
+        direct = {id(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        others = [t for t in (*self.parameters(), *self.buffers()) if id(t) not in direct]
         with taken_for_initialized(others):
-            for owner, holder in reversed(_owners(self, module)):
+            for owner, holder in reversed(_owners_of(self, module)):
                 init_weights(owner, holder)
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -385,9 +385,9 @@ class CausalLM(HFMethods):
         if "use_cache" in self.accepts:
             kwargs["use_cache"] = False
         if labels is not None and self.tiles_loss and are_many(self, labels, self.fp8_head):
-            with loss_at_the_head(self, labels, self.fp8_head) as found:
+            with loss_at_the_head(self, labels, self.fp8_head) as losses:
                 output = super().forward(input_ids, return_dict=True, **kwargs)
-            (loss,) = found
+            (loss,) = losses
         else:
             output = super().forward(input_ids, return_dict=True, **kwargs)
             if labels is None:
@@ -445,15 +445,15 @@ class OtherTask(HFMethods):
     """Any other task: the batch goes in, and the model's own dictionary with its mean `loss` comes out."""
 
 
-def _owners(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
+def _owners_of(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
     """Every module from `root` down to `module`, each beside the innermost (sub)model that it belongs to."""
     name = next(name for name, candidate in root.named_modules() if candidate is module)
-    owner, chain = root, [(root, root)]
+    owner, ancestors = root, [(root, root)]
     for child in name.split(".") if name else ():
-        holder = chain[-1][1].get_submodule(child)
+        holder = ancestors[-1][1].get_submodule(child)
         owner = holder if initializes(holder) else owner
-        chain.append((owner, holder))
-    return chain
+        ancestors.append((owner, holder))
+    return ancestors
 
 
 def _described(config: HFConfig, *, trust_code: bool) -> Any:
@@ -490,10 +490,10 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
 def _is_asked_for(key: str, model_type: str) -> bool:
     """Whether a model's own code asks for a setting that its config class does not list, as many do for `head_dim`."""
     name = model_type.replace("-", "_")
-    found = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
+    if spec is None or spec.origin is None:
         return False
-    return f'getattr(config, "{key}"' in Path(found.origin).read_text(encoding="utf-8")
+    return f'getattr(config, "{key}"' in Path(spec.origin).read_text(encoding="utf-8")
 
 
 # The `config.json` of a model that was built here.
@@ -507,9 +507,9 @@ def describe(config: HFConfig, *, trust_code: bool = False) -> dict[str, Any]:
     """
     with torch.device("meta"):
         model: Any = build_hf_model(config, trust_code=trust_code)
-    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    hf_config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
     # What a config says of its class and dtype is where it came from; these are of the model as it is now.
-    return {**found, "architectures": [type(model).__name__]}
+    return {**hf_config, "architectures": [type(model).__name__]}
 
 
 # Tiny models of three families, as keywords of `HFConfig`; for tests and first steps.
@@ -575,8 +575,8 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def _architectures(path: str | Path) -> list[str]:
-    found = read_json_object(Path(path) / "config.json", ModelError).get("architectures")
-    return found if isinstance(found, list) else []
+    architectures = read_json_object(Path(path) / "config.json", ModelError).get("architectures")
+    return architectures if isinstance(architectures, list) else []
 
 
 def _outside(prefix: str) -> str:

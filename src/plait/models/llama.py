@@ -124,7 +124,7 @@ class Llama(nn.Module):
 
     def tensor_plan(self) -> dict[str, str]:
         """How ranks share its layers: attention by heads, feed-forward by features, the vocabulary by words."""
-        return decoder_plan({f"blocks.*.ffn{part}": word for part, word in DENSE.items()})
+        return decoder_plan({f"blocks.*.ffn{suffix}": style for suffix, style in DENSE.items()})
 
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of forward and backward for one token."""
@@ -163,8 +163,8 @@ _RENAMES = (
     (r"\.mlp\.(gate|up|down)_proj\.", r".ffn.\1."),
 )
 _LAYER = (
-    *(f"self_attn.{part}_proj" for part in "qkvo"),
-    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     "input_layernorm",
     "post_attention_layernorm",
 )
@@ -186,7 +186,7 @@ def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]
 
 def to_transformers(config: LlamaConfig) -> dict[str, Made]:
     """The tensors of `LlamaForCausalLM`, each made of ours."""
-    names = [f"model.layers.{layer}.{part}.weight" for layer in range(config.layers) for part in _LAYER]
+    names = [f"model.layers.{layer}.{suffix}.weight" for layer in range(config.layers) for suffix in _LAYER]
     names = ["model.embed_tokens.weight", *names, "model.norm.weight"]
     if not config.tie_embeddings:
         names.append("lm_head.weight")
@@ -224,18 +224,18 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def from_description(found: Mapping[str, Any]) -> LlamaConfig:
+def from_description(hf_config: Mapping[str, Any]) -> LlamaConfig:
     """Our configuration for a `config.json` of `transformers`; `ModelError` where a `Llama` computes otherwise."""
-    dim, heads = found["hidden_size"], found["num_attention_heads"]
-    rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    dim, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     wanted = {
-        "model_type": (found.get("model_type"), "llama"),
-        "hidden_act": (found.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (bool(found.get("attention_bias", False)), False),
-        "mlp_bias": (bool(found.get("mlp_bias", False)), False),
-        "head_dim": (found.get("head_dim") or dim // heads, dim // heads),
-        "rope_type": (kind, "default"),
+        "model_type": (hf_config.get("model_type"), "llama"),
+        "hidden_act": (hf_config.get("hidden_act", "silu"), "silu"),
+        "attention_bias": (bool(hf_config.get("attention_bias", False)), False),
+        "mlp_bias": (bool(hf_config.get("mlp_bias", False)), False),
+        "head_dim": (hf_config.get("head_dim") or dim // heads, dim // heads),
+        "rope_type": (rope_type, "default"),
     }
     for key, (value, needed) in wanted.items():
         if value != needed:
@@ -243,14 +243,14 @@ def from_description(found: Mapping[str, Any]) -> LlamaConfig:
                 f"config.json has {key} {value!r}, and Plait's llama knows {needed!r} only; use `model.type: hf` for it"
             )
     return LlamaConfig(
-        vocab_size=found["vocab_size"],
+        vocab_size=hf_config["vocab_size"],
         dim=dim,
-        layers=found["num_hidden_layers"],
+        layers=hf_config["num_hidden_layers"],
         heads=heads,
-        kv_heads=None if found.get("num_key_value_heads") in (None, heads) else found["num_key_value_heads"],
-        ffn_dim=found["intermediate_size"],
-        seq_len=found.get("max_position_embeddings", 2048),
-        rope_base=float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0),
-        norm_eps=found.get("rms_norm_eps", 1e-6),
-        tie_embeddings=bool(found.get("tie_word_embeddings", False)),
+        kv_heads=None if hf_config.get("num_key_value_heads") in (None, heads) else hf_config["num_key_value_heads"],
+        ffn_dim=hf_config["intermediate_size"],
+        seq_len=hf_config.get("max_position_embeddings", 2048),
+        rope_base=float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0),
+        norm_eps=hf_config.get("rms_norm_eps", 1e-6),
+        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
     )

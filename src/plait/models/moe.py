@@ -61,15 +61,17 @@ class Experts(nn.Module):
         """The weighted answers to `hidden` (tokens, dim), whose experts are `index` (tokens, top_k)."""
         tokens, top_k = index.shape
         chosen, order = index.flatten().sort(stable=True)
-        ends = torch.searchsorted(chosen, torch.arange(1, self.num_experts + 1, device=index.device), out_int32=True)
+        group_ends = torch.searchsorted(
+            chosen, torch.arange(1, self.num_experts + 1, device=index.device), out_int32=True
+        )
         # Repeated, then reordered: both have a gradient that adds up in a fixed order.
         rows = hidden[:, None].expand(-1, top_k, -1).flatten(0, 1).index_select(0, order)
         if self.drops:
             # No product reads or writes the rows behind the last expert's, so they hold anything.
-            real = (torch.arange(len(order), device=index.device) < ends[-1])[:, None]
+            real = (torch.arange(len(order), device=index.device) < group_ends[-1])[:, None]
             rows = rows.where(real, 0.0)
-        inner = F.silu(grouped_linear(rows, self.gate, ends)) * grouped_linear(rows, self.up, ends)
-        answers = grouped_linear(inner, self.down, ends)
+        inner = F.silu(grouped_linear(rows, self.gate, group_ends)) * grouped_linear(rows, self.up, group_ends)
+        answers = grouped_linear(inner, self.down, group_ends)
         if self.drops:
             answers = answers.where(real, 0.0)
         back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
@@ -77,10 +79,10 @@ class Experts(nn.Module):
         return (answers * weights[..., None]).sum(1).to(hidden.dtype)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """Each row (rows, in) times the matrix of its group (groups, out, in).
 
-    Rows are sorted by group, and `ends` (int32) says where each group ends. An empty group's matrix gets a
+    Rows are sorted by group, and `group_ends` (int32) says where each group ends. An empty group's matrix gets a
     gradient of zeros. Rows behind the last end are left out: what comes back for them is anything at all.
     """
     dtype = weight.dtype
@@ -88,8 +90,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(weight.device.type)
     rows, weight = rows.to(dtype), weight.to(dtype)
     if can_be_grouped(rows, weight):
-        return F.grouped_mm(rows, weight.mT, offs=ends)
-    product: Tensor = looped_linear(rows, weight, ends)
+        return F.grouped_mm(rows, weight.mT, offs=group_ends)
+    product: Tensor = looped_linear(rows, weight, group_ends)
     return product
 
 
@@ -107,36 +109,36 @@ def can_be_grouped(rows: Tensor, weight: Tensor) -> bool:
 # The plain twin: group by group, for what the grouped product does not take. One operator to `torch.compile`,
 # which could not follow a loop over sizes that are data.
 @torch.library.custom_op("plait::looped_linear", mutates_args=())
-def looped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def looped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     """`grouped_linear`, one product a group; rows behind the last end become zeros."""
     product = rows.new_zeros(len(rows), weight.shape[1])
-    for group, (start, end) in enumerate(_groups(ends)):
+    for group, (start, end) in enumerate(_groups(group_ends)):
         torch.mm(rows[start:end], weight[group].t(), out=product[start:end])
     return product
 
 
 @torch.library.custom_op("plait::looped_linear_backward", mutates_args=())
-def _looped_backward(grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _looped_backward(grad: Tensor, rows: Tensor, weight: Tensor, group_ends: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of the rows and of the matrices."""
     grad_rows, grad_weight = torch.zeros_like(rows), torch.zeros_like(weight)
-    for group, (start, end) in enumerate(_groups(ends)):
+    for group, (start, end) in enumerate(_groups(group_ends)):
         torch.mm(grad[start:end], weight[group], out=grad_rows[start:end])
         torch.mm(grad[start:end].t(), rows[start:end], out=grad_weight[group])
     return grad_rows, grad_weight
 
 
-def _groups(ends: Tensor) -> list[tuple[int, int]]:
-    stops = ends.tolist()
+def _groups(group_ends: Tensor) -> list[tuple[int, int]]:
+    stops = group_ends.tolist()
     return list(zip([0, *stops], stops, strict=False))
 
 
 @looped_linear.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
 @_looped_backward.register_fake
-def _(grad: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, rows: Tensor, weight: Tensor, group_ends: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(rows), torch.empty_like(weight)
 
 
@@ -254,8 +256,8 @@ class Router(nn.Module):
     def _drop(self, index: Tensor, chosen: Tensor) -> Tensor:
         """Replace the choices of each row that come too late for their expert."""
         capacity = math.ceil(self.capacity_factor * chosen.shape[1] * self.top_k / self.num_experts)  # type: ignore[operator]
-        place = chosen.cumsum(1).gather(-1, index)
-        return index.where(place <= capacity, self.num_experts)
+        rank_in_expert = chosen.cumsum(1).gather(-1, index)
+        return index.where(rank_in_expert <= capacity, self.num_experts)
 
 
 def balance(routers: list[Router], loads: Tensor) -> None:
@@ -435,12 +437,12 @@ class Moe(Llama):
         """
         feed_forward: dict[str, str] = {}
         for layer in range(self.config.layers):
-            words = self._mixture_plan() if is_mixture(self.config, layer) else DENSE
-            feed_forward |= {f"blocks.{layer}.ffn{part}": word for part, word in words.items()}
+            styles = self._mixture_plan() if is_mixture(self.config, layer) else DENSE
+            feed_forward |= {f"blocks.{layer}.ffn{suffix}": style for suffix, style in styles.items()}
         return decoder_plan(feed_forward)
 
     def _mixture_plan(self) -> dict[str, str]:
-        shared = {f".shared{part}": word for part, word in DENSE.items()} if self.config.shared_experts else {}
+        shared = {f".shared{suffix}": style for suffix, style in DENSE.items()} if self.config.shared_experts else {}
         return {"": "whole_sequence", **shared}
 
     @torch.no_grad()
@@ -550,20 +552,20 @@ def made_from_transformers(shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
     """Our tensors, each made of stored ones with these names and shapes."""
     made: dict[str, Made] = {}
     stacks: dict[str, dict[int, Made]] = {}
-    for name, part in by_translation(from_transformers, shapes).items():
+    for name, tensor in by_translation(from_transformers, shapes).items():
         if piece := _PIECE.match(name):
-            stacks.setdefault(piece[1], {})[int(piece[2])] = part
+            stacks.setdefault(piece[1], {})[int(piece[2])] = tensor
         else:
-            made[name] = part
+            made[name] = tensor
     for name, pieces in stacks.items():
-        made[name] = Made(tuple(part for expert in sorted(pieces) for part in pieces[expert].parts), _stack)
+        made[name] = Made(tuple(tensor for expert in sorted(pieces) for tensor in pieces[expert].sources), _stack)
     return made
 
 
 def to_transformers(config: MoeConfig) -> dict[str, Made]:
     """The tensors of `MixtralForCausalLM`, each made of ours; `ModelError` where a Mixtral computes otherwise."""
     _refuse_what_mixtral_lacks(config)
-    made = {name: part for name, part in llama.to_transformers(config).items() if ".mlp." not in name}
+    made = {name: tensor for name, tensor in llama.to_transformers(config).items() if ".mlp." not in name}
     for layer in range(config.layers):
         theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"blocks.{layer}.ffn"
         made[f"{theirs}.gate.weight"] = Made((f"{ours}.router.weight",), same)
@@ -592,17 +594,17 @@ def describe(config: MoeConfig) -> dict[str, Any]:
     }
 
 
-def from_description(found: Mapping[str, Any]) -> MoeConfig:
+def from_description(hf_config: Mapping[str, Any]) -> MoeConfig:
     """Our configuration for a `config.json` of a Mixtral; `ModelError` where a `Moe` computes otherwise."""
     wanted = {"model_type": "mixtral", "sliding_window": None}
     for key, needed in wanted.items():
-        if found.get(key) != needed:
+        if hf_config.get(key) != needed:
             raise ModelError(
-                f"config.json has {key} {found.get(key)!r}, and Plait's moe knows {needed!r} only; "
+                f"config.json has {key} {hf_config.get(key)!r}, and Plait's moe knows {needed!r} only; "
                 "use `model.type: hf` for it"
             )
-    dense = llama.from_description({**found, "model_type": "llama"}).model_dump(exclude={"type"})
-    return MoeConfig(**dense, experts=found["num_local_experts"], top_k=found["num_experts_per_tok"])
+    dense = llama.from_description({**hf_config, "model_type": "llama"}).model_dump(exclude={"type"})
+    return MoeConfig(**dense, experts=hf_config["num_local_experts"], top_k=hf_config["num_experts_per_tok"])
 
 
 def _refuse_what_mixtral_lacks(config: MoeConfig) -> None:

@@ -10,7 +10,7 @@ from plait.config.model import GptConfig
 from plait.distributed.tensor_parallel import check_sequence, why_no_async
 from plait.distributed.tensor_parallel_styles import OwnRandom, chunk_of, drops, kv_heads_of
 from plait.errors import ModelError
-from plait.models.common.losses import row_statistics, slopes_of
+from plait.models.common.losses import logit_grads, row_statistics
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 61])
@@ -98,7 +98,7 @@ def test_splitting_the_sequence_sends_no_more_for_the_layers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [5, 1000, 20001])
 def test_the_kernels_agree_with_their_plain_twins(dtype: torch.dtype, columns: int) -> None:
-    from plait.models.common.loss_kernels import row_statistics_triton, slopes_triton
+    from plait.kernels.cross_entropy import logit_grads_triton, row_statistics_triton
 
     logits = (3 * torch.randn(17, columns, device="cuda")).to(dtype)
     place = torch.randint(-1, columns, (17,), device="cuda")
@@ -106,5 +106,5 @@ def test_the_kernels_agree_with_their_plain_twins(dtype: torch.dtype, columns: i
     found = row_statistics_triton(logits, place)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     log_total = expected[0] + expected[1].log() + 0.5
-    slopes = slopes_of(logits, place, log_total)
-    torch.testing.assert_close(slopes_triton(logits, place, log_total), slopes, rtol=1e-2, atol=1e-5)
+    slopes = logit_grads(logits, place, log_total)
+    torch.testing.assert_close(logit_grads_triton(logits, place, log_total), slopes, rtol=1e-2, atol=1e-5)

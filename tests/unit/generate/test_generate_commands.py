@@ -75,7 +75,7 @@ def test_a_hugging_face_folder_opens_as_plaits_own_model_with_its_template_and_e
     speaker = open_speaker(str(hf_folder))
     assert isinstance(speaker.generator.model, Llama)
     assert set(speaker.stop) == {0, 5}
-    prompt = speaker.ask([Turn("user", "the fox")]).tokens
+    prompt = speaker.encode_conversation([Turn("user", "the fox")]).tokens
     assert speaker.tokenizer.decode(prompt) == "user: the fox\nassistant:"
     ((_, completion),) = speaker.write([prompt], Sampling(12, temperature=0.0))
     theirs = AutoModelForCausalLM.from_pretrained(hf_folder)

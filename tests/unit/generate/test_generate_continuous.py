@@ -12,8 +12,7 @@ from tests.unit.generate.test_generate_batch import KINDS, make, some_prompts
 from plait.errors import ContextError
 from plait.generate import Generator, Sampling
 from plait.generate.batch import ContinuousBatch, GenerationRow, Token
-from plait.generate.conversation import AnswerText, Conversation, Turn, cut
-from plait.generate.printable import printable
+from plait.generate.conversation import AnswerText, Conversation, Turn, cut, printable
 from plait.kernels.decode.sampling import CounterRNG, with_seed
 
 SAMPLINGS = [
@@ -181,7 +180,7 @@ def test_a_stream_is_what_a_whole_answer_is(speaker: Conversation) -> None:
     prompt = speaker.tokenizer.encode("the quick")
     for sampling in (Sampling(40, seed=3), Sampling(40, temperature=0.0), Sampling(40, seed=3, stop=("e", "qu"))):
         ((text, completion),) = speaker.write([prompt], sampling)
-        pieces = list(speaker.tell(prompt, sampling))
+        pieces = list(speaker.stream(prompt, sampling))
         assert "".join(piece.text for piece in pieces) == text
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [completion.finish_reason]
 
@@ -205,7 +204,7 @@ def test_a_long_conversation_is_not_written_down_for_each_turn(speaker: Conversa
     for number in range(2500):
         turns += [Turn("user", f"question {number}"), Turn("assistant", "an answer")]
     turns.append(Turn("user", "the last one"))
-    asked = counted.ask(turns)
+    asked = counted.encode_conversation(turns)
     assert sum(calls[1:]) < 200
     # As many questions as fit, and not one more.
     context = speaker.generator.context
@@ -218,7 +217,7 @@ def test_a_long_conversation_is_not_written_down_for_each_turn(speaker: Conversa
 
 def test_a_last_turn_that_is_too_long_is_refused_with_its_length(speaker: Conversation) -> None:
     with pytest.raises(ContextError, match="256"):
-        speaker.ask([Turn("user", "a"), Turn("assistant", "b"), Turn("user", "word " * 600)])
+        speaker.encode_conversation([Turn("user", "a"), Turn("assistant", "b"), Turn("user", "word " * 600)])
 
 
 def test_what_steers_a_terminal_is_shown_and_what_belongs_to_a_text_stays() -> None:

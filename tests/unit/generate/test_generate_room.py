@@ -23,7 +23,7 @@ def test_a_policy_that_has_no_room_for_a_copy_writes_as_it_is_spread(monkeypatch
     config = parse_sections(model=sizes, device="cpu").config
     engine = prepare_manual(Preparation(config, open_world(config), model=None, log=lambda _line: None))
     said: list[str] = []
-    hybrid = HybridEngine(engine, config, say=said.append)
+    hybrid = HybridEngine(engine, config, log=said.append)
     roomy = hybrid.generate([[1, 2], [3]], Sampling(6))
     assert said == []
     held = sum(param.numel() for param in engine.model.parameters()) * 4

@@ -116,7 +116,7 @@ def test_answers_are_openais_whole_and_as_a_stream(speaker: Conversation) -> Non
         whole = client.chat.completions.create(model="tiny", **HELLO)
         (choice,) = whole.choices
         assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
-        prompt = speaker.ask([Turn("user", "hello")]).tokens
+        prompt = speaker.encode_conversation([Turn("user", "hello")]).tokens
         ((expected, _),) = speaker.write([prompt], Sampling(8, seed=1))
         assert choice.message.content == expected
         assert whole.usage is not None
@@ -154,7 +154,7 @@ def test_several_answers_come_together_whole_or_as_a_stream(speaker: Conversatio
         for event in client.chat.completions.create(stream=True, **wanted):
             found[event.choices[0].index] += event.choices[0].delta.content or ""
         assert found == whole
-        prompt = speaker.ask([Turn("user", "hello")]).tokens
+        prompt = speaker.encode_conversation([Turn("user", "hello")]).tokens
         assert [text for text, _ in speaker.write([prompt] * 3, Sampling(8, seed=1))] == whole
 
 
@@ -190,7 +190,7 @@ def test_log_probabilities_are_the_models_own(speaker: Conversation, stream: boo
             (choice,) = client.chat.completions.create(**wanted).choices
             assert choice.logprobs is not None
             tokens = choice.logprobs.content or []
-        prompt = speaker.ask([Turn("user", "hello")]).tokens
+        prompt = speaker.encode_conversation([Turn("user", "hello")]).tokens
         ((_, completion),) = speaker.write([prompt], Sampling(8, seed=1))
         assert [token.logprob for token in tokens] == pytest.approx(completion.logprobs, abs=1e-5)
         assert [token.token for token in tokens] == [speaker.tokenizer.decode([each]) for each in completion.tokens]
@@ -612,7 +612,7 @@ def test_a_long_conversation_loses_its_beginning_and_keeps_what_the_system_said(
     turns = [Turn("system", "be brief")]
     for number in range(40):
         turns += [Turn("user", f"question {number}"), Turn("assistant", "the quick brown fox")]
-    asked = speaker.ask([*turns, Turn("user", "the last one")])
+    asked = speaker.encode_conversation([*turns, Turn("user", "the last one")])
     text = speaker.tokenizer.decode(asked.tokens)
     assert asked.left_out > 40
     assert text.startswith("system: be brief")
@@ -662,7 +662,7 @@ def test_a_conversation_that_does_not_fit_is_refused_and_not_cut(speaker: Conver
         assert not missing(error["message"], "256 tokens", " 2")
         assert ask(server, "POST", CHAT, {**HELLO, "messages": [talk[0], talk[-1]]})[0] == 200
     turns = [Turn(turn["role"], turn["content"]) for turn in talk]
-    assert speaker.ask(turns).left_out == 2  # and not 1: what is left begins with what a user said
+    assert speaker.encode_conversation(turns).left_out == 2  # and not 1: what is left begins with what a user said
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -673,7 +673,7 @@ def test_a_model_without_finite_numbers_says_so(speaker: Conversation, temperatu
     with refused(GenerateError, "finite", "--dtype"):
         speaker.write([prompt], sampling)
     with refused(GenerateError, "finite", "--dtype"):
-        list(speaker.tell(prompt, sampling))
+        list(speaker.stream(prompt, sampling))
     with serving(speaker) as server:
         status, _, body = ask(server, "POST", CHAT, HELLO)
     assert status == 500

@@ -21,8 +21,7 @@ from plait.config.model import HFConfig
 from plait.distributed import open_world
 from plait.errors import ConfigError, MissingExtraError, ModelError
 from plait.generate.hybrid import cache_bytes
-from plait.generate.vllm import load_vllm, seed_of, token_bytes
-from plait.generate.weight_names import in_names_of_transformers, with_own_head
+from plait.generate.vllm import in_names_of_transformers, load_vllm, seed_of, token_bytes, with_own_head
 from plait.models import build_model
 from plait.models.common.weights import Made
 from plait.models.portable import to_transformers

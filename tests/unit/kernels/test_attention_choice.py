@@ -4,7 +4,7 @@ import torch
 from tests.refusals import refused
 
 from plait.errors import ConfigError
-from plait.kernels.attention import choose_attention
+from plait.kernels.registry import choose_attention
 
 
 def state() -> tuple[bool, bool, bool, bool]:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from plait.kernels.decode.attention import attend_cached
-from plait.kernels.decode.dependent_launch import LINE, Ahead
-from plait.kernels.decode.embed_sample import At, likeliest, look_up
+from plait.kernels.decode.dependent_launch import LINE, Prefetch
+from plait.kernels.decode.embed_sample import RowPositions, embed, greedy_head
 from plait.kernels.decode.sampling import greedy, logprob_of
 from plait.kernels.decode.skinny_gemm import (
-    TILES,
+    CONFIGS,
+    GemmConfig,
     Norm,
     ResidualStream,
-    Tiles,
     add,
-    ahead_of,
     gated,
     make_counters,
+    prefetch_of,
     project,
 )
 from plait.kernels.decode.tokens import TokenRecords, record_tokens, record_tokens_plain
@@ -52,7 +52,7 @@ def wide(stream: ResidualStream) -> ResidualStream:
 def test_a_stream_is_looked_up_read_and_added_to(dtype: torch.dtype, rows: int, width: int) -> None:
     counters = make_counters(torch.device("cpu"))
     embedding, tokens = torch.randn(40, width).to(dtype), torch.randint(40, (rows,))
-    stream = look_up(tokens, embedding, some_norm(width, dtype))
+    stream = embed(tokens, embedding, some_norm(width, dtype))
     assert torch.equal(stream.x, embedding[tokens])
     for early in random.sample((True, False), 2):  # a second time, with what the first has left in the counters
         features = [random.randint(1, 50) for _ in range(random.randint(1, 3))]
@@ -70,7 +70,7 @@ def test_a_stream_is_looked_up_read_and_added_to(dtype: torch.dtype, rows: int, 
 
 
 def test_every_form_has_tiles_for_every_number_of_rows() -> None:
-    assert set(TILES) == {(form, rows) for form in ("project", "add", "gated", "wide") for rows in (16, 32, 64, 128)}
+    assert set(CONFIGS) == {(form, rows) for form in ("project", "add", "gated", "wide") for rows in (16, 32, 64, 128)}
 
 
 @DTYPES
@@ -126,12 +126,12 @@ def test_the_first_of_the_likeliest_tokens_is_chosen(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_a_row_that_is_full_stays_at_its_last_place(dtype: torch.dtype, rows: int) -> None:
     lengths, last = torch.randint(1, 9, (rows,)), torch.full((rows,), 6)
-    at, embedding = At(lengths.clone(), last, torch.zeros_like(lengths)), torch.randn(9, 24).to(dtype)
+    at, embedding = RowPositions(lengths.clone(), last, torch.zeros_like(lengths)), torch.randn(9, 24).to(dtype)
     for step in range(5):
         tokens = torch.randint(9, (rows,))
-        stream = look_up(tokens, embedding, some_norm(24, dtype), at=at)
+        stream = embed(tokens, embedding, some_norm(24, dtype), at=at)
         assert torch.equal(stream.x, embedding[tokens])
-        assert torch.equal(at.places, (lengths + step).clamp(max=6))
+        assert torch.equal(at.positions, (lengths + step).clamp(max=6))
         assert torch.equal(at.lengths, lengths + step + 1)
 
 
@@ -145,9 +145,9 @@ def test_the_likeliest_token_is_found_without_logits(
     vocabulary, width, counters = random.randint(500, 700), 80, make_counters(torch.device("cpu"))
     head = torch.randn(vocabulary, width).to(dtype)
     head[random.randrange(vocabulary)] = head[7]  # of two that are alike, the first is chosen
-    stream = look_up(torch.randint(40, (rows,)), torch.randn(40, width).to(dtype), some_norm(width, dtype))
+    stream = embed(torch.randint(40, (rows,)), torch.randn(40, width).to(dtype), some_norm(width, dtype))
     stream = stream if carried else ResidualStream(stream.x, stream.norm)
-    token, logprob = likeliest(stream, head, counters)
+    token, logprob = greedy_head(stream, head, counters)
     expected = greedy(project(stream, [head], counters))
     assert torch.equal(token, expected[0])
     torch.testing.assert_close(logprob, expected[1], rtol=1e-5, atol=1e-5)
@@ -186,33 +186,33 @@ def test_tokens_are_noted_until_a_row_is_done() -> None:
 def test_what_is_fetched_ahead_keeps_to_its_bytes() -> None:
     weights = [torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for rows in (2048, 512)]
     bytes_of_a_line = 2 * LINE * 2560
-    assert Ahead(weights, budget=9 * bytes_of_a_line).line_bits() == 3
-    assert Ahead(weights, budget=1).line_bits() == 0  # one line of each row at least
-    assert Ahead(weights, budget=1 << 40).line_bits() == 6  # whole rows at most
-    assert Ahead(weights, 4, 1024, 9 * bytes_of_a_line).line_bits() == 1
-    assert Ahead(weights, 4, 1024, 1 << 40).line_bits() == 4
+    assert Prefetch(weights, budget=9 * bytes_of_a_line).line_bits() == 3
+    assert Prefetch(weights, budget=1).line_bits() == 0  # one line of each row at least
+    assert Prefetch(weights, budget=1 << 40).line_bits() == 6  # whole rows at most
+    assert Prefetch(weights, 4, 1024, 9 * bytes_of_a_line).line_bits() == 1
+    assert Prefetch(weights, 4, 1024, 1 << 40).line_bits() == 4
 
 
 def test_what_is_fetched_ahead_is_where_the_programs_begin() -> None:
-    tiles = Tiles(n=32, k=128, warps=4, stages=4, programs=132)
+    tiles = GemmConfig(n=32, k=128, warps=4, stages=4, programs=132)
     down, head = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((2048, 8192), (128256, 2048)))
-    assert ahead_of("add", 128, [down], table={("add", 128): tiles})[1:3] == (2, 4096)
-    assert ahead_of("add", 3, [down], table={("add", 16): tiles._replace(n=16, programs=528)})[1:3] == (4, 2048)
-    assert ahead_of("wide", 200, [head])[1:3] == (1, 2048)
-    assert ahead_of("cache", 8, [head])[1] == 1
+    assert prefetch_of("add", 128, [down], table={("add", 128): tiles})[1:3] == (2, 4096)
+    assert prefetch_of("add", 3, [down], table={("add", 16): tiles._replace(n=16, programs=528)})[1:3] == (4, 2048)
+    assert prefetch_of("wide", 200, [head])[1:3] == (1, 2048)
+    assert prefetch_of("cache", 8, [head])[1] == 1
 
 
 if interprets():
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    from plait.kernels.decode.dependent_launch import line_at
+    from plait.kernels.decode.dependent_launch import address_of_line
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def lines_kernel(out, first, second, third, block: tl.constexpr):  # type: ignore[no-untyped-def]
         """Addresses of the first two lines of both halves of rows of 512 numbers: five rows, three, and others."""
         number = tl.arange(0, block)
-        tl.store(out + number, line_at(number, first, second, third, 5, 3, 512, 256, 1, 1))
+        tl.store(out + number, address_of_line(number, first, second, third, 5, 3, 512, 256, 1, 1))
 
     def test_lines_ahead_are_counted_along_parts_then_rows_then_matrices() -> None:
         weights = [torch.zeros(rows, 512, dtype=torch.float16) for rows in (5, 3, 8)]

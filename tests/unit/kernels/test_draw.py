@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.kernels.decode.embed_sample import drawn, look_up
-from plait.kernels.decode.sampling import COUNTER_RNG_BITS, PIECE, CounterRNG, draw, draw_plain
-from plait.kernels.decode.skinny_gemm import Norm, ResidualStream, Tiles, make_counters, project
+from plait.kernels.decode.embed_sample import embed, sample_head
+from plait.kernels.decode.sampling import COUNTER_RNG_BITS, PIECE, CounterRNG, sample_tokens, sample_tokens_plain
+from plait.kernels.decode.skinny_gemm import GemmConfig, Norm, ResidualStream, make_counters, project
 from plait.kernels.triton import interprets
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's words, in the interpreter
@@ -54,12 +54,12 @@ def test_a_chance_falls_into_the_share_of_its_token(
     logits = (random.choice((0.1, 1.0, 4.0)) * torch.randn(rows, vocabulary)).to(dtype)
     logits[:, random.randrange(vocabulary)] = logits[:, 0]  # of two that are alike, each has its own share
     chance = some_chance(rows)
-    found = draw(logits, temperature, chance)
+    found = sample_tokens(logits, temperature, chance)
     assert_drawn(logits, temperature, chance.bits(), found)
-    plain = draw_plain(logits, temperature, chance)
+    plain = sample_tokens_plain(logits, temperature, chance)
     assert_drawn(logits, temperature, chance.bits(), plain)
     assert (found[0] != plain[0]).sum() <= 1 + rows // 10
-    given = draw(logits, temperature, chance.bits())
+    given = sample_tokens(logits, temperature, chance.bits())
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, given, strict=True))
 
 
@@ -82,12 +82,12 @@ def test_a_row_gets_its_token_whatever_else_is_in_the_batch_and_however_it_is_cu
 ) -> None:
     rows, vocabulary = 30, random.randint(1000, 1400)
     logits, chance = 2.0 * torch.randn(rows, vocabulary), some_chance(rows)
-    whole, _ = draw(logits, temperature, chance)
+    whole, _ = sample_tokens(logits, temperature, chance)
     some = torch.randperm(rows)[:7]
-    part, _ = draw(logits[some], temperature, CounterRNG(chance.keys[some], chance.counts[some], chance.seed))
+    part, _ = sample_tokens(logits[some], temperature, CounterRNG(chance.keys[some], chance.counts[some], chance.seed))
     assert torch.equal(part, whole[some])
     monkeypatch.setattr(import_module("plait.kernels.decode.sampling"), "_BLOCK", random.choice((PIECE, 4 * PIECE)))
-    assert torch.equal(draw(logits, temperature, chance)[0], whole)
+    assert torch.equal(sample_tokens(logits, temperature, chance)[0], whole)
 
 
 @DTYPES
@@ -108,7 +108,7 @@ def test_what_is_impossible_is_never_drawn_and_no_numbers_lead_nowhere(temperatu
     for _ in range(3):
         bits = torch.randint(2**COUNTER_RNG_BITS, (9,))
         bits[:2] = random.choice((0, 2**COUNTER_RNG_BITS - 1))
-        token, logprob = found = draw(logits, temperature, bits)
+        token, logprob = found = sample_tokens(logits, temperature, bits)
         good = torch.tensor([0, 1, 6, 7, 8])
         assert_drawn(logits[good], temperature, bits[good], tuple(each[good] for each in found))  # type: ignore[arg-type]
         assert token[0] == only
@@ -121,10 +121,10 @@ def test_any_temperature_above_zero_can_be() -> None:
     logits, bits = torch.randn(6, 777), torch.randint(2**COUNTER_RNG_BITS, (6,))
     logits[3, 5:] = -torch.inf
     for temperature in (1e-300, 1e-40, 1e-9):
-        assert torch.equal(draw(logits, temperature, bits)[0], logits.argmax(-1))
+        assert torch.equal(sample_tokens(logits, temperature, bits)[0], logits.argmax(-1))
     logits[3] = 0.0
     for temperature in (1e9, 1e300):
-        token, _ = draw(logits, temperature, bits)
+        token, _ = sample_tokens(logits, temperature, bits)
         assert (token.double() / 777 - bits / 2**COUNTER_RNG_BITS).abs().max() < 2 / 777
 
 
@@ -133,7 +133,7 @@ def test_tokens_come_as_often_as_they_should(temperature: float) -> None:
     draws, vocabulary = 500 if interprets() else 20000, random.randint(90, 150)
     logits = torch.randn(vocabulary)
     chance = CounterRNG(torch.arange(draws), torch.full((draws,), random.randrange(99)), random.randrange(2**40))
-    token, _ = draw(logits.repeat(draws, 1), temperature, chance)
+    token, _ = sample_tokens(logits.repeat(draws, 1), temperature, chance)
     expected = draws * (logits.double() / temperature).softmax(-1)
     found, order = torch.bincount(token, minlength=vocabulary).double(), expected.argsort()
     # Words that are seldom drawn are counted together, so that each count is about normally distributed.
@@ -155,25 +155,25 @@ def test_who_multiplies_weighs_too(
     monkeypatch.setattr("plait.kernels.decode.skinny_gemm.WIDE", 1)
     vocabulary, width, counters = random.randint(500, 700), 80, make_counters(torch.device("cpu"))
     head, norm = (0.3 * torch.randn(vocabulary, width)).to(dtype), Norm(torch.ones(width).to(dtype), 1e-5)
-    stream = look_up(torch.randint(40, (rows,)), torch.randn(40, width).to(dtype), norm)
+    stream = embed(torch.randint(40, (rows,)), torch.randn(40, width).to(dtype), norm)
     stream = stream if carried else ResidualStream(stream.x, stream.norm)
     logits = project(stream, [head], counters)
     for temperature in (1.0, random.choice((0.3, 0.7, 2.0))):
         chance = some_chance(rows)
-        found = drawn(stream, head, temperature, chance, counters)
+        found = sample_head(stream, head, temperature, chance, counters)
         assert_drawn(logits, temperature, chance.bits(), found)
-        token, logprob = draw(logits, temperature, chance)
+        token, logprob = sample_tokens(logits, temperature, chance)
         assert torch.equal(found[0], token)
         torch.testing.assert_close(found[1], logprob, rtol=1e-5, atol=1e-5)
         # Tiles that no piece fits into are no way to weigh.
-        small = {("wide", each): Tiles(n=32, k=64, warps=4, stages=2) for each in (16, 32, 64, 128)}
+        small = {("wide", each): GemmConfig(n=32, k=64, warps=4, stages=2) for each in (16, 32, 64, 128)}
         assert_drawn(
-            logits, temperature, chance.bits(), drawn(stream, head, temperature, chance, counters, table=small)
+            logits, temperature, chance.bits(), sample_head(stream, head, temperature, chance, counters, table=small)
         )
 
 
 def test_more_words_than_whole_numbers_can_count_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("plait.kernels.decode.sampling"), "MOST_PIECES", 2)
     logits, chance = torch.randn(4, 3 * PIECE), some_chance(4)
-    found, plain = draw(logits, 0.9, chance), draw_plain(logits, 0.9, chance)
+    found, plain = sample_tokens(logits, 0.9, chance), sample_tokens_plain(logits, 0.9, chance)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, plain, strict=True))

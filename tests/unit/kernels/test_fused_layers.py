@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.kernels.cross_entropy import scaled
 from plait.kernels.linears import gated_down, linears
 from plait.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from plait.kernels.rotary import apply_rotary
-from plait.kernels.scaled import scaled
 from plait.kernels.swiglu import swiglu
 from plait.kernels.triton import interprets
 

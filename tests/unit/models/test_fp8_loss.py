@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from plait.config.model import HFConfig, LlamaConfig
 from plait.errors import ModelError
+from plait.kernels.cross_entropy import PROB_SCALE as SCALE
+from plait.kernels.cross_entropy import write_fp8_probs
 from plait.kernels.fp8 import E5M2
 from plait.kernels.triton import interprets
 from plait.models import build_model, preset
-from plait.models.common.loss_kernels import SCALE, write_others
 from plait.models.common.losses import WAITING, Fp8Head, linear_cross_entropy
 from plait.models.fused import use_fp8_head
 from plait.plan.timing import body_of
@@ -146,13 +147,13 @@ def test_probabilities_of_other_words_lie_both_ways(tokens: int, words: int) -> 
     wide, high = words + -words % 16, tokens + -tokens % 16
     rows = torch.ones(tokens, wide).to(E5M2)
     columns = torch.ones(words, 16 + high).to(E5M2)  # those of another chunk come first
-    write_others(logits, labels, log_totals, rows, columns[:, 16:])
+    write_fp8_probs(logits, labels, log_totals, rows, columns[:, 16:])
     assert torch.equal(rows.float() / SCALE, F.pad(wanted, (0, wide - words)))
     assert torch.equal(columns[:, 16:].float() / SCALE, F.pad(wanted.t(), (0, high - tokens)))
     assert (columns[:, :16].float() == 1.0).all()
     one, other = torch.empty_like(rows), torch.empty_like(columns[:, 16:])
-    write_others(logits, labels, log_totals, one, None)
-    write_others(logits, labels, log_totals, None, other)
+    write_fp8_probs(logits, labels, log_totals, one, None)
+    write_fp8_probs(logits, labels, log_totals, None, other)
     assert torch.equal(one.float(), rows.float())
     assert torch.equal(other.float(), columns[:, 16:].float())
 

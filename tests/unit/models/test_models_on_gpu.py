@@ -6,7 +6,7 @@ from torch import nn
 
 from plait.models import build_model, preset
 from plait.models.common.attention import attend, document_mask, packing_mask
-from plait.models.common.losses import linear_cross_entropy, loss_and_slopes
+from plait.models.common.losses import linear_cross_entropy, loss_and_grads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,8 +20,8 @@ def test_the_triton_kernel_equals_its_plain_twin(dtype, columns):
     logits = (torch.randn(33, columns) * 5).to(dtype)
     labels = torch.randint(columns, (33,))
     labels[::4] = -100
-    losses, slopes = loss_and_slopes(logits.clone(), labels)
-    found_losses, found_slopes = loss_and_slopes(logits.cuda(), labels.cuda())
+    losses, slopes = loss_and_grads(logits.clone(), labels)
+    found_losses, found_slopes = loss_and_grads(logits.cuda(), labels.cuda())
     torch.testing.assert_close(found_losses.cpu(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found_slopes.cpu(), slopes)
 

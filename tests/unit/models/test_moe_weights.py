@@ -74,7 +74,7 @@ def test_written_in_the_names_of_transformers_it_is_the_same_model(tmp_path):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     state, portable = model.state_dict(), to_transformers(model.config)
-    tensors = {name: made.make(*(state[part] for part in made.parts)) for name, made in portable.made.items()}
+    tensors = {name: made.make(*(state[part] for part in made.sources)) for name, made in portable.made.items()}
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     transformers.AutoConfig.for_model(**portable.description).save_pretrained(tmp_path)
     hf, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -86,7 +86,7 @@ def test_written_in_the_names_of_transformers_it_is_the_same_model(tmp_path):
     adopted = from_transformers("moe", hf.config.to_dict(), {name: t.shape for name, t in tensors.items()})
     assert adopted.config == model.config.model_copy(update={"expert_dim": adopted.config.expert_dim})
     for name, made in adopted.made.items():
-        assert torch.equal(made.make(*(tensors[part] for part in made.parts)), state[name]), name
+        assert torch.equal(made.make(*(tensors[part] for part in made.sources)), state[name]), name
     assert adopted.made.keys() == state.keys()
 
 

@@ -282,7 +282,10 @@ def test_a_run_keeps_the_template_that_it_used_and_whoever_opens_it_has_the_same
             runner.train()
         folder_of(tmp_path / "tok", "something else")  # the run does not depend on what became of the folder
         speaker = open_speaker(str(tmp_path / kind))
-        assert speaker.tokenizer.decode(speaker.ask([Turn("user", "hi")]).tokens, keep_special=True) == expected
+        assert (
+            speaker.tokenizer.decode(speaker.encode_conversation([Turn("user", "hi")]).tokens, keep_special=True)
+            == expected
+        )
         kept = template_of_run(TemplateConfig(), read_tokenizer(tmp_path / kind), [tmp_path / kind])
         assert kept.kind == ("tokenizer" if kind == "auto" else "plain")
         done = CliRunner().invoke(app, ["convert", str(tmp_path / kind), str(tmp_path / f"{kind}-hf"), "--to", "hf"])

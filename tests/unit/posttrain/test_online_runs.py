@@ -22,7 +22,7 @@ from plait.checkpoint.convert.source import averaged
 from plait.cli.main import app
 from plait.config import parse
 from plait.errors import ConfigError, DataError, RolloutMismatchError
-from plait.generate.cached import QuickStep
+from plait.generate.cached import LlamaDecodeStep
 from plait.posttrain.rl.trainer import OnlineRunner
 from plait.posttrain.run import phase_runner
 
@@ -92,13 +92,13 @@ def test_rollouts_of_a_llama_go_the_short_way_for_single_tokens(
     """A policy's class has more to it than a Llama's, and the kernels know Llamas only; see `make_writer`."""
     taken: list[torch.dtype] = []
 
-    class Counted(QuickStep):
+    class Counted(LlamaDecodeStep):
         def __init__(self, model: torch.nn.Module, slots: int) -> None:
             super().__init__(model, slots)
             taken.append(next(model.parameters()).dtype)
 
     monkeypatch.setattr("plait.generate.cached.has_kernels", lambda _: True)  # their twins stand in for them
-    monkeypatch.setattr("plait.generate.cached.QuickStep", Counted)
+    monkeypatch.setattr("plait.generate.cached.LlamaDecodeStep", Counted)
     model = {**MODEL, "type": "llama", "dim": 32}
     changes = {"model": model, "grpo": {"group": 2}, "rollout": {"verify_every": 1}, "precision": precision}
     run("grpo", describe(tmp_path, **changes))

@@ -63,7 +63,7 @@ def test_a_result_answers_with_the_weights_that_training_ended_with(
     speaker = open_speaker(str(tmp_path))
     with torch.no_grad():
         assert torch.allclose(speaker.generator.model(ids), expected, atol=1e-5)
-    prompt = speaker.ask([Turn("user", "cab=")]).tokens
+    prompt = speaker.encode_conversation([Turn("user", "cab=")]).tokens
     ((answer, _),) = speaker.write([prompt], Sampling(4, temperature=0.0))
     server = Server(speaker, host="127.0.0.1", port=0, token=None, limits=Limits(), log=lambda _: None)
     thread = threading.Thread(target=server.run)

@@ -3,7 +3,7 @@
 from plait.errors import MissingExtraError
 
 try:
-    from plait.generate.serve.app import HERE, Limits
+    from plait.generate.serve.app import LOCAL_NAMES, Limits
     from plait.generate.serve.server import Server
 except ModuleNotFoundError as missing:
     package = (missing.name or "").partition(".")[0]
@@ -11,4 +11,4 @@ except ModuleNotFoundError as missing:
         raise
     raise MissingExtraError(package, "plait serve", "serve") from missing
 
-__all__ = ["HERE", "Limits", "Server"]
+__all__ = ["LOCAL_NAMES", "Limits", "Server"]

@@ -16,7 +16,7 @@ from plait.config import lone_surrogate
 from plait.errors import ContextError, DataError, GenerateError
 from plait.generate.conversation import Conversation, ToolCall, ToolReader, Turn
 from plait.generate.options import Sampling
-from plait.generate.serve.scheduler import AnswerPart, Event, ServeRequest, TokenLogprobs
+from plait.generate.serve.scheduler import AnswerUpdate, Event, ServeRequest, TokenLogprobs
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -53,29 +53,29 @@ MOST_ALTERNATIVES = 20
 class ApiError(Exception):
     """What a client did wrong, or what went wrong for it."""
 
-    def __init__(self, status: int, kind: str, message: str) -> None:
+    def __init__(self, status: int, error_type: str, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        self.body = {"error": {"message": message, "type": error_type, "param": None, "code": status}}
 
 
-def invalid(message: str, kind: str = "invalid_request_error") -> ApiError:
+def invalid(message: str, error_type: str = "invalid_request_error") -> ApiError:
     """A request that cannot be answered as it is."""
-    return ApiError(400, kind, message)
+    return ApiError(400, error_type, message)
 
 
 def read_json(body: bytes) -> Any:
     """The JSON of a body; a key that stands there twice and numbers that are none are refused."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
             keys = [key for key, _ in pairs]
             raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-        return found
+        return unique
 
-    def refuse(word: str) -> Any:
-        raise ValueError(f"{word} is not a number of JSON")
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not a number of JSON")
 
     try:
         return json.loads(body, object_pairs_hook=once, parse_constant=refuse)
@@ -86,8 +86,8 @@ def read_json(body: bytes) -> Any:
 def _without_neutral(data: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
     if not isinstance(data, dict):
         return data
-    said = {key: value for key, value in data.items() if value is not None}  # OpenAI's word for "not given"
-    return {key: value for key, value in said.items() if not any(_same(value, each) for each in neutral.get(key, ()))}
+    given = {key: value for key, value in data.items() if value is not None}  # in OpenAI's API null means "not given"
+    return {key: value for key, value in given.items() if not any(_same(value, n) for n in neutral.get(key, ()))}
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -140,7 +140,7 @@ class _Request(_Strict, ABC):
         """How many likeliest tokens are reported with each token; None: no log-probabilities at all."""
 
     @abstractmethod
-    def prompt(self, speaker: Conversation) -> list[int]:
+    def prompt(self, conversation: Conversation) -> list[int]:
         """What the model is given."""
 
     def sampling(self, most: int) -> Sampling:
@@ -230,7 +230,7 @@ class _Message(_Strict):
 
     def turn(self) -> Turn:
         """As a turn of a conversation."""
-        content = "".join(part.text for part in self.content)
+        content = "".join(text_part.text for text_part in self.content)
         role = "system" if self.role == "developer" else self.role  # OpenAI's newer word for it
         if self.tool_calls:
             return Turn(role, content, {"tool_calls": [call.as_template_has_it() for call in self.tool_calls]})
@@ -259,7 +259,7 @@ class ChatRequest(_Request):
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def prompt(self, speaker: Conversation) -> list[int]:
+    def prompt(self, conversation: Conversation) -> list[int]:
         """What the model is given."""
         if self.tool_choice not in ("auto", "none"):
             raise invalid("tool_choice: a call cannot be forced, as decoding is not constrained; write auto or none")
@@ -269,14 +269,14 @@ class ChatRequest(_Request):
             raise invalid("logprobs are not reported together with tools; leave out one of them")
         tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
         turns = [message.turn() for message in self.messages]
-        told = json.dumps([tools, [turn.more for turn in turns]], ensure_ascii=False)
-        if wrong := lone_surrogate(told):
+        as_json = json.dumps([tools, [turn.more for turn in turns]], ensure_ascii=False)
+        if wrong := lone_surrogate(as_json):
             raise invalid(f"tools: {wrong}; leave it out")
-        asked = speaker.ask(turns, tools if self.may_call else ())
+        asked = conversation.encode_conversation(turns, tools if self.may_call else ())
         if asked.left_out:
             raise ContextError(
-                f"messages: the conversation does not fit into the {speaker.generator.context} tokens that the model "
-                f"sees; leave out the first {asked.left_out} of those that are not the system's"
+                f"messages: the conversation is longer than the model's context of {conversation.generator.context} "
+                f"tokens; leave out the first {asked.left_out} messages that are not the system's"
             )
         return asked.tokens
 
@@ -292,15 +292,15 @@ class TextRequest(_Request):
         """As `logprobs` says."""
         return self.logprobs
 
-    def prompt(self, speaker: Conversation) -> list[int]:
+    def prompt(self, conversation: Conversation) -> list[int]:
         """What the model is given."""
-        return speaker.encode(self.prompt_text)
+        return conversation.encode(self.prompt_text)
 
 
 Request = ChatRequest | TextRequest
 
 
-def read_request(kind: type[Request], data: Any, most_messages: int) -> Request:
+def read_request(request_type: type[Request], data: Any, most_messages: int) -> Request:
     """A request that was checked; an `ApiError` names every key that is wrong."""
     messages = data.get("messages") if isinstance(data, dict) else None
     if isinstance(messages, list) and len(messages) > most_messages:
@@ -308,9 +308,9 @@ def read_request(kind: type[Request], data: Any, most_messages: int) -> Request:
             f"messages: there are {len(messages)}, and {most_messages} are taken at most; leave out the oldest"
         )
     try:
-        return kind.model_validate(data)
+        return request_type.model_validate(data)
     except ValidationError as error:
-        raise invalid("; ".join(dict.fromkeys(_said(each) for each in error.errors()[:16]))) from error
+        raise invalid("; ".join(dict.fromkeys(_said(problem) for problem in error.errors()[:16]))) from error
 
 
 def _said(problem: Any) -> str:
@@ -335,15 +335,15 @@ class Reply:
     def _chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, parts: Iterable[AnswerPart], completion_tokens: int) -> dict[str, Any]:
+    def whole(self, pieces: Iterable[AnswerUpdate], completion_tokens: int) -> dict[str, Any]:
         """All answers at once."""
         choices = []
-        for part in sorted(parts, key=lambda part: part.number):
-            said, reason = self._message(part) if self._chat else ({"text": part.text}, part.finish_reason)
-            logprobs = self._logprobs(part.tokens)
-            choices.append({"index": part.number, **said, "logprobs": logprobs, "finish_reason": reason})
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self.head, "object": kind, "choices": choices, "usage": self._usage(completion_tokens)}
+        for piece in sorted(pieces, key=lambda piece: piece.number):
+            content_fields, reason = self._message(piece) if self._chat else ({"text": piece.text}, piece.finish_reason)
+            logprobs = self._logprobs(piece.tokens)
+            choices.append({"index": piece.number, **content_fields, "logprobs": logprobs, "finish_reason": reason})
+        object_type = "chat.completion" if self._chat else "text_completion"
+        return {**self.head, "object": object_type, "choices": choices, "usage": self._usage(completion_tokens)}
 
     def opening(self) -> list[dict[str, Any]]:
         """The events that a stream begins with."""
@@ -352,62 +352,63 @@ class Reply:
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._event(index, role, None, None) for index in range(self.request.n)]
 
-    def events(self, part: AnswerPart) -> list[dict[str, Any]]:
+    def events(self, piece: AnswerUpdate) -> list[dict[str, Any]]:
         """The events for a part of an answer: what is new, and apart from that how it ended."""
-        found, text, calls = [], part.text, list[ToolCall]()
+        events, text, calls = [], piece.text, list[ToolCall]()
         if self.readers:
-            text = self.readers[part.number].push(text)
-            if part.finish_reason is not None:
-                rest, calls = self.readers[part.number].finish()
+            text = self.readers[piece.number].push(text)
+            if piece.finish_reason is not None:
+                rest, calls = self.readers[piece.number].finish()
                 text += rest
-        if text or part.tokens:
-            said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
-            found.append(self._event(part.number, said, None, self._logprobs(part.tokens)))
+        if text or piece.tokens:
+            content_fields: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+            events.append(self._event(piece.number, content_fields, None, self._logprobs(piece.tokens)))
         if calls:
-            told = [{"index": index, **each} for index, each in enumerate(_calls(calls))]
-            found.append(self._event(part.number, {"delta": {"tool_calls": told}}, None, None))
-        if part.finish_reason is not None:
-            said = {"delta": {}} if self._chat else {"text": ""}
-            found.append(self._event(part.number, said, "tool_calls" if calls else part.finish_reason, None))
-        return found
+            deltas = [{"index": index, **token} for index, token in enumerate(_calls(calls))]
+            events.append(self._event(piece.number, {"delta": {"tool_calls": deltas}}, None, None))
+        if piece.finish_reason is not None:
+            content_fields = {"delta": {}} if self._chat else {"text": ""}
+            reason = "tool_calls" if calls else piece.finish_reason
+            events.append(self._event(piece.number, content_fields, reason, None))
+        return events
 
     def closing(self, completion_tokens: int) -> list[dict[str, Any]]:
         """The events that a stream ends with."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return []
-        return [{**self.head, "object": self._kind, "choices": [], "usage": self._usage(completion_tokens)}]
+        return [{**self.head, "object": self._object_type, "choices": [], "usage": self._usage(completion_tokens)}]
 
     @property
-    def _kind(self) -> str:
+    def _object_type(self) -> str:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _event(self, index: int, said: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-        return {**self.head, "object": self._kind, "choices": [choice]}
+    def _event(self, index: int, content_fields: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
+        choice = {"index": index, **content_fields, "logprobs": logprobs, "finish_reason": reason}
+        return {**self.head, "object": self._object_type, "choices": [choice]}
 
-    def _message(self, part: AnswerPart) -> tuple[dict[str, Any], str | None]:
-        text, calls = part.text, list[ToolCall]()
+    def _message(self, piece: AnswerUpdate) -> tuple[dict[str, Any], str | None]:
+        text, calls = piece.text, list[ToolCall]()
         if self.readers:
-            text = self.readers[part.number].push(text)
-            rest, calls = self.readers[part.number].finish()
+            text = self.readers[piece.number].push(text)
+            rest, calls = self.readers[piece.number].finish()
             text += rest
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if not calls:
-            return {"message": message}, part.finish_reason
+            return {"message": message}, piece.finish_reason
         return {"message": {**message, "content": text or None, "tool_calls": _calls(calls)}}, "tool_calls"
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self.job.logprobs:
             return None
         if self._chat:
-            content = [{**_likely(each), "top_logprobs": [_likely(other) for other in each.top]} for each in tokens]
+            content = [{**_likely(token), "top_logprobs": [_likely(other) for other in token.top]} for token in tokens]
             return {"content": content, "refusal": None}
         return {
-            "tokens": [each.text for each in tokens],
-            "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [{other.text: other.logprob for other in each.top} for each in tokens],
-            "text_offset": [each.offset for each in tokens],
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{other.text: other.logprob for other in token.top} for token in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
 
     def _usage(self, new: int) -> dict[str, int]:
@@ -434,7 +435,7 @@ def _likely(token: Any) -> dict[str, Any]:
 
 def prepare(
     request: Request,
-    speaker: Conversation,
+    conversation: Conversation,
     *,
     most: int,
     most_rows: int,
@@ -442,32 +443,32 @@ def prepare(
     deliver: Callable[[Event], None],
 ) -> Reply:
     """A request as rows of a batch. Long prompts take a while."""
-    if request.model not in (None, speaker.name):
-        raise ApiError(404, "model_not_found", f"there is no model {request.model!r} here, only {speaker.name!r}")
+    if request.model not in (None, conversation.name):
+        raise ApiError(404, "model_not_found", f"there is no model {request.model!r} here, only {conversation.name!r}")
     if request.n > most_rows:
         raise invalid(f"n={request.n} is more than the {most_rows} answers that this server writes at once")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options: an answer that is no stream has none; leave them out, or write stream: true")
     sampling, alternatives = request.sampling(most), request.alternatives
     try:
-        prompt = request.prompt(speaker)
-        context = speaker.generator.context
+        prompt = request.prompt(conversation)
+        context = conversation.generator.context
         if context is not None and len(prompt) >= context:
             raise ContextError(f"the prompt has {len(prompt)} tokens, and the model sees {context}")
-        rows = [speaker.row(prompt, sampling, key=key, top=alternatives or 0) for key in range(request.n)]
+        rows = [conversation.row(prompt, sampling, key=key, top=alternatives or 0) for key in range(request.n)]
     except ContextError as error:
         raise invalid(str(error), "context_length_exceeded") from error
     except (GenerateError, DataError) as error:
         raise invalid(str(error)) from error
     job = ServeRequest(
         rows=rows,
-        texts=[speaker.text_of(sampling) for _ in rows],
+        texts=[conversation.text_of(sampling) for _ in rows],
         deliver=deliver,
         stream=request.stream,
         logprobs=alternatives is not None,
         since=since,
     )
     prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": speaker.name}
+    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": conversation.name}
     may_call = isinstance(request, ChatRequest) and request.may_call
     return Reply(request, job, head, [ToolReader() for _ in rows] if may_call else [])

@@ -21,14 +21,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait.errors import PlaitError
-from plait.generate.conversation import Conversation
-from plait.generate.printable import printable
+from plait.generate.conversation import Conversation, printable
 from plait.generate.serve.api import ApiError, ChatRequest, Reply, TextRequest, prepare, read_json, read_request
 from plait.generate.serve.scheduler import (
-    AnswerPart,
+    AnswerUpdate,
     Event,
     JobDone,
-    LineFullError,
+    QueueFullError,
     RequestScheduler,
     ServerMetrics,
     StoppingError,
@@ -186,7 +185,7 @@ class Limits:
     """For answers in progress when the server is stopped."""
 
 
-HERE = ("127.0.0.1", "localhost", "::1")
+LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 """Names of this machine for itself."""
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
@@ -195,7 +194,7 @@ POLICY = (
 """What the page may load: itself, and answers of this server."""
 DISCARDED = 16 << 20
 """Bytes of a refused request that are read and thrown away, so that its client comes to read why."""
-KINDS: dict[str, type[ChatRequest] | type[TextRequest]] = {
+REQUEST_TYPES: dict[str, type[ChatRequest] | type[TextRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": TextRequest,
 }
@@ -205,12 +204,14 @@ STOPPING = "the server is being stopped"
 class Application:
     """One model behind HTTP. With `token`, everything but the page and `/health` asks for it."""
 
-    def __init__(self, speaker: Conversation, *, token: str | None, limits: Limits, log: Callable[[str], None]) -> None:
-        self.speaker, self.token, self.limits, self._log = speaker, token, limits, log
+    def __init__(
+        self, conversation: Conversation, *, token: str | None, limits: Limits, log: Callable[[str], None]
+    ) -> None:
+        self.conversation, self.token, self.limits, self._log = conversation, token, limits, log
         self.started = int(time.time())
         self.metrics = ServerMetrics()
         self.scheduler = RequestScheduler(
-            speaker, max_batch=limits.batch_rows, waiting=limits.waiting, metrics=self.metrics, log=self.log
+            conversation, max_batch=limits.batch_rows, waiting=limits.waiting, metrics=self.metrics, log=self.log
         )
         # One thread: the tokenizers of `transformers` are not made for several at once.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="plait-prepare")
@@ -220,7 +221,7 @@ class Application:
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name}", self._models),
-            *(Route(path, self._answer, methods=["POST"]) for path in KINDS),
+            *(Route(path, self._answer, methods=["POST"]) for path in REQUEST_TYPES),
         ]
         self._paths = {route.path for route in routes if "{" not in route.path}
         handlers: dict[Any, Any] = {HTTPException: self._refuse_http, ApiError: self._refuse, Exception: self._fail}
@@ -279,7 +280,7 @@ class Application:
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
-        name, asked = self.speaker.name, request.path_params.get("name")
+        name, asked = self.conversation.name, request.path_params.get("name")
         if asked not in (None, name):
             raise ApiError(404, "model_not_found", f"there is no model {asked!r} here, only {name!r}")
         model = {"id": name, "object": "model", "created": self.started, "owned_by": "plait"}
@@ -293,15 +294,15 @@ class Application:
         waiting = _Waiting(self, deadline)
         try:
             self.scheduler.reserve()
-        except LineFullError:
+        except QueueFullError:
             message = f"{self.scheduler.most_waiting} requests are waiting already; try again in a moment"
             raise ApiError(429, "rate_limit_exceeded", message) from None
         except StoppingError:
             raise _stopping() from None
-        kind = KINDS[request.scope["path"]]
+        request_type = REQUEST_TYPES[request.scope["path"]]
         try:
             loop = asyncio.get_running_loop()
-            reply = await loop.run_in_executor(self._preparing, self._prepare, kind, body, waiting.deliver)
+            reply = await loop.run_in_executor(self._preparing, self._prepare, request_type, body, waiting.deliver)
         except BaseException:
             self.scheduler.unreserve()
             raise
@@ -313,16 +314,16 @@ class Application:
         return waiting
 
     def _prepare(
-        self, kind: type[ChatRequest] | type[TextRequest], body: bytes, deliver: Callable[[Event], None]
+        self, request_type: type[ChatRequest] | type[TextRequest], body: bytes, deliver: Callable[[Event], None]
     ) -> Reply:
-        request = read_request(kind, read_json(body), self.limits.messages)
+        request = read_request(request_type, read_json(body), self.limits.messages)
         most, rows = self.limits.max_new_tokens, self.limits.batch_rows
-        return prepare(request, self.speaker, most=most, most_rows=rows, since=time.monotonic(), deliver=deliver)
+        return prepare(request, self.conversation, most=most, most_rows=rows, since=time.monotonic(), deliver=deliver)
 
     def _authorize(self, request: Request) -> None:
-        if self.token is None and _name_of(request.headers.get("Host", "")) not in HERE:
+        if self.token is None and _name_of(request.headers.get("Host", "")) not in LOCAL_NAMES:
             # A page elsewhere whose name was made to lead here could ask in the name of whoever reads it.
-            raise ApiError(403, "forbidden", f"without a token, only {', '.join(HERE)} are names of this server")
+            raise ApiError(403, "forbidden", f"without a token, only {', '.join(LOCAL_NAMES)} are names of this server")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
             raise ApiError(401, "invalid_api_key", "send the server's token as `Authorization: Bearer TOKEN`")
@@ -389,21 +390,21 @@ class _Json(JSONResponse):
 class _Refusal(_Json):
     """An error in JSON. A client that is still sending comes to read it before its connection is closed."""
 
-    def __init__(self, error: ApiError, patience_s: float, headers: Any = None) -> None:
-        told = dict(headers or {})
+    def __init__(self, error: ApiError, read_timeout_s: float, headers: Any = None) -> None:
+        all_headers = dict(headers or {})
         if error.status == 401:
-            told["WWW-Authenticate"] = "Bearer"
+            all_headers["WWW-Authenticate"] = "Bearer"
         if error.status == 429:
-            told["Retry-After"] = "1"
-        super().__init__(error.body, error.status, told)
-        self._patience_s = patience_s
+            all_headers["Retry-After"] = "1"
+        super().__init__(error.body, error.status, all_headers)
+        self._read_timeout_s = read_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         left = DISCARDED
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._read_timeout_s):
                 while left > 0:
                     message = await receive()
                     left -= len(message.get("body", b""))
@@ -454,7 +455,7 @@ class _Waiting(Response):
                 scope["state"]["abort"]()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts: list[AnswerPart] = []
+        updates: list[AnswerUpdate] = []
         stream = self.reply.request.stream
         while True:
             event = await self._events.get()
@@ -468,12 +469,12 @@ class _Waiting(Response):
             if stream:
                 await self._send_events(send, self.reply.events(event))
             else:
-                parts.append(event)
+                updates.append(event)
         if stream:
             await self._send_events(send, self.reply.closing(event.completion_tokens))
             await self._end(send)
         else:
-            await _Json(self.reply.whole(parts, event.completion_tokens))(scope, receive, send)
+            await _Json(self.reply.whole(updates, event.completion_tokens))(scope, receive, send)
 
     async def _begin(self, send: Send) -> None:
         self._began = True

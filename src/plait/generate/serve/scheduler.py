@@ -61,7 +61,7 @@ class ServerMetrics:
 IMPOSSIBLE = -9999.0
 
 
-class LineFullError(Exception):
+class QueueFullError(Exception):
     """As many requests wait as may."""
 
 
@@ -69,7 +69,7 @@ class StoppingError(Exception):
     """The server is being stopped."""
 
 
-class Likely(NamedTuple):
+class LikelyToken(NamedTuple):
     """A token with its log-probability."""
 
     text: str
@@ -81,12 +81,12 @@ class TokenLogprobs(NamedTuple):
 
     text: str
     logprob: float
-    top: list[Likely]
+    top: list[LikelyToken]
     offset: int
     """Where it begins in the answer, in characters."""
 
 
-class AnswerPart(NamedTuple):
+class AnswerUpdate(NamedTuple):
     """What is new in one of the answers of a request; without a stream, the whole of it."""
 
     number: int
@@ -102,7 +102,7 @@ class JobDone(NamedTuple):
     completion_tokens: int
 
 
-Event = AnswerPart | JobDone | Exception
+Event = AnswerUpdate | JobDone | Exception
 
 
 @dataclass(eq=False)
@@ -132,7 +132,7 @@ class _Answer:
         self.row, self.text = job.rows[index], job.texts[index]
         self.count = 0
         self.over = False
-        self._parts: list[str] = []
+        self._texts_pending: list[str] = []
         self._written: list[TokenLogprobs] = []
 
     def take(self, token: Token, decode: Callable[[Sequence[int]], str]) -> None:
@@ -141,13 +141,13 @@ class _Answer:
         new = self.text.push(token.id)
         self.count += 1
         self.job.completion_tokens += 1
-        self.over = self.text.stopped or self.count >= self.row.room
+        self.over = self.text.stopped or self.count >= self.row.max_new_tokens
         if self.over:
             new += self.text.finish()
         if new:
-            self._parts.append(new)
+            self._texts_pending.append(new)
         if self.job.logprobs and token.id not in self.row.sampling.stop_tokens:
-            top = [Likely(decode([each]), _finite(logprob)) for each, logprob in token.top]
+            top = [LikelyToken(decode([token_id]), _finite(logprob)) for token_id, logprob in token.top]
             self._written.append(TokenLogprobs(decode([token.id]), _finite(token.logprob), top, offset))
         if self.over or (self.job.stream and new):
             self._deliver()
@@ -156,13 +156,13 @@ class _Answer:
         # Tokens go with their text: those of text that is held back wait, and those behind a stop text are left out.
         certain = self.text.length - self.text.held
         whole = self.over and not self.text.is_cut
-        ready = [each for each in self._written if whole or each.offset < certain]
+        ready = [token for token in self._written if whole or token.offset < certain]
         self._written = self._written[len(ready) :]
         reason: Literal["stop", "length"] | None = None
         if self.over:
             reason = "stop" if self.text.stopped else "length"
-        self.job.deliver(AnswerPart(self.index, "".join(self._parts), ready, reason))
-        self._parts = []
+        self.job.deliver(AnswerUpdate(self.index, "".join(self._texts_pending), ready, reason))
+        self._texts_pending = []
 
 
 def _finite(logprob: float) -> float:
@@ -175,7 +175,7 @@ class RequestScheduler:
 
     def __init__(
         self,
-        speaker: Conversation,
+        conversation: Conversation,
         *,
         max_batch: int,
         waiting: int,
@@ -184,9 +184,9 @@ class RequestScheduler:
     ) -> None:
         """`max_batch`: rows that are written together; `waiting`: requests that may wait beside those."""
         self.max_batch, self.most_waiting = max_batch, waiting
-        self._speaker, self._metrics, self._log = speaker, metrics, log
+        self._conversation, self._metrics, self._log = conversation, metrics, log
         self._changed = threading.Condition()
-        self._line: deque[ServeRequest] = deque()
+        self._queue: deque[ServeRequest] = deque()
         self._reserved = 0
         self._answers: list[_Answer] = []
         self._stopping = self._closed = False
@@ -199,7 +199,7 @@ class RequestScheduler:
     @property
     def waiting(self) -> int:
         """Requests that wait, those that are still being prepared included."""
-        return len(self._line) + self._reserved
+        return len(self._queue) + self._reserved
 
     @property
     def running(self) -> int:
@@ -214,7 +214,7 @@ class RequestScheduler:
             # What will join the batch at once does not have to wait.
             free = max(self.max_batch - len(self._answers), 0)
             if self.waiting >= self.most_waiting + free:
-                raise LineFullError
+                raise QueueFullError
             self._reserved += 1
             self._metrics.waiting.set(self.waiting)
 
@@ -230,15 +230,15 @@ class RequestScheduler:
             self._reserved -= 1
             if self._stopping:
                 raise StoppingError
-            self._line.append(job)
+            self._queue.append(job)
             self._changed.notify()
 
     def leave(self, job: ServeRequest) -> None:
         """The client is gone or out of time: free its place and its rows."""
         with self._changed:
             job.left = True
-            if job in self._line:
-                self._line.remove(job)
+            if job in self._queue:
+                self._queue.remove(job)
                 self._metrics.waiting.set(self.waiting)
             self._changed.notify()
 
@@ -246,9 +246,9 @@ class RequestScheduler:
         """Take no further requests, and tell those that wait; what is being written goes on."""
         with self._changed:
             self._stopping = True
-            line, self._line = list(self._line), deque()
+            queue, self._queue = list(self._queue), deque()
             self._metrics.waiting.set(self.waiting)
-        for job in line:
+        for job in queue:
             job.deliver(StoppingError())
 
     def end(self) -> None:
@@ -264,10 +264,10 @@ class RequestScheduler:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._speaker.generator.continuous() as batch:
+        with self._conversation.generator.continuous() as batch:
             while True:
                 with self._changed:
-                    while not (self._closed or self._line or self._answers):
+                    while not (self._closed or self._queue or self._answers):
                         self._changed.wait()
                     if self._closed:
                         break
@@ -302,11 +302,11 @@ class RequestScheduler:
         joining: list[ServeRequest] = []
         rows: list[GenerationRow] = []
         with self._changed:
-            while self._line and not self._closed:
-                wanted = [*rows, *self._line[0].rows]
+            while self._queue and not self._closed:
+                wanted = [*rows, *self._queue[0].rows]
                 if len(self._answers) + len(wanted) > self.max_batch or not batch.takes(wanted):
                     break
-                job, rows = self._line.popleft(), wanted
+                job, rows = self._queue.popleft(), wanted
                 job.open_answers = len(job.rows)
                 joining.append(job)
             self._metrics.waiting.set(self.waiting)
@@ -323,7 +323,7 @@ class RequestScheduler:
                 answer.job.deliver(error)
                 answer.job.left = True
                 continue
-            answer.take(token, self._speaker.tokenizer.decode)
+            answer.take(token, self._conversation.tokenizer.decode)
             if answer.over:
                 answer.job.open_answers -= 1
                 if not answer.job.open_answers:

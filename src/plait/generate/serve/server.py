@@ -28,7 +28,7 @@ class Server:
 
     def __init__(
         self,
-        speaker: Conversation,
+        conversation: Conversation,
         *,
         host: str = "127.0.0.1",
         port: int = 8000,
@@ -40,7 +40,7 @@ class Server:
         self.limits = Limits() if limits is None else limits
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        self.app = Application(speaker, token=token, limits=self.limits, log=log)
+        self.app = Application(conversation, token=token, limits=self.limits, log=log)
 
         def protocol(**options: Any) -> asyncio.Protocol:
             return _Protocol(self.limits, **options)
@@ -98,11 +98,11 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers in progress end, for a while."""
         self._app.scheduler.stop()
-        patience = asyncio.get_running_loop().call_later(self._limits.stop_s, self._app.scheduler.end)
+        timer = asyncio.get_running_loop().call_later(self._limits.stop_s, self._app.scheduler.end)
         try:
             await super().shutdown(sockets)
         finally:
-            patience.cancel()
+            timer.cancel()
 
 
 class _Protocol(H11Protocol):
@@ -111,8 +111,8 @@ class _Protocol(H11Protocol):
     def __init__(self, limits: Limits, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
-        self._patience: asyncio.TimerHandle | None = None
-        self._turned_away = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._rejected = False
         self.app_state = {**self.app_state, "abort": lambda: self.transport.abort()}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -120,7 +120,7 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > self._limits.connections:
-            self._turn_away(ApiError(503, "server_overloaded", "too many connections; try again later"))
+            self._reject(ApiError(503, "server_overloaded", "too many connections; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
@@ -129,52 +129,52 @@ class _Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Pass it on. What stands between two requests, or behind a refused one, has the time of a header."""
-        if self._turned_away:
+        if self._rejected:
             return
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait_no_longer()
-        elif self._patience is None:
+        elif self._timer is None:
             self._wait()
 
     def on_response_complete(self) -> None:
         """Read no further what is left of a body that nobody wants."""
         super().on_response_complete()
         refused = self.cycle.response_complete and self.cycle.more_body  # else it is the next request already
-        if refused and self._patience is None:
-            self._patience = self.loop.call_later(LINGER_S, self.transport.close)
+        if refused and self._timer is None:
+            self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP."""
         if self.cycle is None or self.cycle.response_complete:
-            self._turn_away(ApiError(400, "invalid_request_error", msg))
+            self._reject(ApiError(400, "invalid_request_error", msg))
         else:  # in the middle of a body
             self.transport.close()
 
     def _wait(self) -> None:
-        self._patience = self.loop.call_later(self._limits.header_s, self._too_late)
+        self._timer = self.loop.call_later(self._limits.header_s, self._too_late)
 
     def _wait_no_longer(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _too_late(self) -> None:
         if self.transport.is_closing():
             self.transport.abort()
         elif self.cycle is None:
             message = f"the header of the request did not come within {self._limits.header_s:g} seconds"
-            self._turn_away(ApiError(408, "request_timeout", message))
+            self._reject(ApiError(408, "request_timeout", message))
         else:
             self.transport.close()
 
-    def _turn_away(self, error: ApiError) -> None:
+    def _reject(self, error: ApiError) -> None:
         """Answer, and close when the client has: its connection would be reset with what it has not read yet."""
-        self._turned_away = True
+        self._rejected = True
         body = json.dumps(error.body).encode()
         head = f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._wait_no_longer()
-        self._patience = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._timer = self.loop.call_later(LINGER_S, self.transport.abort)

@@ -1,10 +1,10 @@
-"""Attention of one new token a row over a cache: positions, cache and attention in one pass.
+"""Attention of one new token per row over a KV cache: rotary embedding, cache update and attention in one kernel.
 
-[Note: the new token] Its query and key are turned on the way in, and its key and value are written to the cache by the
-first program of each head. Nobody reads them back in this pass: that program has them at hand, and all others stop
-before the row's end. Queries of a group share what is read of the cache.
+[Note: the new token] Its query and key are rotated when they are loaded, and its key and value are written to the cache
+by the first program of each head. They are not read back in this kernel: that program has them in registers, and all
+others stop before the row's end. The queries of a group (GQA) share what is read of the cache.
 
-Rows that are long, in a batch that is small, are read by several programs each; see [Note: the last one adds up].
+Long rows in a small batch are split over several programs each; see [Note: the last program reduces].
 """
 
 from __future__ import annotations
@@ -16,55 +16,65 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.kernels.decode.dependent_launch import Ahead, ahead_options, dependent_launch_options, is_chained
-from plait.kernels.rotary import apply_rotary_plain
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.kernels import HAS_TRITON, apply_rotary_plain, implementation, on_device_of
+from plait.kernels.decode.dependent_launch import (
+    Prefetch,
+    dependent_launch_options,
+    prefetch_options,
+    uses_dependent_launch,
+)
 
 
-class Looks(NamedTuple):
-    """How a program goes along a row."""
+class AttentionConfig(NamedTuple):
+    """Launch configuration of the kernel."""
 
     tokens: int
-    """Places of the cache that it looks at at a time."""
+    """Cache slots that a program reads at a time."""
     warps: int
     stages: int
     programs: int = 528
-    """Rows are split until there are about so many: four for each part of a large device."""
+    """Rows are split until there are about so many programs: four per SM of an H200."""
 
 
-USUAL, CROWDED = Looks(tokens=64, warps=4, stages=3), Looks(tokens=32, warps=4, stages=4)
-"""Six programs of the first kind fit into each part of an H200 and eight of the second, which go in smaller steps."""
-CROWD = 6 * 132
-"""More programs than this would have to wait for others."""
-EARLY = True
-"""Whether the places are read, and what they lead to is asked for, before the wait of [Note: chained kernels]."""
+DEFAULT_CONFIG, MANY_ROWS_CONFIG = (
+    AttentionConfig(tokens=64, warps=4, stages=3),
+    AttentionConfig(tokens=32, warps=4, stages=4),
+)
+"""Six programs of the first one fit into an SM of an H200, and eight of the second, whose tiles are smaller."""
+MANY_PROGRAMS = 6 * 132
+"""More programs than this would not run at the same time."""
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, plan_here
+    from plait.kernels.decode.dependent_launch import (
+        PREFETCH_ARGUMENTS,
+        prefetch_next,
+        prefetch_rows,
+        wait_for_previous,
+    )
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _turned(x, at, half, c, s):  # type: ignore[no-untyped-def]
-        """Vectors of 2 * half features at `x`, each pair turned by its angle; rounded as they were."""
+    def _rotated(x, at, half, c, s):  # type: ignore[no-untyped-def]
+        """Load vectors of 2 * half features at `x` and rotate each pair by its angle; in the dtype of `x`."""
         value = tl.load(x + at).to(tl.float32)
         other = tl.load(x + (at + half) % (2 * half)).to(tl.float32)
         return (value * c + tl.where(at < half, -other, other) * s).to(x.dtype.element_ty)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _share(place, splits, tokens):  # type: ignore[no-untyped-def]
-        """How often a program looks, where so many share what lies before a place."""
-        return tl.maximum(tl.cdiv(tl.cdiv(place, tokens), splits), 1)
+    def _steps_of(position, splits, tokens):  # type: ignore[no-untyped-def]
+        """Iterations of a program where `splits` programs share the slots before a position."""
+        return tl.maximum(tl.cdiv(tl.cdiv(position, tokens), splits), 1)
 
-    @triton.jit(do_not_specialize=["splits", *NO_KEYS])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    @triton.jit(do_not_specialize=["splits", *PREFETCH_ARGUMENTS])  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]
-        mixed,
+        qkv,
         cos,
         sin,
         keys,
         values,
-        places,
+        positions,
         out,
         partial,
         counters,
@@ -72,108 +82,108 @@ if HAS_TRITON:
         slots,
         scale,
         splits,
-        ahead_first,
-        ahead_second,
-        ahead_third,
-        ahead_n_first,
-        ahead_n_second,
-        ahead_n_third,
-        ahead_width,
-        ahead_stride,
-        ahead_part_bits,
-        ahead_line_bits,
+        next_first,
+        next_second,
+        next_third,
+        next_n_first,
+        next_n_second,
+        next_n_third,
+        next_width,
+        next_stride,
+        next_segment_bits,
+        next_line_bits,
         group: tl.constexpr,
         padded: tl.constexpr,
         width: tl.constexpr,
         tokens: tl.constexpr,
-        chained: tl.constexpr,
+        dependent: tl.constexpr,
         early: tl.constexpr,
-        looks: tl.constexpr,
+        prefetches: tl.constexpr,
     ):
-        """One program for a group of heads of a row, and a part of its places."""
-        row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+        """One program per row, group of heads and split of the row's slots."""
+        row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         base = (row * kv_heads + head) * slots * width
         if early:
-            place = tl.load(places + row, cache_modifier=".cg").to(tl.int32)
-            if chained:  # what the row has had so far is there
-                token = part * _share(place, splits, tokens) * tokens + tl.arange(0, tokens)
-                ask_for(keys + base, tl.minimum(token, place), 0, width, width, (width + 63) // 64)
-                ask_for(values + base, tl.minimum(token, place), 0, width, width, (width + 63) // 64)
-        if looks:
-            plan_here(
-                ahead_first,
-                ahead_second,
-                ahead_third,
-                ahead_n_first,
-                ahead_n_second,
-                ahead_n_third,
-                ahead_width,
-                ahead_stride,
-                ahead_part_bits,
-                ahead_line_bits,
-                tl.program_id(0) + tl.num_programs(0) * (head + kv_heads * part),
+            position = tl.load(positions + row, cache_modifier=".cg").to(tl.int32)
+            if dependent:  # earlier tokens of the row are in the cache already
+                token = split * _steps_of(position, splits, tokens) * tokens + tl.arange(0, tokens)
+                prefetch_rows(keys + base, tl.minimum(token, position), 0, width, width, (width + 63) // 64)
+                prefetch_rows(values + base, tl.minimum(token, position), 0, width, width, (width + 63) // 64)
+        if prefetches:
+            prefetch_next(
+                next_first,
+                next_second,
+                next_third,
+                next_n_first,
+                next_n_second,
+                next_n_third,
+                next_width,
+                next_stride,
+                next_segment_bits,
+                next_line_bits,
+                tl.program_id(0) + tl.num_programs(0) * (head + kv_heads * split),
                 tl.num_programs(0) * kv_heads * splits,
             )
-        if chained:
-            follow()
+        if dependent:
+            wait_for_previous()
         if not early:
-            place = tl.load(places + row).to(tl.int32)
-        each = _share(place, splits, tokens)
-        parts = tl.maximum(tl.cdiv(tl.cdiv(place, tokens), each), 1)
-        if part >= parts:
+            position = tl.load(positions + row).to(tl.int32)
+        steps = _steps_of(position, splits, tokens)
+        used_splits = tl.maximum(tl.cdiv(tl.cdiv(position, tokens), steps), 1)
+        if split >= used_splits:
             return
         at, query = tl.arange(0, width), tl.arange(0, padded)
-        own = mixed + row * ((group + 2) * kv_heads * width)
+        row_qkv = qkv + row * ((group + 2) * kv_heads * width)
         half: tl.constexpr = width // 2
-        c = tl.load(cos + place * half + at % half)
-        s = tl.load(sin + place * half + at % half)
-        # Queries beyond the group are copies of its last one; nobody asks for what they find.
-        own_query = tl.minimum(query, group - 1)
-        q = _turned(own + (head * group + own_query)[:, None] * width, at[None, :], half, c[None, :], s[None, :])
-        k_new = _turned(own + (group * kv_heads + head) * width, at, half, c, s)
-        v_new = tl.load(own + ((group + 1) * kv_heads + head) * width + at)
+        c = tl.load(cos + position * half + at % half)
+        s = tl.load(sin + position * half + at % half)
+        # Queries beyond the group are copies of its last one; their results are not stored.
+        real_query = tl.minimum(query, group - 1)
+        q = _rotated(row_qkv + (head * group + real_query)[:, None] * width, at[None, :], half, c[None, :], s[None, :])
+        k_new = _rotated(row_qkv + (group * kv_heads + head) * width, at, half, c, s)
+        v_new = tl.load(row_qkv + ((group + 1) * kv_heads + head) * width + at)
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
-        is_first = part == 0
+        is_first = split == 0
         if is_first:
-            tl.store(keys + base + place * width + at, k_new)
-            tl.store(values + base + place * width + at, v_new)
+            tl.store(keys + base + position * width + at, k_new)
+            tl.store(values + base + position * width + at, v_new)
         most = tl.where(is_first, score, float("-inf"))
         total = tl.where(is_first, score * 0.0 + 1.0, 0.0)
-        found = tl.where(is_first, v_new.to(tl.float32)[None, :] + tl.zeros((padded, width), dtype=tl.float32), 0.0)
-        end = tl.minimum((part + 1) * each * tokens, place)
-        for begin in range(part * each * tokens, end, tokens):
+        weighted = tl.where(is_first, v_new.to(tl.float32)[None, :] + tl.zeros((padded, width), dtype=tl.float32), 0.0)
+        end = tl.minimum((split + 1) * steps * tokens, position)
+        for begin in range(split * steps * tokens, end, tokens):
             token = begin + tl.arange(0, tokens)
-            here = base + token[:, None] * width + at[None, :]
+            offset = base + token[:, None] * width + at[None, :]
             inside = token < end
-            k = tl.load(keys + here, mask=inside[:, None], other=0.0)
-            v = tl.load(values + here, mask=inside[:, None], other=0.0)
+            k = tl.load(keys + offset, mask=inside[:, None], other=0.0)
+            v = tl.load(values + offset, mask=inside[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
             now = tl.maximum(most, tl.max(scores, 1))
-            chance = tl.exp2(scores - now[:, None])
+            weight = tl.exp2(scores - now[:, None])
             fade = tl.exp2(most - now)
-            total = total * fade + tl.sum(chance, 1)
-            found = tl.dot(chance.to(v.dtype), v, found * fade[:, None], input_precision="ieee")
+            total = total * fade + tl.sum(weight, 1)
+            weighted = tl.dot(weight.to(v.dtype), v, weighted * fade[:, None], input_precision="ieee")
             most = now
         last = True
-        if parts > 1:  # see [Note: the last one adds up]
+        if used_splits > 1:  # see [Note: the last program reduces]
             size: tl.constexpr = padded * (width + 2)
             first = partial + ((row * kv_heads + head) * splits) * size
-            mine = first + part * size
+            mine = first + split * size
             spot = query[:, None] * width + at[None, :]
-            tl.store(mine + spot, found)
+            tl.store(mine + spot, weighted)
             tl.store(mine + padded * width + query, most)
             tl.store(mine + padded * (width + 1) + query, total)
             tl.debug_barrier()
             counter = counters + row * kv_heads + head
-            last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+            last = tl.atomic_add(counter, 1, sem="acq_rel") == used_splits - 1
             if last:
                 most = tl.full((padded,), float("-inf"), dtype=tl.float32)
                 total = tl.zeros((padded,), dtype=tl.float32)
-                found = tl.zeros((padded, width), dtype=tl.float32)
-                for begin in range(0, parts, 2):  # two at once: each would be waited for in turn
+                weighted = tl.zeros((padded, width), dtype=tl.float32)
+                for begin in range(0, used_splits, 2):  # two at a time, to overlap their latencies
                     number = begin + tl.arange(0, 2)
-                    real = (number < parts)[:, None]
+                    real = (number < used_splits)[:, None]
                     theirs = first + (number * size + padded * width)[:, None] + query[None, :]
                     peaks = tl.load(theirs, mask=real, other=float("-inf"), cache_modifier=".cg")
                     sums = tl.load(theirs + padded, mask=real, other=0.0, cache_modifier=".cg")
@@ -186,60 +196,61 @@ if HAS_TRITON:
                     now = tl.maximum(most, tl.max(peaks, 0))
                     fade, weights = tl.exp2(most - now), tl.exp2(peaks - now[None, :])
                     total = total * fade + tl.sum(sums * weights, 0)
-                    found = found * fade[:, None] + tl.sum(pieces * weights[:, :, None], 0)
+                    weighted = weighted * fade[:, None] + tl.sum(pieces * weights[:, :, None], 0)
                     most = now
                 tl.store(counter, 0)
         if last:
             there = (row * kv_heads + head) * group * width + query[:, None] * width + at[None, :]
-            answer = (found / total[:, None]).to(out.dtype.element_ty)
+            answer = (weighted / total[:, None]).to(out.dtype.element_ty)
             tl.store(out + there, answer, mask=(query < group)[:, None] & (at >= 0)[None, :])
 
 
-def takes(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel is for such heads."""
+def supports_head(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel supports this head dim and dtype."""
     return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 and dtype != torch.float64
 
 
 def attend_cached(
-    mixed: Tensor,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    places: Tensor,
+    positions: Tensor,
     counters: Tensor,
     *,
-    looks: Looks | None = None,
-    ahead: Ahead | None = None,
-    early: bool = EARLY,
+    config: AttentionConfig | None = None,
+    prefetch: Prefetch | None = None,
+    early: bool = True,
 ) -> Tensor:
-    """What each row's new token finds, (rows, heads * head_dim); its key and value are in the cache afterwards.
+    """Return the attention output of each row's new token, (rows, heads * head_dim), and write its key and value.
 
-    `mixed` (rows, features) has the queries of all heads, then keys, then values; the tables (positions, head_dim / 2)
-    are fp32. The caches are (rows, kv heads, slots, head_dim), and `places` (rows) where the new tokens belong: all
-    before that is seen. `counters` are `make_counters` of `skinny`. In a chain, a kernel must lie between what wrote
-    the places and this: that of `mixed`.
+    `qkv` (rows, features) has the queries of all heads, then keys, then values; the tables (positions, head_dim / 2)
+    are fp32. The caches are (rows, kv heads, slots, head_dim), and `positions` (rows) are those of the new tokens,
+    which attend to all earlier slots. `counters` come from `make_counters`. `early`: positions are loaded, and the
+    first cache lines prefetched, before the wait of [Note: programmatic dependent launch]. With that, another kernel
+    (the one that writes `qkv`) must lie between the one that wrote the positions and this one.
     """
     rows, kv_heads, slots, width = keys.shape
     fits = rows * kv_heads <= len(counters) and keys.is_contiguous() and values.is_contiguous()
-    if not (has_kernels(mixed) and takes(width, mixed.dtype) and fits):
-        return attend_cached_plain(mixed, cos, sin, keys, values, places)
-    heads = mixed.shape[1] // width - 2 * kv_heads
+    if not (implementation("decode", qkv) == "plait" and supports_head(width, qkv.dtype) and fits):
+        return attend_cached_plain(qkv, cos, sin, keys, values, positions)
+    heads = qkv.shape[1] // width - 2 * kv_heads
     group = heads // kv_heads
     padded = max(16, 1 << (group - 1).bit_length())
-    looks = looks or (CROWDED if rows * kv_heads > CROWD else USUAL)
-    splits = min(-(-slots // looks.tokens), max(1, looks.programs // (rows * kv_heads)))
-    out = mixed.new_empty(rows, heads * width)
+    config = config or (MANY_ROWS_CONFIG if rows * kv_heads > MANY_PROGRAMS else DEFAULT_CONFIG)
+    splits = min(-(-slots // config.tokens), max(1, config.programs // (rows * kv_heads)))
+    out = qkv.new_empty(rows, heads * width)
     size = rows * kv_heads * splits * padded * (width + 2) if splits > 1 else 1
-    partial = torch.empty(size, dtype=torch.float32, device=mixed.device)
-    with on_device_of(mixed):
+    partial = torch.empty(size, dtype=torch.float32, device=qkv.device)
+    with on_device_of(qkv):
         _kernel[(rows, kv_heads, splits)](
-            mixed,
+            qkv,
             cos,
             sin,
             keys,
             values,
-            places,
+            positions,
             out,
             partial,
             counters,
@@ -247,31 +258,31 @@ def attend_cached(
             slots,
             math.log2(math.e) / math.sqrt(width),
             splits,
-            **ahead_options(mixed, ahead),
+            **prefetch_options(qkv, prefetch),
             group=group,
             padded=padded,
             width=width,
-            tokens=looks.tokens if mixed.itemsize == 2 else 32,
+            tokens=config.tokens if qkv.itemsize == 2 else 32,
             early=early,
-            num_warps=looks.warps,
-            num_stages=looks.stages,
-            **dependent_launch_options(is_chained(mixed)),
+            num_warps=config.warps,
+            num_stages=config.stages,
+            **dependent_launch_options(uses_dependent_launch(qkv)),
         )
     return out
 
 
 def attend_cached_plain(
-    mixed: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, places: Tensor
+    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, positions: Tensor
 ) -> Tensor:
-    """The plain twin."""
+    """`attend_cached` in torch operations."""
     rows, kv_heads, slots, width = keys.shape
-    vectors = mixed.view(rows, -1, 1, width)
+    vectors = qkv.view(rows, -1, 1, width)
     q, k, v = vectors[:, : -2 * kv_heads], vectors[:, -2 * kv_heads : -kv_heads], vectors[:, -kv_heads:]
-    table = cos[places][:, None], sin[places][:, None]
+    table = cos[positions][:, None], sin[positions][:, None]
     q, k = apply_rotary_plain(q, *table), apply_rotary_plain(k, *table)
-    number = torch.arange(rows, device=mixed.device)
-    keys[number, :, places], values[number, :, places] = k[:, :, 0], v[:, :, 0]
-    seen = torch.arange(slots, device=mixed.device) <= places[:, None]
-    # The queries of a group stand in for tokens of one head: no key or value is repeated for them.
+    number = torch.arange(rows, device=qkv.device)
+    keys[number, :, positions], values[number, :, positions] = k[:, :, 0], v[:, :, 0]
+    seen = torch.arange(slots, device=qkv.device) <= positions[:, None]
+    # The queries of a group are passed as tokens of one head: no key or value has to be repeated.
     grouped = q.reshape(rows, kv_heads, -1, width)
     return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=seen[:, None, None]).reshape(rows, -1)

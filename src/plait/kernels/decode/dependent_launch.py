@@ -1,18 +1,18 @@
-"""Kernels that begin while the one before them ends, and that fetch what the next one needs.
+"""Programmatic dependent launch: kernels that overlap, and prefetch what the next one needs.
 
-[Note: chained kernels] Between two kernels a device stands still for a moment: the last programs of one end, the next
-one is launched, and its first loads are on their way. Chained (programmatic dependent launch, from Hopper on), the next
-one is launched as soon as all programs of the one before run. It asks for weights that it will need, which nobody
-writes, and then waits until the one before has ended, before it reads anything else or writes anything.
+[Note: programmatic dependent launch] Between two kernels a GPU is idle for a moment: the last programs of one end, the
+next one is launched, and its first loads are on their way. With programmatic dependent launch (PDL, from Hopper on) the
+next kernel is launched as soon as all programs of the one before run. It prefetches its weights, which no kernel
+writes, and then waits until the kernel before has ended, before it reads anything else or writes anything.
 
-A kernel lets the next one in only after its own wait. So no more than two are under way, and what any but the one
-before has written is there: that may be read before the wait too, past the cache of the processor. Memory that a
-later kernel gets again is written behind its wait, when all who read it have ended.
+A kernel allows the launch of the next one only after its own wait. So at most two run at the same time, and what any
+but the one directly before has written is complete: that may be read before the wait too, bypassing the L1 cache.
+Memory that a later kernel reuses is written after its wait, when all its readers have ended.
 
-[Note: looking ahead] A kernel whose programs take much room keeps those of the next one out until it ends, and then
-nobody asks for anything while sums are added up, results written and programs exchanged. So who has done his own
-loads fetches the beginning of what the next kernel reads first into the L2 cache: as much as the memory could send in
-that time. It is a hint: nothing depends on it.
+[Note: prefetching for the next kernel] A kernel whose programs need many registers or much shared memory keeps those of
+the next one out until it ends, and while it reduces sums and writes results, memory is idle. So a program that has
+issued its own loads prefetches the beginning of what the next kernel reads first into the L2 cache: as much as memory
+delivers in that time. It is a hint: no result depends on it.
 """
 
 from __future__ import annotations
@@ -23,138 +23,141 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.kernels.triton import HAS_TRITON
+from plait.kernels import HAS_TRITON
 
-MOST_AHEAD = 3
-"""Matrices that are fetched together."""
-AHEAD = 16 << 20
-"""Bytes that are fetched: what an H200 sends in four microseconds, and a third of its L2 cache."""
+MOST_MATRICES = 3
+"""Matrices that are prefetched together."""
+PREFETCH_BYTES = 16 << 20
+"""Bytes that are prefetched: what an H200 reads in four microseconds, and a third of its L2 cache."""
 LINE = 64
-"""Numbers of 16 bits that are fetched together."""
-NO_KEYS = (
-    "ahead_n_first",
-    "ahead_n_second",
-    "ahead_n_third",
-    "ahead_width",
-    "ahead_stride",
-    "ahead_part_bits",
-    "ahead_line_bits",
+"""16-bit elements of a cache line."""
+PREFETCH_ARGUMENTS = (
+    "next_n_first",
+    "next_n_second",
+    "next_n_third",
+    "next_width",
+    "next_stride",
+    "next_segment_bits",
+    "next_line_bits",
 )
-"""Numbers for which no kernel is compiled anew. Each kernel spells them out: in a tuple, Triton (3.6 to 3.9) would
-compile one for every size."""
+"""Arguments that a kernel is not specialized on. Each kernel lists them one by one: in a tuple, Triton (3.6 to 3.9)
+would compile a kernel for every value."""
 
 _HOPPER = (9, 0)
-_CAN_WAIT = False
+HAS_DEPENDENT_LAUNCH = False
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    _CAN_WAIT = hasattr(tl.extra.cuda, "gdc_wait") and hasattr(tl.extra.cuda, "gdc_launch_dependents")
+    HAS_DEPENDENT_LAUNCH = hasattr(tl.extra.cuda, "gdc_wait") and hasattr(tl.extra.cuda, "gdc_launch_dependents")
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def follow():  # type: ignore[no-untyped-def]
-        """Wait for the kernel before, then let the next one in."""
+    def wait_for_previous():  # type: ignore[no-untyped-def]
+        """Wait for the kernel before, then allow the launch of the next one."""
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _fetch(here):  # type: ignore[no-untyped-def]
-        """Fetch the lines at some addresses into the L2 cache."""
+    def _prefetch(addresses):  # type: ignore[no-untyped-def]
+        """Prefetch the cache lines at some addresses into L2."""
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [here], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
         )
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def ask_for(weight, row, begin, end, width, lines: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Fetch columns of some rows of a weight (rows, width) of 16 bits into the L2 cache, by lines of 64 numbers."""
+    def prefetch_rows(weight, row, begin, end, width, lines: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Prefetch columns `begin` to `end` of some rows of a 16-bit weight (rows, width) into the L2 cache."""
         column = tl.minimum(begin + 64 * tl.arange(0, lines), end - 1)
-        _fetch(weight + row.to(tl.int64)[:, None] * width + column[None, :])
+        _prefetch(weight + row.to(tl.int64)[:, None] * width + column[None, :])
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def line_at(  # type: ignore[no-untyped-def]
-        number, first, second, third, n_first, n_second, width, stride, part_bits, line_bits
+    def address_of_line(  # type: ignore[no-untyped-def]
+        number, first, second, third, n_first, n_second, width, stride, segment_bits, line_bits
     ):
-        """Addresses of some lines, by their numbers: those of a part of a row follow each other, then parts, then rows.
+        """Addresses of some lines by number: first the lines of a segment, then the row's other segments, then rows.
 
-        A part begins every `stride` columns. Up to three matrices (rows, width) of 16 bits lie one below the other.
-        There are powers of two of lines and parts, as division takes long.
+        A segment begins every `stride` columns. The rows are those of up to three 16-bit matrices (rows, width), one
+        after another. Lines and segments are powers of two in number, since division is slow.
         """
         line = number & ((1 << line_bits) - 1)
-        part = (number >> line_bits) & ((1 << part_bits) - 1)
-        row = number >> (line_bits + part_bits)
+        segment = (number >> line_bits) & ((1 << segment_bits) - 1)
+        row = number >> (line_bits + segment_bits)
         is_first, is_second = row < n_first, row < n_first + n_second
         start = tl.where(is_first, first.to(tl.int64), tl.where(is_second, second.to(tl.int64), third.to(tl.int64)))
-        own = row - tl.where(is_first, 0, tl.where(is_second, n_first, n_first + n_second))
-        column = tl.minimum(part * stride + 64 * line, width - 1)
-        return start + 2 * (own.to(tl.int64) * width + column)
+        matrix_row = row - tl.where(is_first, 0, tl.where(is_second, n_first, n_first + n_second))
+        column = tl.minimum(segment * stride + 64 * line, width - 1)
+        return start + 2 * (matrix_row.to(tl.int64) * width + column)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def plan_here(  # type: ignore[no-untyped-def]
-        first, second, third, n_first, n_second, n_third, width, stride, part_bits, line_bits, program, programs
+    def prefetch_next(  # type: ignore[no-untyped-def]
+        first, second, third, n_first, n_second, n_third, width, stride, segment_bits, line_bits, program, programs
     ):
-        """Fetch this program's share of the lines that an `Ahead` names; see [Note: looking ahead]."""
-        count = (n_first + n_second + n_third) << (part_bits + line_bits)
+        """Prefetch this program's share of the lines of a `Prefetch`; see [Note: prefetching for the next kernel]."""
+        count = (n_first + n_second + n_third) << (segment_bits + line_bits)
         share = tl.cdiv(count, programs)
         end = tl.minimum((program + 1) * share, count)
         for begin in range(program * share, end, 256):
             number = tl.minimum(begin + tl.arange(0, 256), end - 1)
-            _fetch(line_at(number, first, second, third, n_first, n_second, width, stride, part_bits, line_bits))
+            address = address_of_line(
+                number, first, second, third, n_first, n_second, width, stride, segment_bits, line_bits
+            )
+            _prefetch(address)
 
 
-class Ahead(NamedTuple):
-    """What the next kernel reads first: in every row of some matrices, the beginning of each part."""
+class Prefetch(NamedTuple):
+    """What the next kernel reads first: in every row of some matrices, the beginning of each segment."""
 
     matrices: Sequence[Tensor]
     """(rows, width) each, of the same width."""
-    parts: int = 1
+    segments: int = 1
     """Programs of the next kernel that share a row, a power of two."""
     stride: int = 0
-    """Columns between their beginnings."""
-    budget: int = AHEAD
-    """Bytes to fetch, about; a line of each part at least."""
+    """Columns from the beginning of one segment to the next."""
+    budget: int = PREFETCH_BYTES
+    """Bytes to prefetch, about; at least one line of each segment."""
 
     def line_bits(self) -> int:
-        """Of how many lines of each part, as a power of two."""
+        """The binary logarithm of the lines per segment."""
         width = self.matrices[0].shape[1]
-        most = (self.stride if self.parts > 1 else width) // LINE
-        lines = min(most, self.budget // (2 * LINE * self.parts * sum(map(len, self.matrices))))
+        most = (self.stride if self.segments > 1 else width) // LINE
+        lines = min(most, self.budget // (2 * LINE * self.segments * sum(map(len, self.matrices))))
         return max(lines, 1).bit_length() - 1
 
 
 def can_launch_dependent(x: Tensor) -> bool:
-    """Whether kernels may run in a chain where `x` is."""
-    return _CAN_WAIT and x.is_cuda and torch.cuda.get_device_capability(x.device) >= _HOPPER
+    """Whether the device of `x` has programmatic dependent launch."""
+    return HAS_DEPENDENT_LAUNCH and x.is_cuda and torch.cuda.get_device_capability(x.device) >= _HOPPER
 
 
-def is_chained(x: Tensor) -> bool:
-    """Whether kernels that multiply `x` do: they fetch weights of 16 bits."""
+def uses_dependent_launch(x: Tensor) -> bool:
+    """Whether kernels that multiply `x` use it: they prefetch 16-bit weights."""
     return x.itemsize == 2 and can_launch_dependent(x)
 
 
-def dependent_launch_options(chained: bool) -> dict[str, Any]:
-    """How to launch a kernel that takes `chained`."""
-    return {"chained": True, "launch_pdl": True} if chained else {"chained": False}
+def dependent_launch_options(dependent: bool) -> dict[str, Any]:
+    """Launch options of a kernel that has the argument `dependent`."""
+    return {"dependent": True, "launch_pdl": True} if dependent else {"dependent": False}
 
 
-def ahead_options(x: Tensor, ahead: Ahead | None) -> dict[str, Any]:
-    """What a kernel over `x` that looks ahead is told; nothing is fetched where kernels are not chained."""
-    if ahead is None or not is_chained(x):
-        ahead = None
-    matrices = [] if ahead is None else list(ahead.matrices)
-    spare = MOST_AHEAD - len(matrices)
+def prefetch_options(x: Tensor, prefetch: Prefetch | None) -> dict[str, Any]:
+    """Arguments of a kernel that prefetches; nothing is prefetched without programmatic dependent launch."""
+    if prefetch is None or not uses_dependent_launch(x):
+        prefetch = None
+    matrices = [] if prefetch is None else list(prefetch.matrices)
+    spare = MOST_MATRICES - len(matrices)
     first, second, third = (*matrices, *[x] * spare)
     n_first, n_second, n_third = (*map(len, matrices), *[0] * spare)
     return {
-        "looks": ahead is not None,
-        "ahead_first": first,
-        "ahead_second": second,
-        "ahead_third": third,
-        "ahead_n_first": n_first,
-        "ahead_n_second": n_second,
-        "ahead_n_third": n_third,
-        "ahead_width": 0 if ahead is None else first.shape[1],
-        "ahead_stride": 0 if ahead is None else ahead.stride,
-        "ahead_part_bits": 0 if ahead is None else ahead.parts.bit_length() - 1,
-        "ahead_line_bits": 0 if ahead is None else ahead.line_bits(),
+        "prefetches": prefetch is not None,
+        "next_first": first,
+        "next_second": second,
+        "next_third": third,
+        "next_n_first": n_first,
+        "next_n_second": n_second,
+        "next_n_third": n_third,
+        "next_width": 0 if prefetch is None else first.shape[1],
+        "next_stride": 0 if prefetch is None else prefetch.stride,
+        "next_segment_bits": 0 if prefetch is None else prefetch.segments.bit_length() - 1,
+        "next_line_bits": 0 if prefetch is None else prefetch.line_bits(),
     }

@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from plait.kernels import HAS_TRITON, implementation, on_device_of
 from plait.kernels.decode.dependent_launch import dependent_launch_options
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
 
 # The likeliest token of each row, and log-probabilities, in one pass over the logits.
 
@@ -33,7 +33,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import follow
+    from plait.kernels.decode.dependent_launch import wait_for_previous
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _greedy_pieces_kernel(logits, most, which, sums, vocabulary, block: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -45,18 +45,18 @@ if HAS_TRITON:
         peak = tl.max(value, 0)
         # A piece in which nothing is possible must not make its sum undefined.
         shift = tl.where(peak == float("-inf"), 0.0, peak)
-        here = row * tl.num_programs(1) + piece
-        tl.store(most + here, peak)
-        tl.store(which + here, tl.min(tl.where((value == peak) & inside, at, vocabulary), 0))
-        tl.store(sums + here, tl.sum(tl.exp(value - shift), 0))
+        slot = row * tl.num_programs(1) + piece
+        tl.store(most + slot, peak)
+        tl.store(which + slot, tl.min(tl.where((value == peak) & inside, at, vocabulary), 0))
+        tl.store(sums + slot, tl.sum(tl.exp(value - shift), 0))
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _whole_kernel(  # type: ignore[no-untyped-def]
-        most, which, sums, token, logprob, vocabulary, pieces, block: tl.constexpr, chained: tl.constexpr
+        most, which, sums, token, logprob, vocabulary, pieces, block: tl.constexpr, dependent: tl.constexpr
     ):
         """One program a row."""
-        if chained:
-            follow()
+        if dependent:
+            wait_for_previous()
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
         inside = at < pieces
         peaks = tl.load(most + row * pieces + at, mask=inside, other=float("-inf"))
@@ -65,12 +65,12 @@ if HAS_TRITON:
         chosen = tl.min(tl.where((peaks == peak) & inside, first, vocabulary), 0)
         # Logits that are no numbers must not lead out of the vocabulary.
         tl.store(token + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
-        part = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
+        piece_sums = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
         shift = tl.where(peaks == float("-inf"), float("-inf"), peaks - peak)
-        tl.store(logprob + row, -tl.log(tl.sum(part * tl.exp(shift), 0)))
+        tl.store(logprob + row, -tl.log(tl.sum(piece_sums * tl.exp(shift), 0)))
 
 
-class Pieces(NamedTuple):
+class GreedyPieces(NamedTuple):
     """What is known of logits after one pass over them, (rows, pieces) each."""
 
     most: Tensor
@@ -82,12 +82,12 @@ class Pieces(NamedTuple):
     vocabulary: int
 
     @classmethod
-    def empty(cls, rows: int, pieces: int, vocabulary: int, device: torch.device) -> Pieces:
+    def empty(cls, rows: int, pieces: int, vocabulary: int, device: torch.device) -> GreedyPieces:
         """Room for them."""
         most, sums = (torch.empty(rows, pieces, dtype=torch.float32, device=device) for _ in range(2))
         return cls(most, torch.empty(rows, pieces, dtype=torch.int32, device=device), sums, vocabulary)
 
-    def likeliest(self, *, chained: bool = False) -> tuple[Tensor, Tensor]:
+    def greedy(self, *, dependent: bool = False) -> tuple[Tensor, Tensor]:
         """The first of the likeliest tokens of each row, and its log-probability in fp32."""
         rows, pieces = self.most.shape
         token = torch.empty(rows, dtype=torch.int64, device=self.most.device)
@@ -104,7 +104,7 @@ class Pieces(NamedTuple):
                 pieces,
                 block=block,
                 num_warps=max(1, min(8, block // 256)),
-                **dependent_launch_options(chained),
+                **dependent_launch_options(dependent),
             )
         return token, logprob
 
@@ -114,10 +114,10 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     if not _is_greedy_fused(logits):
         return greedy_plain(logits)
     rows, vocabulary = logits.shape
-    pieces = Pieces.empty(rows, -(-vocabulary // _GREEDY_BLOCK), vocabulary, logits.device)
+    pieces = GreedyPieces.empty(rows, -(-vocabulary // _GREEDY_BLOCK), vocabulary, logits.device)
     with on_device_of(logits):
         _greedy_pieces_kernel[pieces.most.shape](logits, *pieces, block=_GREEDY_BLOCK, num_warps=8)
-    return pieces.likeliest()
+    return pieces.greedy()
 
 
 def greedy_plain(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,8 +131,8 @@ def logprob_of(logits: Tensor, token: Tensor) -> Tensor:
     if not _is_greedy_fused(logits):
         return logprob_of_plain(logits, token)
     likeliest, most = greedy(logits)
-    own, other = logits.gather(1, torch.stack((token, likeliest), dim=1)).float().unbind(1)
-    return most + (own - other)
+    chosen, best = logits.gather(1, torch.stack((token, likeliest), dim=1)).float().unbind(1)
+    return most + (chosen - best)
 
 
 def logprob_of_plain(logits: Tensor, token: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def logprob_of_plain(logits: Tensor, token: Tensor) -> Tensor:
 
 
 def _is_greedy_fused(logits: Tensor) -> bool:
-    return has_kernels(logits) and logits.is_contiguous() and logits.dtype != torch.float64
+    return implementation("decode", logits) == "plait" and logits.is_contiguous()
 
 
 # Numbers that decide draws, without a generator.
@@ -156,7 +156,7 @@ def _is_greedy_fused(logits: Tensor) -> bool:
 
 COUNTER_RNG_BITS = 28
 """Of the number that decides."""
-_WORD = 0xFFFFFFFF
+_MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
 
 if HAS_TRITON:
@@ -164,18 +164,18 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _scattered(bits):  # type: ignore[no-untyped-def]
-        """`_mixed`, of 32 bits in 64."""
+    def _hash_kernel(bits):  # type: ignore[no-untyped-def]
+        """`_hash`, of 32 bits in 64."""
         bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
         bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
         return bits ^ (bits >> 16)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def chance_of(seed, key, count, bits: tl.constexpr):  # type: ignore[no-untyped-def]
+    def random_bits(seed, key, count, bits: tl.constexpr):  # type: ignore[no-untyped-def]
         """The chance of a row, from a seed that `CounterRNG.seed_bits` gave, its key and its count (int64 both)."""
-        begun = _scattered((seed.to(tl.int64) + key) & 0xFFFFFFFF)
-        keyed = _scattered(begun ^ ((key >> 32) & 0xFFFFFFFF))
-        return _scattered((keyed + count * 0x9E3779B9) & 0xFFFFFFFF) >> (32 - bits)
+        begun = _hash_kernel((seed.to(tl.int64) + key) & 0xFFFFFFFF)
+        keyed = _hash_kernel(begun ^ ((key >> 32) & 0xFFFFFFFF))
+        return _hash_kernel((keyed + count * 0x9E3779B9) & 0xFFFFFFFF) >> (32 - bits)
 
 
 class CounterRNG(NamedTuple):
@@ -189,28 +189,28 @@ class CounterRNG(NamedTuple):
 
     def bits(self) -> Tensor:
         """A number of `COUNTER_RNG_BITS` bits for each row."""
-        keyed = _mixed(_mixed(self.keys + _begun(self.seed) & _WORD) ^ (self.keys >> 32 & _WORD))
-        return _mixed(keyed + self.counts * 0x9E3779B9 & _WORD) >> (32 - COUNTER_RNG_BITS)
+        keyed = _hash(_hash(self.keys + _seed_hash(self.seed) & _MASK) ^ (self.keys >> 32 & _MASK))
+        return _hash(keyed + self.counts * 0x9E3779B9 & _MASK) >> (32 - COUNTER_RNG_BITS)
 
     def seed_bits(self) -> int:
         """The seed as a kernel takes it: with a sign, for Triton would compile another one for more than 31 bits."""
-        begun = _begun(self.seed)
+        begun = _seed_hash(self.seed)
         return begun - (1 << 32) if begun >> 31 else begun
 
 
 def with_seed(key: int, seed: int) -> int:
     """The key whose chances under seed 0 are those of `key` under `seed`, so that one batch may mix seeds."""
-    return (key >> 32) << 32 | (key + _begun(seed)) & _WORD
+    return (key >> 32) << 32 | (key + _seed_hash(seed)) & _MASK
 
 
-def _begun(seed: int) -> int:
-    return _mixed((seed & _WORD) ^ (seed >> 32 & _WORD))
+def _seed_hash(seed: int) -> int:
+    return _hash((seed & _MASK) ^ (seed >> 32 & _MASK))
 
 
-def _mixed(bits: _Bits) -> _Bits:
+def _hash(bits: _Bits) -> _Bits:
     """Scatter 32 bits, held in 64, over all 32: two rounds of shift and multiply."""
-    bits = ((bits ^ bits >> 16) * 0x7FEB352D) & _WORD
-    bits = ((bits ^ bits >> 15) * 0x846CA68B) & _WORD
+    bits = ((bits ^ bits >> 16) * 0x7FEB352D) & _MASK
+    bits = ((bits ^ bits >> 15) * 0x846CA68B) & _MASK
     return bits ^ bits >> 16
 
 
@@ -231,12 +231,12 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import follow
+    from plait.kernels.decode.dependent_launch import wait_for_previous
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _power(value, beside, scale):  # type: ignore[no-untyped-def]
+    def _exp_relative(value, reference, scale):  # type: ignore[no-untyped-def]
         """Exponentials of logits beside another; one that is impossible must not make all others undefined."""
-        return tl.exp2((value - tl.where(beside == float("-inf"), 0.0, beside)) * scale)
+        return tl.exp2((value - tl.where(reference == float("-inf"), 0.0, reference)) * scale)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _weight(power, bits: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -247,10 +247,10 @@ if HAS_TRITON:
     def weigh(value, scale, bits: tl.constexpr, is_scaled: tl.constexpr):  # type: ignore[no-untyped-def]
         """Of each piece of logits (pieces, words): the largest, the sum of exponentials, and that of the weights."""
         most = tl.max(tl.where(value == value, value, float("-inf")), 1)
-        power = _power(value, most[:, None], 1.4426950408889634)
+        power = _exp_relative(value, most[:, None], 1.4426950408889634)
         total = tl.sum(power, 1)
         if is_scaled:
-            power = _power(value, most[:, None], scale)
+            power = _exp_relative(value, most[:, None], scale)
         return most, total, tl.sum(_weight(power, bits), 1)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
@@ -268,18 +268,18 @@ if HAS_TRITON:
         bits: tl.constexpr,
     ):
         """One program for some pieces of a row."""
-        row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        here = part * (block // piece) + tl.arange(0, block // piece)
-        at = here[:, None] * piece + tl.arange(0, piece)[None, :]
+        row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        piece_index = program * (block // piece) + tl.arange(0, block // piece)
+        at = piece_index[:, None] * piece + tl.arange(0, piece)[None, :]
         value = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
         peak, total, weight = weigh(value, scale, bits, is_scaled)
-        inside, there = here < pieces, row * pieces + here
+        inside, there = piece_index < pieces, row * pieces + piece_index
         tl.store(most + there, peak, mask=inside)
         tl.store(sums + there, total, mask=inside)
         tl.store(weights + there, weight, mask=inside)
 
     @triton.jit(do_not_specialize=["seed"])  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _draw_kernel(  # type: ignore[no-untyped-def]
+    def _sample_kernel(  # type: ignore[no-untyped-def]
         logits,
         most,
         sums,
@@ -297,47 +297,49 @@ if HAS_TRITON:
         piece: tl.constexpr,
         bits: tl.constexpr,
         more_bits: tl.constexpr,
-        chance_bits: tl.constexpr,
-        chained: tl.constexpr,
+        rng_bits: tl.constexpr,
+        dependent: tl.constexpr,
     ):
         """One program a row."""
-        if chained:
-            follow()
+        if dependent:
+            wait_for_previous()
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
         inside = at < pieces
-        chance = tl.load(keys + row)
+        random = tl.load(keys + row)
         if is_hashed:
-            chance = chance_of(seed, chance, tl.load(counts + row), chance_bits)
+            random = random_bits(seed, random, tl.load(counts + row), rng_bits)
         peaks = tl.load(most + row * pieces + at, mask=inside, other=float("-inf"))
-        part = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
-        own = tl.load(weights + row * pieces + at, mask=inside, other=0)
+        piece_sums = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
+        piece_weights = tl.load(weights + row * pieces + at, mask=inside, other=0)
         peak = tl.max(peaks, 0)
         # Sums of whole numbers, as large as float64 has them.
-        share = _power(peaks, peak, scale)
+        share = _exp_relative(peaks, peak, scale)
         share = tl.where(share > 0.0, share, 0.0).to(tl.float64)
-        whole = (own.to(tl.float64) * share * (1 << more_bits) + 0.5).to(tl.int64)
-        ladder, total = tl.cumsum(whole, 0), tl.sum(whole, 0)
-        aim = (total.to(tl.float64) * chance.to(tl.float64) / (1 << chance_bits)).to(tl.int64)
+        whole = (piece_weights.to(tl.float64) * share * (1 << more_bits) + 0.5).to(tl.int64)
+        cumulative, total = tl.cumsum(whole, 0), tl.sum(whole, 0)
+        aim = (total.to(tl.float64) * random.to(tl.float64) / (1 << rng_bits)).to(tl.int64)
         # Where nothing has any weight, this must not lead out of the vocabulary.
-        chosen = tl.minimum(tl.sum((ladder <= aim).to(tl.int32), 0), pieces - 1)
-        before = tl.max(tl.where(ladder <= aim, ladder, 0), 0)
+        chosen = tl.minimum(tl.sum((cumulative <= aim).to(tl.int32), 0), pieces - 1)
+        before = tl.max(tl.where(cumulative <= aim, cumulative, 0), 0)
         its_whole = tl.max(tl.where(at == chosen, whole, 0), 0)
         its_peak = tl.max(tl.where(at == chosen, peaks, float("-inf")), 0)
         # What is left of the chance, as a weight in the piece. Its words are weighed anew, just as they were before.
-        word = chosen * piece + tl.arange(0, piece)
-        value = tl.load(logits + row * vocabulary + word, mask=word < vocabulary, other=float("-inf")).to(tl.float32)
-        weight = _weight(_power(value, its_peak, scale), bits)
+        candidates = chosen * piece + tl.arange(0, piece)
+        value = tl.load(logits + row * vocabulary + candidates, mask=candidates < vocabulary, other=float("-inf")).to(
+            tl.float32
+        )
+        weight = _weight(_exp_relative(value, its_peak, scale), bits)
         steps, most_here = tl.cumsum(weight, 0), tl.sum(weight, 0)
         left = (aim - before).to(tl.float64) / tl.maximum(its_whole, 1).to(tl.float64)
         inner = tl.minimum((left * most_here.to(tl.float64)).to(tl.int32), most_here - 1)
-        found = tl.minimum(chosen * piece + tl.sum((steps <= inner).to(tl.int32), 0), vocabulary - 1)
-        tl.store(token + row, found.to(tl.int64))
-        its = tl.sum(tl.where(word == found, value, 0.0), 0)
-        every = tl.sum(part * _power(peaks, peak, 1.4426950408889634), 0)
+        picked = tl.minimum(chosen * piece + tl.sum((steps <= inner).to(tl.int32), 0), vocabulary - 1)
+        tl.store(token + row, picked.to(tl.int64))
+        its = tl.sum(tl.where(candidates == picked, value, 0.0), 0)
+        every = tl.sum(piece_sums * _exp_relative(peaks, peak, 1.4426950408889634), 0)
         tl.store(logprob + row, its - peak - tl.log(every))
 
 
-class Weighed(NamedTuple):
+class SamplingPieces(NamedTuple):
     """What is known of logits after one pass over them, (rows, pieces) each; see [Note: whole numbers in pieces]."""
 
     most: Tensor
@@ -348,25 +350,23 @@ class Weighed(NamedTuple):
     """Of all at the temperature, beside the largest, int32."""
 
     @classmethod
-    def empty(cls, rows: int, vocabulary: int, device: torch.device) -> Weighed:
+    def empty(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingPieces:
         """Room for them."""
         most, sums = (torch.empty(rows, pieces_of(vocabulary), device=device) for _ in range(2))
         return cls(most, sums, torch.empty_like(most, dtype=torch.int32))
 
-    def draw(
-        self, logits: Tensor, temperature: float, chance: CounterRNG | Tensor, *, chained: bool = False
+    def sample(
+        self, logits: Tensor, temperature: float, rng: CounterRNG | Tensor, *, dependent: bool = False
     ) -> tuple[Tensor, Tensor]:
         """A token of each row of these logits (rows, vocabulary), and its log-probability in fp32."""
         rows, pieces = self.most.shape
         token = torch.empty(rows, dtype=torch.int64, device=logits.device)
         logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        is_hashed = isinstance(chance, CounterRNG)
-        keys, counts, seed = (
-            (*chance[:2], chance.seed_bits()) if isinstance(chance, CounterRNG) else (chance, chance, 0)
-        )
+        is_hashed = isinstance(rng, CounterRNG)
+        keys, counts, seed = (*rng[:2], rng.seed_bits()) if isinstance(rng, CounterRNG) else (rng, rng, 0)
         block = triton.next_power_of_2(pieces)
         with on_device_of(logits):
-            _draw_kernel[(rows,)](
+            _sample_kernel[(rows,)](
                 logits,
                 *self,
                 keys,
@@ -382,9 +382,9 @@ class Weighed(NamedTuple):
                 piece=PIECE,
                 bits=WORD_BITS,
                 more_bits=MORE_BITS,
-                chance_bits=COUNTER_RNG_BITS,
+                rng_bits=COUNTER_RNG_BITS,
                 num_warps=max(1, min(32, block // 256)),
-                **dependent_launch_options(chained),
+                **dependent_launch_options(dependent),
             )
         return token, logprob
 
@@ -399,16 +399,16 @@ def scale_at(temperature: float) -> float:
     return min(math.log2(math.e) / temperature, _STEEPEST)
 
 
-def draw(logits: Tensor, temperature: float, chance: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row of logits (rows, vocabulary), at a temperature above 0, and its log-probability in fp32.
 
-    The log-probability is that of temperature 1. `chance` may be the numbers themselves (rows), of `COUNTER_RNG_BITS`
+    The log-probability is that of temperature 1. `rng` may be the numbers themselves (rows), of `COUNTER_RNG_BITS`
     bits.
     """
-    if not _is_fused(logits, chance):
-        return draw_plain(logits, temperature, chance)
+    if not _is_fused(logits, rng):
+        return sample_tokens_plain(logits, temperature, rng)
     rows, vocabulary = logits.shape
-    weighed = Weighed.empty(rows, vocabulary, logits.device)
+    weighed = SamplingPieces.empty(rows, vocabulary, logits.device)
     with on_device_of(logits):
         _pieces_kernel[(rows, -(-vocabulary // _BLOCK))](
             logits,
@@ -422,12 +422,12 @@ def draw(logits: Tensor, temperature: float, chance: CounterRNG | Tensor) -> tup
             bits=WORD_BITS,
             num_warps=8,
         )
-    return weighed.draw(logits, temperature, chance)
+    return weighed.sample(logits, temperature, rng)
 
 
-def draw_plain(logits: Tensor, temperature: float, chance: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens_plain(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
     """The plain twin, of which the whole row is one piece."""
-    token = place_of(weights_of(logits, temperature).cumsum(-1), bits_of(chance))
+    token = pick_index(weights_of(logits, temperature).cumsum(-1), bits_of(rng))
     return token, logprob_of(logits, token)
 
 
@@ -439,25 +439,24 @@ def weights_of(logits: Tensor, temperature: float) -> Tensor:
     return (scores.softmax(-1) * 2.0**WEIGHT_BITS).round().long()
 
 
-def place_of(ladder: Tensor, bits: Tensor, total: Tensor | None = None) -> Tensor:
+def pick_index(cumulative: Tensor, bits: Tensor, total: Tensor | None = None) -> Tensor:
     """Where in sums of weights up to each place (rows, places) chances fall; `total` (rows, 1), if fewer count."""
-    total = ladder[:, -1:] if total is None else total
-    place = torch.searchsorted(ladder, total * bits[:, None] >> COUNTER_RNG_BITS, right=True)
-    return place.squeeze(1).clamp(max=ladder.shape[1] - 1)  # logits that are no numbers must not lead out of them
+    total = cumulative[:, -1:] if total is None else total
+    index = torch.searchsorted(cumulative, total * bits[:, None] >> COUNTER_RNG_BITS, right=True)
+    return index.squeeze(1).clamp(max=cumulative.shape[1] - 1)  # logits that are no numbers must not lead out of them
 
 
-def bits_of(chance: CounterRNG | Tensor) -> Tensor:
+def bits_of(rng: CounterRNG | Tensor) -> Tensor:
     """The numbers that decide (rows)."""
-    return chance.bits() if isinstance(chance, CounterRNG) else chance
+    return rng.bits() if isinstance(rng, CounterRNG) else rng
 
 
-def can_weigh(vocabulary: int, chance: CounterRNG | Tensor) -> bool:
+def can_sample(vocabulary: int, rng: CounterRNG | Tensor) -> bool:
     """Whether kernels can draw from so many words, with such chances."""
-    tensors = chance[:2] if isinstance(chance, CounterRNG) else (chance,)
-    known = all(each.is_contiguous() and each.dtype == torch.int64 for each in tensors)
+    tensors = rng[:2] if isinstance(rng, CounterRNG) else (rng,)
+    known = all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in tensors)
     return known and pieces_of(vocabulary) <= MOST_PIECES
 
 
-def _is_fused(logits: Tensor, chance: CounterRNG | Tensor) -> bool:
-    known = has_kernels(logits) and logits.is_contiguous() and logits.dtype != torch.float64
-    return known and can_weigh(logits.shape[1], chance)
+def _is_fused(logits: Tensor, rng: CounterRNG | Tensor) -> bool:
+    return _is_greedy_fused(logits) and can_sample(logits.shape[1], rng)

@@ -18,27 +18,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from plait.kernels.decode.dependent_launch import AHEAD, Ahead, ahead_options, dependent_launch_options, is_chained
-from plait.kernels.rms_norm import rms_norm
-from plait.kernels.swiglu import product_of
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
+from plait.kernels import HAS_TRITON, implementation, on_device_of, product_of, rms_norm
+from plait.kernels.decode.dependent_launch import (
+    PREFETCH_BYTES,
+    Prefetch,
+    dependent_launch_options,
+    prefetch_options,
+    uses_dependent_launch,
+)
 
 # The Triton forms of `skinny`: few rows times large weights, each weight read once.
 #
-# [Note: the last one adds up] Where there are too few tiles to keep the device busy, several programs share one, each
-# along a part of the summed dim. Each leaves its sums in `partial` and counts itself. Who counts last adds up what all
-# have left, always in the same order, and sets the count back to zero for the next launch.
+# [Note: the last program reduces] Where there are too few tiles to keep the device busy, several programs share one,
+# each along a part of the summed dim. Each leaves its sums in `partial` and counts itself. Who counts last adds up what
+# all have left, always in the same order, and sets the count back to zero for the next launch.
 #
 # [Note: early loads] What is needed behind the product is loaded before it, so that nobody waits for it at the end. The
 # stream that a product is added to is older than what is multiplied, so at least two kernels old: it is loaded before
-# the wait of [Note: chained kernels].
+# the wait of [Note: programmatic dependent launch].
 
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import NO_KEYS, ask_for, follow, plan_here
+    from plait.kernels.decode.dependent_launch import (
+        PREFETCH_ARGUMENTS,
+        prefetch_next,
+        prefetch_rows,
+        wait_for_previous,
+    )
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _rows(x, row, at, rows, width):  # type: ignore[no-untyped-def]
@@ -49,8 +58,8 @@ if HAS_TRITON:
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _piece(weight, column, at, width):  # type: ignore[no-untyped-def]
         """A piece of a weight (features, width), which nobody reads a second time."""
-        here = weight + column.to(tl.int64)[:, None] * width + at[None, :]
-        return tl.load(here, mask=(at < width)[None, :], other=0.0, eviction_policy="evict_first")
+        address = weight + column.to(tl.int64)[:, None] * width + at[None, :]
+        return tl.load(address, mask=(at < width)[None, :], other=0.0, eviction_policy="evict_first")
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def squares_of(squares, begin, pieces, row, rows, block_m: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -69,10 +78,10 @@ if HAS_TRITON:
         return 1.0 / tl.sqrt(total / width + eps)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
-    def _beside(residual, gain, here, column, inside):  # type: ignore[no-untyped-def]
+    def _load_residual(residual, gain, offset, column, inside):  # type: ignore[no-untyped-def]
         """What a product is added to, and the gain of the norm behind it."""
-        own = tl.load(residual + here, mask=inside, other=0.0, cache_modifier=".cg")
-        return own.to(tl.float32), tl.load(gain + column).to(tl.float32)
+        value = tl.load(residual + offset, mask=inside, other=0.0, cache_modifier=".cg")
+        return value.to(tl.float32), tl.load(gain + column).to(tl.float32)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def skinny_product_of(  # type: ignore[no-untyped-def]
@@ -96,7 +105,7 @@ if HAS_TRITON:
             total = tl.dot(value, tl.trans(piece), total, input_precision="ieee")
         return total
 
-    @triton.jit(do_not_specialize=["rows", "pieces", *NO_KEYS])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    @triton.jit(do_not_specialize=["rows", "pieces", *PREFETCH_ARGUMENTS])  # type: ignore[untyped-decorator,misc,unused-ignore]
     def project_kernel(  # type: ignore[no-untyped-def]
         x,
         squares,
@@ -117,96 +126,103 @@ if HAS_TRITON:
         n_third,
         pieces,
         eps,
-        ahead_first,
-        ahead_second,
-        ahead_third,
-        ahead_n_first,
-        ahead_n_second,
-        ahead_n_third,
-        ahead_width,
-        ahead_stride,
-        ahead_part_bits,
-        ahead_line_bits,
+        next_first,
+        next_second,
+        next_third,
+        next_n_first,
+        next_n_second,
+        next_n_third,
+        next_width,
+        next_stride,
+        next_segment_bits,
+        next_line_bits,
         is_normed: tl.constexpr,
         adds: tl.constexpr,
         split: tl.constexpr,
         block_m: tl.constexpr,
         block_n: tl.constexpr,
         block_k: tl.constexpr,
-        chained: tl.constexpr,
+        dependent: tl.constexpr,
         early: tl.constexpr,
-        looks: tl.constexpr,
+        prefetches: tl.constexpr,
     ):
         """One program for a tile of one of up to three weights, and a part of the summed dim."""
-        tile, part = tl.program_id(0), tl.program_id(1)
-        weight, features, begin, own = first, n_first, 0, tile
-        if own >= tl.cdiv(n_first, block_n):
-            own -= tl.cdiv(n_first, block_n)
+        tile, split_index = tl.program_id(0), tl.program_id(1)
+        weight, features, begin, weight_tile = first, n_first, 0, tile
+        if weight_tile >= tl.cdiv(n_first, block_n):
+            weight_tile -= tl.cdiv(n_first, block_n)
             weight, features, begin = second, n_second, n_first
-            if own >= tl.cdiv(n_second, block_n):
-                own -= tl.cdiv(n_second, block_n)
+            if weight_tile >= tl.cdiv(n_second, block_n):
+                weight_tile -= tl.cdiv(n_second, block_n)
                 weight, features, begin = third, n_third, n_first + n_second
         weight = tl.multiple_of(weight, 16)
-        row, column = tl.arange(0, block_m), own * block_n + tl.arange(0, block_n)
+        row, column = tl.arange(0, block_m), weight_tile * block_n + tl.arange(0, block_n)
         safe = tl.minimum(column, features - 1)
-        here = row.to(tl.int64)[:, None] * (n_first + n_second + n_third) + (begin + column)[None, :]
+        offset = row.to(tl.int64)[:, None] * (n_first + n_second + n_third) + (begin + column)[None, :]
         inside = (row < rows)[:, None] & (column < features)[None, :]
         steps = tl.cdiv(tl.cdiv(width, block_k), split)
         if adds and early:  # see [Note: early loads]
-            beside, factor = _beside(residual, gain, here, safe, inside)
-        if chained:  # see [Note: chained kernels]
-            ask_for(weight, safe, part * steps * block_k, tl.minimum((part + 1) * steps * block_k, width), width, 16)
-            follow()
+            residual_value, factor = _load_residual(residual, gain, offset, safe, inside)
+        if dependent:  # see [Note: programmatic dependent launch]
+            prefetch_rows(
+                weight,
+                safe,
+                split_index * steps * block_k,
+                tl.minimum((split_index + 1) * steps * block_k, width),
+                width,
+                16,
+            )
+            wait_for_previous()
         if is_normed and early:
             begun = squares_of(squares, 0, pieces, row, rows, block_m)
         total = skinny_product_of(
-            x, weight, row, safe, part * steps, (part + 1) * steps, rows, width, block_m, block_n, block_k
+            x, weight, row, safe, split_index * steps, (split_index + 1) * steps, rows, width, block_m, block_n, block_k
         )
-        if looks:
-            plan_here(
-                ahead_first,
-                ahead_second,
-                ahead_third,
-                ahead_n_first,
-                ahead_n_second,
-                ahead_n_third,
-                ahead_width,
-                ahead_stride,
-                ahead_part_bits,
-                ahead_line_bits,
-                tile + part * tl.num_programs(0),
+        if prefetches:
+            prefetch_next(
+                next_first,
+                next_second,
+                next_third,
+                next_n_first,
+                next_n_second,
+                next_n_third,
+                next_width,
+                next_stride,
+                next_segment_bits,
+                next_line_bits,
+                tile + split_index * tl.num_programs(0),
                 tl.num_programs(0) * split,
             )
         last = True
-        if split > 1:  # see [Note: the last one adds up]
+        if split > 1:  # see [Note: the last program reduces]
             size: tl.constexpr = block_m * block_n
-            place = row[:, None] * block_n + tl.arange(0, block_n)[None, :]
-            tl.store(partial + (tile * split + part).to(tl.int64) * size + place, total)
+            partial_offset = row[:, None] * block_n + tl.arange(0, block_n)[None, :]
+            tl.store(partial + (tile * split + split_index).to(tl.int64) * size + partial_offset, total)
             tl.debug_barrier()
             last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == split - 1
             if last:
                 total = tl.zeros((block_m, block_n), dtype=tl.float32)
-                theirs = partial + (tile * split).to(tl.int64) * size + place
-                for each in tl.static_range(split):
-                    total += tl.load(theirs + each * size, cache_modifier=".cg")
+                theirs = partial + (tile * split).to(tl.int64) * size + partial_offset
+                for other in tl.static_range(split):
+                    total += tl.load(theirs + other * size, cache_modifier=".cg")
                 tl.store(counters + tile, 0)
         if last:
             if is_normed:
                 if not early:
                     begun = squares_of(squares, 0, pieces, row, rows, block_m)
                 total *= scale_of(begun, squares, pieces, row, rows, width, eps, block_m)[:, None]
-            kind = out.dtype.element_ty
+            dtype = out.dtype.element_ty
             if adds:
                 if not early:
-                    beside, factor = _beside(residual, gain, here, safe, inside)
+                    residual_value, factor = _load_residual(residual, gain, offset, safe, inside)
                 # Rounded before it is added, as a layer would leave it, and after, as it goes on.
-                total = (total.to(kind).to(tl.float32) + beside).to(kind).to(tl.float32)
-                tl.store(gained + here, (total * factor[None, :]).to(kind), mask=inside)
+                total = (total.to(dtype).to(tl.float32) + residual_value).to(dtype).to(tl.float32)
+                tl.store(gained + offset, (total * factor[None, :]).to(dtype), mask=inside)
                 squared = tl.sum(tl.where(inside, total * total, 0.0), 1)
                 tl.store(new_squares + tile * rows + row, squared, mask=row < rows)
-            tl.store(out + here, total.to(kind), mask=inside)
+            tl.store(out + offset, total.to(dtype), mask=inside)
 
-    @triton.jit(do_not_specialize=["rows", "pieces", *NO_KEYS])  # type: ignore[untyped-decorator,misc,unused-ignore]
+    @triton.jit(do_not_specialize=["rows", "pieces", *PREFETCH_ARGUMENTS])  # type: ignore[untyped-decorator,misc,unused-ignore]
     def gated_kernel(  # type: ignore[no-untyped-def]
         x,
         squares,
@@ -218,23 +234,23 @@ if HAS_TRITON:
         features,
         pieces,
         eps,
-        ahead_first,
-        ahead_second,
-        ahead_third,
-        ahead_n_first,
-        ahead_n_second,
-        ahead_n_third,
-        ahead_width,
-        ahead_stride,
-        ahead_part_bits,
-        ahead_line_bits,
+        next_first,
+        next_second,
+        next_third,
+        next_n_first,
+        next_n_second,
+        next_n_third,
+        next_width,
+        next_stride,
+        next_segment_bits,
+        next_line_bits,
         is_normed: tl.constexpr,
         block_m: tl.constexpr,
         block_n: tl.constexpr,
         block_k: tl.constexpr,
-        chained: tl.constexpr,
+        dependent: tl.constexpr,
         early: tl.constexpr,
-        looks: tl.constexpr,
+        prefetches: tl.constexpr,
     ):
         """One program for the same tile of two weights."""
         row, k = tl.arange(0, block_m), tl.arange(0, block_k)
@@ -242,10 +258,10 @@ if HAS_TRITON:
         safe = tl.minimum(column, features - 1)
         g = tl.zeros((block_m, block_n), dtype=tl.float32)
         u = tl.zeros((block_m, block_n), dtype=tl.float32)
-        if chained:  # see [Note: chained kernels]
-            ask_for(gate, safe, 0, width, width, 16)
-            ask_for(up, safe, 0, width, width, 16)
-            follow()
+        if dependent:  # see [Note: programmatic dependent launch]
+            prefetch_rows(gate, safe, 0, width, width, 16)
+            prefetch_rows(up, safe, 0, width, width, 16)
+            wait_for_previous()
         if is_normed and early:
             begun = squares_of(squares, 0, pieces, row, rows, block_m)
         for step in range(tl.cdiv(width, block_k)):
@@ -253,18 +269,18 @@ if HAS_TRITON:
             value = _rows(x, row, at, rows, width)
             g = tl.dot(value, tl.trans(_piece(gate, safe, at, width)), g, input_precision="ieee")
             u = tl.dot(value, tl.trans(_piece(up, safe, at, width)), u, input_precision="ieee")
-        if looks:
-            plan_here(
-                ahead_first,
-                ahead_second,
-                ahead_third,
-                ahead_n_first,
-                ahead_n_second,
-                ahead_n_third,
-                ahead_width,
-                ahead_stride,
-                ahead_part_bits,
-                ahead_line_bits,
+        if prefetches:
+            prefetch_next(
+                next_first,
+                next_second,
+                next_third,
+                next_n_first,
+                next_n_second,
+                next_n_third,
+                next_width,
+                next_stride,
+                next_segment_bits,
+                next_line_bits,
                 tl.program_id(0),
                 tl.num_programs(0),
             )
@@ -273,9 +289,9 @@ if HAS_TRITON:
                 begun = squares_of(squares, 0, pieces, row, rows, block_m)
             scale = scale_of(begun, squares, pieces, row, rows, width, eps, block_m)[:, None]
             g, u = g * scale, u * scale
-        here = row.to(tl.int64)[:, None] * features + column[None, :]
+        offset = row.to(tl.int64)[:, None] * features + column[None, :]
         inside = (row < rows)[:, None] & (column < features)[None, :]
-        tl.store(out + here, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offset, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
 
 
 MOST_ROWS, MOST_WEIGHTS = 128, 3
@@ -283,7 +299,7 @@ MOST_ROWS, MOST_WEIGHTS = 128, 3
 MOST_ROWS_WIDE = 16
 """Of fp32, which they multiply one by one."""
 COUNTERS = 4096
-"""Tiles that programs may share, see [Note: the last one adds up]."""
+"""Tiles that programs may share, see [Note: the last program reduces]."""
 
 
 class Norm(NamedTuple):
@@ -313,7 +329,7 @@ class ResidualStream(NamedTuple):
         return (self.normed(), None) if self.gained is None else (self.gained, self.squares)
 
 
-class Tiles(NamedTuple):
+class GemmConfig(NamedTuple):
     """How a kernel cuts its work up."""
 
     n: int
@@ -326,31 +342,31 @@ class Tiles(NamedTuple):
     """Where tiles are fewer, programs share them, up to so many."""
 
 
-Table = Mapping[tuple[str, int], Tiles | None]
-TILES: Table = MappingProxyType(
+ConfigTable = Mapping[tuple[str, int], GemmConfig | None]
+CONFIGS: ConfigTable = MappingProxyType(
     {
-        ("project", 16): Tiles(n=32, k=256, warps=4, stages=4, programs=132),
-        ("project", 32): Tiles(n=32, k=256, warps=4, stages=4, programs=132),
-        ("project", 64): Tiles(n=32, k=128, warps=4, stages=4, programs=132),
-        ("project", 128): Tiles(n=32, k=128, warps=4, stages=4, programs=132),
-        ("add", 16): Tiles(n=16, k=128, warps=2, stages=4, programs=528),
-        ("add", 32): Tiles(n=32, k=128, warps=4, stages=4, programs=264),
-        ("add", 64): Tiles(n=32, k=128, warps=4, stages=4, programs=264),
-        ("add", 128): Tiles(n=32, k=128, warps=4, stages=4, programs=132),
-        ("wide", 16): Tiles(n=64, k=128, warps=4, stages=4),
-        ("wide", 32): Tiles(n=128, k=256, warps=4, stages=2),
-        ("wide", 64): Tiles(n=256, k=64, warps=4, stages=5),
-        ("wide", 128): Tiles(n=256, k=64, warps=8, stages=4),
-        ("gated", 16): Tiles(n=64, k=128, warps=4, stages=4),
-        ("gated", 32): Tiles(n=64, k=128, warps=4, stages=4),
-        ("gated", 64): Tiles(n=64, k=64, warps=4, stages=6),
-        ("gated", 128): Tiles(n=64, k=64, warps=4, stages=6),
+        ("project", 16): GemmConfig(n=32, k=256, warps=4, stages=4, programs=132),
+        ("project", 32): GemmConfig(n=32, k=256, warps=4, stages=4, programs=132),
+        ("project", 64): GemmConfig(n=32, k=128, warps=4, stages=4, programs=132),
+        ("project", 128): GemmConfig(n=32, k=128, warps=4, stages=4, programs=132),
+        ("add", 16): GemmConfig(n=16, k=128, warps=2, stages=4, programs=528),
+        ("add", 32): GemmConfig(n=32, k=128, warps=4, stages=4, programs=264),
+        ("add", 64): GemmConfig(n=32, k=128, warps=4, stages=4, programs=264),
+        ("add", 128): GemmConfig(n=32, k=128, warps=4, stages=4, programs=132),
+        ("wide", 16): GemmConfig(n=64, k=128, warps=4, stages=4),
+        ("wide", 32): GemmConfig(n=128, k=256, warps=4, stages=2),
+        ("wide", 64): GemmConfig(n=256, k=64, warps=4, stages=5),
+        ("wide", 128): GemmConfig(n=256, k=64, warps=8, stages=4),
+        ("gated", 16): GemmConfig(n=64, k=128, warps=4, stages=4),
+        ("gated", 32): GemmConfig(n=64, k=128, warps=4, stages=4),
+        ("gated", 64): GemmConfig(n=64, k=64, warps=4, stages=6),
+        ("gated", 128): GemmConfig(n=64, k=64, warps=4, stages=6),
     }
 )
 """For each form and number of rows, found on an H200 by `benchmarks/skinny.py`. Nothing: torch's own operations."""
 WIDE = 16384
 """From so many features on there are tiles enough for any device."""
-EARLY = True
+EARLY_LOADS = True
 """See [Note: early loads] in `skinny_kernel`."""
 
 
@@ -364,18 +380,18 @@ def project(
     weights: Sequence[Tensor],
     counters: Tensor,
     *,
-    table: Table = TILES,
-    ahead: Ahead | None = None,
-    early: bool = EARLY,
+    table: ConfigTable = CONFIGS,
+    prefetch: Prefetch | None = None,
+    early: bool = EARLY_LOADS,
 ) -> Tensor:
     """The norm of the stream times each weight (features, width), side by side."""
     form = "wide" if sum(map(len, weights)) >= WIDE else "project"
-    tiles = tiles_for(form, stream.x, weights, table)
-    if tiles is None:
+    config = config_for(form, stream.x, weights, table)
+    if config is None:
         return project_plain(stream, weights)
     x, squares = stream.readable()
     out = x.new_empty(len(x), sum(map(len, weights)))
-    _launch(x, squares, stream.norm.eps, weights, tiles, counters, out, ahead=ahead, early=early)
+    _launch(x, squares, stream.norm.eps, weights, config, counters, out, prefetch=prefetch, early=early)
     return out
 
 
@@ -392,21 +408,21 @@ def add(
     norm: Norm,
     counters: Tensor,
     *,
-    table: Table = TILES,
-    ahead: Ahead | None = None,
-    early: bool = EARLY,
+    table: ConfigTable = CONFIGS,
+    prefetch: Prefetch | None = None,
+    early: bool = EARLY_LOADS,
 ) -> ResidualStream:
     """The stream plus `y` (rows, features) times a weight (width, features), in front of its next norm.
 
     In a chain, a kernel must lie between what wrote the stream and this: that of `y`.
     """
-    tiles = tiles_for("add", y, [weight], table)
-    if tiles is None:
+    config = config_for("add", y, [weight], table)
+    if config is None:
         return add_plain(stream, y, weight, norm)
     x, gained = (torch.empty_like(stream.x) for _ in range(2))
-    squares = torch.empty(-(-len(weight) // tiles.n), len(x), dtype=torch.float32, device=x.device)
+    squares = torch.empty(-(-len(weight) // config.n), len(x), dtype=torch.float32, device=x.device)
     after = ResidualStream(x, norm, gained, squares)
-    _launch(y, None, 0.0, [weight], tiles, counters, x, stream.x, after, ahead=ahead, early=early)
+    _launch(y, None, 0.0, [weight], config, counters, x, stream.x, after, prefetch=prefetch, early=early)
     return after
 
 
@@ -420,19 +436,19 @@ def gated(
     gate: Tensor,
     up: Tensor,
     *,
-    table: Table = TILES,
-    ahead: Ahead | None = None,
-    early: bool = EARLY,
+    table: ConfigTable = CONFIGS,
+    prefetch: Prefetch | None = None,
+    early: bool = EARLY_LOADS,
 ) -> Tensor:
     """`silu(x gateᵀ) * (x upᵀ)`, of the stream's norm and weights (features, width)."""
-    tiles = tiles_for("gated", stream.x, (gate, up), table)
-    if tiles is None:
+    config = config_for("gated", stream.x, (gate, up), table)
+    if config is None:
         return gated_plain(stream, gate, up)
     x, squares = stream.readable()
     (rows, width), features = x.shape, len(gate)
     out = x.new_empty(rows, features)
     with on_device_of(x):
-        gated_kernel[(-(-features // tiles.n),)](
+        gated_kernel[(-(-features // config.n),)](
             x,
             x if squares is None else squares,
             gate,
@@ -443,10 +459,10 @@ def gated(
             features,
             0 if squares is None else len(squares),
             stream.norm.eps,
-            **ahead_options(x, ahead),
+            **prefetch_options(x, prefetch),
             is_normed=squares is not None,
             early=early,
-            **launch_options(tiles, x),
+            **launch_options(config, x),
         )
     return out
 
@@ -462,19 +478,19 @@ def _launch(
     squares: Tensor | None,
     eps: float,
     weights: Sequence[Tensor],
-    tiles: Tiles,
+    config: GemmConfig,
     counters: Tensor,
     out: Tensor,
     residual: Tensor | None = None,
     after: ResidualStream | None = None,
     *,
-    ahead: Ahead | None,
+    prefetch: Prefetch | None,
     early: bool,
 ) -> None:
     assert len(weights) <= MOST_WEIGHTS
-    (rows, width), block_m, block_k = x.shape, padded(len(x)), depth_of(tiles, x)
-    count, split = _shares(tiles, weights, block_k)
-    partial = torch.empty(count * split * block_m * tiles.n if split > 1 else 1, dtype=torch.float32, device=x.device)
+    (rows, width), block_m, block_k = x.shape, padded_rows(len(x)), block_k_of(config, x)
+    count, split = _tiles_and_splits(config, weights, block_k)
+    partial = torch.empty(count * split * block_m * config.n if split > 1 else 1, dtype=torch.float32, device=x.device)
     spare = MOST_WEIGHTS - len(weights)
     with on_device_of(x):
         project_kernel[(count, split)](
@@ -495,70 +511,72 @@ def _launch(
             *[0] * spare,
             0 if squares is None else len(squares),
             eps,
-            **ahead_options(x, ahead),
+            **prefetch_options(x, prefetch),
             is_normed=squares is not None,
             adds=after is not None,
             split=split,
             early=early,
-            **launch_options(tiles, x),
+            **launch_options(config, x),
         )
 
 
-def ahead_of(form: str, rows: int, weights: Sequence[Tensor], *, table: Table = TILES, budget: int = AHEAD) -> Ahead:
+def prefetch_of(
+    form: str, rows: int, weights: Sequence[Tensor], *, table: ConfigTable = CONFIGS, budget: int = PREFETCH_BYTES
+) -> Prefetch:
     """What the next kernel begins with, by its form, the number of rows and its weights (features, width)."""
-    tiles = table.get((form, padded(min(rows, MOST_ROWS))))
-    if tiles is None:
-        return Ahead(weights, budget=budget)
-    width, depth = weights[0].shape[1], depth_of(tiles, weights[0])
-    split = _shares(tiles, weights, depth)[1]
-    return Ahead(weights, split, -(-width // (depth * split)) * depth, budget)
+    config = table.get((form, padded_rows(min(rows, MOST_ROWS))))
+    if config is None:
+        return Prefetch(weights, budget=budget)
+    width, depth = weights[0].shape[1], block_k_of(config, weights[0])
+    split = _tiles_and_splits(config, weights, depth)[1]
+    return Prefetch(weights, split, -(-width // (depth * split)) * depth, budget)
 
 
-def _shares(tiles: Tiles, weights: Sequence[Tensor], depth: int) -> tuple[int, int]:
+def _tiles_and_splits(config: GemmConfig, weights: Sequence[Tensor], depth: int) -> tuple[int, int]:
     """How many tiles there are, and how many programs share one."""
-    count, split = sum(-(-len(weight) // tiles.n) for weight in weights), 1
-    while 2 * split * count <= min(tiles.programs, COUNTERS) and 4 * split * depth <= weights[0].shape[1]:
+    count, split = sum(-(-len(weight) // config.n) for weight in weights), 1
+    while 2 * split * count <= min(config.programs, COUNTERS) and 4 * split * depth <= weights[0].shape[1]:
         split *= 2
     return count, split
 
 
-def launch_options(tiles: Tiles, x: Tensor) -> dict[str, Any]:
+def launch_options(config: GemmConfig, x: Tensor) -> dict[str, Any]:
     """How to launch a kernel that multiplies `x` in such tiles."""
     return {
-        "block_m": padded(len(x)),
-        "block_n": tiles.n,
-        "block_k": depth_of(tiles, x),
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-        **dependent_launch_options(is_chained(x)),
+        "block_m": padded_rows(len(x)),
+        "block_n": config.n,
+        "block_k": block_k_of(config, x),
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **dependent_launch_options(uses_dependent_launch(x)),
     }
 
 
-def tiles_for(form: str, x: Tensor, weights: Sequence[Tensor], table: Table) -> Tiles | None:
+def config_for(form: str, x: Tensor, weights: Sequence[Tensor], table: ConfigTable) -> GemmConfig | None:
     """None where torch's own operations are to do it."""
-    if not suits(x, *weights) or (x.itemsize > 2 and len(x) > MOST_ROWS_WIDE):
+    if not supports(x, *weights) or (x.itemsize > 2 and len(x) > MOST_ROWS_WIDE):
         return None
-    return table.get((form, padded(len(x))))
+    return table.get((form, padded_rows(len(x))))
 
 
-def suits(x: Tensor, *weights: Tensor) -> bool:
+def supports(x: Tensor, *weights: Tensor) -> bool:
     """Whether kernels can multiply an input with such weights."""
-    if not has_kernels(x) or x.dtype == torch.float64 or not x.is_contiguous():
+    if implementation("decode", x) == "torch" or not x.is_contiguous():
         return False
     return all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
 
 
-def padded(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """Rows of a tile."""
-    return max(16, power_of(rows))
+    return max(16, next_power_of_two(rows))
 
 
-def power_of(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()
 
 
-def depth_of(tiles: Tiles, x: Tensor) -> int:
+def block_k_of(config: GemmConfig, x: Tensor) -> int:
     """Numbers that are added up at a time."""
     # What is multiplied one by one would be long code for deep tiles.
-    return tiles.k if x.itemsize == 2 else 32
+    return config.k if x.itemsize == 2 else 32

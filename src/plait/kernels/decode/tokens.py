@@ -1,4 +1,4 @@
-"""What is written down about each row when it has a new token, in one kernel."""
+"""Bookkeeping of the rows of a batch when each has a new token, in one kernel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.kernels import HAS_TRITON, implementation, on_device_of
 from plait.kernels.decode.dependent_launch import can_launch_dependent, dependent_launch_options
-from plait.kernels.triton import HAS_TRITON, has_kernels, on_device_of
 
 _BLOCK = 128
 
@@ -16,7 +16,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from plait.kernels.decode.dependent_launch import follow
+    from plait.kernels.decode.dependent_launch import wait_for_previous
 
     @triton.jit(do_not_specialize=["rows", "columns", "count"])  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _kernel(  # type: ignore[no-untyped-def]
@@ -34,77 +34,78 @@ if HAS_TRITON:
         columns,
         count,
         block: tl.constexpr,
-        chained: tl.constexpr,
+        dependent: tl.constexpr,
     ):
-        """One program for some rows."""
-        if chained:
-            follow()
+        """One program per `block` rows."""
+        if dependent:
+            wait_for_previous()
         row = (tl.program_id(0) * block + tl.arange(0, block)).to(tl.int64)
         inside = row < rows
         new = tl.load(token + row, mask=inside, other=0)
         so_far = tl.load(counts + row, mask=inside, other=0)
         was_done = tl.load(done + row, mask=inside, other=1) != 0
-        place = row * columns + tl.where(was_done, columns - 1, so_far)
-        tl.store(tokens + place, new, mask=inside)
-        tl.store(logprobs + place, tl.load(logprob + row, mask=inside, other=0.0), mask=inside)
+        slot = row * columns + tl.where(was_done, columns - 1, so_far)
+        tl.store(tokens + slot, new, mask=inside)
+        tl.store(logprobs + slot, tl.load(logprob + row, mask=inside, other=0.0), mask=inside)
         so_far += tl.where(was_done, 0, 1)
         tl.store(counts + row, so_far, mask=inside)
         stops_here = tl.load(stopped + row, mask=inside, other=1) != 0
-        for each in range(count):
-            stops_here = stops_here | ((new == tl.load(stops + each)) & (was_done == 0))
+        for index in range(count):
+            stops_here = stops_here | ((new == tl.load(stops + index)) & (was_done == 0))
         tl.store(stopped + row, stops_here, mask=inside)
-        ends = so_far >= tl.load(limits + row, mask=inside, other=0)
-        tl.store(done + row, was_done | stops_here | ends, mask=inside)
+        at_limit = so_far >= tl.load(limits + row, mask=inside, other=0)
+        tl.store(done + row, was_done | stops_here | at_limit, mask=inside)
         tl.store(latest + row, new, mask=inside)
 
 
 class TokenRecords(NamedTuple):
-    """What is known of each row, (rows) each where nothing else is said."""
+    """The state of the rows, of shape (rows) unless stated otherwise."""
 
     latest: Tensor
-    """The token that came last."""
+    """The last token."""
     tokens: Tensor
-    """All that came (rows, columns), int64; the last column is for what comes when a row is done."""
+    """All new tokens (rows, columns), int64; the last column takes tokens of rows that are done."""
     logprobs: Tensor
-    """Theirs (rows, columns), fp32."""
+    """Their log-probabilities (rows, columns), fp32."""
     counts: Tensor
-    """How many came."""
+    """The number of new tokens."""
     limits: Tensor
-    """How many may come."""
+    """The maximum number of new tokens."""
     done: Tensor
     stopped: Tensor
-    """Done because a stop token came."""
+    """Whether a row is done because of a stop token."""
     stops: Tensor
-    """Those tokens (any number)."""
+    """The stop tokens (any number)."""
 
 
-def record_tokens(token: Tensor, logprob: Tensor, book: TokenRecords) -> None:
-    """Write each row's new token (rows) down. Changes tensors in place only, so that a graph may repeat it."""
-    if not has_kernels(token) or not all(each.is_contiguous() for each in (token, logprob, *book)):
-        record_tokens_plain(token, logprob, book)
+def record_tokens(token: Tensor, logprob: Tensor, records: TokenRecords) -> None:
+    """Append each row's new token (rows). Changes tensors in place only, so that it can be captured in a CUDA graph."""
+    contiguous = all(tensor.is_contiguous() for tensor in (token, logprob, *records))
+    if implementation("record_tokens", token) == "torch" or not contiguous:
+        record_tokens_plain(token, logprob, records)
         return
-    rows, columns = book.tokens.shape
+    rows, columns = records.tokens.shape
     with on_device_of(token):
         _kernel[(-(-rows // _BLOCK),)](
             token,
             logprob,
-            *book,
+            *records,
             rows,
             columns,
-            len(book.stops),
+            len(records.stops),
             block=_BLOCK,
             num_warps=4,
             **dependent_launch_options(can_launch_dependent(token)),
         )
 
 
-def record_tokens_plain(token: Tensor, logprob: Tensor, book: TokenRecords) -> None:
-    """The plain twin."""
-    place = torch.where(book.done, book.tokens.shape[1] - 1, book.counts)[:, None]
-    book.tokens.scatter_(1, place, token[:, None])
-    book.logprobs.scatter_(1, place, logprob[:, None])
-    book.counts.add_(~book.done)
-    if len(book.stops):
-        book.stopped.logical_or_((token[:, None] == book.stops).any(1) & ~book.done)
-    book.done.logical_or_(book.stopped | (book.counts >= book.limits))
-    book.latest.copy_(token)
+def record_tokens_plain(token: Tensor, logprob: Tensor, records: TokenRecords) -> None:
+    """`record_tokens` in torch operations."""
+    column = torch.where(records.done, records.tokens.shape[1] - 1, records.counts)[:, None]
+    records.tokens.scatter_(1, column, token[:, None])
+    records.logprobs.scatter_(1, column, logprob[:, None])
+    records.counts.add_(~records.done)
+    if len(records.stops):
+        records.stopped.logical_or_((token[:, None] == records.stops).any(1) & ~records.done)
+    records.done.logical_or_(records.stopped | (records.counts >= records.limits))
+    records.latest.copy_(token)

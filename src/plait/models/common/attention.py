@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """Mix the tokens of (batch, tokens, dim)."""
-        q, k, v = (self._split(each) for each in self.project(x))
+        q, k, v = (self._split(projected) for projected in self.project(x))
         if shared.rotary is not None:
             q, k = self.rotate(shared.rotary, q, k)
         y = self.attend(q, k, v, shared.mask, self.dropout if self.training else 0.0)
@@ -206,5 +206,5 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row of blocks, (batch, rows, columns): how many there are, and which; one head for all."""
-    found = blocks[:, None].int()
-    return found.sum(-1, dtype=torch.int32), found.argsort(dim=-1, descending=True, stable=True).int()
+    flags = blocks[:, None].int()
+    return flags.sum(-1, dtype=torch.int32), flags.argsort(dim=-1, descending=True, stable=True).int()

@@ -16,14 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.distributed import is_sharded
-from plait.kernels import E4M3, E5M2, MULTIPLE, Fp8Matrix, amax_of, fp8_cast, scaled, scaled_plain, scaled_product
-from plait.models.common.loss_kernels import (
-    SCALE,
-    is_loss_fused,
-    loss_and_slopes_triton,
+from plait.kernels import (
+    E4M3,
+    E5M2,
+    MULTIPLE,
+    PROB_SCALE,
+    Fp8Matrix,
+    amax_of,
+    fp8_cast,
+    has_loss_kernels,
+    logit_grads_triton,
+    loss_and_grads_triton,
     row_statistics_triton,
-    slopes_triton,
-    write_others,
+    scaled,
+    scaled_plain,
+    scaled_product,
+    write_fp8_probs,
 )
 from plait.models.common.protocol import IGNORE_INDEX, LossTerm
 
@@ -39,33 +47,33 @@ from plait.models.common.protocol import IGNORE_INDEX, LossTerm
 # It is one operator to `torch.compile`. Traced into, the pieces would be reordered and all be held at once.
 
 
-LossAndSlopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+LossAndGrads = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def chunked_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype
 ) -> Tensor:
     """Sum of the losses of `hidden` (tokens, dim), `rows` tokens at a time, products in `dtype`."""
-    total: Tensor = _forward(hidden, weight, labels, rows, dtype, *needed_of(hidden, weight))[0]
+    total: Tensor = _forward(hidden, weight, labels, rows, dtype, *needed_grads(hidden, weight))[0]
     return total
 
 
-def loss_and_slopes(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_grads(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Loss of each row, fp32, and its gradient with respect to the logits, in their dtype.
 
     The gradient of an ignored row is left as if it counted for label 0. Overwrites `logits` where it can.
     """
-    if is_loss_fused(logits):
-        return loss_and_slopes_triton(logits, labels)
+    if has_loss_kernels(logits):
+        return loss_and_grads_triton(logits, labels, IGNORE_INDEX)
     counted = labels != IGNORE_INDEX
     index = labels.where(counted, 0)[:, None]
     log_probs = logits.float().log_softmax(-1)
     losses = -log_probs.gather(1, index).squeeze(1).where(counted, 0.0)
-    slopes = log_probs.exp_().scatter_add_(1, index, log_probs.new_full(index.shape, -1.0))
-    return losses, slopes.to(logits.dtype)
+    grads = log_probs.exp_().scatter_add_(1, index, log_probs.new_full(index.shape, -1.0))
+    return losses, grads.to(logits.dtype)
 
 
-def needed_of(hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
+def needed_grads(hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
     """Whether a gradient of `hidden` and one of `weight` will be asked for."""
     grad = torch.is_grad_enabled()
     return grad and hidden.requires_grad, grad and weight.requires_grad
@@ -78,28 +86,28 @@ def over_chunks(
     rows: int,
     dtype: torch.dtype,
     needed: tuple[bool, bool],
-    evaluate: LossAndSlopes,
+    evaluate: LossAndGrads,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss and the unscaled gradients; empty where one is not needed."""
     hidden_grad, weight_grad = needed
     cast_weight = weight.to(dtype)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    grad_hidden = room_for(hidden, hidden_grad, dtype)
+    grad_hidden = empty_grad(hidden, hidden_grad, dtype)
     grad_weight: Tensor | None = None
     for start in range(0, len(labels), rows):
         piece = slice(start, start + rows)
         cast_hidden = hidden[piece].to(dtype)
-        losses, slopes = evaluate(cast_hidden @ cast_weight.t(), labels[piece])
+        losses, grads = evaluate(cast_hidden @ cast_weight.t(), labels[piece])
         total += losses.sum()
         # Ignored rows are struck out of the small factors, which spares a pass over the large one.
         counted = (labels[piece] != IGNORE_INDEX)[:, None]
         if hidden_grad:
-            torch.mm(slopes, cast_weight, out=grad_hidden[piece]).mul_(counted)
+            torch.mm(grads, cast_weight, out=grad_hidden[piece]).mul_(counted)
         if weight_grad:
-            grad_weight = _add_product(grad_weight, slopes.t(), cast_hidden * counted)
-        del losses, slopes  # or two chunks would be held
+            grad_weight = _add_product(grad_weight, grads.t(), cast_hidden * counted)
+        del losses, grads  # or two chunks would be held
     if grad_weight is None:  # not needed, or nothing to learn from
-        grad_weight = room_for(weight, weight_grad, torch.float32).zero_()
+        grad_weight = empty_grad(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
 
 
@@ -113,30 +121,30 @@ def _forward(
     hidden_grad: bool,
     weight_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return over_chunks(hidden, weight, labels, rows, dtype, (hidden_grad, weight_grad), loss_and_slopes)
+    return over_chunks(hidden, weight, labels, rows, dtype, (hidden_grad, weight_grad), loss_and_grads)
 
 
 @_forward.register_fake
 def _forward_fake(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, *needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_answer(hidden, weight, dtype, needed)
+    return empty_results(hidden, weight, dtype, needed)
 
 
-def empty_answer(
+def empty_results(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `over_chunks` answers with, for tensors that have none."""
     total = hidden.new_empty((), dtype=torch.float32)
-    return total, room_for(hidden, needed[0], dtype), room_for(weight, needed[1], torch.float32)
+    return total, empty_grad(hidden, needed[0], dtype), empty_grad(weight, needed[1], torch.float32)
 
 
-def room_for(tensor: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
+def empty_grad(tensor: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
     """Memory for a gradient of `tensor`; empty where none is needed."""
     return torch.empty_like(tensor if needed else tensor[:0], dtype=dtype)
 
 
-def keep_unscaled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def save_unscaled_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Save what `over_chunks` has answered with; the inputs end with what was needed."""
     hidden, weight, *_, hidden_grad, weight_grad = inputs
     ctx.set_materialize_grads(False)
@@ -144,7 +152,7 @@ def keep_unscaled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.wanted = hidden.dtype if hidden_grad else None, weight.dtype if weight_grad else None
 
 
-def scale_kept(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def scale_saved_grads(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of `hidden` and `weight`, from those that were saved."""
     grads = (
         None if dtype is None or grad_total is None else times(grad, grad_total, dtype)
@@ -159,7 +167,7 @@ def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return (scaled if grad.is_cuda else scaled_plain)(grad, factor, dtype)
 
 
-_forward.register_autograd(scale_kept, setup_context=keep_unscaled)
+_forward.register_autograd(scale_saved_grads, setup_context=save_unscaled_grads)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -182,9 +190,9 @@ CHUNK_BYTES = 2**30
 def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
     """Loss from logits (…, vocabulary) and labels (…), in fp32."""
     if is_sharded(logits):
-        words, own = _words_of(logits, -1), logits.to_local()
-        rows = max(1, PLAIN_BYTES // (4 * words.most))
-        total = split_cross_entropy(own.flatten(0, -2), labels.flatten(), words, rows)
+        shard, local = _vocabulary_shard(logits, -1), logits.to_local()
+        rows = max(1, PLAIN_BYTES // (4 * shard.most))
+        total = sharded_cross_entropy(local.flatten(0, -2), labels.flatten(), shard, rows)
     else:
         total = F.cross_entropy(
             logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -202,27 +210,27 @@ def linear_cross_entropy(
     and its backward products are in 8 bits: [Note: a head in 8 bits] in `fp8_loss`.
     """
     dtype = _compute_dtype(hidden)
-    words = None
+    shard = None
     if is_sharded(weight):
-        words, weight = _words_of(weight, 0), weight.to_local()
-    row_bytes = (weight.shape[0] if words is None else words.most) * dtype.itemsize
+        shard, weight = _vocabulary_shard(weight, 0), weight.to_local()
+    row_bytes = (weight.shape[0] if shard is None else shard.most) * dtype.itemsize
     if fp8 is None and labels.numel() * row_bytes <= min(PLAIN_BYTES, chunk_bytes):
         logits = F.linear(hidden, weight)
-        if words is None:
+        if shard is None:
             return cross_entropy(logits, labels)
 
-        total = split_cross_entropy(logits.flatten(0, -2), labels.flatten(), words, labels.numel())
+        total = sharded_cross_entropy(logits.flatten(0, -2), labels.flatten(), shard, labels.numel())
         return LossTerm(total, (labels != IGNORE_INDEX).sum())
     rows = max(1, chunk_bytes // row_bytes)
     rows = rows // 128 * 128 or rows  # whole tiles of a matrix unit
     flat, targets = hidden.flatten(0, -2), labels.flatten()
     if fp8 is not None:
-        assert words is None, "a head of which each rank has a part has no 8-bit form"
+        assert shard is None, "a head of which each rank has a part has no 8-bit form"
         total = fp8_linear_cross_entropy(flat, weight, targets, rows, dtype, fp8)
-    elif words is None:
+    elif shard is None:
         total = chunked_linear_cross_entropy(flat, weight, targets, rows, dtype)
     else:
-        total = split_linear_cross_entropy(flat, weight, targets, rows, dtype, words)
+        total = sharded_linear_cross_entropy(flat, weight, targets, rows, dtype, shard)
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
 
 
@@ -232,16 +240,16 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
         return F.linear(hidden, weight)
     from torch.distributed.tensor import DTensor, Shard
 
-    own = F.linear(hidden, weight.to_local())
-    shape = torch.Size((*own.shape[:-1], weight.shape[0]))
+    local = F.linear(hidden, weight.to_local())
+    shape = torch.Size((*local.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
     split = DTensor.from_local(
-        own, weight.device_mesh, [Shard(own.ndim - 1)], run_check=False, shape=shape, stride=stride
+        local, weight.device_mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride
     )
     return split.full_tensor()
 
 
-def _words_of(tensor: Tensor, dim: int) -> VocabularyShard:
+def _vocabulary_shard(tensor: Tensor, dim: int) -> VocabularyShard:
     """Which words this rank has, of a DTensor that is split along the vocabulary."""
 
     assert is_sharded(tensor)
@@ -278,99 +286,101 @@ class VocabularyShard(NamedTuple):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def split_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, words: VocabularyShard
+def sharded_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
 ) -> Tensor:
     """`chunked_linear_cross_entropy` from this rank's rows of the weight; the gradient of `hidden` is its summand."""
-    total: Tensor = _SplitLinear.apply(hidden, weight, labels, rows, dtype, words)  # type: ignore[no-untyped-call]
+    total: Tensor = _ShardedLinearCrossEntropy.apply(hidden, weight, labels, rows, dtype, shard)  # type: ignore[no-untyped-call]
     return total
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def split_cross_entropy(logits: Tensor, labels: Tensor, words: VocabularyShard, rows: int) -> Tensor:
+def sharded_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
     """Sum of the losses of this rank's logits (tokens, own words), looked at `rows` tokens at a time."""
-    total: Tensor = _SplitLogits.apply(logits, labels, words, rows)  # type: ignore[no-untyped-call]
+    total: Tensor = _ShardedCrossEntropy.apply(logits, labels, shard, rows)  # type: ignore[no-untyped-call]
     return total
 
 
-def split_loss_and_slopes(logits: Tensor, labels: Tensor, words: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """`loss_and_slopes` of this rank's part of the logits; the losses are those of the whole.
+def sharded_loss_and_grads(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """`loss_and_grads` of this rank's part of the logits; the losses are those of the whole.
 
     See [Note: a loss over parts of the vocabulary].
     """
     counted = labels != IGNORE_INDEX
-    place = labels - words.start
-    mine = counted & (place >= 0) & (place < logits.shape[1])
-    place = place.where(mine, -1)
-    fused = is_loss_fused(logits)
-    maxima, sums, targets = (row_statistics_triton if fused else row_statistics)(logits, place)
+    local_label = labels - shard.start
+    is_local = counted & (local_label >= 0) & (local_label < logits.shape[1])
+    local_label = local_label.where(is_local, -1)
+    fused = has_loss_kernels(logits)
+    maxima, sums, targets = (row_statistics_triton if fused else row_statistics)(logits, local_label)
     top = maxima.clone()
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=words.group)
-    summed = torch.stack([sums * (maxima - top).exp(), (targets - top).where(mine, 0.0)])
-    dist.all_reduce(summed, group=words.group)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
+    summed = torch.stack([sums * (maxima - top).exp(), (targets - top).where(is_local, 0.0)])
+    dist.all_reduce(summed, group=shard.group)
     log_sum, target = summed[0].log(), summed[1]
-    slopes = (slopes_triton if fused else slopes_of)(logits, place, top + log_sum)
-    return (log_sum - target).where(counted, 0.0), slopes
+    grads = (logit_grads_triton if fused else logit_grads)(logits, local_label, top + log_sum)
+    return (log_sum - target).where(counted, 0.0), grads
 
 
-def row_statistics(logits: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row, in fp32: the largest logit, the sum of exponentials relative to it, the logit at `place`."""
+def row_statistics(logits: Tensor, local_label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row, in fp32: the largest logit, the sum of exponentials relative to it, the logit at `local_label`."""
     wide = logits.float()
     maxima = wide.amax(1)
     sums = (wide - maxima[:, None]).exp_().sum(1)
-    return maxima, sums, wide.gather(1, place.clamp(min=0)[:, None]).squeeze(1)
+    return maxima, sums, wide.gather(1, local_label.clamp(min=0)[:, None]).squeeze(1)
 
 
-def slopes_of(logits: Tensor, place: Tensor, log_total: Tensor) -> Tensor:
-    """Softmax, given the logarithm of its denominator, less one at `place`, where that is not negative."""
+def logit_grads(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tensor:
+    """Softmax, given the logarithm of its denominator, less one at `local_label`, where that is not negative."""
     wide = (logits.float() - log_total[:, None]).exp_()
-    return wide.scatter_add_(1, place.clamp(min=0)[:, None], -(place >= 0).float()[:, None]).to(logits.dtype)
+    return wide.scatter_add_(1, local_label.clamp(min=0)[:, None], -(local_label >= 0).float()[:, None]).to(
+        logits.dtype
+    )
 
 
-class _SplitLinear(torch.autograd.Function):
+class _ShardedLinearCrossEntropy(torch.autograd.Function):
     """The chunked form over a part of the vocabulary. No operator: those take no process groups."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, words: VocabularyShard
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
     ) -> Tensor:
         needed = ctx.needs_input_grad[:2]
 
         def evaluate(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return split_loss_and_slopes(logits, targets, words)
+            return sharded_loss_and_grads(logits, targets, shard)
 
         output = over_chunks(hidden, weight, labels, rows, dtype, needed, evaluate)
-        keep_unscaled(ctx, (hidden, weight, *needed), output)
+        save_unscaled_grads(ctx, (hidden, weight, *needed), output)
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        return scale_kept(ctx, grad_total)[:6]
+        return scale_saved_grads(ctx, grad_total)[:6]
 
 
-class _SplitLogits(torch.autograd.Function):
+class _ShardedCrossEntropy(torch.autograd.Function):
     """Cross-entropy over a part of the vocabulary; keeps the gradient instead of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, words: VocabularyShard, rows: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
         needed = ctx.needs_input_grad[0]
-        slopes = torch.empty_like(logits if needed else logits[:0])
+        grads = torch.empty_like(logits if needed else logits[:0])
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(labels), rows):
             piece = slice(start, start + rows)
             # A copy: the caller's logits are not overwritten.
-            losses, found = split_loss_and_slopes(logits[piece].clone(), labels[piece], words)
+            losses, piece_grads = sharded_loss_and_grads(logits[piece].clone(), labels[piece], shard)
             total += losses.sum()
             if needed:
-                torch.mul(found, (labels[piece] != IGNORE_INDEX)[:, None], out=slopes[piece])
-            del losses, found  # or two chunks would be held
-        ctx.save_for_backward(slopes)
+                torch.mul(piece_grads, (labels[piece] != IGNORE_INDEX)[:, None], out=grads[piece])
+            del losses, piece_grads  # or two chunks would be held
+        ctx.save_for_backward(grads)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
-        (slopes,) = ctx.saved_tensors
-        return times(slopes, grad_total, slopes.dtype), None, None, None
+        (grads,) = ctx.saved_tensors
+        return times(grads, grad_total, grads.dtype), None, None, None
 
 
 # The last layer of a language model: hidden states to logits, or straight to the loss.
@@ -443,7 +453,7 @@ def fp8_linear_cross_entropy(
     The features are a multiple of 16. So is the number of rows of a chunk: it is rounded down, to 16 at least.
     """
     rows = max(rows // MULTIPLE, 1) * MULTIPLE
-    total: Tensor = _fp8_forward(hidden, weight, labels, rows, dtype, how.emulated, *needed_of(hidden, weight))[0]
+    total: Tensor = _fp8_forward(hidden, weight, labels, rows, dtype, how.emulated, *needed_grads(hidden, weight))[0]
     return total
 
 
@@ -460,36 +470,36 @@ def _fp8_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight_in = weight.to(dtype)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    inverse = torch.full((), 1.0 / SCALE, dtype=torch.float32, device=hidden.device)
-    grad_hidden = room_for(hidden, hidden_grad, dtype)
+    inverse = torch.full((), 1.0 / PROB_SCALE, dtype=torch.float32, device=hidden.device)
+    grad_hidden = empty_grad(hidden, hidden_grad, dtype)
     grad_weight: Tensor | None = None
-    turned = _turned(weight_in) if hidden_grad else None  # once, for all chunks
+    turned = _fp8_transposed(weight_in) if hidden_grad else None  # once, for all chunks
     for first in range(0, len(labels), rows * WAITING):
-        part = slice(first, first + rows * WAITING)
-        x, targets, grads = hidden[part].to(dtype), labels[part], grad_hidden[part]
-        places = targets.clamp(min=0)  # IGNORE_INDEX is negative
-        slopes = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        rows_of_product = slice(first, first + rows * WAITING)
+        x, targets, grads = hidden[rows_of_product].to(dtype), labels[rows_of_product], grad_hidden[rows_of_product]
+        label_rows = targets.clamp(min=0)  # IGNORE_INDEX is negative
+        grads = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         tokens = len(targets) + -len(targets) % MULTIPLE
         waiting = weight.new_empty((len(weight), tokens), dtype=E5M2) if weight_grad else None
         for start in range(0, len(targets), rows):
             piece = slice(start, start + rows)
             columns = None if waiting is None else waiting[:, start : min(start + rows, tokens)]
-            losses, others = _chunk(x[piece] @ weight_in.t(), targets[piece], slopes[piece], columns, hidden_grad)
+            losses, probs = _chunk(x[piece] @ weight_in.t(), targets[piece], grads[piece], columns, hidden_grad)
             total += losses.sum()
             if turned is not None:
                 inverses, b = (inverse, turned.inverse), turned.columns.t()
-                found = scaled_product(others, b, inverses, dtype, fast=False, emulated=emulated)
-                torch.addcmul(found, slopes[piece, None], weight_in[places[piece]], out=grads[piece])
-            del others  # or two chunks would be held
+                product_grads = scaled_product(probs, b, inverses, dtype, fast=False, emulated=emulated)
+                torch.addcmul(product_grads, grads[piece, None], weight_in[label_rows[piece]], out=grads[piece])
+            del probs  # or two chunks would be held
         if waiting is not None:
-            small = _turned(x)
+            small = _fp8_transposed(x)
             inverses, b = (inverse, small.inverse), small.columns.t()
             product = scaled_product(waiting, b, inverses, torch.float32, fast=False, emulated=emulated)
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
             del waiting, product  # before more is asked for
-            grad_weight.index_add_(0, places, x * slopes[:, None])
+            grad_weight.index_add_(0, label_rows, x * grads[:, None])
     if grad_weight is None:  # not needed, or nothing to learn from
-        grad_weight = room_for(weight, weight_grad, torch.float32).zero_()
+        grad_weight = empty_grad(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
 
 
@@ -497,39 +507,39 @@ def _fp8_forward(
 def _fp8_forward_fake(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, emulated: bool, *needed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_answer(hidden, weight, dtype, needed)
+    return empty_results(hidden, weight, dtype, needed)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *scale_kept(ctx, *grads), None
+    return *scale_saved_grads(ctx, *grads), None
 
 
-_fp8_forward.register_autograd(_backward, setup_context=keep_unscaled)
+_fp8_forward.register_autograd(_backward, setup_context=save_unscaled_grads)
 
 
 def _chunk(
-    logits: Tensor, labels: Tensor, slopes: Tensor, columns: Tensor | None, hidden_grad: bool
+    logits: Tensor, labels: Tensor, grads: Tensor, columns: Tensor | None, hidden_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the other words' probabilities in 8 bits; turned over, they are put into `columns`.
 
-    `slopes` are given the gradients of the labels' logits. Who wants no `hidden_grad` gets an empty matrix.
+    `grads` are given the gradients of the labels' logits. Who wants no `hidden_grad` gets an empty matrix.
     """
     counted = labels != IGNORE_INDEX
-    place = labels.where(counted, -1)
-    if is_loss_fused(logits):
-        maxima, sums, targets = row_statistics_triton(logits, place)
+    local_label = labels.where(counted, -1)
+    if has_loss_kernels(logits):
+        maxima, sums, targets = row_statistics_triton(logits, local_label)
         log_totals = maxima + sums.log()
     else:
         wide = logits.float()
-        log_totals, targets = wide.logsumexp(1), wide.gather(1, place.clamp(min=0)[:, None]).squeeze(1)
+        log_totals, targets = wide.logsumexp(1), wide.gather(1, local_label.clamp(min=0)[:, None]).squeeze(1)
     losses = log_totals - targets
-    slopes.copy_(torch.expm1(-losses).where(counted, 0.0))
-    words = logits.shape[1]
-    others = logits.new_empty((len(logits), words + -words % MULTIPLE) if hidden_grad else 0, dtype=E5M2)
+    grads.copy_(torch.expm1(-losses).where(counted, 0.0))
+    vocabulary = logits.shape[1]
+    probs = logits.new_empty((len(logits), vocabulary + -vocabulary % MULTIPLE) if hidden_grad else 0, dtype=E5M2)
     if hidden_grad or columns is not None:
-        write_others(logits, place, log_totals, others if hidden_grad else None, columns)
-    return losses.where(counted, 0.0), others
+        write_fp8_probs(logits, local_label, log_totals, probs if hidden_grad else None, columns)
+    return losses.where(counted, 0.0), probs
 
 
-def _turned(x: Tensor) -> Fp8Matrix:
+def _fp8_transposed(x: Tensor) -> Fp8Matrix:
     return fp8_cast([x], amax_of([x]), E4M3, rows=False, columns=True)

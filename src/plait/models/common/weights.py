@@ -26,11 +26,11 @@ def weight_files(path: str | Path) -> dict[str, Path]:
     folder = Path(path)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        places = weight_map(index, ModelError)
-        lost = sorted({file for file in places.values() if not (folder / file).is_file()})
+        file_of = weight_map(index, ModelError)
+        lost = sorted({file for file in file_of.values() if not (folder / file).is_file()})
         if lost:
             raise ModelError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")
-        return {name: folder / file for name, file in places.items()}
+        return {name: folder / file for name, file in file_of.items()}
     if single.is_file():
         return dict.fromkeys(_shapes_in(single), single)
     raise ModelError(
@@ -56,7 +56,7 @@ def stream_weights(
     """
     files = weight_files(path)
     wanted, aliases = _wanted(model)
-    found: dict[str, str] = {}  # parameter → the stored name that fills it
+    filled: dict[str, str] = {}  # parameter → the stored name that fills it
     problems: list[tuple[str, str]] = []
     shapes = {file: _shapes_in(file) for file in dict.fromkeys(files.values())}
     for stored, file in files.items():
@@ -66,23 +66,23 @@ def stream_weights(
         for alias, tensor in translate(stored, torch.empty(shapes[file][stored], device="meta")):
             name = aliases.get(alias, alias)
             if name in wanted:
-                found.setdefault(name, stored)
+                filled.setdefault(name, stored)
                 if wanted[name] != tensor.shape:
                     problems.append((stored, f"shape {tuple(tensor.shape)}, model has {tuple(wanted[name])}"))
             elif not _matches(alias, may_skip):
                 problems.append((stored, "unexpected: the model has no such parameter"))
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in filled]
     problems += [(name, "missing from the folder") for name in missing if not _matches(name, may_miss)]
     if problems:
         raise ModelError(f"the weights in {str(path)!r} do not fit the model:\n{_table(problems)}")
 
     for stored, file in files.items():
-        if stored not in found.values():
+        if stored not in filled.values():
             continue
         with safe_open(file, framework="pt") as reader:
             for alias, tensor in translate(stored, reader.get_tensor(stored)):
                 name = aliases.get(alias, alias)
-                if found.get(name) == stored:
+                if filled.get(name) == stored:
                     put(name, tensor)
     return tuple(missing)
 
@@ -129,7 +129,7 @@ def _table(problems: list[tuple[str, str]], limit: int = 20) -> str:
 class Made(NamedTuple):
     """One tensor, made of others. `make` gets them whole, in this order, and must work on meta tensors too."""
 
-    parts: tuple[str, ...]
+    sources: tuple[str, ...]
     make: Callable[..., Tensor]
 
 

@@ -231,7 +231,7 @@ class OnlineRunner(PhaseRunner):
             context=context,
             vllm=rollout.vllm,
             merge=None if config.lora is None else merged_weights,
-            say=self.warn,
+            log=self.warn,
         )
         section = config.posttrain or PosttrainConfig()
         correct = correctness((*section.data, *section.val_data))
