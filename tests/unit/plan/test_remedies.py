@@ -1,4 +1,4 @@
-"""What makes a run fit: up the ladder and down again, shares of an offloaded optimizer, and a limit of time."""
+"""What makes a run fit: remedies are added, then removed, shares of an offloaded optimizer, and a limit of time."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ def test_what_does_not_fit_is_led_up_the_ladder_to_what_does() -> None:
     written = parse_sections(**config.model_dump(exclude_unset=True) | {"batch": {"total": 64, "micro": 1}}).config
     spare = replace(H100, context_gib=0.0)
     tight = replace(spare, memory_gib=make_plan(written, spare, ranks=4).needed_gib * 0.97)
-    ladder = RemedySearch(config, tight, 4, without_end())
-    rungs = list(ladder.remedies())
-    assert rungs[-1].fits
-    assert not any(rung.fits for rung in rungs[:-1])
-    assert rungs[0].candidate.settings["batch.micro"] == 1
-    assert rungs[0].candidate.settings["batch.total"] == 64
+    remedy_search = RemedySearch(config, tight, 4, without_end())
+    remedies = list(remedy_search.remedies())
+    assert remedies[-1].fits
+    assert not any(remedy.fits for remedy in remedies[:-1])
+    assert remedies[0].candidate.settings["batch.micro"] == 1
+    assert remedies[0].candidate.settings["batch.total"] == 64
 
 
-def test_rungs_that_a_later_one_makes_needless_are_taken_back() -> None:
+def test_remedies_that_a_later_one_makes_needless_are_taken_back() -> None:
     config = small(batch={"total": 4, "micro": 1}, strategy="ddp")
     sizes = {"vocab_size": 8000, "dim": 256, "layers": 6, "ffn_dim": 1024}
     config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
     tight = replace(spare, memory_gib=shared * 1.01)
-    ladder = RemedySearch(config, tight, 4, without_end())
-    rungs = list(ladder.remedies())
-    assert rungs[-1].candidate.changes(config) == ["strategy.recompute.mode=full", "strategy.zero=1"]
-    least = ladder.without_needless(rungs)
+    remedy_search = RemedySearch(config, tight, 4, without_end())
+    remedies = list(remedy_search.remedies())
+    assert remedies[-1].candidate.changes(config) == ["strategy.recompute.mode=full", "strategy.zero=1"]
+    least = remedy_search.without_needless(remedies)
     assert least.fits
     assert least.candidate.changes(config) == ["strategy.zero=1"]
 
@@ -96,10 +96,10 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
     whole = make_plan(config, spare, ranks=1).needed_gib
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
     tight = replace(spare, memory_gib=one + 0.6 * (whole - one))
-    ladder = RemedySearch(config, tight, 1, without_end())
-    rungs = list(ladder.remedies())
-    least = ladder.without_needless(rungs)
-    assert rungs[-1].candidate.settings["batch.micro"] == 1
+    remedy_search = RemedySearch(config, tight, 1, without_end())
+    remedies = list(remedy_search.remedies())
+    least = remedy_search.without_needless(remedies)
+    assert remedies[-1].candidate.settings["batch.micro"] == 1
     assert least.fits
     assert least.candidate.changes(config) in (["batch.micro=32"], ["batch.micro=16"])
 
@@ -107,50 +107,50 @@ def test_a_micro_batch_of_one_grows_to_the_largest_for_which_there_is_room() -> 
 def test_above_zero_2_the_ladder_leads_to_host_memory() -> None:
     config = small(batch={"total": 4, "micro": 1}, strategy={"zero": 2, "recompute": "full"}, precision="bf16")
     tight = replace(H100, memory_gib=H100.context_gib * 0.9)  # room for the states, but not for what comes before them
-    rungs = list(islice(RemedySearch(config, tight, 4, without_end()).remedies(), 3))
-    added = [rung.added.changes(config) for rung in rungs]
+    remedies = list(islice(RemedySearch(config, tight, 4, without_end()).remedies(), 3))
+    added = [remedy.added.changes(config) for remedy in remedies]
     assert added == [["strategy.offload.optimizer=cpu"], ["strategy.zero=3"], ["strategy.offload.params=cpu"]]
-    assert rungs[-1].candidate.changes(config) == [word for words in added for word in words]
-    needs = [rung.plan.needed_gib for rung in rungs if rung.plan is not None]
+    assert remedies[-1].candidate.changes(config) == [word for words in added for word in words]
+    needs = [remedy.plan.needed_gib for remedy in remedies if remedy.plan is not None]
     assert len(needs) == 3
     assert needs == sorted(needs, reverse=True)
 
 
-def test_when_the_time_is_up_every_rung_that_nobody_looked_at_is_named() -> None:
+def test_when_the_time_is_up_every_remedy_that_nobody_looked_at_is_named() -> None:
     config = small(batch={"total": 8, "micro": 2}, strategy="ddp")
     tight = replace(H100, memory_gib=H100.context_gib * 0.9)
     clock = Clock()
-    ladder = RemedySearch(config, tight, 4, TimeBudget(40.0, clock))
-    rungs = []
-    for rung in ladder.remedies():
-        rungs.append(rung)
+    remedy_search = RemedySearch(config, tight, 4, TimeBudget(40.0, clock))
+    remedies = []
+    for remedy in remedy_search.remedies():
+        remedies.append(remedy)
         clock.now += 40.0
-    assert [rung.late for rung in rungs] == [False] + [True] * (len(rungs) - 1)
-    assert not any(rung.plan for rung in rungs[1:])
-    said = ladder.left_out(rungs)
+    assert [remedy.timed_out for remedy in remedies] == [False] + [True] * (len(remedies) - 1)
+    assert not any(remedy.plan for remedy in remedies[1:])
+    said = remedy_search.left_out(remedies)
     assert "40 s" in said
-    for rung in rungs[1:]:
-        assert f"`{' '.join(rung.added.changes(config))}`" in said
-        assert "40 s" in rung.reason
-        assert "estimated" in rung.reason or clock.now > 80.0  # the quick account has half as much time
+    for remedy in remedies[1:]:
+        assert f"`{' '.join(remedy.added.changes(config))}`" in said
+        assert "40 s" in remedy.reason
+        assert "estimated" in remedy.reason or clock.now > 80.0  # the quick account has half as much time
     hopeless = RemedySearch(config, replace(tight, memory_gib=-1.0), 4, without_end())  # nothing to simulate
-    assert [rung.candidate for rung in rungs] == [rung.candidate for rung in hopeless.remedies()]
+    assert [remedy.candidate for remedy in remedies] == [remedy.candidate for remedy in hopeless.remedies()]
 
 
-def test_when_the_time_is_up_the_quick_account_names_the_first_rung_that_seems_to_fit() -> None:
+def test_when_the_time_is_up_the_quick_account_names_the_first_remedy_that_seems_to_fit() -> None:
     config = small(batch={"total": 8, "micro": 2}, strategy="ddp")
     clock = Clock()
     needed = make_plan(config, H100, ranks=4).needed_gib
-    ladder = RemedySearch(config, replace(H100, memory_gib=needed * 1.2), 4, TimeBudget(40.0, clock))
+    remedy_search = RemedySearch(config, replace(H100, memory_gib=needed * 1.2), 4, TimeBudget(40.0, clock))
     clock.now = 40.0
-    rungs = list(ladder.remedies())
-    assert len(rungs) == 1
-    assert rungs[0].late
-    assert rungs[0].seems_to_fit
-    assert not rungs[0].fits  # which only a simulation says
-    assert rungs[0].estimate == pytest.approx(needed, rel=0.2)
-    said = ladder.left_out(rungs)
-    assert not missing(said, "40 s", "`batch.micro=1", f"{rungs[0].estimate:.1f} GiB")
+    remedies = list(remedy_search.remedies())
+    assert len(remedies) == 1
+    assert remedies[0].timed_out
+    assert remedies[0].seems_to_fit
+    assert not remedies[0].fits  # which only a simulation says
+    assert remedies[0].estimate == pytest.approx(needed, rel=0.2)
+    said = remedy_search.left_out(remedies)
+    assert not missing(said, "40 s", "`batch.micro=1", f"{remedies[0].estimate:.1f} GiB")
 
 
 def test_a_search_counts_what_it_computes_and_not_the_time_that_passes() -> None:
@@ -162,25 +162,25 @@ def test_a_search_counts_what_it_computes_and_not_the_time_that_passes() -> None
     assert budget.again(5.0).seconds == 5.0
 
 
-def test_at_half_time_rungs_are_passed_over_to_what_saves_most_and_taken_back_from_there() -> None:
+def test_at_half_time_remedies_are_skipped_to_what_saves_most_and_removed_from_there() -> None:
     config = small(batch={"total": 4, "micro": 1}, strategy="ddp")
     sizes = {"vocab_size": 8000, "dim": 256, "layers": 4, "ffn_dim": 1024, "kv_heads": 2}
     config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
     clock = Clock()
-    ladder = RemedySearch(config, replace(spare, memory_gib=shared * 1.01), 4, TimeBudget(40.0, clock))
-    climbing = ladder.remedies()
-    rungs = [next(climbing)]
+    remedy_search = RemedySearch(config, replace(spare, memory_gib=shared * 1.01), 4, TimeBudget(40.0, clock))
+    climbing = remedy_search.remedies()
+    remedies = [next(climbing)]
     clock.now = 20.0
-    rungs += climbing
-    assert rungs[0].plan is not None
-    assert all(rung.late and "40 s" in rung.reason for rung in rungs[1:-1])
-    assert rungs[-1].fits
-    assert rungs[-1].added.changes(config) == ["strategy.offload.optimizer=nvme"]
-    least = ladder.without_needless(rungs)
+    remedies += climbing
+    assert remedies[0].plan is not None
+    assert all(remedy.timed_out and "40 s" in remedy.reason for remedy in remedies[1:-1])
+    assert remedies[-1].fits
+    assert remedies[-1].added.changes(config) == ["strategy.offload.optimizer=nvme"]
+    least = remedy_search.without_needless(remedies)
     assert least.fits
-    assert not ladder.left_out(rungs)
+    assert not remedy_search.left_out(remedies)
     assert least.candidate.changes(config) in (["strategy.zero=1"], ["strategy.recompute.mode=full", "strategy.zero=1"])
 
 
@@ -203,14 +203,14 @@ def test_a_search_that_ends_on_the_way_down_keeps_what_it_has_found_and_says_so(
     spare = replace(H100, context_gib=0.0)
     one = make_plan(Candidate({"batch.micro": 1}).applied_to(config), spare, ranks=1).needed_gib
     clock = Clock()
-    ladder = RemedySearch(config, replace(spare, memory_gib=one * 1.5), 1, TimeBudget(40.0, clock))
-    rungs = list(ladder.remedies())
-    assert ladder.left_out(rungs) == ""
+    remedy_search = RemedySearch(config, replace(spare, memory_gib=one * 1.5), 1, TimeBudget(40.0, clock))
+    remedies = list(remedy_search.remedies())
+    assert remedy_search.left_out(remedies) == ""
     clock.now = 41.0
-    least = ladder.without_needless(rungs)
-    assert least.candidate == rungs[-1].candidate
+    least = remedy_search.without_needless(remedies)
+    assert least.candidate == remedies[-1].candidate
     assert least.fits
-    assert "40 s" in ladder.left_out(rungs)
+    assert "40 s" in remedy_search.left_out(remedies)
 
 
 def test_what_one_plan_has_simulated_another_does_not_simulate_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,20 +247,20 @@ def test_shares_that_are_too_large_are_lowered_to_the_largest_that_fit(
     assert not make_plan(config, machine, ranks=1, known=known).fits
     with monkeypatch.context() as patched:  # the plan that did not fit knows all that is needed
         patched.setattr(rankplan, "simulate", refusing_to_simulate)
-        ladder = RemedySearch(config, machine, 1, without_end(), known)
-        rungs = list(ladder.remedies())
-        least = ladder.without_needless(rungs)
-        (rung,) = rungs
-        assert least.candidate == rung.candidate
-        found = rung.candidate.settings
+        remedy_search = RemedySearch(config, machine, 1, without_end(), known)
+        remedies = list(remedy_search.remedies())
+        least = remedy_search.without_needless(remedies)
+        (remedy,) = remedies
+        assert least.candidate == remedy.candidate
+        found = remedy.candidate.settings
         assert found.keys() == {f"strategy.offload.{key}" for key in shares}
         assert sum(found.values()) == pytest.approx(sum(shares.values())) or len(found) == 1
         more = Candidate({**found, SHARE: found[SHARE] + 1 / STEPS})
         assert not make_plan(more.applied_to(config), machine, ranks=1, known=known, detailed=False).fits
-    named = make_plan(rung.candidate.applied_to(config), machine, ranks=1)
+    named = make_plan(remedy.candidate.applied_to(config), machine, ranks=1)
     assert named.fits
-    assert rung.plan is not None
-    assert named.needed_gib == rung.plan.needed_gib
+    assert remedy.plan is not None
+    assert named.needed_gib == remedy.plan.needed_gib
 
 
 def test_what_leaves_the_device_goes_to_the_host_as_far_as_that_has_room() -> None:
@@ -309,8 +309,8 @@ def test_no_run_takes_less_than_its_weights_and_optimizer(strategy: Any, precisi
     assert 0 <= least <= peak
 
 
-def test_a_rung_whose_states_alone_are_too_large_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remedy_whose_states_alone_are_too_large_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(batch={"total": 8, "micro": 2}, strategy={"zero": 2})
     monkeypatch.setattr(rankplan, "simulate", refusing_to_simulate)
-    rungs = list(islice(RemedySearch(config, replace(H100, memory_gib=1e-5), 4, without_end()).remedies(), 3))
-    assert all(rung.plan is None and not rung.late and rung.least > 1e-5 for rung in rungs)
+    remedies = list(islice(RemedySearch(config, replace(H100, memory_gib=1e-5), 4, without_end()).remedies(), 3))
+    assert all(remedy.plan is None and not remedy.timed_out and remedy.least > 1e-5 for remedy in remedies)
