@@ -146,7 +146,7 @@ class _DeepSpeedSchedule(Section):
 class WarmupConfig(_DeepSpeedSchedule):
     """DeepSpeed's WarmupLR: up to `warmup_max_lr`, then flat."""
 
-    builds = "plait.optim.schedule:deepspeed_warmup"
+    builds = "plait.frontends.deepspeed.schedules:warmup"
 
     type: Literal["WarmupLR"] = "WarmupLR"
     warmup_min_lr: NonNegativeFloat = 0.0
@@ -159,7 +159,7 @@ class WarmupConfig(_DeepSpeedSchedule):
 class WarmupDecayConfig(_DeepSpeedSchedule):
     """DeepSpeed's WarmupDecayLR: up, then linearly down to zero at `total_num_steps`."""
 
-    builds = "plait.optim.schedule:deepspeed_warmup_decay"
+    builds = "plait.frontends.deepspeed.schedules:warmup_decay"
 
     type: Literal["WarmupDecayLR"] = "WarmupDecayLR"
     total_num_steps: PositiveInt | None = None
@@ -172,7 +172,7 @@ class WarmupDecayConfig(_DeepSpeedSchedule):
 class WarmupCosineConfig(_DeepSpeedSchedule):
     """DeepSpeed's WarmupCosineLR: ratios of the optimizer's own rate."""
 
-    builds = "plait.optim.schedule:deepspeed_warmup_cosine"
+    builds = "plait.frontends.deepspeed.schedules:warmup_cosine"
 
     type: Literal["WarmupCosineLR"] = "WarmupCosineLR"
     total_num_steps: PositiveInt | None = None
@@ -185,7 +185,7 @@ class WarmupCosineConfig(_DeepSpeedSchedule):
 class OneCycleConfig(_DeepSpeedSchedule):
     """DeepSpeed's OneCycle: a rate cycle (momentum cycle if asked), then decay."""
 
-    builds = "plait.optim.schedule:deepspeed_one_cycle"
+    builds = "plait.frontends.deepspeed.schedules:one_cycle"
 
     type: Literal["OneCycle"] = "OneCycle"
     cycle_min_lr: NonNegativeFloat
@@ -205,7 +205,7 @@ class OneCycleConfig(_DeepSpeedSchedule):
 class LRRangeTestConfig(_DeepSpeedSchedule):
     """DeepSpeed's LRRangeTest: the rate climbs, to find where training breaks."""
 
-    builds = "plait.optim.schedule:deepspeed_range_test"
+    builds = "plait.frontends.deepspeed.schedules:range_test"
 
     type: Literal["LRRangeTest"] = "LRRangeTest"
     lr_range_test_min_lr: PositiveFloat = 1e-3

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from plait.optim.optimizers import is_one_pass as is_one_pass
     from plait.optim.optimizers import make_part as make_part
     from plait.optim.optimizers import supports_grad_scale as supports_grad_scale
+    from plait.optim.schedule import Curves as Curves
     from plait.optim.schedule import OwnRates as OwnRates
     from plait.optim.schedule import Schedule as Schedule
+    from plait.optim.schedule import ScheduleSpan as ScheduleSpan
     from plait.optim.schedule import build_schedule as build_schedule
     from plait.optim.state import OptimizerRecord as OptimizerRecord
     from plait.optim.state import leaves as leaves
@@ -63,7 +65,7 @@ else:
             "lion": ["Lion"],
             "offload": ["Offload", "OffloadOptions", "device_buffer_bytes"],
             "optimizers": ["base_rate", "build_optimizer", "is_one_pass", "make_part", "supports_grad_scale"],
-            "schedule": ["OwnRates", "Schedule", "build_schedule"],
+            "schedule": ["Curves", "OwnRates", "Schedule", "ScheduleSpan", "build_schedule"],
             "state": ["OptimizerRecord", "leaves", "merged", "tensors_of"],
             "swapper": ["check_space", "host_need", "numbers_in_a_bucket", "state_bytes", "updates_on_device"],
             "whole_params": ["SharedOut"],

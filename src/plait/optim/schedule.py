@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,18 +29,12 @@ from plait.config import (
     CustomSchedule,
     ExponentialConfig,
     LinearConfig,
-    LRRangeTestConfig,
     MultiStepConfig,
-    OneCycleConfig,
     PolynomialConfig,
     ScheduleConfig,
-    WarmupConfig,
-    WarmupCosineConfig,
-    WarmupDecayConfig,
     WSDConfig,
 )
 from plait.errors import ConfigError, Problem
-from plait.optim import curves, deepspeed_curves
 from plait.plugins import build, call, load
 
 Curve = Callable[[int], float]
@@ -161,83 +156,90 @@ def build_schedule(
 
 
 def constant(span: ScheduleSpan, config: ConstantConfig) -> Curves:
-    """`ConstantLR`; without a total no length is needed: the factor stays."""
-    length = None if config.total is None else max(0, config.total - config.warmup)
-    return _after_warmup(span, config, curves.constant(config.factor, length))
+    """Return `ConstantLR`: `factor` for `total` units, then 1; without `total`, `factor` to the end."""
+    factor, length = config.factor, None if config.total is None else max(0, config.total - config.warmup)
+    return _after_warmup(span, config, lambda unit: factor if length is None or unit < length else 1.0)
 
 
 def linear(span: ScheduleSpan, config: LinearConfig) -> Curves:
-    """`LinearLR`."""
-    return _after_warmup(
-        span, config, curves.linear(config.start_factor, config.end_factor, _length(config, span.units))
-    )
+    """Return `LinearLR`: a straight line from `start_factor` to `end_factor`."""
+    start, end, length = config.start_factor, config.end_factor, _length(config, span.units)
+    slope = (end - start) / length
+    return _after_warmup(span, config, lambda unit: start + slope * unit if unit < length else end)
 
 
 def cosine(span: ScheduleSpan, config: CosineConfig) -> Curves:
-    """`CosineAnnealingLR`."""
-    return _after_warmup(span, config, curves.cosine(config.min_factor, _length(config, span.units)))
+    """Return `CosineAnnealingLR`: half a cosine from 1 to `min_factor`."""
+    end, length = config.min_factor, _length(config, span.units)
+    pace, half = math.pi / length, (1.0 - end) / 2.0
+    return _after_warmup(
+        span, config, lambda unit: end + half * (1.0 + math.cos(pace * unit)) if unit < length else end
+    )
 
 
 def polynomial(span: ScheduleSpan, config: PolynomialConfig) -> Curves:
-    """`PolynomialLR`."""
-    return _after_warmup(span, config, curves.polynomial(config.power, config.min_factor, _length(config, span.units)))
+    """Return `PolynomialLR`: from 1 to `min_factor` along (1 - t)^power."""
+    power, end, length = config.power, config.min_factor, _length(config, span.units)
+    drop = 1.0 - end
+    return _after_warmup(
+        span, config, lambda unit: end + drop * (1.0 - unit / length) ** power if unit < length else end
+    )
 
 
 def cosine_restart(span: ScheduleSpan, config: CosineRestartConfig) -> Curves:
-    """`CosineAnnealingWarmRestarts`."""
-    return _after_warmup(span, config, curves.cosine_restarts(config.first, config.multiply, config.min_factor))
+    """Return `CosineAnnealingWarmRestarts`: the n-th cosine is `first · multiply^n` units long and starts at 1."""
+    first, multiply, end = config.first, config.multiply, config.min_factor
+    half = (1.0 - end) / 2.0
+
+    def factor(unit: int) -> float:
+        length = first
+        if multiply == 1:
+            unit %= length
+        while unit >= length:
+            unit -= length
+            length *= multiply
+        return end + half * (1.0 + math.cos(math.pi * unit / length))
+
+    return _after_warmup(span, config, factor)
 
 
 def multi_step(span: ScheduleSpan, config: MultiStepConfig) -> Curves:
-    """`MultiStepLR`."""
+    """Return `MultiStepLR`: multiplied by `gamma` from each milestone on."""
     if any(milestone < config.warmup for milestone in config.milestones):
         raise _problem(
             "milestones",
             f"{list(config.milestones)}: one lies in the warm-up of {config.warmup}",
             "They count from the start of the run, the warm-up included.",
         )
-    return _after_warmup(span, config, curves.multi_step([m - config.warmup for m in config.milestones], config.gamma))
+    milestones = sorted(milestone - config.warmup for milestone in config.milestones)
+    factors: list[float] = [config.gamma**count for count in range(len(milestones) + 1)]
+    return _after_warmup(span, config, lambda unit: factors[bisect_right(milestones, unit)])
 
 
 def exponential(span: ScheduleSpan, config: ExponentialConfig) -> Curves:
-    """`ExponentialLR`."""
-    return _after_warmup(span, config, curves.exponential(config.gamma))
+    """Return `ExponentialLR`: `gamma` to the power of the unit."""
+    gamma = config.gamma
+    return _after_warmup(span, config, lambda unit: gamma**unit)
 
 
 def wsd(span: ScheduleSpan, config: WSDConfig) -> Curves:
-    """`WSD`."""
-    length = _length(config, span.units)
-    if config.decay > length:
-        raise _problem(
-            "decay", f"{config.decay} is longer than the {length} units behind the warm-up", "Make it shorter."
-        )
-    return _after_warmup(span, config, curves.stable_decay(length, config.decay, config.shape, config.min_factor))
+    """Return `WSD`: 1 until `decay` units before the end, then down to `min_factor`."""
+    length, decay, end = _length(config, span.units), config.decay, config.min_factor
+    if decay > length:
+        raise _problem("decay", f"{decay} is longer than the {length} units behind the warm-up", "Make it shorter.")
+    fall: Callable[[float], float] = {
+        "linear": lambda share: share,
+        "cosine": lambda share: (1.0 - math.cos(math.pi * share)) / 2.0,
+        "sqrt": math.sqrt,
+    }[config.shape]
+    begin = length - decay
 
+    def factor(unit: int) -> float:
+        if unit <= begin:
+            return 1.0
+        return 1.0 - (1.0 - end) * fall((unit - begin) / decay) if unit < length else end
 
-def deepspeed_warmup(span: ScheduleSpan, config: WarmupConfig) -> Curves:
-    """`WarmupLR`."""
-    return Curves(deepspeed_curves.warmup(config, span.base_lr))
-
-
-def deepspeed_warmup_decay(span: ScheduleSpan, config: WarmupDecayConfig) -> Curves:
-    """`WarmupDecayLR`."""
-    return Curves(deepspeed_curves.warmup_decay(config, span.base_lr, _deepspeed_total(config, span.units)))
-
-
-def deepspeed_warmup_cosine(span: ScheduleSpan, config: WarmupCosineConfig) -> Curves:
-    """`WarmupCosineLR`."""
-    return Curves(deepspeed_curves.warmup_cosine(config, span.base_lr, _deepspeed_total(config, span.units)))
-
-
-def deepspeed_one_cycle(span: ScheduleSpan, config: OneCycleConfig) -> Curves:
-    """`OneCycle`."""
-    cycle = deepspeed_curves.one_cycle_momentum(config) if config.cycle_momentum else None
-    return Curves(deepspeed_curves.one_cycle(config), cycle)
-
-
-def deepspeed_range_test(span: ScheduleSpan, config: LRRangeTestConfig) -> Curves:
-    """`LRRangeTest`."""
-    return Curves(deepspeed_curves.range_test(config))
+    return _after_warmup(span, config, factor)
 
 
 _Warmed = (
@@ -252,14 +254,14 @@ _Warmed = (
 )
 
 
-def _after_warmup(span: ScheduleSpan, config: _Warmed, proper: curves.Factor) -> Curves:
+def _after_warmup(span: ScheduleSpan, config: _Warmed, factor: Curve) -> Curves:
     base_lr, warmup, start = span.base_lr, config.warmup, config.warmup_start_factor
     if warmup == 0:
-        return Curves(lambda unit: base_lr * proper(unit))
+        return Curves(lambda unit: base_lr * factor(unit))
     if config.by == "epoch" and start == 0.0:
         raise _problem("warmup_start_factor", "0 with `by: epoch` is a whole epoch at rate zero", "Write, say, 0.1.")
     slope = (1.0 - start) / warmup
-    return Curves(lambda unit: base_lr * (start + slope * unit if unit < warmup else proper(unit - warmup)))
+    return Curves(lambda unit: base_lr * (start + slope * unit if unit < warmup else factor(unit - warmup)))
 
 
 # ---- of one's own
@@ -392,14 +394,6 @@ def _length(config: LinearConfig | CosineConfig | PolynomialConfig | WSDConfig, 
     if run is None:
         raise _no_length("total", config.type)
     return max(1, run - 1 - config.warmup)
-
-
-def _deepspeed_total(config: WarmupDecayConfig | WarmupCosineConfig, run: int | None) -> int:
-    if config.total_num_steps is not None:
-        return config.total_num_steps
-    if run is None:
-        raise _no_length("total_num_steps", config.type)
-    return run
 
 
 def _no_length(key: str, kind: str) -> ConfigError:

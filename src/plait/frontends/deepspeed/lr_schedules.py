@@ -27,7 +27,7 @@ VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "W
 class Scheduler:
     """Sets each group's rate for the coming update. `last_batch_iteration` counts updates, from -1 before the first.
 
-    The rates are those of a DeepSpeed run: see `plait.optim.deepspeed_curves`.
+    The rates are those of a DeepSpeed run: see `plait.frontends.deepspeed.schedules`.
     """
 
     def __init__(self, optimizer: Optimizer, configs: Sequence[ScheduleConfig], last_batch_iteration: int = -1) -> None:
