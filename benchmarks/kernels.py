@@ -42,7 +42,7 @@ def adamw(given: argparse.Namespace) -> Pair:
         master.grad = room.grad.float()
     theirs = torch.optim.AdamW(masters, fused=True)
     ours = OnePassAdam([torch.nn.Parameter(master.detach().clone()) for master in masters], decoupled=True)
-    ours.publish_into(dict(zip(ours.param_groups[0]["params"], rooms, strict=True)))
+    ours.round_into(dict(zip(ours.param_groups[0]["params"], rooms, strict=True)))
 
     def plain() -> None:
         theirs.step()

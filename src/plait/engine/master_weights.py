@@ -36,7 +36,7 @@ from plait.optim import MakeState, is_one_pass
 from plait.torch_internals import foreach_copy_
 
 if TYPE_CHECKING:
-    from plait.optim import SharedOut
+    from plait.optim import OwnedParams
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
@@ -61,7 +61,7 @@ class MasterWeights(ABC):
     """How much each of them counts; see `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     """Parameters that do not train and are rounded for computing: what they were before."""
-    owned: SharedOut | None = None
+    owned: OwnedParams | None = None
     """Whole parameters for an optimizer that knows nothing of ranks, each on the rank that updates it."""
     before_forward: Callable[[], None] | None = None
     """What must be done before each call of the model, where that cannot be left to the model's own hooks."""
@@ -86,21 +86,21 @@ class MasterWeights(ABC):
     def use_owned_params(self) -> None:
         """Give the optimizer whole parameters: see [Note: one owner a parameter]. Every rank must call it."""
         if any(is_sharded(tensor) for tensor in self.tensors):
-            from plait.optim import SharedOut
+            from plait.optim import OwnedParams
 
-            self.owned = SharedOut(self.tensors)
+            self.owned = OwnedParams(self.tensors)
 
     @property
     def updated(self) -> Sequence[nn.Parameter | None]:
         """For each parameter the tensor that the optimizer has of it; None where another rank updates it."""
         return self.tensors if self.owned is None else self.owned.updated
 
-    def in_place(self, *, gradients: bool = False) -> AbstractContextManager[None]:
+    def gathered(self, *, gradients: bool = False) -> AbstractContextManager[None]:
         """While this lasts, what the optimizer has is what the model has; at the end it is the other way round.
 
         Every rank must enter it.
         """
-        return nullcontext() if self.owned is None else self.owned.in_place(gradients=gradients)
+        return nullcontext() if self.owned is None else self.owned.gathered(gradients=gradients)
 
     @abstractmethod
     def gather_gradients(self) -> list[Tensor]:

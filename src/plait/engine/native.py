@@ -22,7 +22,7 @@ from plait.engine.stepping import SteppingEngine, ignore_phase, inputs_and_sampl
 from plait.engine.update import Updater, refuse_unlike_gradients
 from plait.errors import ModelError, TrainingError
 from plait.launch import Phase
-from plait.optim import is_known, merged
+from plait.optim import is_builtin, merge_records
 from plait.precision import EarlierScales, Policy
 from plait.torch_internals import tree_leaves
 
@@ -437,7 +437,7 @@ class NativeEngine(SteppingEngine):
             **self.skips.state(),
             "scaler": None if scaler is None else scaler.state(),
         }
-        if numbers := merged(self._numbers(), type(self.updater.optimizer).__name__):
+        if numbers := merge_records(self._numbers(), type(self.updater.optimizer).__name__):
             values["optimizer"] = numbers
         if scaler is not None or self._scales is not None:  # how large gradients are depends on it
             values["divisor"] = self._normalizer.divisor
@@ -445,7 +445,7 @@ class NativeEngine(SteppingEngine):
 
     def _numbers(self) -> list[dict[str, Any] | None]:
         """What the optimizer of each rank keeps besides tensors."""
-        if is_known(self.updater.optimizer):
+        if is_builtin(self.updater.optimizer):
             return []
         mine = self.updater.numbers.state(self._updated())
         return self.world.gather(mine)

@@ -39,9 +39,9 @@ from plait.optim import (
     MakeState,
     Offload,
     OffloadOptions,
+    bucket_elements,
     check_space,
     norm_of,
-    numbers_in_a_bucket,
     state_bytes,
     updates_on_device,
 )
@@ -238,7 +238,7 @@ class Offloading:
             warning = check_space(self._config, self._world, sizes, folder)
             if warning and self._world.is_main:
                 self._log(warning)
-        limit = numbers_in_a_bucket(self._config, sizes, names)
+        limit = bucket_elements(self._config, sizes, names)
         home: Home = "nvme" if offload.optimizer == "nvme" else "cpu"
         options = OffloadOptions(
             home,

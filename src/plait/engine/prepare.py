@@ -77,18 +77,18 @@ from plait.optim import (
     OnePassAdam,
     OptimizerGroup,
     OptimizerNeeds,
-    OwnRates,
+    OptimizerRates,
+    ParamForm,
     Schedule,
-    Sees,
     WrappedOptimizer,
     base_rate,
     build_optimizer,
+    clone_factory,
     examine_optimizer,
-    is_known,
-    make_part,
+    is_builtin,
+    make_custom_optimizer,
+    param_form_of,
     split_groups,
-    twins_of,
-    what_it_sees,
 )
 from plait.precision import Fp8Linear, LossScaler, scale_by_earlier_steps
 
@@ -145,14 +145,18 @@ class Assembly:
     gradients: Gradients | None = None
 
     @property
-    def sees(self) -> Sees:
+    def param_form(self) -> ParamForm:
         """What the optimizer is given of each parameter."""
-        return what_it_sees(self.given.config.optim) if self.wrapped_optimizer is None else self.wrapped_optimizer.sees
+        return (
+            param_form_of(self.given.config.optim)
+            if self.wrapped_optimizer is None
+            else self.wrapped_optimizer.param_form
+        )
 
     @property
     def elementwise(self) -> bool:
         """Whether the optimizer may be given a part of each parameter."""
-        return self.sees == "parts"
+        return self.param_form == "shards"
 
     @property
     def leaves(self) -> bool:
@@ -333,7 +337,7 @@ def _make_views(model: Assembly) -> tuple[Assembly, MasterWeights]:
         )
     else:
         gradients, master_weights = replicate(given, model.module, elementwise=model.elementwise, leaves=model.leaves)
-    if model.sees == "wholes":
+    if model.param_form == "full":
         master_weights.use_owned_params()
     return replace(model, gradients=gradients), master_weights
 
@@ -343,7 +347,7 @@ def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeE
     given, config, world = model.given, model.given.config, model.given.world
     staged = staged_steps(given, model.stages, model.collectors, master_weights) if model.stages else None
     weigh_norms(master_weights, world, model.stages)
-    with master_weights.in_place():
+    with master_weights.gathered():
         optimizer = _optimizer(model, master_weights)
     _try_out(model, optimizer, master_weights)
     seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
@@ -429,14 +433,14 @@ def _optimizer(model: Assembly, master_weights: MasterWeights) -> Optimizer:
     ]
     optimizer = build_optimizer(model.given.config.optim, groups, in_place=model.offloading is None)
     if isinstance(optimizer, OnePassAdam):
-        optimizer.publish_into(master_weights.rounded_params())
+        optimizer.round_into(master_weights.rounded_params())
     return optimizer
 
 
-def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OwnRates:
+def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OptimizerRates:
     given, config, wrapped_optimizer = model.given, model.given.config, model.wrapped_optimizer is not None
     if config.schedule is None and (wrapped_optimizer or isinstance(config.optim, CustomOptim)):
-        return OwnRates()
+        return OptimizerRates()
     rate = optimizer.param_groups[0]["initial_lr"] if wrapped_optimizer else base_rate(config.optim, optimizer)
     return given.length.schedule(config, rate, optimizer)
 
@@ -444,7 +448,7 @@ def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OwnRates:
 def _try_out(model: Assembly, optimizer: Optimizer, master_weights: MasterWeights) -> None:
     """Find out whether an optimizer that nobody knows is right for this layout; a plan has no values to try it on."""
     config, world, wrapped_optimizer = model.given.config, model.given.world, model.wrapped_optimizer is not None
-    if is_known(optimizer) or world.fake:
+    if is_builtin(optimizer) or world.fake:
         return
     spread = world.layout.pp > 1 or master_weights.owned is not None
     save = config.checkpoint
@@ -454,10 +458,10 @@ def _try_out(model: Assembly, optimizer: Optimizer, master_weights: MasterWeight
         alike=world.layout.replicas > 1 or world.size > 1,
         saved=not wrapped_optimizer and (save.last or save.every is not None or save.best is not None),
     )
-    make = twins_of(optimizer)
+    make = clone_factory(optimizer)
     if not wrapped_optimizer:
         assert isinstance(config.optim, CustomOptim)
-        make = partial(make_part, config.optim)
+        make = partial(make_custom_optimizer, config.optim)
     examine_optimizer(optimizer, make, asked)
 
 

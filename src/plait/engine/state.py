@@ -15,7 +15,7 @@ from plait.distributed import is_sharded, persistent_buffers
 from plait.engine.master_weights import MasterWeights
 from plait.errors import CheckpointError
 from plait.kernels import pack_from_host, unpack_on_host
-from plait.optim import MakeState, OwnOptimizer, is_known, tensors_of
+from plait.optim import MakeState, PlaitOptimizer, flat_tensors, is_builtin
 
 _FACTORS = frozenset({"row_var", "col_var"})
 """Adafactor's factors, replicated on every rank although a matrix of one row or column has the same shape."""
@@ -24,8 +24,8 @@ _FACTORS = frozenset({"row_var", "col_var"})
 def collect(model: nn.Module, master_weights: MasterWeights, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint holds, under names that do not depend on the layout."""
     with master_weights.readable():
-        if isinstance(optimizer, OwnOptimizer):
-            optimizer.widen()
+        if isinstance(optimizer, PlaitOptimizer):
+            optimizer.unpack()
         tensors = _collect(model, master_weights, optimizer)
     return {name: entry for name, entry in tensors.items() if isinstance(entry, Tensor)}
 
@@ -44,7 +44,7 @@ def _collect(model: nn.Module, master_weights: MasterWeights, optimizer: Optimiz
     tensors.update({f"model.{name}": buffer for name, buffer in persistent_buffers(model)})
     for index, (name, tensor) in enumerate(zip(master_weights.names, master_weights.updated, strict=True)):
         kept = {} if tensor is None else optimizer.state.get(tensor, {})
-        for key, value in tensors_of(optimizer, name, kept).items():
+        for key, value in flat_tensors(optimizer, name, kept).items():
             if isinstance(value, Tensor):
                 tensors[f"optim.{name}.{key}"] = _whole(master_weights, index, value, optimizer, key)
             else:
@@ -106,7 +106,7 @@ def allocate(
             zeros = _zeros(optimizer, tensor, key, dtype)
         else:
             # Scalars such as `step` lie on the host unless a fused kernel reads them on the device.
-            on_device = len(shape) > 0 or _on_device(optimizer) or not (is_known(optimizer) or key == "step")
+            on_device = len(shape) > 0 or _on_device(optimizer) or not (is_builtin(optimizer) or key == "step")
             device = tensor.device if on_device else torch.device("cpu")
             zeros = torch.zeros(shape, dtype=_state_dtype(optimizer, tensor, dtype) if shape else dtype, device=device)
         optimizer.state[tensor][key] = zeros
@@ -135,8 +135,8 @@ def _state_makers(
 
 def _zeros(optimizer: Optimizer, tensor: Tensor, key: str, dtype: torch.dtype) -> Any:
     dtype = _state_dtype(optimizer, tensor, dtype)
-    if isinstance(optimizer, OwnOptimizer):
-        return optimizer.room_for(tensor, key, dtype)
+    if isinstance(optimizer, PlaitOptimizer):
+        return optimizer.zero_state(tensor, key, dtype)
     return torch.zeros_like(tensor, dtype=dtype).detach()
 
 
@@ -145,7 +145,7 @@ def _state_dtype(optimizer: Optimizer, tensor: Tensor, saved: torch.dtype) -> to
 
     torch's optimizers and Plait's use the dtype of the weights that they update. Others keep the saved dtype.
     """
-    return tensor.dtype if is_known(optimizer) and saved.is_floating_point else saved
+    return tensor.dtype if is_builtin(optimizer) and saved.is_floating_point else saved
 
 
 def _on_device(optimizer: Optimizer) -> bool:

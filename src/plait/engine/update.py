@@ -21,8 +21,8 @@ from plait.engine.master_weights import MasterWeights
 from plait.errors import ConfigError, ModelError, Problem
 from plait.optim import (
     OnePassAdam,
+    OptimizerRates,
     OptimizerRecord,
-    OwnRates,
     Schedule,
     bare_step,
     clip_by_value,
@@ -80,7 +80,7 @@ class Updater:
         self,
         master_weights: MasterWeights,
         optimizer: Optimizer,
-        schedule: Schedule | OwnRates,
+        schedule: Schedule | OptimizerRates,
         *,
         scaler: LossScaler | None,
         config: TrainConfig,
@@ -135,7 +135,7 @@ class Updater:
             self._switch("train")
 
     def _switch(self, mode: str) -> None:
-        with torch.no_grad(), self._master_weights.in_place():
+        with torch.no_grad(), self._master_weights.gathered():
             getattr(self.optimizer, mode)()
         self._master_weights.publish()
 
@@ -265,7 +265,7 @@ class Updater:
         optimizer.grad_scale = optimizer.found_inf = None
 
     def _update(self) -> None:
-        with torch.no_grad(), self._master_weights.in_place(gradients=True):
+        with torch.no_grad(), self._master_weights.gathered(gradients=True):
             try:
                 self._bare_step()
             except (ArithmeticError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:

@@ -4,19 +4,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait.optim.base import MakeState as MakeState
-    from plait.optim.base import OwnOptimizer as OwnOptimizer
-    from plait.optim.base import Sees as Sees
-    from plait.optim.base import is_known as is_known
-    from plait.optim.base import what_it_sees as what_it_sees
+    from plait.optim.base import ParamForm as ParamForm
+    from plait.optim.base import PlaitOptimizer as PlaitOptimizer
+    from plait.optim.base import is_builtin as is_builtin
+    from plait.optim.base import param_form_of as param_form_of
     from plait.optim.clip import clip_by_value as clip_by_value
     from plait.optim.clip import grad_norm as grad_norm
     from plait.optim.clip import norm_of as norm_of
     from plait.optim.clip import part_norms as part_norms
     from plait.optim.clip import whole_norm as whole_norm
     from plait.optim.examine import OptimizerNeeds as OptimizerNeeds
+    from plait.optim.examine import clone_factory as clone_factory
     from plait.optim.examine import examine_optimizer as examine_optimizer
     from plait.optim.examine import has_two_modes as has_two_modes
-    from plait.optim.examine import twins_of as twins_of
+    from plait.optim.full_params import OwnedParams as OwnedParams
     from plait.optim.fused_adam import OnePassAdam as OnePassAdam
     from plait.optim.groups import GroupSpec as GroupSpec
     from plait.optim.groups import OptimizerGroup as OptimizerGroup
@@ -30,23 +31,22 @@ if TYPE_CHECKING:
     from plait.optim.optimizers import base_rate as base_rate
     from plait.optim.optimizers import build_optimizer as build_optimizer
     from plait.optim.optimizers import is_one_pass as is_one_pass
-    from plait.optim.optimizers import make_part as make_part
+    from plait.optim.optimizers import make_custom_optimizer as make_custom_optimizer
     from plait.optim.optimizers import supports_grad_scale as supports_grad_scale
     from plait.optim.schedule import Curves as Curves
-    from plait.optim.schedule import OwnRates as OwnRates
+    from plait.optim.schedule import OptimizerRates as OptimizerRates
     from plait.optim.schedule import Schedule as Schedule
     from plait.optim.schedule import ScheduleSpan as ScheduleSpan
     from plait.optim.schedule import build_schedule as build_schedule
     from plait.optim.state import OptimizerRecord as OptimizerRecord
+    from plait.optim.state import flat_tensors as flat_tensors
     from plait.optim.state import leaves as leaves
-    from plait.optim.state import merged as merged
-    from plait.optim.state import tensors_of as tensors_of
+    from plait.optim.state import merge_records as merge_records
+    from plait.optim.swapper import bucket_elements as bucket_elements
     from plait.optim.swapper import check_space as check_space
     from plait.optim.swapper import host_need as host_need
-    from plait.optim.swapper import numbers_in_a_bucket as numbers_in_a_bucket
     from plait.optim.swapper import state_bytes as state_bytes
     from plait.optim.swapper import updates_on_device as updates_on_device
-    from plait.optim.whole_params import SharedOut as SharedOut
     from plait.optim.wrap import OptimizerSource as OptimizerSource
     from plait.optim.wrap import WrappedOptimizer as WrappedOptimizer
     from plait.optim.wrap import bare_step as bare_step
@@ -56,19 +56,25 @@ else:
     attach_names(
         __name__,
         {
-            "base": ["MakeState", "OwnOptimizer", "Sees", "is_known", "what_it_sees"],
+            "base": ["MakeState", "PlaitOptimizer", "ParamForm", "is_builtin", "param_form_of"],
             "clip": ["clip_by_value", "grad_norm", "norm_of", "part_norms", "whole_norm"],
-            "examine": ["OptimizerNeeds", "examine_optimizer", "has_two_modes", "twins_of"],
+            "examine": ["OptimizerNeeds", "examine_optimizer", "has_two_modes", "clone_factory"],
             "fused_adam": ["OnePassAdam"],
             "groups": ["GroupSpec", "OptimizerGroup", "parameter_infos", "split_groups"],
             "lamb": ["Lamb"],
             "lion": ["Lion"],
             "offload": ["Offload", "OffloadOptions", "device_buffer_bytes"],
-            "optimizers": ["base_rate", "build_optimizer", "is_one_pass", "make_part", "supports_grad_scale"],
-            "schedule": ["Curves", "OwnRates", "Schedule", "ScheduleSpan", "build_schedule"],
-            "state": ["OptimizerRecord", "leaves", "merged", "tensors_of"],
-            "swapper": ["check_space", "host_need", "numbers_in_a_bucket", "state_bytes", "updates_on_device"],
-            "whole_params": ["SharedOut"],
+            "optimizers": [
+                "base_rate",
+                "build_optimizer",
+                "is_one_pass",
+                "make_custom_optimizer",
+                "supports_grad_scale",
+            ],
+            "schedule": ["Curves", "OptimizerRates", "Schedule", "ScheduleSpan", "build_schedule"],
+            "state": ["OptimizerRecord", "leaves", "merge_records", "flat_tensors"],
+            "swapper": ["check_space", "host_need", "bucket_elements", "state_bytes", "updates_on_device"],
+            "full_params": ["OwnedParams"],
             "wrap": ["OptimizerSource", "WrappedOptimizer", "bare_step"],
         },
     )

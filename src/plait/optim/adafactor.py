@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from plait.distributed import to_local
-from plait.optim.base import OwnOptimizer, with_gradient
-from plait.optim.whole_params import Rows, rows_of, sum_over_shards
+from plait.optim.base import PlaitOptimizer, with_gradient
+from plait.optim.full_params import RowSharding, row_sharding, sum_over_shards
 
 if TYPE_CHECKING:
     from plait.config import AdafactorConfig
-    from plait.optim.optimizers import ToUpdate
+    from plait.optim.optimizers import OptimizerParams
 
 
 @dataclass(slots=True)
@@ -24,11 +24,11 @@ class _Item:
 
     parameter: Tensor
     group: dict[str, Any]
-    rows: Rows | None
+    rows: RowSharding | None
     count: float
 
     @property
-    def own(self) -> Tensor:
+    def local(self) -> Tensor:
         return to_local(self.parameter)
 
     @property
@@ -41,7 +41,7 @@ class _Item:
         return self.parameter.ndim > 1
 
 
-class Adafactor(OwnOptimizer):
+class Adafactor(PlaitOptimizer):
     """Second moments of matrices kept as a row and a column; steps relative to the parameter's own size.
 
     State: `step`; for vectors `variance`, of the parameter's own shape and sharding; for all else `row_var`
@@ -70,12 +70,12 @@ class Adafactor(OwnOptimizer):
 
     def _update(self) -> None:
         items = [
-            _Item(parameter, group, rows_of(parameter), self._count(parameter))
+            _Item(parameter, group, row_sharding(parameter), self._count(parameter))
             for group in self.param_groups
             for parameter in with_gradient(group)
         ]
         sums = self._sums(items)
-        updates = [self._direction(item, *found) for item, found in zip(items, sums, strict=True)]
+        updates = [self._direction(item, *item_sums) for item, item_sums in zip(items, sums, strict=True)]
         squares = [update.square().sum() for update in updates]
         totals = sum_over_shards(squares, [item.rows for item in items])
         for item, (size, *_), update, total in zip(items, sums, updates, totals, strict=True):
@@ -83,11 +83,11 @@ class Adafactor(OwnOptimizer):
 
     def _sums(self, items: list[_Item]) -> list[list[Tensor]]:
         """For each parameter the sum of its squares; if factored, the gradient's by row and by column too."""
-        parts = [_squares(item) for item in items]
-        flat = [tensor for part in parts for tensor in part]
-        rows = [item.rows for item, part in zip(items, parts, strict=True) for _ in part]
+        item_tensors = [_squares(item) for item in items]
+        flat = [tensor for tensors in item_tensors for tensor in tensors]
+        rows = [item.rows for item, tensors in zip(items, item_tensors, strict=True) for _ in tensors]
         totals = iter(sum_over_shards(flat, rows))
-        return [[next(totals) for _ in part] for part in parts]
+        return [[next(totals) for _ in tensors] for tensors in item_tensors]
 
     def _direction(self, item: _Item, _: Tensor, *by_row_and_column: Tensor) -> Tensor:
         """The gradient over the root of its estimated second moment."""
@@ -116,8 +116,8 @@ class Adafactor(OwnOptimizer):
         length = (size / numel).sqrt_().clamp_(min=group["eps"][1]).mul_(rate)
         excess = (total / numel).sqrt_().div_(group["clip_threshold"]).clamp_(min=1.0)
         if group["weight_decay"] != 0:
-            item.own.mul_(1 - group["lr"] * group["weight_decay"])
-        item.own.sub_(update.mul_(length.div_(excess)))
+            item.local.mul_(1 - group["lr"] * group["weight_decay"])
+        item.local.sub_(update.mul_(length.div_(excess)))
 
     def _factor(self, parameter: Tensor, name: str, like: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -128,15 +128,15 @@ class Adafactor(OwnOptimizer):
 
 
 def _squares(item: _Item) -> list[Tensor]:
-    size = item.own.square().sum()
+    size = item.local.square().sum()
     if not item.factored:
         return [size]
     squared = item.grad.square()
     by_row, by_column = squared.sum(dim=-1, keepdim=True), squared.sum(dim=-2, keepdim=True)
     if item.rows is not None:
-        by_row = item.rows.place(by_row)
+        by_row = item.rows.zero_padded(by_row)
         if item.parameter.ndim > 2:
-            by_column = item.rows.place(by_column)
+            by_column = item.rows.zero_padded(by_column)
     return [size, by_row, by_column]
 
 
@@ -145,7 +145,7 @@ def _eps(item: _Item) -> float:
     return torch.finfo(item.parameter.dtype).eps if eps is None else eps
 
 
-def build(given: ToUpdate, config: AdafactorConfig) -> Adafactor:
+def build(given: OptimizerParams, config: AdafactorConfig) -> Adafactor:
     """As the section says."""
     return Adafactor(
         given.params,

@@ -2,7 +2,7 @@
 
 [Note: narrow in training, wide outside] In training a moment is `Packed`; whoever looks at the state from outside (a
 checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. A checkpoint has them made some
-rows at a time, see `plait.checkpoint.Later`; `widen` makes all of them. Packed again, by loading or by the next step,
+rows at a time, see `plait.checkpoint.Later`; `unpack` makes all of them. Packed again, by loading or by the next step,
 they give the codes that were there before. So a run may change between the two optimizers at any checkpoint, and blocks
 never meet the layout of a file.
 """
@@ -27,18 +27,18 @@ from plait.kernels import (
     width_of,
     zeros,
 )
-from plait.optim.base import OwnOptimizer, with_gradient
+from plait.optim.base import PlaitOptimizer, with_gradient
 
 if TYPE_CHECKING:
     from plait.config import AdamW8bitConfig
-    from plait.optim.optimizers import ToUpdate
+    from plait.optim.optimizers import OptimizerParams
 
 MIN_WIDTH = 64
 """Parameters with shorter rows (biases, norms) keep fp32 moments: scales would take up what is saved."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamW8bit(OwnOptimizer):
+class AdamW8bit(PlaitOptimizer):
     """AdamW; the moments of matrices are packed block by block, see [Note: blocks lie in rows] in `ops.blockwise`.
 
     Elementwise but for the blocks, which lie in rows: a rank that has some rows updates them as the whole would be.
@@ -64,17 +64,19 @@ class AdamW8bit(OwnOptimizer):
                 step = int(self._count(param))
                 numbers = AdamNumbers(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
                 if not _is_packed(param):
-                    adam_step_plain(numbers, [param], [param.grad], *([self._wide(param, name)] for name in _MOMENTS))
+                    adam_step_plain(
+                        numbers, [param], [param.grad], *([self._fp32_moment(param, name)] for name in _MOMENTS)
+                    )
                 else:
-                    adam8bit_step(numbers, param.detach(), param.grad, *self._packed(param))
+                    adam8bit_step(numbers, param.detach(), param.grad, *self._packed_moments(param))
 
-    def _wide(self, param: Tensor, name: str) -> Tensor:
-        found = self._moment(param, name)
-        if found.device != param.device:  # it was loaded
-            found = self.state[param][name] = found.to(param.device)
-        return found
+    def _fp32_moment(self, param: Tensor, name: str) -> Tensor:
+        moment = self._moment(param, name)
+        if moment.device != param.device:  # it was loaded
+            moment = self.state[param][name] = moment.to(param.device)
+        return moment
 
-    def _packed(self, param: Tensor) -> tuple[Packed, Packed]:
+    def _packed_moments(self, param: Tensor) -> tuple[Packed, Packed]:
         state: dict[str, Any] = self.state[param]
         for name, levels in zip(_MOMENTS, self._levels_on(param.device), strict=True):
             known = state.get(name)
@@ -84,17 +86,17 @@ class AdamW8bit(OwnOptimizer):
                     pack_into(state[name], known.to(param.device))
         return state[_MOMENTS[0]], state[_MOMENTS[1]]
 
-    def widen(self) -> None:
+    def unpack(self) -> None:
         """Replace packed moments by fp32 tensors, on the host: a device that needs 8 bits has no room for them."""
         for state in self.state.values():
             for name in _MOMENTS:
                 if isinstance(state.get(name), Packed):
                     state[name] = unpack_on_host(state[name])
 
-    def room_for(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
+    def zero_state(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
         """Packed zeros, where training packs them."""
         if name not in _MOMENTS or not _is_packed(parameter):
-            return super().room_for(parameter, name, dtype)
+            return super().zero_state(parameter, name, dtype)
         return zeros(parameter, self._levels_on(parameter.device)[_MOMENTS.index(name)])
 
     def _levels_on(self, device: torch.device) -> tuple[Levels, Levels]:
@@ -107,7 +109,7 @@ def _is_packed(param: Tensor) -> bool:
     return width_of(param) >= MIN_WIDTH and param.is_contiguous()
 
 
-def build(given: ToUpdate, config: AdamW8bitConfig) -> AdamW8bit:
+def build(given: OptimizerParams, config: AdamW8bitConfig) -> AdamW8bit:
     """As the section says."""
     return AdamW8bit(
         given.params,

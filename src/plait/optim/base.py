@@ -31,7 +31,7 @@ MakeState = Callable[[Tensor], Any]
 """From a parameter to one of its states, zero."""
 
 
-class OwnOptimizer(Optimizer):
+class PlaitOptimizer(Optimizer):
     """A torch optimizer whose whole update, over all groups, is one method.
 
     One method for all groups, so that sums over ranks can travel together.
@@ -44,13 +44,13 @@ class OwnOptimizer(Optimizer):
     def _update(self) -> None:
         """Move every parameter that has a gradient."""
 
-    def widen(self) -> None:
+    def unpack(self) -> None:
         """Bring all of the state into the form that others know: tensors like the parameter, or scalars.
 
         Most keep it so.
         """
 
-    def room_for(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
+    def zero_state(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
         """A state of the parameter's shape, zero, in the form that training has it in."""
         return torch.zeros_like(parameter, dtype=dtype).detach()
 
@@ -105,39 +105,41 @@ def with_gradient(group: dict[str, Any]) -> list[Tensor]:
 # Of torch's own it is known here what they are.
 
 
-Sees = Literal["parts", "dtensors", "wholes"]
+ParamForm = Literal["shards", "dtensors", "full"]
 """Of a parameter that is spread over ranks: this rank's part, the DTensor, or all of it on one rank."""
 
 _TORCH = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
-def what_it_sees(config: OptimConfig) -> Sees:
+def param_form_of(config: OptimConfig) -> ParamForm:
     """What the optimizer that a section describes is given."""
     if not isinstance(config, CustomOptim):
-        return "parts" if config.elementwise else "dtensors"
+        return "shards" if config.elementwise else "dtensors"
     if config.elementwise is not None:
-        return "parts" if config.elementwise else "wholes"
-    return declared(load(config, "optim"))
+        return "shards" if config.elementwise else "full"
+    return declared_param_form(load(config, "optim"))
 
 
-def declared(made: Any) -> Sees:
+def declared_param_form(optimizer: Any) -> ParamForm:
     """The same of a class, a function that makes one, or an optimizer."""
-    elementwise = getattr(made, "elementwise", None)
+    elementwise = getattr(optimizer, "elementwise", None)
     if elementwise is not None:
-        return "parts" if elementwise else "wholes"
-    if getattr(made, "takes_dtensors", False):
+        return "shards" if elementwise else "full"
+    if getattr(optimizer, "takes_dtensors", False):
         return "dtensors"
-    kind = made if isinstance(made, type) else type(made)
-    return "parts" if issubclass(kind, Optimizer) and kind_of(kind) in _TORCH else "wholes"
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return "shards" if issubclass(cls, Optimizer) and step_class(cls) in _TORCH else "full"
 
 
-def kind_of(kind: type[Optimizer]) -> type[Optimizer]:
+def step_class(cls: type[Optimizer]) -> type[Optimizer]:
     """The class whose step it is: another one may only have other defaults."""
-    step = inspect.unwrap(kind.step)
-    return next((each for each in _TORCH if inspect.unwrap(each.step) is step), kind)
+    step = inspect.unwrap(cls.step)
+    return next((base for base in _TORCH if inspect.unwrap(base.step) is step), cls)
 
 
-def is_known(optimizer: Optimizer) -> bool:
+def is_builtin(optimizer: Optimizer) -> bool:
     """Whether its step is torch's or Plait's: all that such a one keeps from step to step is tensors."""
-    own = isinstance(optimizer, OwnOptimizer) or type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
-    return own or kind_of(type(optimizer)) in _TORCH
+    by_module = isinstance(optimizer, PlaitOptimizer) or type(optimizer).__module__.startswith(
+        ("torch.optim.", "plait.optim.")
+    )
+    return by_module or step_class(type(optimizer)) in _TORCH

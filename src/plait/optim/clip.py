@@ -24,7 +24,7 @@ def grad_norm(
     say how much each part counts: a half, say, where two ranks of the group hold the same one.
     Accumulated in fp32 or wider, so that half-precision gradients do not overflow.
     """
-    return norm_of(each_norm(tensors), group, weights)
+    return norm_of(tensor_norms(tensors), group, weights)
 
 
 def norm_of(
@@ -36,22 +36,22 @@ def norm_of(
         return math.sqrt(sum(norm.item() ** 2 for norm in norms))
     if not norms:
         return float(whole_norm(torch.zeros(0), group))
-    each = torch.stack(list(norms))
-    counted = None if weights is None else torch.tensor(weights, dtype=torch.float64, device=each.device)
-    return float(whole_norm(each, group, counted))
+    stacked = torch.stack(list(norms))
+    counted = None if weights is None else torch.tensor(weights, dtype=torch.float64, device=stacked.device)
+    return float(whole_norm(stacked, group, counted))
 
 
-def each_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
+def tensor_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Of each tensor, in fp32 or wider; one call for each format, since a list of several is done one by one."""
     formats = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(formats) == 1:  # as nearly always, and in every step
         return foreach_norm(tensors, 2, dtype=_wide(*formats))
-    found: dict[int, Tensor] = {}
+    by_index: dict[int, Tensor] = {}
     for dtype in formats:
         chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         norms = foreach_norm([tensors[index] for index in chosen], 2, dtype=_wide(dtype))
-        found.update(zip(chosen, norms, strict=True))
-    return [found[index] for index in range(len(tensors))]
+        by_index.update(zip(chosen, norms, strict=True))
+    return [by_index[index] for index in range(len(tensors))]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:
@@ -61,14 +61,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 
 def part_norms(tensors: list[Tensor], device: torch.device) -> Tensor:
     """The norm of each part, without waiting for the device."""
-    norms = each_norm(tensors)
+    norms = tensor_norms(tensors)
     return torch.stack(list(norms)) if norms else torch.zeros(0, device=device)
 
 
 def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: Tensor | None = None) -> Tensor:
     """The norm of all parts together, without waiting for the device; `weights` lie there already, in fp64."""
-    each = norms.double().square()
-    squares = (each if weights is None else each * weights).sum()
+    squared = norms.double().square()
+    squares = (squared if weights is None else squared * weights).sum()
     if group is not None:
         dist.all_reduce(squares, group=group)
     return squares.sqrt()

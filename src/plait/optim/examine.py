@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from plait.errors import ConfigError, Problem
 from plait.optim.state import flatten
 
-Make = Callable[[list[dict[str, Any]]], Optimizer]
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 """From parameter groups to another optimizer of the kind."""
 
 _STEPS = 4
@@ -44,21 +44,21 @@ class OptimizerNeeds:
     """A checkpoint is to be written."""
 
 
-def examine_optimizer(optimizer: Optimizer, make: Make, asked: OptimizerNeeds) -> None:
+def examine_optimizer(optimizer: Optimizer, make: OptimizerFactory, needs: OptimizerNeeds) -> None:
     """Raise `ConfigError` where an optimizer does not give what a run needs."""
-    kind = type(optimizer).__name__
-    spread = asked.one_by_one or asked.by_element
-    if not (spread or asked.alike or asked.saved):
+    name = type(optimizer).__name__
+    spread = needs.one_by_one or needs.by_element
+    if not (spread or needs.alike or needs.saved):
         return
     try:
         with torch.random.fork_rng(devices=[]):
-            trial = _Trial(make, _small(optimizer))
-            reason, remedy = trial.refuse(kind, asked)
+            trial = _Trial(make, _small_groups(optimizer))
+            reason, remedy = trial.refuse(name, needs)
     except Exception as error:  # whatever somebody else's code raises on small parameters
         if not spread:
             return  # it trains, or says in the first step why not
         reason = (
-            f"{kind} could not be tried on small parameters ({type(error).__name__}: {error}), and ranks that share "
+            f"{name} could not be tried on small parameters ({type(error).__name__}: {error}), and ranks that share "
             "parameters out must know that it treats them one by one"
         )
         remedy = _WHOLE
@@ -72,51 +72,54 @@ _WHOLE = "Train with strategy.zero: 0 and without tensor and pipeline ranks, or 
 class _Trial:
     """One kind of optimizer, on some groups of small parameters."""
 
-    def __init__(self, make: Make, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def __init__(self, make: OptimizerFactory, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         self._make = make
         self._groups = groups
         """Options, and the values to start from."""
         generator = torch.Generator().manual_seed(1)
         self._grads = [
-            [[torch.randn(each.shape, generator=generator).to(each) for each in tensors] for _, tensors in groups]
+            [[torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in tensors] for _, tensors in groups]
             for _ in range(_STEPS)
         ]
 
-    def refuse(self, kind: str, asked: OptimizerNeeds) -> tuple[str, str]:
+    def refuse(self, name: str, needs: OptimizerNeeds) -> tuple[str, str]:
         """Why it cannot be used, and what to do; empty where it can."""
-        everything = [
-            (group, index) for group, (_, tensors) in enumerate(self._groups) for index in range(len(tensors))
-        ]
+        positions = [(group, index) for group, (_, tensors) in enumerate(self._groups) for index in range(len(tensors))]
         torch.manual_seed(1)
-        together, optimizer = self._run(everything)
-        if asked.saved and (lost := _lost(optimizer)):
+        together, optimizer = self._run(positions)
+        if needs.saved and (lost := _unstorable(optimizer)):
             return (
-                f"{kind} keeps {lost}, which a checkpoint cannot hold",
+                f"{name} keeps {lost}, which a checkpoint cannot hold",
                 "Use another optimizer, or save nothing: `checkpoint.last: false`, without `every` and `best`.",
             )
-        spread = asked.one_by_one or asked.by_element
+        spread = needs.one_by_one or needs.by_element
         torch.manual_seed(2)
-        if (spread or asked.alike) and not _same(together, self._run(everything)[0]):
-            return f"{kind} draws random numbers, which would be others on each rank", "Train on one process."
+        if (spread or needs.alike) and not _same(together, self._run(positions)[0]):
+            return f"{name} draws random numbers, which would be others on each rank", "Train on one process."
         if not spread:
             return "", ""
-        for place in everything:
-            alone, _ = self._run([place])
+        for position in positions:
+            alone, _ = self._run([position])
             if not _same({key: together[key] for key in alone}, alone):
-                reason = f"{kind} looks across parameters: alone, one is updated otherwise than together with others"
+                reason = f"{name} looks across parameters: alone, one is updated otherwise than together with others"
                 return reason, _WHOLE
-        if asked.by_element and not self._takes_parts(together):
-            reason = f"{kind} does not go number by number: a part is updated otherwise than within the whole"
+        if needs.by_element and not self._is_elementwise(together):
+            reason = f"{name} does not go number by number: a part is updated otherwise than within the whole"
             return reason, "Leave out `optim.elementwise`: it gets whole parameters then."
         return "", ""
 
     def _run(
-        self, places: Sequence[tuple[int, int]], part: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self, positions: Sequence[tuple[int, int]], select: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> tuple[dict[Any, Any], Optimizer]:
         """What a few steps with some of the parameters, or parts of them, come to."""
-        params = {(group, index): nn.Parameter(part(self._groups[group][1][index]).clone()) for group, index in places}
+        params = {
+            (group, index): nn.Parameter(select(self._groups[group][1][index]).clone()) for group, index in positions
+        }
         groups = [
-            {"params": [param for (each, _), param in params.items() if each == group], **copy.deepcopy(options)}
+            {
+                "params": [param for (of_group, _), param in params.items() if of_group == group],
+                **copy.deepcopy(options),
+            }
             for group, (options, _) in enumerate(self._groups)
         ]
         optimizer: Any = self._make(groups)
@@ -124,19 +127,19 @@ class _Trial:
             optimizer.train()
         for grads in self._grads:
             for (group, index), param in params.items():
-                param.grad = part(grads[group][index]).clone()
+                param.grad = select(grads[group][index]).clone()
             optimizer.step()
-        found: dict[Any, Any] = {place: param.detach() for place, param in params.items()}
+        results: dict[Any, Any] = {position: param.detach() for position, param in params.items()}
         for number, options in enumerate(optimizer.param_groups):
             if options["params"]:
-                found[number] = {key: _plain(value) for key, value in options.items() if key not in _NAMES}
-        return found, optimizer
+                results[number] = {key: _plain(value) for key, value in options.items() if key not in _NAMES}
+        return results, optimizer
 
-    def _takes_parts(self, together: Mapping[Any, Any]) -> bool:
-        for place, whole in together.items():
-            if isinstance(place, tuple) and whole.ndim and len(whole) > 1:
-                halves = [self._run([place], half)[0][place] for half in (_first_half, _second_half)]
-                if not _same({place: whole}, {place: torch.cat(halves)}):
+    def _is_elementwise(self, together: Mapping[Any, Any]) -> bool:
+        for position, whole in together.items():
+            if isinstance(position, tuple) and whole.ndim and len(whole) > 1:
+                halves = [self._run([position], half)[0][position] for half in (_first_half, _second_half)]
+                if not _same({position: whole}, {position: torch.cat(halves)}):
                     return False
         return True
 
@@ -152,26 +155,26 @@ def _second_half(tensor: Tensor) -> Tensor:
 _NAMES = ("params", "param_names")
 
 
-def _small(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
+def _small_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
     """For each group its options, and one small tensor for each number of dimensions that it has."""
     generator = torch.Generator().manual_seed(0)
 
-    def room(tensor: Tensor) -> Tensor:
-        sides = [min(side, _SIDES[min(place, 3)]) for place, side in enumerate(tensor.shape)]
+    def small_like(tensor: Tensor) -> Tensor:
+        sides = [min(side, _SIDES[min(dim, 3)]) for dim, side in enumerate(tensor.shape)]
         return torch.randn(sides, generator=generator).to(tensor.device, tensor.dtype)
 
-    found = []
+    groups = []
     for group in optimizer.param_groups:
-        kinds = {tensor.ndim: tensor for tensor in group["params"] if tensor.numel()}
+        by_ndim = {tensor.ndim: tensor for tensor in group["params"] if tensor.numel()}
         options = {key: value for key, value in group.items() if key not in (*_NAMES, "initial_lr")}
-        found.append((options, [room(tensor) for tensor in kinds.values()]))
-    filled = [tensors for _, tensors in found if tensors]
+        groups.append((options, [small_like(tensor) for tensor in by_ndim.values()]))
+    filled = [tensors for _, tensors in groups if tensors]
     if len(filled) == 1 and len(filled[0]) == 1:  # somebody must be there to be looked at
         filled[0].append(filled[0][0] * 2 + 1)
-    return found
+    return groups
 
 
-def twins_of(optimizer: Optimizer) -> Make:
+def clone_factory(optimizer: Optimizer) -> OptimizerFactory:
     """What makes others like an optimizer that exists, without knowing what it was made from."""
 
     def make(groups: list[dict[str, Any]]) -> Optimizer:
@@ -193,7 +196,7 @@ def has_two_modes(optimizer: Any) -> bool:
     return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
-def _lost(optimizer: Optimizer) -> str | None:
+def _unstorable(optimizer: Optimizer) -> str | None:
     """What of its state cannot be stored."""
     for key, state in optimizer.state.items():
         if not isinstance(key, Tensor):
@@ -210,14 +213,14 @@ def _plain(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
-def _same(expected: Any, found: Any) -> bool:
+def _same(expected: Any, actual: Any) -> bool:
     if isinstance(expected, Tensor):
-        return isinstance(found, Tensor) and torch.allclose(expected.float(), found.float(), rtol=1e-5, atol=1e-8)
+        return isinstance(actual, Tensor) and torch.allclose(expected.float(), actual.float(), rtol=1e-5, atol=1e-8)
     if isinstance(expected, Mapping):
-        return expected.keys() == found.keys() and all(_same(each, found[key]) for key, each in expected.items())
+        return expected.keys() == actual.keys() and all(_same(value, actual[key]) for key, value in expected.items())
     if isinstance(expected, float):
-        return math.isclose(expected, found, rel_tol=1e-6) or expected == found
+        return math.isclose(expected, actual, rel_tol=1e-6) or expected == actual
     try:
-        return bool(expected == found)
+        return bool(expected == actual)
     except Exception:  # objects that cannot be compared say nothing
         return True

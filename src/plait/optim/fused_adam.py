@@ -35,20 +35,20 @@ class OnePassAdam(Adam):
     ) -> None:
         """`decoupled` is AdamW: weights decay by themselves."""
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=decoupled)
-        self._rooms: dict[Tensor, Tensor] = {}
+        self._rounded: dict[Tensor, Tensor] = {}
         self._tables: defaultdict[int, Tables] = defaultdict(Tables)
 
     @property
     def publishes(self) -> bool:
         """Whether a step brings the model's rounded weights up to date."""
-        return bool(self._rooms)
+        return bool(self._rounded)
 
-    def publish_into(self, rooms: Mapping[Tensor, Tensor]) -> None:
-        """From now on write each of these parameters, rounded, to its room as well.
+    def round_into(self, outputs: Mapping[Tensor, Tensor]) -> None:
+        """From now on write each of these parameters, rounded, to its output as well.
 
-        A parameter without a gradient is updated with that of its room.
+        A parameter without a gradient is updated with that of its output.
         """
-        self._rooms = dict(rooms)
+        self._rounded = dict(outputs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -75,8 +75,8 @@ class OnePassAdam(Adam):
         entries: list[WeightPointers] = []
         steps: list[Tensor] = []
         for param in group["params"]:
-            room = self._rooms.get(param)
-            grad = param.grad if param.grad is not None or room is None else room.grad
+            output = self._rounded.get(param)
+            grad = param.grad if param.grad is not None or output is None else output.grad
             if grad is None:
                 continue
             state = self.state[param]
@@ -86,12 +86,12 @@ class OnePassAdam(Adam):
                 state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             if grad.stride() != param.stride():
                 grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-            entries.append(WeightPointers(param, grad, state["exp_avg"], state["exp_avg_sq"], room))
+            entries.append(WeightPointers(param, grad, state["exp_avg"], state["exp_avg_sq"], output))
             steps.append(state["step"])
         return entries, steps
 
 
-def takes_one_pass(tensor: Tensor) -> bool:
+def supports_one_pass(tensor: Tensor) -> bool:
     """Whether the kernel is made for such a weight: dense, in a format that it knows."""
     dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     return dense and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)

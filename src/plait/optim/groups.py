@@ -71,8 +71,8 @@ def parameter_infos(model: nn.Module) -> list[ParameterInfo]:
     roles: dict[nn.Parameter, Role] = {}
     for path, module in model.named_modules():
         role = _role(module)
-        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            names.setdefault(parameter, []).append(f"{path}.{own}" if path else own)
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(parameter, []).append(f"{path}.{key}" if path else key)
             roles[parameter] = roles.get(parameter, Role.PLAIN) | role
     return [
         ParameterInfo(first, parameter.shape, roles[parameter], tuple(others), parameter.requires_grad)
@@ -88,29 +88,29 @@ def split_groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
     for some parameters in an attribute `learning_rates`, by patterns of names; schedules scale them as all rates.
     """
     rates: Mapping[str, float] = getattr(model, "learning_rates", {})
-    return [part for spec in _groups(model, config) for part in _by_rate(spec, rates)]
+    return [group for spec in _groups(model, config) for group in _by_rate(spec, rates)]
 
 
 def _by_rate(spec: GroupSpec, rates: Mapping[str, float]) -> list[GroupSpec]:
     """A group, cut once more where some of its parameters have a rate of their own."""
-    found: dict[float | None, list[str]] = {}
+    by_rate: dict[float | None, list[str]] = {}
     for name in spec.names:
-        own = next((rate for pattern, rate in rates.items() if fnmatchcase(name, pattern)), None)
-        found.setdefault(own, []).append(name)
+        group_rate = next((rate for pattern, rate in rates.items() if fnmatchcase(name, pattern)), None)
+        by_rate.setdefault(group_rate, []).append(name)
     return [
         GroupSpec(tuple(names), spec.options if rate is None else {**spec.options, "lr": rate})
-        for rate, names in found.items()
+        for rate, names in by_rate.items()
     ]
 
 
 def _groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
     infos = parameter_infos(model)
-    spared = _without_decay(infos, config.no_decay)
+    without_decay = _without_decay(infos, config.no_decay)
     trainable = [info for info in infos if info.trainable]
     if not trainable:
         raise ModelError("the model has no trainable parameter: every one has requires_grad=False")
     if not isinstance(config, MuonConfig):
-        return _by_decay(trainable, spared, config, {})
+        return _by_decay(trainable, without_decay, config, {})
     matrices = [info for info in trainable if _for_muon(info, config.adam_patterns)]
     if not matrices:
         raise ConfigError(
@@ -124,28 +124,28 @@ def _groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
     chosen = {info.name for info in matrices}
     rest = [info for info in trainable if info.name not in chosen]
     return [
-        *_by_decay(matrices, spared, config, muon),
-        *_by_decay(rest, spared, config, adam),
+        *_by_decay(matrices, without_decay, config, muon),
+        *_by_decay(rest, without_decay, config, adam),
     ]
 
 
 def _by_decay(
-    infos: Sequence[ParameterInfo], spared: set[str], config: OptimConfig, options: dict[str, Any]
+    infos: Sequence[ParameterInfo], without_decay: set[str], config: OptimConfig, options: dict[str, Any]
 ) -> list[GroupSpec]:
-    own = {} if config.weight_decay is None else {"weight_decay": config.weight_decay}
+    decay_options = {} if config.weight_decay is None else {"weight_decay": config.weight_decay}
     # Of a part's own weight decay nobody is spared unless somebody says so.
-    if config.weight_decay == 0.0 or (not own and "no_decay" not in config.model_fields_set):
-        spared = set()
-    decayed = tuple(info.name for info in infos if info.name not in spared)
-    others = tuple(info.name for info in infos if info.name in spared)
+    if config.weight_decay == 0.0 or (not decay_options and "no_decay" not in config.model_fields_set):
+        without_decay = set()
+    decayed = tuple(info.name for info in infos if info.name not in without_decay)
+    others = tuple(info.name for info in infos if info.name in without_decay)
     groups = [
-        GroupSpec(decayed, {**options, **own}),
+        GroupSpec(decayed, {**options, **decay_options}),
         GroupSpec(others, {**options, "weight_decay": 0.0}),
     ]
     return [group for group in groups if group.names]
 
 
-_WORDS: dict[str, Callable[[ParameterInfo], bool]] = {
+_NO_DECAY_CLASSES: dict[str, Callable[[ParameterInfo], bool]] = {
     "bias": lambda info: any(name.rpartition(".")[2] == "bias" for name in info.names),
     "norm": lambda info: Role.NORM in info.role,
     "embedding": lambda info: Role.EMBEDDING in info.role,
@@ -153,33 +153,35 @@ _WORDS: dict[str, Callable[[ParameterInfo], bool]] = {
 
 
 def _without_decay(infos: Sequence[ParameterInfo], patterns: Sequence[str]) -> set[str]:
-    spared: set[str] = set()
+    names: set[str] = set()
     problems = []
     for pattern in patterns:
-        word = _WORDS.get(pattern)
-        found = {info.name for info in infos if (word(info) if word else _fits(info, (pattern,)))}
-        spared |= found
-        if not found and word is None:
+        predicate = _NO_DECAY_CLASSES.get(pattern)
+        matches = {info.name for info in infos if (predicate(info) if predicate else _matches(info, (pattern,)))}
+        names |= matches
+        if not matches and predicate is None:
             problems.append(
                 Problem(
                     "optim.no_decay",
                     f"the pattern {pattern!r} fits no parameter of this model",
-                    f"Use {', '.join(_WORDS)}, or a pattern of full names such as {infos[0].name!r}." if infos else "",
+                    f"Use {', '.join(_NO_DECAY_CLASSES)}, or a pattern of full names such as {infos[0].name!r}."
+                    if infos
+                    else "",
                 )
             )
     if problems:
         raise ConfigError(problems)
-    return spared
+    return names
 
 
 def _for_muon(info: ParameterInfo, adam_patterns: Sequence[str]) -> bool:
     # Other stacks of matrices stay with AdamW: flattened, they would be orthogonalised as one matrix.
     is_matrix = len(info.shape) == 2 or (len(info.shape) > 2 and Role.CONVOLUTION in info.role)
     special = Role.NORM in info.role or Role.EMBEDDING in info.role
-    return is_matrix and not special and not _fits(info, adam_patterns)
+    return is_matrix and not special and not _matches(info, adam_patterns)
 
 
-def _fits(info: ParameterInfo, patterns: Sequence[str]) -> bool:
+def _matches(info: ParameterInfo, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in info.names for pattern in patterns)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from plait.distributed import to_local
-from plait.optim.base import OwnOptimizer, with_gradient
-from plait.optim.clip import each_norm
-from plait.optim.whole_params import by_sharding, sum_over_shards
+from plait.optim.base import PlaitOptimizer, with_gradient
+from plait.optim.clip import tensor_norms
+from plait.optim.full_params import group_by_sharding, sum_over_shards
 from plait.torch_internals import (
     foreach_add_,
     foreach_addcmul_,
@@ -25,10 +25,10 @@ from plait.torch_internals import (
 
 if TYPE_CHECKING:
     from plait.config import LambConfig
-    from plait.optim.optimizers import ToUpdate
+    from plait.optim.optimizers import OptimizerParams
 
 
-class Lamb(OwnOptimizer):
+class Lamb(PlaitOptimizer):
     """Adam with a trust ratio ‖parameter‖ / ‖update‖ for each parameter, clamped to [min_trust, max_trust].
 
     The update is the bias-corrected Adam direction plus `weight_decay` times the parameter; where either
@@ -58,23 +58,25 @@ class Lamb(OwnOptimizer):
         super().__init__(params, defaults)
 
     def _update(self) -> None:
-        parts = [
-            (group, params, rows) for group in self.param_groups for params, rows in by_sharding(with_gradient(group))
+        batches = [
+            (group, params, rows)
+            for group in self.param_groups
+            for params, rows in group_by_sharding(with_gradient(group))
         ]
-        updates = [self._directions(group, params) for group, params, _ in parts]
+        updates = [self._directions(group, params) for group, params, _ in batches]
         squares = [
-            torch.stack([*each_norm([to_local(p) for p in params]), *each_norm(directions)]).square_()
-            for (_, params, _), directions in zip(parts, updates, strict=True)
+            torch.stack([*tensor_norms([to_local(p) for p in params]), *tensor_norms(directions)]).square_()
+            for (_, params, _), directions in zip(batches, updates, strict=True)
         ]
-        totals = sum_over_shards(squares, [rows for *_, rows in parts])
-        for (group, params, _), directions, total in zip(parts, updates, totals, strict=True):
+        totals = sum_over_shards(squares, [rows for *_, rows in batches])
+        for (group, params, _), directions, total in zip(batches, updates, totals, strict=True):
             foreach_mul_(directions, _trust(total.sqrt_(), group))
             foreach_add_([to_local(p) for p in params], directions, alpha=-group["lr"])
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         counts = [self._count(p) for p in params]
-        own = [to_local(p) for p in params]
+        local = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params if p.grad is not None]
         means = [to_local(self._moment(p, "exp_avg")) for p in params]
         squares = [to_local(self._moment(p, "exp_avg_sq")) for p in params]
@@ -87,7 +89,7 @@ class Lamb(OwnOptimizer):
         directions = foreach_div(means, [1 - beta1**count for count in counts])
         foreach_div_(directions, roots)
         if group["weight_decay"] != 0:
-            foreach_add_(directions, own, alpha=group["weight_decay"])
+            foreach_add_(directions, local, alpha=group["weight_decay"])
         return list(directions)
 
 
@@ -97,7 +99,7 @@ def _trust(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:
     return list(torch.where((parameters > 0) & (updates > 0), ratios, 1.0).unbind())
 
 
-def build(given: ToUpdate, config: LambConfig) -> Lamb:
+def build(given: OptimizerParams, config: LambConfig) -> Lamb:
     """As the section says."""
     return Lamb(
         given.params,

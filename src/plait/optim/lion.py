@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch.optim.optimizer import ParamsT
 
-from plait.optim.base import OwnOptimizer, with_gradient
+from plait.optim.base import PlaitOptimizer, with_gradient
 from plait.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 
 if TYPE_CHECKING:
     from plait.config import LionConfig
-    from plait.optim.optimizers import ToUpdate
+    from plait.optim.optimizers import OptimizerParams
 
 
-class Lion(OwnOptimizer):
+class Lion(PlaitOptimizer):
     """Every element moves by exactly `lr`; weight decay is decoupled. State: `exp_avg`.
 
     Elementwise, so a shard is updated as its part of the whole would be.
@@ -47,7 +47,7 @@ class Lion(OwnOptimizer):
             foreach_lerp_(moments, grads, 1 - beta2)
 
 
-def build(given: ToUpdate, config: LionConfig) -> Lion:
+def build(given: OptimizerParams, config: LionConfig) -> Lion:
     """As the section says."""
     return Lion(
         given.params,

@@ -13,27 +13,27 @@ from torch.optim.optimizer import ParamsT
 
 from plait.distributed import to_local
 from plait.errors import ModelError
-from plait.optim.base import OwnOptimizer, with_gradient
-from plait.optim.whole_params import map_whole, rows_of
+from plait.optim.base import PlaitOptimizer, with_gradient
+from plait.optim.full_params import map_full, row_sharding
 from plait.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
 
 if TYPE_CHECKING:
     from plait.config import MuonConfig
-    from plait.optim.optimizers import ToUpdate
+    from plait.optim.optimizers import OptimizerParams
 
 # The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 
 
-class Muon(OwnOptimizer):
+class Muon(PlaitOptimizer):
     """Muon for groups with `algorithm: muon` (the default), AdamW for those with `algorithm: adamw`.
 
     The maths for matrices is that of `torch.optim.Muon` with its original scaling, √max(1, rows/columns).
     A parameter of more than two dims is seen as a matrix with its first dim as rows, as suits convolutions.
     Orthogonalising is done in bf16, on CPU in fp32. State: `momentum_buffer`, or `step`, `exp_avg` and
     `exp_avg_sq`, all but `step` of the parameter's own shape and sharding. Sharded matrices give the same
-    result as whole ones: each is orthogonalised as a whole, on one rank (see `map_whole`).
+    result as whole ones: each is orthogonalised as a whole, on one rank (see `map_full`).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Muon(OwnOptimizer):
 
     def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
         momentum = group["momentum"]
-        own = [to_local(p) for p in params]
+        local = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params if p.grad is not None]
         buffers = [to_local(self._moment(p, "momentum_buffer")) for p in params]
         foreach_lerp_(buffers, grads, 1 - momentum)
@@ -84,10 +84,10 @@ class Muon(OwnOptimizer):
         # Cast before they travel: half the bytes, and the very numbers that a whole matrix would start from.
         reduced = [update.to(_work_dtype(update)) for update in updates]
         work = partial(_orthogonalize_flat, steps=group["ns_steps"])
-        directions = map_whole(work, reduced, [rows_of(p) for p in params])
+        directions = map_full(work, reduced, [row_sharding(p) for p in params])
         if group["weight_decay"] != 0:
-            foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
-        for parameter, shard, direction in zip(params, own, directions, strict=True):
+            foreach_mul_(local, 1 - group["lr"] * group["weight_decay"])
+        for parameter, shard, direction in zip(params, local, directions, strict=True):
             rows, columns = parameter.shape[0], parameter.shape[1:].numel()
             shard.add_(direction, alpha=-group["lr"] * math.sqrt(max(1.0, rows / max(1, columns))))
 
@@ -132,7 +132,7 @@ def _work_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "cpu" else torch.bfloat16
 
 
-def build(given: ToUpdate, config: MuonConfig) -> Muon:
+def build(given: OptimizerParams, config: MuonConfig) -> Muon:
     """As the section says."""
     return Muon(
         given.params,

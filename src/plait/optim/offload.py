@@ -375,7 +375,7 @@ class DeviceUpdates:
         def move(value: Any) -> Any:
             key = id(value), device
             if key not in self._constants:
-                there = type(value)(*(each.to(device) if isinstance(each, Tensor) else each for each in value))
+                there = type(value)(*(field.to(device) if isinstance(field, Tensor) else field for field in value))
                 self._constants[key] = value, there  # the key's object is kept alive so that its id stays unique
             return self._constants[key][1]
 

@@ -28,17 +28,17 @@ from plait.config import (
 from plait.distributed import is_sharded, replaced
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import has_kernels
-from plait.optim.base import kind_of
-from plait.optim.fused_adam import OnePassAdam, takes_one_pass
+from plait.optim.base import step_class
+from plait.optim.fused_adam import OnePassAdam, supports_one_pass
 from plait.optim.groups import OptimizerGroup
 from plait.plugins import build
 
 # An optimizer of one's own: made from its name, over these groups, and held against what Plait asks of it.
 
 
-def build_part(config: CustomOptim, groups: Sequence[OptimizerGroup]) -> Optimizer:
+def build_custom_optimizer(config: CustomOptim, groups: Sequence[OptimizerGroup]) -> Optimizer:
     """The optimizer that somebody names, over groups of plain parameters, each of which may be empty."""
-    optimizer = make_part(config, [{"params": list(group.tensors), **group.options} for group in groups])
+    optimizer = make_custom_optimizer(config, [{"params": list(group.tensors), **group.options} for group in groups])
     if config.weight_decay is not None and "weight_decay" not in optimizer.defaults:
         message = f"{type(optimizer).__name__} has no weight decay"
         raise ConfigError(Problem("optim.weight_decay", message, "Leave it out."))
@@ -60,7 +60,7 @@ def build_part(config: CustomOptim, groups: Sequence[OptimizerGroup]) -> Optimiz
     return optimizer
 
 
-def make_part(config: CustomOptim, groups: list[dict[str, Any]]) -> Optimizer:
+def make_custom_optimizer(config: CustomOptim, groups: list[dict[str, Any]]) -> Optimizer:
     """Call what the section names with parameter groups."""
     if isinstance(config.given, Optimizer):
         message = "an optimizer that is made already is over the parameters of one model, and here others are updated"
@@ -77,15 +77,15 @@ def make_part(config: CustomOptim, groups: list[dict[str, Any]]) -> Optimizer:
 
 def unusable(optimizer: Optimizer) -> str | None:
     """Why no engine can step an optimizer; None where it can."""
-    kind = type(optimizer).__name__
+    name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
-        return f"{kind} evaluates the model several times a step, and an engine has its gradients once"
+        return f"{name} evaluates the model several times a step, and an engine has its gradients once"
     if isinstance(optimizer, SparseAdam):
-        return f"{kind} wants sparse gradients, and here gradients are dense"
+        return f"{name} wants sparse gradients, and here gradients are dense"
     # Of the class: a scheduler of torch puts a function around the step of the object.
     closure = next(islice(inspect.signature(type(optimizer).step).parameters.values(), 1, None), None)
     if closure is not None and closure.default is closure.empty and closure.kind is closure.POSITIONAL_OR_KEYWORD:
-        return f"{kind} wants a closure in step(), to evaluate the model again, and an engine has its gradients once"
+        return f"{name} wants a closure in step(), to evaluate the model again, and an engine has its gradients once"
     return None
 
 
@@ -106,7 +106,7 @@ _FUSED_DEVICES = {
 
 
 @dataclass(frozen=True, slots=True)
-class ToUpdate:
+class OptimizerParams:
     """What an optimizer of Plait's own is made from, besides its section."""
 
     groups: Sequence[OptimizerGroup]
@@ -133,7 +133,7 @@ def supports_grad_scale(optimizer: Optimizer) -> bool:
     nothing where the other is 1, without the host waiting to know.
     """
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and (isinstance(optimizer, OnePassAdam) or kind_of(type(optimizer)) in (AdamW, Adam, SGD, Adagrad))
+    return fused and (isinstance(optimizer, OnePassAdam) or step_class(type(optimizer)) in (AdamW, Adam, SGD, Adagrad))
 
 
 def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in_place: bool = True) -> Optimizer:
@@ -147,9 +147,9 @@ def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in
     bare = inspect.unwrap(Optimizer.add_param_group)
     with replaced(Optimizer, "add_param_group", bare):  # [Note: dynamo is loaded late]
         if isinstance(config, CustomOptim):
-            optimizer = build_part(config, groups)
+            optimizer = build_custom_optimizer(config, groups)
         else:
-            optimizer = build(config, "optim", ToUpdate(groups, in_place))
+            optimizer = build(config, "optim", OptimizerParams(groups, in_place))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -159,14 +159,14 @@ def _check_rows(config: OptimConfig, groups: Sequence[OptimizerGroup]) -> None:
     """Refuse what an optimizer could not update, before the first step; see [Note: what an optimizer may be given]."""
     if not any(is_sharded(tensor) for tensor in _views(groups)):
         return
-    from plait.optim.whole_params import rows_of
+    from plait.optim.full_params import row_sharding
 
     for group in groups:
         if group.options.get("algorithm") == "adamw":
             continue  # those of Muon that are updated element by element
         for name, tensor in zip(group.names, group.tensors, strict=True):
             try:
-                rows_of(tensor)
+                row_sharding(tensor)
             except ModelError as error:
                 message = (
                     f"{config.type} works on whole parameters or rows of them, but the layout cuts {name} otherwise"
@@ -180,17 +180,17 @@ def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:
     if not isinstance(config, AdamWConfig | AdamConfig) or config.amsgrad:
         return False
     if config.implementation == "auto":
-        return all(takes_one_pass(tensor) and has_kernels(tensor) for tensor in tensors)
+        return all(supports_one_pass(tensor) and has_kernels(tensor) for tensor in tensors)
     return config.implementation == "one-pass"
 
 
-def adam(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer:
+def adam(given: OptimizerParams, config: AdamWConfig | AdamConfig) -> Optimizer:
     """Adam and AdamW: torch's, or in one pass."""
     if given.in_place and is_one_pass(config, given.tensors):
         return _in_one_pass(given, config)
     chosen = _implementation(config, given)
-    kind = AdamW if isinstance(config, AdamWConfig) else Adam
-    return kind(
+    optimizer_class = AdamW if isinstance(config, AdamWConfig) else Adam
+    return optimizer_class(
         given.params,
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -201,8 +201,8 @@ def adam(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer:
     )
 
 
-def _in_one_pass(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer:
-    misfit = next((tensor for tensor in given.tensors if not takes_one_pass(tensor)), None)
+def _in_one_pass(given: OptimizerParams, config: AdamWConfig | AdamConfig) -> Optimizer:
+    misfit = next((tensor for tensor in given.tensors if not supports_one_pass(tensor)), None)
     if misfit is not None:
         raise ConfigError(
             Problem(
@@ -216,7 +216,7 @@ def _in_one_pass(given: ToUpdate, config: AdamWConfig | AdamConfig) -> Optimizer
     return OnePassAdam(given.params, config.lr, config.betas, config.eps, config.weight_decay, decoupled=decoupled)
 
 
-def sgd(given: ToUpdate, config: SGDConfig) -> Optimizer:
+def sgd(given: OptimizerParams, config: SGDConfig) -> Optimizer:
     """torch's SGD."""
     made = SGD(
         given.params,
@@ -231,7 +231,7 @@ def sgd(given: ToUpdate, config: SGDConfig) -> Optimizer:
     return made
 
 
-def adagrad(given: ToUpdate, config: AdagradConfig) -> Optimizer:
+def adagrad(given: OptimizerParams, config: AdagradConfig) -> Optimizer:
     """torch's Adagrad."""
     return Adagrad(
         given.params,
@@ -243,7 +243,9 @@ def adagrad(given: ToUpdate, config: AdagradConfig) -> Optimizer:
     )
 
 
-def _implementation(config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, given: ToUpdate) -> dict[str, bool]:
+def _implementation(
+    config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig, given: OptimizerParams
+) -> dict[str, bool]:
     misfit = next((t for t in given.tensors if not has_fused(config.type, t)), None)
     if config.implementation == "fused" and misfit is not None:
         raise ConfigError(
@@ -268,12 +270,12 @@ def _implementation(config: AdamWConfig | AdamConfig | SGDConfig | AdagradConfig
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
 
 
-def has_fused(kind: str, tensor: Tensor) -> bool:
+def has_fused(name: str, tensor: Tensor) -> bool:
     """Whether torch has a fused step of this optimizer for such a tensor, and one that is right."""
-    if tensor.device.type not in _FUSED_DEVICES[kind] or not tensor.is_floating_point():
+    if tensor.device.type not in _FUSED_DEVICES[name] or not tensor.is_floating_point():
         return False
     # torch 2.13's fused SGD on CPU gives wrong updates for 16-bit tensors of 16 or more elements.
-    return not (kind == "SGD" and tensor.device.type == "cpu" and tensor.dtype.itemsize < 4)
+    return not (name == "SGD" and tensor.device.type == "cpu" and tensor.dtype.itemsize < 4)
 
 
 def prepare_momentum(optimizer: Optimizer) -> None:

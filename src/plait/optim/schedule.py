@@ -102,7 +102,7 @@ class GroupSchedule(Schedule):
         return float(settings[0]["lr"])
 
 
-class OwnRates:
+class OptimizerRates:
     """Rates that somebody else sets: those in the groups of the optimizer, as they are at each step."""
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
@@ -150,9 +150,9 @@ def build_schedule(
         steps = steps_per_epoch
     run = None if total_steps is None else -(-total_steps // steps)
     if isinstance(config, CustomSchedule):
-        return build_part(config, ScheduleSpan(base_lr, run), optimizer, steps)
-    found: Curves = build(config, "schedule", ScheduleSpan(base_lr, run))
-    return Schedule(base_lr, found.rate, found.cycle, steps)
+        return build_custom_schedule(config, ScheduleSpan(base_lr, run), optimizer, steps)
+    curves: Curves = build(config, "schedule", ScheduleSpan(base_lr, run))
+    return Schedule(base_lr, curves.rate, curves.cycle, steps)
 
 
 def constant(span: ScheduleSpan, config: ConstantConfig) -> Curves:
@@ -267,7 +267,9 @@ def _after_warmup(span: ScheduleSpan, config: _Warmed, factor: Curve) -> Curves:
 # ---- of one's own
 
 
-def build_part(config: CustomSchedule, span: ScheduleSpan, optimizer: Optimizer | None, steps: int) -> Schedule:
+def build_custom_schedule(
+    config: CustomSchedule, span: ScheduleSpan, optimizer: Optimizer | None, steps: int
+) -> Schedule:
     """A schedule of somebody's own.
 
     [Note: what a schedule of one's own is] A function of the step, counted from 0, whose value is the factor of each
@@ -276,41 +278,41 @@ def build_part(config: CustomSchedule, span: ScheduleSpan, optimizer: Optimizer 
     the groups' rates, which are read off, so that the rate is a function of the step here too, and nothing of it has
     to be saved.
     """
-    made = load(config, "schedule")
-    if isinstance(made, LRScheduler):
-        kind = type(made).__name__
-        message = f"a {kind} that is made already moves the rates of another optimizer"
-        raise _problem("type", message, f"Give {kind} itself with its arguments, or a function of `optimizer`.")
-    if isinstance(made, type) and issubclass(made, ReduceLROnPlateau):
+    target = load(config, "schedule")
+    if isinstance(target, LRScheduler):
+        name = type(target).__name__
+        message = f"a {name} that is made already moves the rates of another optimizer"
+        raise _problem("type", message, f"Give {name} itself with its arguments, or a function of `optimizer`.")
+    if isinstance(target, type) and issubclass(target, ReduceLROnPlateau):
         message = "ReduceLROnPlateau follows what validation measures, and a rate here is a function of the step"
         raise _problem("type", message, "Use WSD, or go back from a plateau with another `optim.lr`.")
-    if not callable(made):
+    if not callable(target):
         raise _problem(
-            "type", f"{config.type!r} is a {type(made).__name__}, which cannot be called", "Name a function."
+            "type", f"{config.type!r} is a {type(target).__name__}, which cannot be called", "Name a function."
         )
-    takes = _parameters(made)
+    takes = _parameters(target)
     arguments = config.arguments
     if "total_steps" in takes and "total_steps" not in arguments:
         if span.units is not None:
             arguments["total_steps"] = span.units
         elif takes["total_steps"].default is inspect.Parameter.empty:
             raise _no_length("total_steps", str(config.type))
-    if (isinstance(made, type) and issubclass(made, LRScheduler)) or "optimizer" in takes:
-        driven = _Driven(made, config, arguments, span.base_lr, optimizer)
+    if (isinstance(target, type) and issubclass(target, LRScheduler)) or "optimizer" in takes:
+        driven = _Driven(target, config, arguments, span.base_lr, optimizer)
         return GroupSchedule(span.base_lr, lambda unit: driven.at(unit)[0]["lr"], None, steps, driven.at)
-    factor = made
-    if isinstance(made, type):
-        factor = call(made, "schedule", name=str(config.type), arguments=arguments)
+    factor = target
+    if isinstance(target, type):
+        factor = call(target, "schedule", name=str(config.type), arguments=arguments)
         arguments = {}
 
     call(factor, "schedule", 0, name=str(config.type), arguments=arguments)  # what is wrong with it shows now
 
     def rate(unit: int) -> float:
-        found = factor(unit, **arguments)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
-            message = f"{config.type!r} gave {found!r} for unit {unit}, which is no factor of a rate"
+        value = factor(unit, **arguments)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            message = f"{config.type!r} gave {value!r} for unit {unit}, which is no factor of a rate"
             raise _problem("type", message, "Have it return a number that is not negative.")
-        return span.base_lr * found
+        return span.base_lr * value
 
     rate(0)
     return Schedule(span.base_lr, rate, None, steps)
@@ -396,10 +398,10 @@ def _length(config: LinearConfig | CosineConfig | PolynomialConfig | WSDConfig, 
     return max(1, run - 1 - config.warmup)
 
 
-def _no_length(key: str, kind: str) -> ConfigError:
+def _no_length(key: str, name: str) -> ConfigError:
     return _problem(
         key,
-        f"{kind} goes to the end of the run, and the length of this run is not known",
+        f"{name} goes to the end of the run, and the length of this run is not known",
         "Set it, or set `train.max_steps`.",
     )
 

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from plait.errors import CheckpointError
 from plait.kernels import Packed
-from plait.optim.base import is_known
+from plait.optim.base import is_builtin
 
 _PLAIN = (bool, int, float, str, type(None))
 _FEW = 64
@@ -45,13 +45,13 @@ def _outline(path: str, value: Any, tensors: dict[str, Tensor | Packed]) -> Any:
     if type(value) in _PLAIN:
         return {"plain": value}
     if type(value) in (list, tuple):
-        inner = [_outline(f"{path}/{index}", each, tensors) for index, each in enumerate(value)]
+        inner = [_outline(f"{path}/{index}", item, tensors) for index, item in enumerate(value)]
         return {type(value).__name__: inner}
     if isinstance(value, dict):
         for key in value:
             if type(key) not in (str, int) or "/" in str(key) or "." in str(key):
                 raise TypeError(f"the key {key!r} in its state {path!r}")
-        return {"dict": [[key, _outline(f"{path}/{key}", each, tensors)] for key, each in value.items()]}
+        return {"dict": [[key, _outline(f"{path}/{key}", item, tensors)] for key, item in value.items()]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     raise TypeError(f"a {type(value).__name__} in its state {path!r}")
@@ -62,14 +62,14 @@ def leaves(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):  # `Packed` is a tuple of tensors
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from leaves(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
 
 
 def unflatten(outline: Mapping[str, Any], tensor_at: Callable[[str], Any]) -> Any:
     """The state again, from its outline and its tensors."""
-    ((kind, inner),) = outline.items()
-    match kind:
+    ((type_name, inner),) = outline.items()
+    match type_name:
         case "tensor":
             return tensor_at(inner)
         case "plain":
@@ -77,11 +77,11 @@ def unflatten(outline: Mapping[str, Any], tensor_at: Callable[[str], Any]) -> An
         case "dtype":
             return getattr(torch, inner)
         case "dict":
-            return {key: unflatten(each, tensor_at) for key, each in inner}
+            return {key: unflatten(item, tensor_at) for key, item in inner}
         case "list" | "tuple":
-            found = [unflatten(each, tensor_at) for each in inner]
-            return tuple(found) if kind == "tuple" else found
-    raise ValueError(f"an unknown kind of state {kind!r}")
+            items = [unflatten(item, tensor_at) for item in inner]
+            return tuple(items) if type_name == "tuple" else items
+    raise ValueError(f"an unknown kind of state {type_name!r}")
 
 
 class OptimizerRecord:
@@ -92,7 +92,7 @@ class OptimizerRecord:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._known = is_known(optimizer)
+        self._known = is_builtin(optimizer)
         self._groups = [{key: _frozen(value) for key, value in group.items()} for group in optimizer.param_groups]
         self._attributes = {key: _frozen(value) for key, value in vars(optimizer).items()}
         self._of_torch = frozenset() if self._known else frozenset(vars(SGD([torch.zeros(1)])))
@@ -109,7 +109,7 @@ class OptimizerRecord:
             _changed(group, before, _GROUP | self.scheduled, f"group {number}") if group["params"] else None
             for number, (group, before) in enumerate(zip(optimizer.param_groups, self._groups, strict=True))
         ]
-        found: dict[str, Any] = {}
+        outlines_by_name: dict[str, Any] = {}
         seen = 0
         for name, tensor in parameters:
             seen += tensor in optimizer.state
@@ -119,7 +119,7 @@ class OptimizerRecord:
                 if outline is not None:
                     outlines[key] = outline
             if outlines:
-                found[name] = outlines
+                outlines_by_name[name] = outlines
         if seen != len(optimizer.state):
             stranger = next((key for key in optimizer.state if not isinstance(key, Tensor)), "of other tensors")
             raise CheckpointError(
@@ -129,7 +129,7 @@ class OptimizerRecord:
         return {
             "groups": groups,
             "attributes": _changed(vars(optimizer), self._attributes, self._of_torch | {"step"}, "attribute"),
-            "state": found,
+            "state": outlines_by_name,
         }
 
     def restore(self, state: Mapping[str, Any], parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -150,42 +150,42 @@ class OptimizerRecord:
                 kept[key] = unflatten(outline, kept.pop)
 
 
-def merged(parts: Sequence[Mapping[str, Any] | None], kind: str) -> dict[str, Any] | None:
+def merge_records(records: Sequence[Mapping[str, Any] | None], optimizer_name: str) -> dict[str, Any] | None:
     """The numbers of all ranks as one; those of groups must be the same on all ranks that update some of them."""
-    found = [part for part in parts if part is not None]
-    if not found:
+    present = [record for record in records if record is not None]
+    if not present:
         return None
     groups = []
-    for number in range(len(found[0]["groups"])):
-        theirs = [part["groups"][number] for part in found if part["groups"][number] is not None]
-        if any(each != theirs[0] for each in theirs):
-            differing = next(key for each in theirs for key in theirs[0] if each.get(key) != theirs[0][key])
+    for number in range(len(present[0]["groups"])):
+        theirs = [record["groups"][number] for record in present if record["groups"][number] is not None]
+        if any(other != theirs[0] for other in theirs):
+            differing = next(key for other in theirs for key in theirs[0] if other.get(key) != theirs[0][key])
             raise CheckpointError(
-                f"{kind}: {differing!r} of group {number} is not the same on all ranks, so it looks across parameters; "
-                "train with strategy.zero: 0"
+                f"{optimizer_name}: {differing!r} of group {number} differs between ranks, so the optimizer's update "
+                "depends on several parameters; train with strategy.zero: 0"
             )
         groups.append(theirs[0] if theirs else None)
     return {
         "groups": groups,
-        "attributes": found[0]["attributes"],
-        "state": {name: outlines for part in found for name, outlines in part["state"].items()},
+        "attributes": present[0]["attributes"],
+        "state": {name: outlines for record in present for name, outlines in record["state"].items()},
     }
 
 
-def tensors_of(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Tensor | Packed]:
+def flat_tensors(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Tensor | Packed]:
     """All tensors in the state of one parameter by their paths; `CheckpointError` for what cannot be stored."""
-    found: dict[str, Tensor | Packed] = {}
+    tensors: dict[str, Tensor | Packed] = {}
     for key, value in state.items():
-        found.update(_flat(optimizer, name, key, value)[0])
-    return found
+        tensors.update(_flat(optimizer, name, key, value)[0])
+    return tensors
 
 
 def _flat(optimizer: Optimizer, name: str, key: str, value: Any) -> tuple[dict[str, Tensor | Packed], Any]:
     try:
         return flatten(key, value)
     except TypeError as error:
-        kind = type(optimizer).__name__
-        raise CheckpointError(f"{kind} keeps {error} of {name}, which a checkpoint cannot hold") from error
+        optimizer_name = type(optimizer).__name__
+        raise CheckpointError(f"{optimizer_name} keeps {error} of {name}, which a checkpoint cannot hold") from error
 
 
 def _frozen(value: Any) -> Any:
@@ -195,7 +195,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any], skipped: frozenset[str], where: str) -> dict[str, Any]:
-    found = {}
+    changed = {}
     for key, value in now.items():
         if key in skipped or (key in before and _equal(before[key], value)):
             continue
@@ -204,7 +204,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any], skipped: frozens
                 raise CheckpointError(
                     f"{where}: {key!r} is a tensor of {value.numel()} numbers, which no parameter has"
                 )
-            found[key] = {"values": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+            changed[key] = {"values": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
             continue
         tensors: dict[str, Tensor | Packed] = {}
         try:
@@ -213,8 +213,8 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any], skipped: frozens
             raise CheckpointError(f"{where}: {error} has changed, and a checkpoint cannot hold it") from error
         if tensors:
             raise CheckpointError(f"{where}: {key!r} holds tensors, which a checkpoint cannot hold there")
-        found[key] = outline
-    return found
+        changed[key] = outline
+    return changed
 
 
 def _put_back(now: dict[str, Any], before: Mapping[str, Any], skipped: frozenset[str]) -> None:

@@ -286,7 +286,7 @@ def state_bytes(config: RunConfig) -> float:
     return sum(int(value.nbytes) for value in kept) / sample.numel()
 
 
-def numbers_in_a_bucket(config: RunConfig, sizes: Sequence[int], names: Sequence[str]) -> int:
+def bucket_elements(config: RunConfig, sizes: Sequence[int], names: Sequence[str]) -> int:
     """Return the elements of one bucket."""
     offload = config.strategy.offload
     wanted = max(int(offload.bucket_mb * 2**20 / 4), 1)

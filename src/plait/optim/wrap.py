@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from plait.errors import ModelError
-from plait.optim.base import Sees, declared, kind_of
+from plait.optim.base import ParamForm, declared_param_form, step_class
 from plait.optim.groups import GroupSpec
 from plait.optim.optimizers import has_fused, prepare_momentum, unusable
 from plait.torch_internals import has_step_hooks
@@ -52,9 +52,9 @@ class WrappedOptimizer:
         self.names = frozenset(name for spec in self.specs for name in spec.names)
 
     @property
-    def sees(self) -> Sees:
+    def param_form(self) -> ParamForm:
         """What it is to be given of a parameter that is spread over ranks."""
-        return declared(self.optimizer)
+        return declared_param_form(self.optimizer)
 
     def left_out(self, model: nn.Module) -> list[str]:
         """The trainable parameters that the optimizer does not have."""
@@ -80,12 +80,12 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     The wrapper serves profilers and step hooks; for a small model it costs as much as the update.
     """
     step = inspect.unwrap(type(optimizer).step)
-    own = step.__module__.startswith(("torch.optim.", "plait.optim."))
-    return partial(step, optimizer) if own and not has_step_hooks(optimizer) else optimizer.step
+    ours = step.__module__.startswith(("torch.optim.", "plait.optim."))
+    return partial(step, optimizer) if ours and not has_step_hooks(optimizer) else optimizer.step
 
 
 def _refuse(optimizer: Optimizer) -> None:
-    kind = type(optimizer).__name__
+    name = type(optimizer).__name__
     if reason := unusable(optimizer):
         raise ModelError(f"{reason}. Use AdamW, or another that steps once for each gradient")
     if isinstance(optimizer, Adagrad):  # it has sums from the start
@@ -94,7 +94,7 @@ def _refuse(optimizer: Optimizer) -> None:
         used = bool(optimizer.state)
     if used:
         raise ModelError(
-            f"the {kind} has state already: spread the model first, and load the optimizer's state afterwards"
+            f"the {name} has state already: spread the model first, and load the optimizer's state afterwards"
         )
 
 
@@ -112,8 +112,8 @@ def _use_fused(optimizer: Optimizer) -> None:
     left_open = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
     plain = not any(group.get("differentiable") or group.get("capturable") for group in groups)
     tensors = [tensor for group in groups for tensor in group["params"]]
-    kind = kind_of(type(optimizer))
-    if kind not in _FUSED or not left_open or not plain or not all(has_fused(kind.__name__, t) for t in tensors):
+    cls = step_class(type(optimizer))
+    if cls not in _FUSED or not left_open or not plain or not all(has_fused(cls.__name__, t) for t in tensors):
         return
     for group in groups:
         group["fused"] = True

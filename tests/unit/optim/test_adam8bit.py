@@ -137,7 +137,7 @@ def test_looking_at_the_state_finds_adamw_s_and_does_not_disturb_training() -> N
             weight.grad = torch.randn_like(weight)
             optimizer.step()
             if look:
-                optimizer.widen()
+                optimizer.unpack()
         return weight.detach(), optimizer, weight
 
     undisturbed, _, _ = once(look=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.optim import clip, clip_by_value, grad_norm
-from plait.optim.clip import each_norm
+from plait.optim.clip import tensor_norms
 
 
 def test_the_norm_is_that_of_all_tensors_as_one() -> None:
@@ -56,11 +56,11 @@ def test_clipping_by_value_cuts_each_element() -> None:
 def test_norms_of_mixed_formats_come_in_order_and_each_is_exact() -> None:
     formats = (torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.bfloat16)
     tensors = [torch.randn(5, 7).to(dtype) for dtype in random.choices(formats, k=12)]
-    norms = each_norm(tensors)
+    norms = tensor_norms(tensors)
     for tensor, norm in zip(tensors, norms, strict=True):
         assert norm.dtype == torch.promote_types(tensor.dtype, torch.float32)
         assert float(norm) == pytest.approx(float(tensor.double().norm()), rel=1e-6)
-    assert each_norm([]) == []
+    assert tensor_norms([]) == []
 
 
 def test_norms_of_mixed_formats_take_one_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,5 +72,5 @@ def test_norms_of_mixed_formats_take_one_call_for_each(monkeypatch: pytest.Monke
         return plain(tensors, *args, **kwargs)
 
     monkeypatch.setattr(clip, "foreach_norm", counted)
-    each_norm([torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) * 20])
+    tensor_norms([torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) * 20])
     assert calls == [{torch.float32}, {torch.bfloat16}]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from plait.config import parse_sections
 from plait.config.optim import OptimConfig
 from plait.errors import CheckpointError, ConfigError
-from plait.optim import OptimizerGroup, base_rate, build_optimizer, split_groups, what_it_sees
-from plait.optim.examine import OptimizerNeeds, examine_optimizer, twins_of
-from plait.optim.state import OptimizerRecord, flatten, merged, unflatten
+from plait.optim import OptimizerGroup, base_rate, build_optimizer, param_form_of, split_groups
+from plait.optim.examine import OptimizerNeeds, clone_factory, examine_optimizer
+from plait.optim.state import OptimizerRecord, flatten, merge_records, unflatten
 
 MODEL = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
 
@@ -131,9 +131,9 @@ class Keeps(Plain):
 
 
 def test_what_a_class_says_of_itself_decides_what_it_sees() -> None:
-    seen = {type_: what_it_sees(section(type_)) for type_ in (Plain, Normed, torch.optim.NAdam, "Muon", "Lion")}
-    assert list(seen.values()) == ["wholes", "parts", "parts", "dtensors", "parts"]
-    assert what_it_sees(section({"type": f"{__name__}:Plain", "elementwise": True})) == "parts"
+    seen = {type_: param_form_of(section(type_)) for type_ in (Plain, Normed, torch.optim.NAdam, "Muon", "Lion")}
+    assert list(seen.values()) == ["full", "shards", "shards", "dtensors", "shards"]
+    assert param_form_of(section({"type": f"{__name__}:Plain", "elementwise": True})) == "shards"
 
 
 ALL = OptimizerNeeds(one_by_one=True, by_element=False, alike=True, saved=True)
@@ -160,7 +160,7 @@ ONE = OptimizerNeeds(one_by_one=False, by_element=False, alike=False, saved=Fals
 def test_a_trial_finds_out_what_an_optimizer_does(kind: type[Plain], asked: OptimizerNeeds, named: str | None) -> None:
     optimizer = kind(MODEL.parameters())
     before = torch.random.get_rng_state()
-    for make in (lambda groups: kind(groups), twins_of(optimizer)):
+    for make in (lambda groups: kind(groups), clone_factory(optimizer)):
         if named is None:
             examine_optimizer(optimizer, make, asked)
         else:
@@ -221,6 +221,6 @@ def test_groups_that_differ_between_ranks_are_an_error() -> None:
     def part(value: int) -> dict[str, Any]:
         return {"groups": [{"d": {"plain": value}}], "attributes": {}, "state": {}}
 
-    assert merged([part(1), {**part(2), "groups": [None]}], "Prodigy") == part(1)
+    assert merge_records([part(1), {**part(2), "groups": [None]}], "Prodigy") == part(1)
     with refused(CheckpointError, "Prodigy", "'d'", "group 0", "strategy.zero: 0"):
-        merged([part(1), part(2)], "Prodigy")
+        merge_records([part(1), part(2)], "Prodigy")

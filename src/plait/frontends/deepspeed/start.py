@@ -27,7 +27,7 @@ from plait.frontends.deepspeed.lr_schedules import Scheduler
 from plait.frontends.deepspeed.parameter_links import link_parameters
 from plait.frontends.deepspeed.pipe import PipelineModule
 from plait.monitor import encodable
-from plait.optim import OptimizerGroup, OptimizerSource, OwnRates, build_optimizer, split_groups
+from plait.optim import OptimizerGroup, OptimizerRates, OptimizerSource, build_optimizer, split_groups
 from plait.precision import LossScaler
 
 # The optimizer and the schedule that a DeepSpeed configuration describes, for whichever loop takes them.
@@ -215,7 +215,7 @@ def _native(
     )
     native = prepare_native(given, ManualEngine)
     restore_rng_state(before, world.device)  # the script's own seeds go on counting
-    native.updater.schedule = OwnRates()  # schedulers set the rates, and wait while steps are skipped
+    native.updater.schedule = OptimizerRates()  # schedulers set the rates, and wait while steps are skipped
     if native.scaler is not None:
         native.updater.scaler = DeepSpeedScaler(run.precision.scaler)
     if world.heartbeat.is_read:

@@ -7,7 +7,7 @@ so a rank has its share of the states, as at ZeRO stage 1. Where a parameter is 
 unevenly, every rank that holds a part gathers all of it, and does the same.
 
 The whole tensors stay allocated between steps: what holds the optimizer may look at them. They have the weights of
-the last update; `in_place` brings those of now.
+the last update; `gathered` brings those of now.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from plait.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSharding:
     """Whose rows are whose: a tensor of shape `whole`, cut along its first dim over one mesh axis."""
 
     mesh: DeviceMesh
@@ -68,10 +68,10 @@ class Rows:
         width = self.whole[1:].numel()
         return [count * width for count in self.counts()]
 
-    def place(self, own: Tensor) -> Tensor:
+    def zero_padded(self, local: Tensor) -> Tensor:
         """A whole tensor of zeros, but for this rank's rows: summed over ranks, it is complete."""
-        full = own.new_zeros((self.whole[0], *own.shape[1:]))
-        self.take(full).copy_(own)
+        full = local.new_zeros((self.whole[0], *local.shape[1:]))
+        self.take(full).copy_(local)
         return full
 
     def take(self, full: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Rows:
         return full.narrow(0, sum(counts[:rank]), counts[rank])
 
 
-def rows_of(tensor: Tensor) -> Rows | None:
+def row_sharding(tensor: Tensor) -> RowSharding | None:
     """How a tensor is cut; None where this rank has it whole."""
     if not isinstance(tensor, DTensor):
         return None
@@ -95,19 +95,19 @@ def rows_of(tensor: Tensor) -> Rows | None:
             f"a parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}; this optimizer "
             "works on parameters cut along their first dim over one mesh axis. Use AdamW for this layout."
         )
-    return Rows(mesh, cut[0], tensor.shape)
+    return RowSharding(mesh, cut[0], tensor.shape)
 
 
-def by_sharding(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Rows | None]]:
+def group_by_sharding(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], RowSharding | None]]:
     """The tensors in lists that are spread over the same ranks, each with the rows of its first tensor."""
-    buckets: dict[Hashable, tuple[list[Tensor], Rows | None]] = {}
+    buckets: dict[Hashable, tuple[list[Tensor], RowSharding | None]] = {}
     for tensor in tensors:
-        rows = rows_of(tensor)
+        rows = row_sharding(tensor)
         buckets.setdefault(rows and rows.key, ([], rows))[0].append(tensor)
     return list(buckets.values())
 
 
-def sum_over_shards(tensors: Sequence[Tensor], rows: Sequence[Rows | None]) -> list[Tensor]:
+def sum_over_shards(tensors: Sequence[Tensor], rows: Sequence[RowSharding | None]) -> list[Tensor]:
     """Each tensor summed over the ranks its `rows` name, with one all-reduce for each mesh axis."""
     result = list(tensors)
     buckets: dict[Hashable, list[int]] = {}
@@ -132,7 +132,7 @@ Work = Callable[[Tensor], Tensor]
 """Takes a whole tensor and gives one of the same shape and dtype."""
 
 
-def map_whole(work: Work, tensors: Sequence[Tensor], rows: Sequence[Rows | None]) -> list[Tensor]:
+def map_full(work: Work, tensors: Sequence[Tensor], rows: Sequence[RowSharding | None]) -> list[Tensor]:
     """`work` on every tensor as a whole; each rank gets the rows of the results that are its own.
 
     A tensor that is whole here is worked on here. The others of a mesh axis go, in one all-to-all, to the
@@ -140,7 +140,7 @@ def map_whole(work: Work, tensors: Sequence[Tensor], rows: Sequence[Rows | None]
     rank ever holds more than its share of the whole tensors.
     """
     results: dict[int, Tensor] = {}
-    buckets: dict[Hashable, list[tuple[int, Rows]]] = {}
+    buckets: dict[Hashable, list[tuple[int, RowSharding]]] = {}
     for index, where in enumerate(rows):
         if where is None:
             results[index] = work(tensors[index])
@@ -153,7 +153,7 @@ def map_whole(work: Work, tensors: Sequence[Tensor], rows: Sequence[Rows | None]
     return [results[index] for index in range(len(tensors))]
 
 
-def share_out(costs: Sequence[float], ranks: int) -> list[int]:
+def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
     """A rank for each cost, so that the sums are close: the largest first, to the least loaded."""
     loads = [0.0] * ranks
     owners = [0] * len(costs)
@@ -164,11 +164,11 @@ def share_out(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[Rows]) -> list[Tensor]:
+def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[RowSharding]) -> list[Tensor]:
     group, rank = rows[0].group, rows[0].rank
     numels = [where.numels() for where in rows]
     ranks = len(numels[0])
-    owners = share_out([_cost(where.whole) for where in rows], ranks)
+    owners = assign_owners([_cost(where.whole) for where in rows], ranks)
     order = sorted(range(len(shards)), key=lambda index: owners[index])
     mine = [index for index in order if owners[index] == rank]
 
@@ -176,15 +176,15 @@ def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[Rows]) -> lis
     send = torch.cat([shards[index].flatten() for index in order])
     sent = [sum(numels[i][rank] for i in order if owners[i] == to) for to in range(ranks)]
     received = [sum(numels[i][source] for i in mine) for source in range(ranks)]
-    arrived = send.new_empty(sum(received))
-    dist.all_to_all_single(arrived, send, received, sent, group=group)
+    received_flat = send.new_empty(sum(received))
+    dist.all_to_all_single(received_flat, send, received, sent, group=group)
 
-    blocks = list(arrived.split_with_sizes([numels[i][source] for source in range(ranks) for i in mine]))
-    for place, index in enumerate(mine):
-        own = slice(place, None, len(mine))
-        whole = torch.cat(blocks[own]).view(rows[index].whole)
-        blocks[own] = work(whole).flatten().split_with_sizes(numels[index])
-    back = torch.cat(blocks) if blocks else arrived
+    blocks = list(received_flat.split_with_sizes([numels[i][source] for source in range(ranks) for i in mine]))
+    for position, index in enumerate(mine):
+        blocks_of_param = slice(position, None, len(mine))
+        whole = torch.cat(blocks[blocks_of_param]).view(rows[index].whole)
+        blocks[blocks_of_param] = work(whole).flatten().split_with_sizes(numels[index])
+    back = torch.cat(blocks) if blocks else received_flat
     dist.all_to_all_single(send, back, sent, received, group=group)
 
     pieces = send.split_with_sizes([shards[index].numel() for index in order])
@@ -198,7 +198,7 @@ def _cost(shape: torch.Size) -> float:
 
 
 @dataclass(slots=True)
-class _Cut:
+class _ShardedParam:
     """A parameter that is cut along one dimension over one axis of the mesh."""
 
     index: int
@@ -218,10 +218,10 @@ class _OwnerBucket:
     group: dist.ProcessGroup
     rank: int
     ranks: int
-    cuts: list[_Cut] = field(default_factory=list)
+    cuts: list[_ShardedParam] = field(default_factory=list)
 
 
-class SharedOut:
+class OwnedParams:
     """The parameters that an optimizer updates on this rank, as plain tensors; see [Note: one owner a parameter]."""
 
     def __init__(self, tensors: Sequence[nn.Parameter]) -> None:
@@ -229,25 +229,27 @@ class SharedOut:
         self._tensors = list(tensors)
         self.updated: list[nn.Parameter | None] = []
         """For each of them what the optimizer gets; None where another rank updates it."""
-        self._everywhere: list[int] = []
+        self._replicated: list[int] = []
         buckets: dict[Hashable, _OwnerBucket] = {}
         for index, tensor in enumerate(tensors):
-            self.updated.append(self._place(index, tensor, buckets))
+            self.updated.append(self._assign(index, tensor, buckets))
         self._buckets = list(buckets.values())
         for bucket in self._buckets:
-            owners = share_out([tensors[cut.index].numel() for cut in bucket.cuts], bucket.ranks)
+            owners = assign_owners([tensors[cut.index].numel() for cut in bucket.cuts], bucket.ranks)
             for cut, owner in zip(bucket.cuts, owners, strict=True):
                 cut.owner = owner
                 if owner == bucket.rank:
-                    self.updated[cut.index] = _whole_room(tensors[cut.index])
+                    self.updated[cut.index] = _empty_full(tensors[cut.index])
             bucket.cuts.sort(key=lambda cut: cut.owner)
 
-    def _place(self, index: int, tensor: nn.Parameter, buckets: dict[Hashable, _OwnerBucket]) -> nn.Parameter | None:
+    def _assign(self, index: int, tensor: nn.Parameter, buckets: dict[Hashable, _OwnerBucket]) -> nn.Parameter | None:
         """Say where a parameter is whole; None where that is yet to be shared out."""
         if not isinstance(tensor, DTensor):
             return tensor
         mesh, placements = tensor.device_mesh, tensor.placements
-        axes = [axis for axis, each in enumerate(placements) if not each.is_replicate() and mesh.size(axis) > 1]
+        axes = [
+            axis for axis, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(axis) > 1
+        ]
         if not axes:
             with torch.no_grad():
                 return nn.Parameter(tensor.to_local())
@@ -256,15 +258,15 @@ class SharedOut:
             ranks, rank = mesh.size(axis), mesh.get_local_rank(axis)
             length = tensor.shape[placement.dim]
             share = -(-length // ranks)
-            sizes = [max(0, min(share, length - each * share)) for each in range(ranks)]
+            sizes = [max(0, min(share, length - position * share)) for position in range(ranks)]
             bucket = buckets.setdefault((mesh, axis, tensor.dtype), _OwnerBucket(mesh.get_group(axis), rank, ranks))
-            bucket.cuts.append(_Cut(index, placement.dim, sizes=sizes))
+            bucket.cuts.append(_ShardedParam(index, placement.dim, sizes=sizes))
             return None
-        self._everywhere.append(index)
-        return _whole_room(tensor)
+        self._replicated.append(index)
+        return _empty_full(tensor)
 
     @contextmanager
-    def in_place(self, *, gradients: bool = False) -> Iterator[None]:
+    def gathered(self, *, gradients: bool = False) -> Iterator[None]:
         """Bring the weights, and the step's gradients, to where they are updated; the weights go back at the end.
 
         Every rank must call it.
@@ -280,17 +282,17 @@ class SharedOut:
 
     def _collect(self, *, gradients: bool) -> None:
         for bucket in self._buckets:
-            wholes = self._to_owners(bucket, [self._part(cut.index) for cut in bucket.cuts])
-            for index, whole in wholes.items():
-                self._updated(index).copy_(whole)
+            full_params = self._to_owners(bucket, [self._local(cut.index) for cut in bucket.cuts])
+            for index, full in full_params.items():
+                self._updated(index).copy_(full)
             if gradients:
-                for index, whole in self._to_owners(bucket, [self._grad(cut.index) for cut in bucket.cuts]).items():
-                    self._updated(index).grad = whole
-        for index in self._everywhere:
+                for index, full in self._to_owners(bucket, [self._grad(cut.index) for cut in bucket.cuts]).items():
+                    self._updated(index).grad = full
+        for index in self._replicated:
             self._updated(index).copy_(_gathered(self._tensors[index]))
             if gradients:
-                whole = _gathered(dtensor_like(self._grad(index), self._tensors[index]))
-                self._updated(index).grad = whole
+                full = _gathered(dtensor_like(self._grad(index), self._tensors[index]))
+                self._updated(index).grad = full
         if gradients:
             for tensor, updated in zip(self._tensors, self.updated, strict=True):
                 if updated is not None and updated.grad is None and tensor.grad is not None:
@@ -299,19 +301,19 @@ class SharedOut:
     def _give_back(self) -> None:
         for bucket in self._buckets:
             self._from_owners(bucket)
-        for index in self._everywhere:
+        for index in self._replicated:
             tensor = self._tensors[index]
             assert isinstance(tensor, DTensor)
             mesh = tensor.device_mesh
             whole = DTensor.from_local(self._updated(index).detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-            self._part(index).copy_(whole.redistribute(placements=tensor.placements).to_local())
+            self._local(index).copy_(whole.redistribute(placements=tensor.placements).to_local())
 
     def _updated(self, index: int) -> nn.Parameter:
-        found = self.updated[index]
-        assert found is not None
-        return found
+        param = self.updated[index]
+        assert param is not None
+        return param
 
-    def _part(self, index: int) -> Tensor:
+    def _local(self, index: int) -> Tensor:
         return to_local(self._tensors[index])
 
     def _grad(self, index: int) -> Tensor:
@@ -319,11 +321,11 @@ class SharedOut:
         assert tensor.grad is not None  # the views give each one
         return to_local(tensor.grad)
 
-    def _to_owners(self, bucket: _OwnerBucket, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _to_owners(self, bucket: _OwnerBucket, shards: Sequence[Tensor]) -> dict[int, Tensor]:
         """The whole tensors that this rank owns, of everybody's parts; by the index of the parameter."""
         cuts, rank, ranks = bucket.cuts, bucket.rank, bucket.ranks
         mine = [cut for cut in cuts if cut.owner == rank]
-        send = torch.cat([part.reshape(-1) for part in parts])
+        send = torch.cat([shard.reshape(-1) for shard in shards])
         sent = self._numels(bucket)[rank]
         received = [sum(self._numel(cut, source) for cut in mine) for source in range(ranks)]
         arrived = send.new_empty(sum(received))
@@ -341,17 +343,17 @@ class SharedOut:
         mine = [cut for cut in cuts if cut.owner == rank]
         split = {cut.index: self._updated(cut.index).detach().split_with_sizes(cut.sizes, dim=cut.dim) for cut in mine}
         back = [split[cut.index][to].reshape(-1) for to in range(ranks) for cut in mine]
-        like = self._part(cuts[0].index)
+        like = self._local(cuts[0].index)
         send = torch.cat(back) if back else like.new_empty(0)
         sent = [sum(self._numel(cut, to) for cut in mine) for to in range(ranks)]
         received = self._numels(bucket)[rank]
         arrived = send.new_empty(sum(received))
         dist.all_to_all_single(arrived, send, received, sent, group=bucket.group)
         for cut, block in zip(cuts, arrived.split_with_sizes([self._numel(cut, rank) for cut in cuts]), strict=True):
-            part = self._part(cut.index)
-            part.copy_(block.view(part.shape))
+            shard = self._local(cut.index)
+            shard.copy_(block.view(shard.shape))
 
-    def _numel(self, cut: _Cut, rank: int) -> int:
+    def _numel(self, cut: _ShardedParam, rank: int) -> int:
         return cut.shape_on(rank, self._tensors[cut.index].shape).numel()
 
     def _numels(self, bucket: _OwnerBucket) -> list[list[int]]:
@@ -362,7 +364,7 @@ class SharedOut:
         ]
 
 
-def _whole_room(tensor: nn.Parameter) -> nn.Parameter:
+def _empty_full(tensor: nn.Parameter) -> nn.Parameter:
     local = to_local(tensor.detach())
     return nn.Parameter(torch.zeros(tensor.shape, dtype=local.dtype, device=local.device))
 
