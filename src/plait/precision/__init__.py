@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plait.precision.mixed_precision import Policy as Policy
     from plait.precision.mixed_precision import cast_floats as cast_floats
     from plait.precision.mixed_precision import make_policy as make_policy
+    from plait.precision.mixed_precision import map_tensors as map_tensors
 else:
     from plait.lazy import attach_names
 
@@ -33,6 +34,14 @@ else:
                 "spoken_for",
                 "through_all",
             ],
-            "mixed_precision": ["DTYPES", "FP32_MODULES", "LossScaler", "Policy", "cast_floats", "make_policy"],
+            "mixed_precision": [
+                "DTYPES",
+                "FP32_MODULES",
+                "LossScaler",
+                "Policy",
+                "cast_floats",
+                "make_policy",
+                "map_tensors",
+            ],
         },
     )

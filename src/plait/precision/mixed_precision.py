@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,17 +61,22 @@ def make_policy(config: PrecisionConfig) -> Policy:
     )
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply a function to the tensors of a mapping, sequence or single value; leave the rest alone."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a mapping, sequence or single value; leave the rest alone."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: cast_floats(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floats(item, dtype) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(cast_floats(item, dtype) for item in value)
-    return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 class LossScaler:

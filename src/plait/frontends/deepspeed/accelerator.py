@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator.get_accelerator()`: the device of this machine, asked in DeepSpeed's words."""
+"""`deepspeed.accelerator.get_accelerator()`: the device of this machine, and its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Accelerator", "get_accelerator"]
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One kind of device."""
+    """The devices of one type."""
 
     _name: str
 
@@ -27,83 +27,83 @@ class Accelerator:
         return torch.get_device_module(self._name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """`cuda`, or `cuda:1` with an index; the CPU has none."""
+        """Return `cuda`, or `cuda:1` with an index; the CPU has no index."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """The same as a device of torch."""
+        """Return the same as a `torch.device`."""
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> int:
-        """The index of the device in use; 0 on the CPU."""
+        """Return the index of the current device; 0 on the CPU."""
         return 0 if self._name == "cpu" else int(self._module.current_device())
 
     def current_device_name(self) -> str:
-        """The name of the device in use."""
+        """Return the name of the current device."""
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
-        """Use this device from now on; the CPU is one."""
+        """Make a device the current one; nothing to do on the CPU."""
         if self._name != "cpu":
             self._module.set_device(device_index)
 
     def device_count(self) -> int:
-        """How many devices there are; on the CPU as many as ranks on this host."""
+        """Return the number of devices; on the CPU, of ranks on this host."""
         return detect_ranks().local_size if self._name == "cpu" else int(self._module.device_count())
 
     def is_available(self) -> bool:
-        """Whether there is one."""
+        """Return whether there is such a device."""
         return self._name == "cpu" or bool(self._module.is_available())
 
     def communication_backend_name(self) -> str:
-        """What carries collectives of its tensors."""
+        """Return the backend for collectives of its tensors."""
         return {"cuda": "nccl", "xpu": "xccl"}.get(self._name, "gloo")
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until the device has done all that it was asked."""
+        """Wait for all kernels of the device."""
         if self._name != "cpu":
             self._module.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        """Give cached memory back."""
+        """Release cached memory."""
         if self._name != "cpu":
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of tensors on the device; 0 on the CPU, where nobody counts."""
+        """Return the bytes of tensors on the device; 0 on the CPU, which does not count them."""
         return 0 if self._name == "cpu" else int(self._module.memory_allocated(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most there have been."""
+        """Return the peak of `memory_allocated`."""
         return 0 if self._name == "cpu" else int(self._module.max_memory_allocated(device_index))
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that torch holds of the device, for tensors that are there and for later ones."""
+        """Return the bytes that torch's allocator holds of the device."""
         return 0 if self._name == "cpu" else int(self._module.memory_reserved(device_index))
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most there have been."""
+        """Return the peak of `memory_reserved`."""
         return 0 if self._name == "cpu" else int(self._module.max_memory_reserved(device_index))
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Let `max_memory_allocated` begin anew."""
+        """Reset `max_memory_allocated`."""
         if self._name != "cpu":
             self._module.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of this host."""
+        """Return the bytes of the device, or of this host."""
         if self._name == "cpu":
             return int(psutil.virtual_memory().total)
         return int(self._module.get_device_properties(self.device(device_index)).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free."""
+        """Return the bytes that are free."""
         if self._name == "cpu":
             return int(psutil.virtual_memory().available)
         return int(self._module.mem_get_info(device_index)[0])
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator of the device in use."""
+        """Seed the generator of the current device."""
         torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
@@ -111,49 +111,47 @@ class Accelerator:
         torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed_all(seed)
 
     def initial_seed(self) -> int:
-        """The seed that was given last."""
+        """Return the seed that was set last."""
         return int(torch.initial_seed() if self._name == "cpu" else self._module.initial_seed())
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
+        """Return whether it computes in bf16."""
         return self._name == "cpu" or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
+        """Return whether it computes in fp16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The formats that it computes in."""
+        """Return the formats that it computes in."""
         smaller = [torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
         return [torch.float32, *smaller]
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is there."""
+        """Return whether a tensor is on such a device."""
         return tensor.device.type == self._name
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Host memory that the device can read by itself; on the CPU there is nothing to pin it for."""
+        """Return a tensor in pinned host memory; on the CPU, the tensor itself."""
         return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def __getattr__(self, name: str) -> Any:
         raise not_offered(__name__, name)
 
 
+_GIB = 1024**3
 DEVICE_VARIABLE = "DS_ACCELERATOR"
-"""In which DeepSpeed's users name the kind of device."""
+"""The environment variable in which DeepSpeed's users name the type of device."""
 
 
 def get_accelerator() -> Accelerator:
-    """The kind of device that `DS_ACCELERATOR` names, or the best that torch sees here."""
+    """Return the devices that `DS_ACCELERATOR` names, or the best that torch sees here."""
     if (named := device_from_env(DEVICE_VARIABLE)) != "auto":
         return Accelerator(named)
     for name in ("cuda", "xpu"):
         if getattr(torch, name).is_available():
             return Accelerator(name)
     return Accelerator("cpu")
-
-
-_GIB = 1024**3
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""`deepspeed.checkpointing`: activations that are computed again in the backward pass.
+"""`deepspeed.checkpointing`: activations that are recomputed in the backward pass.
 
-[Note: what is remembered between two calls]
+[Note: settings between two calls]
 DeepSpeed's functions have no object to keep settings in: `configure` is called once, and `checkpoint` deep inside a
-model. So this one module remembers something, in a context variable that holds a frozen value.
+model. So this one module keeps state, in a context variable that holds a frozen value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Settings:
 
 
 _settings: ContextVar[_Settings | None] = ContextVar("deepspeed_checkpointing", default=None)
-"""[Note: what is remembered between two calls]"""
+"""[Note: settings between two calls]"""
 
 
 def configure(
@@ -41,18 +41,18 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how `checkpoint` keeps what it needs; arguments go before the section `activation_checkpointing`.
+    """Set how `checkpoint` stores its inputs; arguments take precedence over the section `activation_checkpointing`.
 
-    `checkpoint_in_cpu` moves it to host memory. Partitioned activations belong to Megatron's tensor parallelism and
-    are refused. One buffer for all, its number of checkpoints, waiting for the device and timing have no meaning here:
-    torch's allocator needs no such buffer.
+    `checkpoint_in_cpu` moves them to host memory. Partitioned activations belong to Megatron's tensor parallelism and
+    are refused. Contiguous buffers, their number, synchronization and timing have no meaning here: torch's allocator
+    needs no such buffer.
     """
     section = _section(deepspeed_config)
     if partition_activations is None:
         partition_activations = bool(section.get("partition_activations", False))
     if partition_activations and mpu_ is not None and mpu_.get_model_parallel_world_size() > 1:
-        message = "true shares activations among Megatron's tensor-parallel ranks, which are not known here"
-        remedy = "Leave it out; `strategy.tensor.sequence_parallel` spreads activations under `plait train`."
+        message = "true partitions activations over Megatron's tensor-parallel ranks, which are not known here"
+        remedy = "Leave it out; `strategy.tensor.sequence_parallel` shards activations under `plait train`."
         raise ConfigError(Problem("activation_checkpointing.partition_activations", message, remedy))
     if checkpoint_in_cpu is None:
         checkpoint_in_cpu = bool(section.get("cpu_checkpointing", False))
@@ -64,21 +64,21 @@ def _section(config: Any) -> Mapping[str, Any]:
         return {}
     from plait.frontends.deepspeed.config import read_config
 
-    found = read_config(config).get("activation_checkpointing")
-    return found if isinstance(found, Mapping) else {}
+    section = read_config(config).get("activation_checkpointing")
+    return section if isinstance(section, Mapping) else {}
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return _settings.get() is not None
 
 
 def reset() -> None:
-    """Forget the buffers of the last pass: there are none here, torch frees what is no longer needed."""
+    """Do nothing: there are no buffers to free, torch frees what is no longer needed."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function now, and again in the backward pass; in between only its arguments are kept."""
+    """Call a function now, and again in the backward pass; in between only its arguments are stored."""
     settings = _settings.get()
     if settings is None or not settings.on_host:
         return recompute(function, *args, use_reentrant=False, **kwargs)

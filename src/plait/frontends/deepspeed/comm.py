@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed under DeepSpeed's name, and how to join."""
+"""`deepspeed.comm`: `torch.distributed` under DeepSpeed's name, and `init_distributed`."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the other ranks, as the environment of plait launch, torchrun, Slurm or MPI tells them; once.
+    """Join the ranks that the environment of plait launch, torchrun, Slurm or MPI describes, once.
 
-    A process without any of these is alone, and gets a group of its own. Absent, `dist_backend` is the one of the
+    A process without any of these runs alone, in a group of one. Absent, `dist_backend` is the one of the
     device. The port is the launcher's, so `distributed_port` changes nothing; nor do `config` and `verbose`.
     """
     if dist.is_initialized():
         return
     if dist_init_required is False:
         raise WorldError(
-            "dist_init_required=False says that the ranks have joined already, and they have not: call "
+            "dist_init_required=False needs a process group that exists, and there is none: call "
             "torch.distributed.init_process_group first, or leave it out"
         )
     if init_method is not None:
@@ -114,12 +114,12 @@ def init_distributed(
         return
     ranks = detect_ranks()
     if ranks.size == 1:
-        # Scripts ask for ranks and wait at barriers when they are alone, too.
+        # Scripts ask for their rank and call barriers in a single process too.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        atexit.register(_leave)
+        atexit.register(_destroy_group)
         return
     if ranks.launcher == "mpi" and not auto_mpi_discovery:
-        raise WorldError("auto_mpi_discovery=False, but only MPI's variables say who the ranks are; leave it out")
+        raise WorldError("auto_mpi_discovery=False, but only MPI's variables describe the ranks; leave it out")
     # NCCL comes with gloo beside it, for what lies in host memory.
     backend = "auto" if dist_backend in (None, "nccl") and _has_cuda(dist_backend) else dist_backend
     seconds = None if timeout is None else timeout.total_seconds()
@@ -137,23 +137,23 @@ def _has_cuda(backend: str | None) -> bool:
     return True
 
 
-def _leave() -> None:
+def _destroy_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def get_local_rank() -> int:
-    """Rank among the processes of this host."""
+    """Return the rank among the processes of this host."""
     return detect_ranks().local_rank
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The ranks of a group, as all ranks know them."""
+    """Return the global ranks of a group."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 

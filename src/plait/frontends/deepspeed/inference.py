@@ -16,11 +16,12 @@ from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
+from plait.frontends.deepspeed.config.keys import dtype_name
 from plait.frontends.deepspeed.engine import Around
 from plait.monitor import encodable
-from plait.precision import cast_floats
+from plait.precision import DTYPES, cast_floats, map_tensors
 
-_WITHOUT_MEANING = {
+_UNNEEDED = {
     "replace_with_kernel_inject": "attention is torch's own fused one, in the model as it is",
     "kernel_inject": "attention is torch's own fused one, in the model as it is",
     "replace_method": "nothing is replaced",
@@ -29,30 +30,20 @@ _WITHOUT_MEANING = {
     "triton_autotune": "kernels are torch's own",
     "triangular_masking": "the model makes its own mask",
     "tm": "the model makes its own mask",
-    "max_out_tokens": "memory is taken as it is needed",
-    "max_tokens": "memory is taken as it is needed",
-    "min_out_tokens": "memory is taken as it is needed",
-    "min_tokens": "memory is taken as it is needed",
-    "return_tuple": "the model's own answer is returned",
+    "max_out_tokens": "memory is allocated as it is needed",
+    "max_tokens": "memory is allocated as it is needed",
+    "min_out_tokens": "memory is allocated as it is needed",
+    "min_tokens": "memory is allocated as it is needed",
+    "return_tuple": "the model's own output is returned",
     "transposed_mode": "weights stay as they are",
     "training_mp_size": "a checkpoint does not depend on the ranks that wrote it",
-    "injection_policy": "a model's own plan says how it is cut",
-    "injection_dict": "a model's own plan says how it is cut",
-}
-_FORMATS = {
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "float32": torch.float32,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
+    "injection_policy": "a model's own plan says how it is sharded",
+    "injection_dict": "a model's own plan says how it is sharded",
 }
 
 
 class InferenceEngine(Around):
-    """A model that answers. What the model itself offers, `generate` among it, can be asked of the engine."""
+    """A model for inference. The engine has the attributes of the model, `generate` among them."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -62,30 +53,30 @@ class InferenceEngine(Around):
         self.eval()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the model says, without gradients; floating-point inputs are cast to its format."""
+        """Return the model's output, without gradients; floating-point inputs are cast to its format."""
         with torch.inference_mode():
-            args, named = (cast_floats(_moved(given, self.device), self.dtype) for given in (inputs, kwargs))
-            return self.module(*args, **named)
+            args, named = map_tensors(lambda tensor: tensor.to(self.device), (inputs, kwargs))
+            return self.module(*cast_floats(args, self.dtype), **cast_floats(named, self.dtype))
 
 
 def init_inference(
     model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
 ) -> InferenceEngine:
-    """A model made ready to answer: `dtype`, and `tensor_parallel: {tp_size: n}` by the model's own plan.
+    """Return a model ready for inference: in `dtype`, sharded over `tensor_parallel: {tp_size: n}` by its own plan.
 
-    Options that only choose kernels have no meaning here and are named once; quantization, experts, and loading from
+    Options that only choose kernels have no meaning here and are printed once; quantization, experts, and loading from
     DeepSpeed's inference checkpoints are refused.
     """
     given = {**({} if config is None else read_config(config)), **kwargs}
-    dtype, size = _dtype(given.pop("dtype", torch.float16)), _ranks(given)
-    idle = [name for name in given if name in _WITHOUT_MEANING]
-    wrong = [
+    dtype, size = _dtype(given.pop("dtype", torch.float16)), _tensor_parallel_size(given)
+    unneeded = [name for name in given if name in _UNNEEDED]
+    problems = [
         Problem(f"init_inference({name}=…)", f"{value!r} is not offered", "Leave it out.")
         for name, value in given.items()
-        if name not in _WITHOUT_MEANING and value not in (None, False, 1, {}, "")
+        if name not in _UNNEEDED and value not in (None, False, 1, {}, "")
     ]
-    if wrong:
-        raise ConfigError(wrong)
+    if problems:
+        raise ConfigError(problems)
     if size > 1:
         init_distributed()
     strategy = {"layout": {"tp": size}} if size > 1 else None
@@ -99,8 +90,8 @@ def init_inference(
         copy_from_main(model, world.everyone, world.device)
         apply_tensor_parallel(model, mesh)
     model.to(world.device)
-    if idle and world.is_main:
-        lines = (f"plait: init_inference({name}=…) has no meaning here: {_WITHOUT_MEANING[name]}" for name in idle)
+    if unneeded and world.is_main:
+        lines = (f"plait: init_inference({name}=…) has no meaning here: {_UNNEEDED[name]}" for name in unneeded)
         print(encodable("\n".join(lines), sys.stdout))
     return InferenceEngine(model, dtype, world.device)
 
@@ -108,29 +99,21 @@ def init_inference(
 def _dtype(value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return value
-    found = _FORMATS.get(str(value).removeprefix("torch."))
-    if found is None:
+    name = dtype_name(value)
+    if name is None:
         remedy = "Write torch.bfloat16, torch.float16 or torch.float32."
         raise ConfigError(Problem("init_inference(dtype=…)", f"{value!r} is not offered", remedy))
-    return found
+    return DTYPES[name]
 
 
-def _ranks(given: dict[str, Any]) -> int:
-    """How many ranks share the layers, by any of its names."""
+def _tensor_parallel_size(given: dict[str, Any]) -> int:
+    """Remove the tensor-parallel size, under any of its names, from the options, and return it."""
     size = 1
     for name in ("tensor_parallel", "tp"):
         section = given.pop(name, None) or {}
-        left = {key: value for key, value in section.items() if key not in ("tp_size", "enabled", "tp_grain_size")}
-        if any(value is not None for value in left.values()):
-            message = f"{sorted(left)} are not offered"
+        others = {key: value for key, value in section.items() if key not in ("tp_size", "enabled", "tp_grain_size")}
+        if any(value is not None for value in others.values()):
+            message = f"{sorted(others)} are not offered"
             raise ConfigError(Problem(f"init_inference({name}=…)", message, "Write {'tp_size': n}."))
         size = max(size, int(section.get("tp_size", 1)))
     return max(size, int(given.pop("mp_size", 1)))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(each, device) for key, each in value.items()}
-    return type(value)(_moved(each, device) for each in value) if type(value) in (list, tuple) else value

@@ -1,4 +1,4 @@
-"""Data as `deepspeed.initialize(training_data=…)` hands it back."""
+"""The data loader that `deepspeed.initialize(training_data=…)` returns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plait.distributed import World
 from plait.errors import DataError
 
 _WORKERS = 2
-"""Processes that load beside a device that computes, as DeepSpeed has it."""
+"""Loading processes per rank where there is a device, as in DeepSpeed."""
 
 
 class DeepSpeedDataLoader:
-    """Micro-batches of this rank's share of a data set.
+    """Micro-batches of this rank's shard of a data set.
 
-    The order is that of torch's DistributedSampler, shuffled with one seed in every epoch; `data_sampler.set_epoch`
-    gives another. An iterable data set comes as it is: it must know its rank itself.
+    The order is that of torch's DistributedSampler, with one seed for every epoch unless `data_sampler.set_epoch` sets
+    another. An iterable data set is read as it is: it must shard itself by rank.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """An iterator that begins again when a loader is at its end."""
+    """An iterator that restarts a loader at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`: its schedules as objects that are stepped after each update."""
+"""`deepspeed.runtime.lr_schedules`: its learning-rate schedules, stepped after each update."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "W
 
 
 class Scheduler:
-    """Sets each group's rate for the coming update. `last_batch_iteration` counts updates, from -1 before the first.
+    """Sets the learning rate of each group for the next update, equal to DeepSpeed's.
 
-    The rates are those of a DeepSpeed run: see `plait.frontends.deepspeed.schedules`.
+    `last_batch_iteration` counts updates, from -1 before the first.
     """
 
     def __init__(self, optimizer: Optimizer, configs: Sequence[ScheduleConfig], last_batch_iteration: int = -1) -> None:
-        """`configs`: one a group."""
+        """`configs` has one schedule per group."""
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         rates = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
@@ -42,26 +42,26 @@ class Scheduler:
         self._apply()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """An update is done: set the rates of the next."""
+        """Count an update, and set the rates of the next."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """The rate of each group in the coming update."""
+        """Return the rate of each group in the next update."""
         return [schedule.lr(self.last_batch_iteration + 1) for schedule in self._schedules]
 
     def get_last_lr(self) -> list[float]:
-        """The same: rates are set when they are computed."""
+        """Return the same: rates are set when they are computed."""
         return self.get_lr()
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is."""
+        """Return the number of updates."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, int]) -> None:
-        """Go on from there, with the rates that belong to it."""
+        """Continue from a number of updates, with its rates."""
         self.last_batch_iteration = int(sd["last_batch_iteration"])
         self._apply()
 
@@ -76,13 +76,13 @@ class Scheduler:
             elif group.get("momentum"):
                 group["momentum"] = momentum
             else:
-                kind = type(self.optimizer).__name__
-                message = f"{kind} runs without momentum here, so there is none to cycle"
+                optimizer = type(self.optimizer).__name__
+                message = f"{optimizer} has no momentum here that could be cycled"
                 raise ConfigError(Problem("cycle_momentum", message, "Write false."))
 
 
-def _for_each(optimizer: Optimizer, kind: str, options: Mapping[str, Any]) -> list[ScheduleConfig]:
-    """One configuration for each group; an option that is a list has one value for each."""
+def _configs(optimizer: Optimizer, schedule: str, options: Mapping[str, Any]) -> list[ScheduleConfig]:
+    """Return one configuration per group; an option that is a list has one value per group."""
     count = len(optimizer.param_groups)
     lists = {name: value for name, value in options.items() if isinstance(value, (list, tuple))}
     for name, value in lists.items():
@@ -91,8 +91,8 @@ def _for_each(optimizer: Optimizer, kind: str, options: Mapping[str, Any]) -> li
             raise ConfigError(Problem(name, message, "Give one, or one for each group."))
     configs = []
     for index in range(count):
-        own = {name: value[index] for name, value in lists.items()}
-        parsed = parse_sections(schedule={"type": kind, **options, **own}).config
+        of_group = {name: value[index] for name, value in lists.items()}
+        parsed = parse_sections(schedule={"type": schedule, **options, **of_group}).config
         assert parsed.schedule is not None
         configs.append(parsed.schedule)
     return configs
@@ -102,7 +102,7 @@ Rates = float | Sequence[float]
 
 
 class WarmupLR(Scheduler):
-    """Up to `warmup_max_lr`, or each group's own rate, then flat."""
+    """Rises to `warmup_max_lr`, or each group's own rate, then stays."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class WarmupLR(Scheduler):
             "warmup_num_steps": warmup_num_steps,
             "warmup_type": warmup_type,
         }
-        super().__init__(optimizer, _for_each(optimizer, "WarmupLR", options), last_batch_iteration)
+        super().__init__(optimizer, _configs(optimizer, "WarmupLR", options), last_batch_iteration)
 
 
 class WarmupDecayLR(Scheduler):
-    """Up to `warmup_max_lr`, then in a straight line down to `warmup_min_lr` at `total_num_steps`."""
+    """Rises to `warmup_max_lr`, then decays linearly to `warmup_min_lr` at `total_num_steps`."""
 
     def __init__(
         self,
@@ -142,11 +142,11 @@ class WarmupDecayLR(Scheduler):
             "warmup_num_steps": warmup_num_steps,
             "warmup_type": warmup_type,
         }
-        super().__init__(optimizer, _for_each(optimizer, "WarmupDecayLR", options), last_batch_iteration)
+        super().__init__(optimizer, _configs(optimizer, "WarmupDecayLR", options), last_batch_iteration)
 
 
 class WarmupCosineLR(Scheduler):
-    """Up from a ratio of each group's own rate to the whole, then half a cosine down to `cos_min_ratio`."""
+    """Rises from a ratio of each group's own rate to the rate, then decays by half a cosine to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -165,11 +165,11 @@ class WarmupCosineLR(Scheduler):
             "cos_min_ratio": cos_min_ratio,
             "warmup_type": warmup_type,
         }
-        super().__init__(optimizer, _for_each(optimizer, "WarmupCosineLR", options), last_batch_iteration)
+        super().__init__(optimizer, _configs(optimizer, "WarmupCosineLR", options), last_batch_iteration)
 
 
 class OneCycle(Scheduler):
-    """Up to `cycle_max_lr` and back, with momentum the other way round if asked, then decay."""
+    """Rises to `cycle_max_lr` and falls back, with momentum cycled inversely if asked, then decays."""
 
     def __init__(
         self,
@@ -202,11 +202,11 @@ class OneCycle(Scheduler):
             "cycle_max_mom": cycle_max_mom,
             "decay_mom_rate": decay_mom_rate,
         }
-        super().__init__(optimizer, _for_each(optimizer, "OneCycle", options), last_batch_iteration)
+        super().__init__(optimizer, _configs(optimizer, "OneCycle", options), last_batch_iteration)
 
 
 class LRRangeTest(Scheduler):
-    """A rate that climbs, to find where training breaks."""
+    """A rate that grows, to find where training diverges."""
 
     def __init__(
         self,
@@ -223,4 +223,4 @@ class LRRangeTest(Scheduler):
             "lr_range_test_step_rate": lr_range_test_step_rate,
             "lr_range_test_staircase": lr_range_test_staircase,
         }
-        super().__init__(optimizer, _for_each(optimizer, "LRRangeTest", options), last_batch_iteration)
+        super().__init__(optimizer, _configs(optimizer, "LRRangeTest", options), last_batch_iteration)

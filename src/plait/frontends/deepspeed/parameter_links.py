@@ -1,10 +1,10 @@
-"""From a parameter to the engine that trains it: what DeepSpeed's functions on bare parameters need.
+"""From a parameter to the engine that trains it, for DeepSpeed's functions that take parameters.
 
-[Note: a part is not saved as if it were the whole]
-Below stage 3 the weights of DeepSpeed are whole on every rank, and scripts write what rank 0 alone has:
-`torch.save(engine.module.state_dict(), …)`. So it is here, between steps. Of layers that are spread over a pipeline or
-over tensor ranks each rank has a part, and the file would look whole: there the `state_dict` of a model is an error,
-and everywhere the pickling of a part. At stage 3 DeepSpeed gives tensors without numbers, which scripts write over
+[Note: a shard is not saved as if it were the full tensor]
+Below stage 3 DeepSpeed's weights are unsharded on every rank, and scripts save what rank 0 has:
+`torch.save(engine.module.state_dict(), …)`. So it is here, between steps. Where layers are sharded over pipeline stages
+or tensor-parallel ranks, each rank has a shard, and the file would look complete: there `state_dict` of the model is an
+error, and pickling a shard is one everywhere. At stage 3 DeepSpeed returns empty tensors, which scripts replace
 afterwards and which nothing takes for weights; so it is here.
 """
 
@@ -23,116 +23,115 @@ from torch.distributed.tensor import DTensor
 from plait.distributed import assign_full_tensor, is_sharded
 from plait.engine import ManualEngine
 from plait.errors import ModelError
-from plait.torch_internals import tree_map
+from plait.precision import map_tensors
 
-# What DeepSpeed notes on a parameter of which each rank holds a part; scripts look for it before they gather one.
+# The attributes that DeepSpeed sets on a sharded parameter; scripts read them before they gather it.
 
 
 class ZeroParamStatus(Enum):
-    """Whether this rank has the whole of a parameter."""
+    """Whether this rank has the full tensor of a parameter."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
 
 
-def mark_parameter(param: Tensor, number: int, status: ZeroParamStatus) -> None:
-    """Leave DeepSpeed's notes on a parameter."""
-    noted: Any = param
-    noted.ds_id, noted.ds_status = number, status
-    noted.ds_shape, noted.ds_numel = param.shape, param.numel()
+def set_zero_attributes(param: Any, number: int, status: ZeroParamStatus) -> None:
+    """Set DeepSpeed's attributes on a parameter."""
+    param.ds_id, param.ds_status = number, status
+    param.ds_shape, param.ds_numel = param.shape, param.numel()
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter has DeepSpeed's notes: each rank holds a part of it."""
+    """Return whether a parameter has DeepSpeed's attributes: it is sharded."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
-_NAME = "_plait_link"
+_LINK = "_plait_link"
 
 
 @dataclass(slots=True)
 class ParameterLink:
-    """Where a parameter lives. Nothing is kept alive by it."""
+    """The engine and the modules of a parameter, in weak references."""
 
     engine: weakref.ref[ManualEngine]
     name: str
-    part: bool
-    homes: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
-    """Every module that holds it, and under which key."""
+    is_shard: bool
+    owners: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+    """Every module that has the parameter, and its name there."""
 
     def __reduce__(self) -> Any:
-        """Nothing goes along with a whole parameter that is pickled; see the note for the others."""
-        if self.part:
-            raise _a_part_of(self.name)
+        """Pickle an unsharded parameter without its link, and refuse a shard (see the note)."""
+        if self.is_shard:
+            raise _shard_error(self.name)
         return type(None), ()
 
 
-def link_parameters(engine: ManualEngine, *, whole_nowhere: bool) -> None:
-    """Leave a note on every parameter of an engine's model; `whole_nowhere`: with DeepSpeed ranks have parts, too."""
-    for number, part in enumerate(engine.model.parameters()):
-        if is_sharded(part):
-            mark_parameter(part, number, ZeroParamStatus.NOT_AVAILABLE)
+def link_parameters(engine: ManualEngine, *, stage: int) -> None:
+    """Link every parameter of a model to its engine, and let `state_dict` of the model be as at a ZeRO stage."""
+    for number, param in enumerate(engine.model.parameters()):
+        if is_sharded(param):
+            set_zero_attributes(param, number, ZeroParamStatus.NOT_AVAILABLE)
     _link(engine)
     with engine.sharded_params_registered():  # as they are between the backward pass and the step
         _link(engine)
         for module in engine.model.modules():
             if any(is_sharded(param) for param in module._parameters.values()):
-                hook = _without_numbers if whole_nowhere else _refuse_parts
+                hook = _empty_shards if stage == 3 else _refuse_shards
                 module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
-    if not whole_nowhere:
-        engine.model.register_load_state_dict_post_hook(_take_loaded)  # type: ignore[no-untyped-call]
+    if stage < 3:
+        engine.model.register_load_state_dict_post_hook(_update_master_weights)  # type: ignore[no-untyped-call]
 
 
 def _link(engine: ManualEngine) -> None:
-    named = {id(param): name for name, param in engine.model.named_parameters()}
+    names = {id(param): name for name, param in engine.model.named_parameters()}
     links: dict[int, ParameterLink] = {}
     for module in engine.model.modules():
         for key, param in module._parameters.items():
             if param is not None:
-                new = ParameterLink(weakref.ref(engine), named[id(param)], is_sharded(param))
+                new = ParameterLink(weakref.ref(engine), names[id(param)], is_sharded(param))
                 link = links.setdefault(id(param), new)
-                link.homes.append((weakref.ref(module), key))
-                setattr(param, _NAME, link)
+                link.owners.append((weakref.ref(module), key))
+                setattr(param, _LINK, link)
 
 
-def _take_loaded(model: nn.Module, _keys: Any) -> None:
-    """Let the weights that are updated become those that a script has loaded into the model."""
+def _update_master_weights(model: nn.Module, _keys: Any) -> None:
+    """Set the weights that the optimizer updates to those that a script has loaded into the model."""
     linked = [(link_of(param), param.detach()) for param in model.parameters() if not is_sharded(param)]
-    set_wholes([(link, value) for link, value in linked if link is not None])
+    set_full_tensors([(link, value) for link, value in linked if link is not None])
 
 
-def _refuse_parts(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """See [Note: a part is not saved as if it were the whole]."""
+def _refuse_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """See [Note: a shard is not saved as if it were the full tensor]."""
     for key, param in module._parameters.items():
         if is_sharded(param):
-            raise _a_part_of(prefix + key)
+            raise _shard_error(prefix + key)
 
 
-def _without_numbers(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """See [Note: a part is not saved as if it were the whole]."""
+def _empty_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """See [Note: a shard is not saved as if it were the full tensor]."""
     for key, param in module._parameters.items():
         if is_sharded(param):
             state[prefix + key] = torch.empty(0, dtype=param.dtype, device=param.device)
 
 
-def _a_part_of(name: str) -> ModelError:
+def _shard_error(name: str) -> ModelError:
     return ModelError(
-        f"this rank holds a part of {name!r}, and what is saved of it would not be the model. On every rank call "
-        "engine.save_16bit_model(folder) or engine.module_state_dict(), which gives rank 0 the whole, or ask inside "
-        "`with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
+        f"this rank has a shard of {name!r}, and a file with shards would not be the model. On every rank call "
+        "engine.save_16bit_model(folder) or engine.module_state_dict(), which gives rank 0 the full weights, or save "
+        "inside `with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
     )
 
 
 def link_of(param: Tensor) -> ParameterLink | None:
-    """What was noted on a parameter; None where it belongs to no engine."""
-    found = getattr(param, _NAME, None)
-    assert found is None or isinstance(found, ParameterLink)
-    return found
+    """Return the link of a parameter; None where it belongs to no engine."""
+    link = getattr(param, _LINK, None)
+    assert link is None or isinstance(link, ParameterLink)
+    return link
 
 
-def set_wholes(values: Iterable[tuple[ParameterLink, Tensor]]) -> None:
-    """Set the weights behind parameters to whole tensors, the same on all ranks."""
+def set_full_tensors(values: Iterable[tuple[ParameterLink, Tensor]]) -> None:
+    """Set the weights behind parameters to full tensors, the same on all ranks."""
     engines: dict[int, tuple[ManualEngine, dict[str, Tensor]]] = {}
     for link, value in values:
         engine = link.engine()
@@ -143,41 +142,41 @@ def set_wholes(values: Iterable[tuple[ParameterLink, Tensor]]) -> None:
         engine.state_loaded()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which this rank may hold a part; every rank must ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor gathered, if it is sharded; every rank must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-# A parameter that speaks for the whole of itself, as long as that is there.
+# A gathered parameter, which stands for its full tensor.
 #
-# Scripts hold on to parameters: they ask for one, gather it, and look at the very object that they asked for. It stays
-# the object that the engine knows; only what is done to it meanwhile is done to the whole.
+# Scripts hold on to parameters: they take one, gather it, and read the very object that they took. It stays the object
+# that the engine knows; only the operations on it meanwhile are done to the full tensor.
 
 
-_WHOLE = "_plait_whole"
+_FULL = "_plait_full"
 
 
-class Gathered(DTensor):
-    """The class of a parameter while it is gathered."""
+class GatheredParameter(DTensor):
+    """The class of a sharded parameter while it is gathered."""
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*tree_map(_whole_of, args), **tree_map(_whole_of, kwargs or {}))
+        return func(*map_tensors(_full_of, args), **map_tensors(_full_of, kwargs or {}))
 
 
-def _whole_of(value: Any) -> Any:
-    return value.__dict__[_WHOLE] if isinstance(value, Gathered) else value
+def _full_of(tensor: Tensor) -> Tensor:
+    return tensor.__dict__[_FULL] if isinstance(tensor, GatheredParameter) else tensor
 
 
-def speak_for(param: DTensor, whole: nn.Parameter) -> None:
-    """From now on, what is done to `param` is done to `whole`."""
-    param.__dict__[_WHOLE] = whole
-    param.__class__ = Gathered
+def redirect_operations(param: DTensor, full: nn.Parameter) -> None:
+    """From now on, do operations on `param` to `full`."""
+    param.__dict__[_FULL] = full
+    param.__class__ = GatheredParameter
 
 
-def speak_for_itself(param: DTensor) -> None:
-    """The parameter is this rank's part again."""
+def restore_operations(param: DTensor) -> None:
+    """Do operations on a parameter to its own shard again."""
     param.__class__ = DTensor
-    del param.__dict__[_WHOLE]
+    del param.__dict__[_FULL]

@@ -394,7 +394,7 @@ def restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> 
 
 def whole_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str], bool]) -> dict[str, Tensor]:
     """On rank 0: all weights in host memory, parameters in `dtype`, under every name they have; {} elsewhere."""
-    from plait.frontends.deepspeed.parameter_links import whole
+    from plait.frontends.deepspeed.parameter_links import full_tensor
 
     parameters = {name for name, _ in native.model.named_parameters()}
     found: dict[str, Tensor] = {}
@@ -402,7 +402,7 @@ def whole_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str]
         name = key.removeprefix("model.")
         if not key.startswith("model.") or not keep(name):
             continue
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if native.world.is_main:
             cast = name in parameters and full.is_floating_point()
             found[name] = full.detach().to("cpu", dtype if cast else full.dtype, copy=True)

@@ -225,7 +225,7 @@ def _native(
         native.keep_unsharded()
     elif not run.strategy.compile.enabled:  # whose code has no hooks in it
         native.allow_submodule_calls()
-    link_parameters(native, whole_nowhere=run.strategy.stage == 3)
+    link_parameters(native, stage=run.strategy.stage)
     return native
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: building a large model, and looking at parameters of which each rank holds a part."""
+"""`deepspeed.zero`: building a large model, and reading sharded parameters."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from plait.distributed import is_sharded
 from plait.errors import ConfigError, Problem
 from plait.frontends.deepspeed.module_layout import not_offered
 from plait.frontends.deepspeed.parameter_links import (
+    GatheredParameter,
     ParameterLink,
     ZeroParamStatus,
+    full_tensor,
     link_of,
-    mark_parameter,
-    set_wholes,
-    whole,
+    redirect_operations,
+    restore_operations,
+    set_full_tensors,
+    set_zero_attributes,
 )
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 
 
 class Init:
-    """Models that are built inside lie in host memory, and `initialize` brings each rank's part to its device.
+    """Models that are built inside are built in host memory, and `initialize` moves each rank's shard to its device.
 
-    So the device never holds the whole, at any stage. The values are those that the constructors make, in full
-    precision. Each rank's host memory does hold the whole for a while; a function that makes the model, given to
-    `initialize` as `model`, avoids that too where the layers can be initialised one by one.
+    So the device never holds the whole model, at any stage. The values are those of the constructors, in full
+    precision. Each rank's host memory does hold the whole model for a while; a function that returns the model, given
+    to `initialize` as `model`, avoids that too where the layers can be initialised one by one.
 
-    `module` may be given instead of the `with`: there is nothing to do for a model that is there. `dtype`, `config`,
-    `mem_efficient_linear` and `pin_memory` have no meaning for a model in host memory; formats are decided by the
-    configuration of `initialize`.
+    `module` may be given instead of the `with`: nothing is done to a model that is built already. `dtype`, `config`,
+    `mem_efficient_linear` and `pin_memory` have no meaning for a model in host memory; the configuration of
+    `initialize` decides the formats.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Init:
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
     ) -> None:
-        asked = {
+        unsupported = {
             "data_parallel_group": data_parallel_group,
             "mpu": mpu,
             "zero_param_parallel_group": zero_param_parallel_group,
@@ -67,7 +70,7 @@ class Init:
         }
         problems = [
             Problem(f"zero.Init({name}=…)", f"{value!r} is not offered", "Leave it out.")
-            for name, value in asked.items()
+            for name, value in unsupported.items()
             if value is not None
         ]
         if problems and enabled:
@@ -80,17 +83,17 @@ class Init:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._device is not None:
-            self._device.__exit__(kind, error, trace)
+            self._device.__exit__(exc_type, error, trace)
 
 
 class GatheredParameters:
-    """Inside, these parameters are whole, and so the modules hold them; every rank must take part.
+    """Inside, these parameters are unsharded, in their modules too; every rank must take part.
 
-    With `modifier_rank`, what that rank wrote into them stays, on all ranks; without, changes are lost. `with … as
-    wholes` gives them in the given order, too.
+    With `modifier_rank`, all ranks keep what that rank wrote into them; without, changes are lost. `with … as params`
+    gives them in the given order.
     """
 
     def __init__(
@@ -103,79 +106,71 @@ class GatheredParameters:
         given = [params] if isinstance(params, Tensor) else list(params)
         self._params = list({id(param): param for param in given}.values()) if enabled else []
         self._modifier = modifier_rank
-        self._wholes: list[nn.Parameter] = []
+        self._full: list[nn.Parameter] = []
 
     def __enter__(self) -> list[nn.Parameter]:
-        self._wholes = [_gather(param) if _is_part(param) else param for param in self._params]  # type: ignore[misc]
-        return list(self._wholes)
+        self._full = [_gather(param) if _is_shard(param) else param for param in self._params]  # type: ignore[misc]
+        return list(self._full)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pairs, self._wholes = list(zip(self._params, self._wholes, strict=True)), []
+        pairs, self._full = list(zip(self._params, self._full, strict=True)), []
         for param, full in pairs:
             if full is not param:
-                _let_go(param)
-        if self._modifier is None or kind is not None:
+                _release(param)
+        if self._modifier is None or exc_type is not None:
             return
         if dist.is_initialized() and dist.get_world_size() > 1:
             for _, full in pairs:
                 dist.broadcast(full.data, src=self._modifier)
         linked = [(link_of(param), full.data) for param, full in pairs]
-        set_wholes([(link, full) for link, full in linked if link is not None])
+        set_full_tensors([(link, full) for link, full in linked if link is not None])
 
 
-def _is_part(param: Tensor) -> bool:
-    if not is_sharded(param):
-        return False
-    from plait.frontends.deepspeed.parameter_links import Gathered
-
-    return not isinstance(param, Gathered)  # by a block around this one
+def _is_shard(param: Tensor) -> bool:
+    return is_sharded(param) and not isinstance(param, GatheredParameter)  # which a block around this one has gathered
 
 
 def _gather(param: Any) -> nn.Parameter:
-    from plait.frontends.deepspeed.parameter_links import speak_for
-
     with torch.no_grad():
-        full = nn.Parameter(_whole_of(param), requires_grad=param.requires_grad)
+        full = nn.Parameter(_gathered_weight(param), requires_grad=param.requires_grad)
     if hasattr(param, "ds_id"):
-        mark_parameter(full, param.ds_id, ZeroParamStatus.AVAILABLE)
-        mark_parameter(param, param.ds_id, ZeroParamStatus.AVAILABLE)
-    _put(link_of(param), full)
-    speak_for(param, full)
+        set_zero_attributes(full, param.ds_id, ZeroParamStatus.AVAILABLE)
+        set_zero_attributes(param, param.ds_id, ZeroParamStatus.AVAILABLE)
+    _register(link_of(param), full)
+    redirect_operations(param, full)
     return full
 
 
-def _whole_of(param: Any) -> Tensor:
-    """In the format of the parameter. It may be offloaded: then it has no memory itself, or waits for its update."""
+def _gathered_weight(param: Any) -> Tensor:
+    """Return the full weight in the format of the parameter, which may be offloaded, or waiting for its update."""
     link = link_of(param)
     engine = None if link is None else link.engine()
-    behind = param.detach() if engine is None else engine.weight_of(param)
-    alone = param.device_mesh.size() == 1  # the whole would be the very weights, and changes would not be lost
-    return whole(behind).to(param.device, param.dtype, copy=alone)
+    weight = param.detach() if engine is None else engine.weight_of(param)
+    copy = param.device_mesh.size() == 1  # gathered over one rank, it would share their memory, and changes would stay
+    return full_tensor(weight).to(param.device, param.dtype, copy=copy)
 
 
-def _let_go(param: Any) -> None:
-    from plait.frontends.deepspeed.parameter_links import speak_for_itself
-
-    speak_for_itself(param)
+def _release(param: Any) -> None:
+    restore_operations(param)
     if hasattr(param, "ds_id"):
-        mark_parameter(param, param.ds_id, ZeroParamStatus.NOT_AVAILABLE)
-    _put(link_of(param), param)
+        set_zero_attributes(param, param.ds_id, ZeroParamStatus.NOT_AVAILABLE)
+    _register(link_of(param), param)
 
 
-def _put(link: ParameterLink | None, param: nn.Parameter) -> None:
-    for home, key in link.homes if link is not None else ():
-        module = home()
+def _register(link: ParameterLink | None, param: nn.Parameter) -> None:
+    for owner, key in link.owners if link is not None else ():
+        module = owner()
         if module is not None:
             module._parameters[key] = param
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Tell that a module uses a parameter of another one.
+    """Declare that a module uses a parameter of another one.
 
-    Nothing has to be done for it: a parameter that is used outside of its block belongs to the root, which is
-    gathered as long as the model runs.
+    Nothing has to be done for it: a parameter that is used outside its block belongs to the root unit, which stays
+    gathered while the model runs.
     """
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(f"register_external_parameter takes a parameter, not a {type(parameter).__name__}")

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: the log, and whole values of parameters of which each rank holds a part."""
+"""`deepspeed.utils`: logging, full values of sharded parameters, and marks on modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.engine import ManualEngine
 from plait.errors import ModelError
 from plait.frontends.deepspeed.loader import RepeatingLoader
 from plait.frontends.deepspeed.module_layout import not_offered
-from plait.frontends.deepspeed.parameter_links import ParameterLink, link_of, set_wholes, whole
+from plait.frontends.deepspeed.parameter_links import ParameterLink, full_tensor, link_of, set_full_tensors
 
 __all__ = [
     "OnDevice",
@@ -38,7 +38,7 @@ logger = logging.getLogger("plait.deepspeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Print a message on some ranks; -1 or nothing means all of them."""
+    """Print a message on the given ranks; -1 or none means all of them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or ranks[0] == -1 or rank in ranks:
         if level >= logging.WARNING:
@@ -48,7 +48,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 class OnDevice:
-    """Models that are built inside have this device and format; with `meta`, `initialize` gives them values."""
+    """Models that are built inside have this device and dtype; on `meta`, `initialize` gives them values."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self._dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
@@ -63,46 +63,46 @@ class OnDevice:
             self._device.__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._enabled:
-            self._device.__exit__(kind, error, trace)
+            self._device.__exit__(exc_type, error, trace)
             torch.set_default_dtype(self._before)
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The whole of the fp32 weights behind a parameter; every rank must ask."""
-    engine, link = _trained(param)
-    return whole(engine.state_tensors()[f"model.{link.name}"])
+    """Return the full fp32 weights behind a parameter; every rank must call it."""
+    engine, link = _engine_and_link(param)
+    return full_tensor(engine.state_tensors()[f"model.{link.name}"])
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set them, on all ranks to the same."""
-    set_wholes([(_trained(param)[1], value)])
+    """Set the fp32 weights behind a parameter, on all ranks to the same."""
+    set_full_tensors([(_engine_and_link(param)[1], value)])
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """The whole of one of its states, such as `exp_avg`; None before the first step. Every rank must ask."""
-    engine, link = _trained(param)
-    found = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
-    return None if found is None else whole(found)
+    """Return a full optimizer state, such as `exp_avg`, or None before the first step; every rank must call it."""
+    engine, link = _engine_and_link(param)
+    state = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
+    return None if state is None else full_tensor(state)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set it, on all ranks to the same."""
-    engine, link = _trained(param)
-    found = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
-    if found is None:
-        raise ModelError(f"{link.name} has no state {optim_state_key!r}; there is one after the first step")
+    """Set one of its optimizer states, on all ranks to the same."""
+    engine, link = _engine_and_link(param)
+    state = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
+    if state is None:
+        raise ModelError(f"{link.name} has no state {optim_state_key!r}; states exist after the first step")
     with torch.no_grad():
-        assign_full_tensor(found, value)
+        assign_full_tensor(state, value)
 
 
-def _trained(param: Tensor) -> tuple[ManualEngine, ParameterLink]:
+def _engine_and_link(param: Tensor) -> tuple[ManualEngine, ParameterLink]:
     link = link_of(param)
     engine = None if link is None else link.engine()
     if link is None or engine is None:
-        raise ModelError("this parameter belongs to no engine: ask for those of engine.module, after initialize")
+        raise ModelError("this parameter belongs to no engine: take those of engine.module, after initialize")
     return engine, link
 
 
@@ -115,41 +115,41 @@ def _trained(param: Tensor) -> tuple[ManualEngine, ParameterLink]:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of some classes, given as classes or by name; returns them."""
+    """Mark the modules of classes that are given as classes or by name; returns them."""
     return _mark(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the marks off; returns the modules."""
+    """Remove the marks; returns the modules."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that are marked."""
+    """Return the marked modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked."""
+    """Return whether a module is marked."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
-def _mark(model: nn.Module, kinds: Sequence[type | str], flag: bool, must_exist: bool) -> list[nn.Module]:
-    classes = tuple(kind for kind in kinds if isinstance(kind, type))
-    names = {kind for kind in kinds if isinstance(kind, str)}
-    found: list[Any] = [
+def _mark(model: nn.Module, given: Sequence[type | str], flag: bool, must_exist: bool) -> list[nn.Module]:
+    classes = tuple(item for item in given if isinstance(item, type))
+    names = {item for item in given if isinstance(item, str)}
+    modules: list[Any] = [
         module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names
     ]
-    if not found and must_exist:
-        raise ValueError(f"the model has no module of {', '.join(str(kind) for kind in kinds)}")
-    for module in found:
+    if not modules and must_exist:
+        raise ValueError(f"the model has no module of {', '.join(map(str, given))}")
+    for module in modules:
         module._z3_leaf = flag
-    return found
+    return modules
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zero_to_fp32":  # when asked for: it reads files of every kind
+    if name == "zero_to_fp32":  # on first use, for it imports much
         return import_module(f"{__name__}.{name}")
     raise not_offered(__name__, name)

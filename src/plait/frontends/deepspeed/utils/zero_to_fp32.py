@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights from a checkpoint, on one process.
+"""`deepspeed.utils.zero_to_fp32`: full fp32 weights from a checkpoint, in one process.
 
 Reads what this front end saves, and what DeepSpeed itself saved; nothing in the files is executed. As a command it is
 DeepSpeed's script: `python -m plait.frontends.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`.
@@ -41,7 +41,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """All weights of a checkpoint in host memory, under every name they have; floating-point ones in fp32."""
+    """Return all weights of a checkpoint in host memory, under every name they have; floating-point ones in fp32."""
     if lazy_mode:
         raise CheckpointError("lazy_mode is not offered: tensors are read one after another, and kept")
     with open_source(_folder(checkpoint_dir, tag)) as source:
@@ -51,7 +51,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: PathText, tag: str | None = None
 ) -> nn.Module:
-    """Bring a model to host memory, and load the weights of a checkpoint into it."""
+    """Move a model to host memory, and load the weights of a checkpoint into it."""
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -66,7 +66,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights into `pytorch_model.bin`, or `model.safetensors`; large ones into several, with an index."""
+    """Write the weights to `pytorch_model.bin` or `model.safetensors`, or to several shards with an index."""
     with open_source(_folder(checkpoint_dir, tag)) as source:
         weights = _weights(source, exclude_frozen=exclude_frozen_parameters, dtype=dtype)
     if safe_serialization:
@@ -78,13 +78,13 @@ def convert_zero_checkpoint_to_state_dict(
     if len(shards) == 1:
         _write(shards[0], folder / f"{stem}.{ending}")
         return
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}"
         _write(shard, folder / name)
-        where |= dict.fromkeys(shard, name)
+        weight_map |= dict.fromkeys(shard, name)
     total = sum(_size(tensor) for tensor in _without_aliases(weights).values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -96,7 +96,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same, in fp32."""
+    """Write the weights in fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -107,49 +107,49 @@ def _folder(checkpoint_dir: PathText, tag: str | None) -> Path:
     if tag is None:
         latest = root / LATEST
         if not latest.is_file():
-            return root  # perhaps the folder of a tag itself; if not, opening it says so
+            return root  # perhaps the folder of a tag itself; if not, opening it raises
         tag = read_name(latest, CheckpointError)
     return root / tag
 
 
 def _weights(source: Source, *, exclude_frozen: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    left_out: set[str] = set()
+    frozen: set[str] = set()
     if exclude_frozen:
         if "untrained" not in source.state:
-            raise CheckpointError(f"{source.path} does not say which parameters are not trained: leave it out")
-        left_out = set(source.state["untrained"])
-    found: dict[str, Tensor] = OrderedDict()
+            raise CheckpointError(f"{source.path} does not list the parameters that are not trained: leave it out")
+        frozen = set(source.state["untrained"])
+    weights: dict[str, Tensor] = OrderedDict()
     for key in source.entries:
         name = key.removeprefix("model.")
-        if key.startswith("model.") and name not in left_out:
+        if key.startswith("model.") and name not in frozen:
             tensor = source.read(key)
-            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
-    if not found:
+            weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor.clone()
+    if not weights:
         raise CheckpointError(f"{source.path} has no weights")
     tied: dict[str, Any] = source.state.get("tied") or {}
-    found.update({name: found[first] for name, first in tied.items() if first in found})
-    return found
+    weights.update({name: weights[first] for name, first in tied.items() if first in weights})
+    return weights
 
 
 def _without_aliases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor under its first name alone: a safetensors file holds no tensor twice."""
+    """Return each tensor under its first name alone: a safetensors file cannot have shared tensors."""
     seen: set[int] = set()
-    return {name: each for name, each in weights.items() if not (id(each) in seen or seen.add(id(each)))}  # type: ignore[func-returns-value]
+    return {name: tensor for name, tensor in weights.items() if not (id(tensor) in seen or seen.add(id(tensor)))}  # type: ignore[func-returns-value]
 
 
 def _shards(weights: dict[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
-    home: dict[int, dict[str, Tensor]] = {}
+    shard_of: dict[int, dict[str, Tensor]] = {}
     used = 0
     for name, tensor in weights.items():
-        if id(tensor) in home:
-            home[id(tensor)][name] = tensor
+        if id(tensor) in shard_of:
+            shard_of[id(tensor)][name] = tensor
             continue
         if limit is not None and shards[-1] and used + _size(tensor) > limit:
             shards.append({})
             used = 0
         shards[-1][name] = tensor
-        home[id(tensor)] = shards[-1]
+        shard_of[id(tensor)] = shards[-1]
         used += _size(tensor)
     return shards
 
@@ -162,11 +162,11 @@ def _bytes(size: str | int | None) -> int | None:
     """`5GB` is 5 × 10⁹, `5GiB` 5 × 2³⁰."""
     if size is None or isinstance(size, int):
         return size
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
-    if found is None:
-        raise CheckpointError(f"max_shard_size {size!r} is no size; write 5GB, 500MB or a number of bytes")
-    power = " KMGT".index(found[2].upper() or " ")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
+    if match is None:
+        raise CheckpointError(f"max_shard_size {size!r} is not a size; write 5GB, 500MB or a number of bytes")
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:
@@ -180,9 +180,9 @@ def _write(weights: dict[str, Tensor], path: Path) -> None:
         draft.replace(path)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The script, with its options. What is wrong is told without a traceback, with exit code 2."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Whole fp32 weights from a checkpoint.")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the script; an error is printed without a traceback, with exit code 2."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32", description="Full fp32 weights from a checkpoint.")
     parser.add_argument("checkpoint_dir", help="folder of a checkpoint, or of several: then the latest")
     parser.add_argument("output_dir", help="folder to write to")
     parser.add_argument("--max_shard_size", default="5GB", help="of one file (5GB)")
@@ -190,7 +190,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tag", "-t", help="which checkpoint of the folder")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only what is trained")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args(words)))
+        convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args(argv)))
     except PlaitError as error:
         print(f"plait: {error}", file=sys.stderr)
         sys.exit(2)
