@@ -1,10 +1,9 @@
 """Where code that trains differs on fake tensors, which have shapes, dtypes and devices but no values.
 
-[Note: one question about fake tensors] A plan runs the code that trains, on fake tensors. Nearly all of it need not
-know. What reads values or addresses (a kernel of Plait's own, a decision of the host) has a stand-in beside it, as
-operations of torch have by `register_fake`: `on_fake_tensors` calls that in its place, and no other code of Plait asks
-what a tensor is. What belongs to the machine rather than to a tensor (files, links, free memory, threads) asks
-`World.fake`.
+[Note: one question about fake tensors] A plan runs the code that trains, on fake tensors. Nearly all of it is the same.
+What reads values or addresses (a kernel of Plait's own, a decision on the host) has a stand-in, as operations of torch
+have by `register_fake`: `on_fake_tensors` calls it, and no other code of Plait asks whether a tensor is fake. What
+depends on the machine rather than on a tensor (files, links, free memory, threads) asks `World.fake`.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _Result = TypeVar("_Result")
 def on_fake_tensors(
     stand_in: Callable[_Params, _Result], *, argument: int = 0
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """A decorator: call `stand_in` instead where the tensor in this place of the arguments has no values.
+    """A decorator: call `stand_in` instead where the tensor at this position of the arguments is fake.
 
-    The argument may be a sequence, which has such a tensor first. A stand-in for a kernel takes the memory that the
-    kernel takes and reads and writes about as many bytes, so that a plan counts these; nothing of it is computed.
+    The argument may be a sequence, whose first tensor decides. A stand-in for a kernel allocates as much memory as the
+    kernel and reads and writes about as many bytes, so that a plan counts these; nothing is computed.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -44,12 +43,12 @@ def on_fake_tensors(
 
 
 def is_like(one: Tensor, other: Tensor) -> bool:
-    """Whether both have values, or neither: they can meet in one operation."""
+    """Whether both tensors are fake, or neither: they can be arguments of one operation."""
     return has_values(one) == has_values(other)
 
 
 def class_of(tensor: Tensor) -> type[Tensor]:
-    """The class of a tensor; of a fake one the class that it stands for."""
+    """The class of a tensor; of a fake one the class of the tensor that it simulates."""
     if has_values(tensor):
         return type(tensor)
     return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor

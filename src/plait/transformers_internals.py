@@ -1,6 +1,6 @@
-"""Everything private of transformers that Plait uses, and nothing else of Plait uses anything private of transformers.
+"""All private names of transformers that Plait uses; no other file uses any.
 
-`CHECKED` are the releases with which all of it was tried (`make matrix`). A name that a release does not have is an
+`CHECKED` are the releases with which all of them were tried (`make matrix`). A name that a release does not have is an
 `UnsupportedVersionError` that says which; see [Note: private names are refused by name], `plait/torch_internals.py`.
 """
 
@@ -27,12 +27,12 @@ ATTRIBUTES = {
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism",
     "transformers.PreTrainedModel._init_weights": "initial values, module by module",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_missing": "weights that a file may lack",
-    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "weights that a file may have beside",
-    "transformers.PreTrainedModel._is_fsdp_managed_module": "generation that does not wait for other ranks",
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "weights that a file may have in addition",
+    "transformers.PreTrainedModel._is_fsdp_managed_module": "generation without waiting for other ranks",
     "torch.Tensor._is_hf_initialized": "initial values, module by module",
     "transformers.PretrainedConfig._attn_implementation": "context parallelism, packed documents",
 }
-"""The attributes that are asked for, and what for."""
+"""The private attributes, and what each is used for."""
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -41,8 +41,8 @@ def _of(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError:
-        kind = owner if isinstance(owner, type) else type(owner)
-        raise _refusal(f"{kind.__module__}.{kind.__qualname__}.{name}") from None
+        cls = owner if isinstance(owner, type) else type(owner)
+        raise _refusal(f"{cls.__module__}.{cls.__qualname__}.{name}") from None
 
 
 def _refusal(path: str) -> UnsupportedVersionError:
@@ -55,17 +55,17 @@ def no_split_modules(model: nn.Module) -> set[str]:
 
 
 def tp_plan(model: nn.Module) -> dict[str, str]:
-    """How each layer is spread over tensor-parallel ranks, by the pattern of its name."""
+    """The tensor-parallel style of each layer, by a pattern of module names."""
     return dict(_of(model, "_tp_plan") or {})
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Whether a model keeps a recurrent state from token to token, as it says itself."""
+    """Whether a model declares that it keeps a recurrent state from token to token."""
     return bool(getattr(module, "_is_stateful", False))
 
 
 def attn_implementation(config: Any) -> str:
-    """By which implementation a model attends."""
+    """The name of a model's attention implementation."""
     return str(_of(config, "_attn_implementation"))
 
 
@@ -75,23 +75,23 @@ def may_be_missing(model: Any) -> list[str]:
 
 
 def may_be_unexpected(model: Any) -> list[str]:
-    """Patterns of weights that a file may have, and the model has not."""
+    """Patterns of weights that a file may have although the model does not."""
     return list(_of(model, "_keys_to_ignore_on_load_unexpected") or ())
 
 
 def initializes(module: nn.Module) -> bool:
-    """Whether a module is a (sub)model with rules of its own for initial values."""
+    """Whether a module is a (sub)model that initializes weights itself."""
     return hasattr(module, "_init_weights")
 
 
 def init_weights(owner: Any, module: nn.Module) -> None:
-    """Fill the tensors of one module by the rules of the (sub)model that it belongs to."""
+    """Initialize the tensors of one module as its (sub)model `owner` does it."""
     _of(owner, "_init_weights")(module)
 
 
 @contextmanager
 def taken_for_initialized(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """The rules for initial values leave these tensors alone until the block ends."""
+    """Until the block ends, `init_weights` does not change these tensors."""
     if "_is_hf_initialized" not in inspect.getsource(import_module("transformers.initialization")):
         raise _refusal("transformers.initialization._is_hf_initialized")
     tensors = list(tensors)
@@ -105,16 +105,16 @@ def taken_for_initialized(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def generate_alone(model: nn.Module) -> None:
-    """Have `generate` of a sharded model not wait for other ranks."""
+    """Keep `generate` of a sharded model from waiting for other ranks."""
     model._is_fsdp_managed_module = False  # type: ignore[assignment]
 
 
-def overrides(kind: _Class) -> _Class:
-    """A class decorator: each method with a leading underscore replaces one of transformers, and must find it there.
+def overrides(cls: _Class) -> _Class:
+    """A class decorator: check that each method with a leading underscore overrides one of transformers.
 
-    One that is gone, or has another name, would never be called, and nobody would notice.
+    A method that transformers has removed or renamed would otherwise never be called.
     """
-    for name in vars(kind):
-        if re.match(r"_[a-z]", name) and callable(vars(kind)[name]) and not hasattr(super(kind, kind), name):
-            raise _refusal(f"{kind.__mro__[1].__module__}.{kind.__mro__[1].__qualname__}.{name}")
-    return kind
+    for name in vars(cls):
+        if re.match(r"_[a-z]", name) and callable(vars(cls)[name]) and not hasattr(super(cls, cls), name):
+            raise _refusal(f"{cls.__mro__[1].__module__}.{cls.__mro__[1].__qualname__}.{name}")
+    return cls

@@ -1,4 +1,4 @@
-"""A world of any size in one process: this one plays a rank, and the others are not there.
+"""A fake world of any size in one process: this process simulates one rank, with a fake process group.
 
 Under a fake world tensors have shapes, dtypes and devices but no values, and collectives return at once. The code
 that runs in it is the code that trains.
@@ -38,12 +38,10 @@ from plait.torch_internals import (
     unset_fake_temporarily,
 )
 
-# Another value for an attribute, for a while.
-
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` until the block ends."""
+    """Set `owner.name` to `value` until the block ends."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -54,17 +52,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 # CUDA on a machine that has none, for tensors without values.
 #
-# [Note: pretending to have a GPU] A fake tensor may claim to lie on any device, but autograd asks the C++ side of torch
+# [Note: pretending to have a GPU] A fake tensor may claim to be on any device, but autograd asks the C++ side of torch
 # for that device's streams, and a build or a machine without CUDA has no answer. Two answers are enough. torch lets
 # Python be the device guard of a backend of its own (PrivateUse1), whose streams and events do nothing; here the same
-# guard is entered for CUDA. And torch asks its CUDA hooks whether a GPU is there: these are made to say yes. No
-# compiler is needed, nothing real can run, and all is as before when the block ends. How both are reached, and when
-# that is refused: [Note: tables of C++], `plait/torch_internals.py`.
+# guard is registered for CUDA. And torch asks its CUDA hooks whether there is a GPU: these are made to say yes. No
+# compiler is needed, nothing real can run, and everything is restored when the block ends. How both are reached, and
+# when that is refused: [Note: tables of C++], `plait/torch_internals.py`.
 
 
 @contextmanager
 def fake_cuda(*, devices: int = 8, memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Let fake tensors lie on CUDA, until the block ends. Where a GPU is there, nothing is pretended."""
+    """Let fake tensors be on CUDA, until the block ends. Where there is a GPU, nothing is changed."""
     if torch.cuda.is_available():
         yield
         return
@@ -72,14 +70,14 @@ def fake_cuda(*, devices: int = 8, memory: int = 80 * 2**30, capability: tuple[i
         stack.enter_context(cuda_reported_available())  # first: it refuses a layout that it does not know
         stack.enter_context(cuda_device_guard_replaced())
         if torch.version.cuda is None:
-            # Without a CUDA kernel torch would take these operations apart, and a plan would see other memory.
+            # Without a CUDA kernel torch would decompose these operations, and a plan would see other memory.
             stack.enter_context(kernels_registered_for_cuda(FUSED_ON_CUDA, _never))
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # there are no threads for the device
-        for name, value in _python_side(devices, memory, capability).items():
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # there are no device threads
+        for name, value in _fake_cuda_module(devices, memory, capability).items():
             stack.enter_context(replaced(torch.cuda, name, value))
         stack.enter_context(no_gpu_context_for_fake_tensors())
         stack.enter_context(cuda_never_initialized())
-        stack.enter_context(replaced(torch, "tensor", _made_on_the_host(torch.tensor)))
+        stack.enter_context(replaced(torch, "tensor", _tensor_made_on_host(torch.tensor)))
         stack.enter_context(replaced(torch.Tensor, "record_stream", lambda self, stream: None))
         yield
 
@@ -88,8 +86,8 @@ def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a tensor with values got into a fake world")
 
 
-def _made_on_the_host(make: Any) -> Any:
-    """`torch.tensor` fills its tensor past all modes, and then copies it to the device as if it were real."""
+def _tensor_made_on_host(make: Any) -> Any:
+    """Replaces `torch.tensor`, which fills its tensor past all modes and then copies it to a real device."""
 
     def tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
         made: torch.Tensor = make(data, device="cpu", **kwargs)
@@ -101,7 +99,7 @@ def _made_on_the_host(make: Any) -> Any:
 
 
 class _Event:
-    """An event that has always happened."""
+    """A CUDA event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -116,16 +114,16 @@ class _Event:
         """Nothing."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """True: it is complete."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """No time."""
+        """Zero."""
         return 0.0
 
 
 class _Stream:
-    """A stream that has nothing to do."""
+    """A CUDA stream without work."""
 
     device = torch.device("cuda", 0)
     device_index = 0
@@ -143,7 +141,7 @@ class _Stream:
         """Nothing."""
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
+        """A complete event."""
         return event or _Event()
 
     def synchronize(self) -> None:
@@ -156,11 +154,11 @@ class _Stream:
         pass
 
 
-def _python_side(devices: int, memory: int, capability: tuple[int, int]) -> dict[str, Any]:
-    """What `torch.cuda` answers."""
+def _fake_cuda_module(devices: int, memory: int, capability: tuple[int, int]) -> dict[str, Any]:
+    """Replacements for functions of `torch.cuda`."""
     stream = _Stream()
     properties = SimpleNamespace(
-        name="a GPU that is not there",
+        name="fake GPU",
         major=capability[0],
         minor=capability[1],
         total_memory=memory,
@@ -204,9 +202,9 @@ def fake_world(
     device: str = "cpu",
     memory: int = 80 * 2**30,
 ) -> Iterator[World]:
-    """Play `rank` of `size`, as `config.strategy` lays them out, until the block ends.
+    """Simulate `rank` of `size`, in the layout of `config.strategy`, until the block ends.
 
-    `device` is `cpu`, or `cuda`, for which no GPU need be there; `memory` is what one of those has.
+    `device` is `cpu`, or `cuda`, which needs no GPU; `memory` is that of one such device.
     """
     if dist.is_initialized():
         raise WorldError("a fake world cannot be opened in a process that has joined a real one")
@@ -216,25 +214,25 @@ def fake_world(
     with ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(fake_cuda(devices=local, memory=memory))
-        kind = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        fake_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         mesh = None
         if size > 1 or config.strategy.offload.params != "none":
             from plait.torch_internals import FakeStore
 
-            # Joining a group puts the rank before every later traceback, which will be no rank's.
+            # Creating a group prefixes every later traceback with the rank, also those after this block.
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
             dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-            stack.callback(_leave)
-            stack.enter_context(_meshes_have_values())
-            mesh = make_mesh(layout, kind)
+            stack.callback(_destroy_group)
+            stack.enter_context(_real_mesh_ranks())
+            mesh = make_mesh(layout, fake_device)
         stack.enter_context(module_apply_replaced(_apply))
-        stack.enter_context(replaced(nn.init, name_of_truncated_normal(), _draw_twice))
+        stack.enter_context(replaced(nn.init, name_of_truncated_normal(), _trunc_normal))
         stack.enter_context(Valueless(allow_non_fake_inputs=True))
-        yield World(ranks, kind, layout, mesh, owns_processes=False, fake=True)
+        yield World(ranks, fake_device, layout, mesh, owns_processes=False, fake=True)
 
 
-def _leave() -> None:
-    """End the group, and let DTensor forget its meshes: it would take one of the next world for the same."""
+def _destroy_group() -> None:
+    """Destroy the group, and clear DTensor's cache, which would take a mesh of the next world for the same."""
     dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
         from plait.torch_internals import clear_sharding_prop_cache
@@ -243,7 +241,7 @@ def _leave() -> None:
 
 
 class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors without values, also for an operation that torch knows too little of without them."""
+    """Fake tensors, also for an operation that torch cannot run on them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten_grouped_mm.default and args[0].dtype != torch.bfloat16:
@@ -252,17 +250,17 @@ class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 class Valueless(ShapesOnly):  # type: ignore[no-untyped-call]
-    """And whoever asks for a value gets a 1, or true."""
+    """And a value that is read (`.item()`) is 1, or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten_local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if schema_of(func).name.startswith("aten::_fused_") and schema_of(func).name.endswith("_"):
-            return None  # an optimizer's update in place; torch does not know all of them without values
+            return None  # an optimizer's update in place; torch has no fake kernels for all of them
         if schema_of(func).name == "aten::addmm" and overload_of(func) == "dtype_out":
             return kwargs["out"]  # which torch 2.11 gets wrong
         if not types and _on_meta(args, kwargs or {}):
-            # What is built on the meta device is no fake: it turns into one when it is given storage.
+            # A tensor on the meta device is not fake: it becomes so when it is given storage.
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -272,18 +270,18 @@ def _on_meta(args: Any, kwargs: Any) -> bool:
     if device is not None:
         return torch.device(device).type == "meta"
     given = [value if isinstance(value, (list, tuple)) else (value,) for value in (*args, *kwargs.values())]
-    tensors = [each for values in given for each in values if isinstance(each, torch.Tensor)]
-    return bool(tensors) and all(each.is_meta for each in tensors)
+    tensors = [tensor for values in given for tensor in values if isinstance(tensor, torch.Tensor)]
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    """What a product of groups gives: rows of each with a matrix of its own, or a matrix for each from its rows."""
-    groups = [len(ends)] if left.ndim == right.ndim == 2 else [len(left)] if left.ndim == right.ndim == 3 else []
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    """The result of a grouped matrix product, uninitialized: one row per row, or one matrix per group."""
+    groups = [len(offsets)] if left.ndim == right.ndim == 2 else [len(left)] if left.ndim == right.ndim == 3 else []
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
 
 def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """`Module.to` and its like. torch's own swaps the insides of two tensors, which fake ones do not allow."""
+    """Replaces `Module._apply`, which swaps the contents of two tensors; fake ones do not allow that."""
     for child in module.children() if recurse else ():
         _apply(child, change)
     with torch.no_grad():
@@ -296,16 +294,16 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-def _draw_twice(tensor: torch.Tensor, mean: float, std: float, low: float, high: float, **_: Any) -> torch.Tensor:
-    """`nn.init.trunc_normal_`. torch's own draws again until no value is outside, and here there always is one."""
+def _trunc_normal(tensor: torch.Tensor, mean: float, std: float, low: float, high: float, **_: Any) -> torch.Tensor:
+    """Replaces `nn.init.trunc_normal_`, which draws again until no value is outside; here one always is."""
     with torch.no_grad():
         outside = (tensor.normal_(mean, std) < low) | (tensor > high)
         return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
 
 
 @contextmanager
-def _meshes_have_values() -> Iterator[None]:
-    """A mesh looks at the numbers of its ranks when it is made, so these must not be fake."""
+def _real_mesh_ranks() -> Iterator[None]:
+    """Make the rank tensors of new meshes real: `DeviceMesh.__init__` reads them."""
     make = DeviceMesh.__init__
 
     def with_values(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Number formats: the policy of a run, products in 8 bits, and loss scaling."""
+"""Mixed precision, loss scaling and FP8."""
 
 from typing import TYPE_CHECKING
 

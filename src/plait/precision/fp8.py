@@ -1,4 +1,4 @@
-"""Linear layers of a model's blocks, made to multiply in 8 bits; see [Note: numbers in 8 bits] in `ops.fp8`."""
+"""FP8: linear layers of a model's blocks multiply in 8 bits; see [Note: numbers in 8 bits] in `kernels/fp8.py`."""
 
 from __future__ import annotations
 
@@ -28,80 +28,80 @@ from plait.kernels import apply_linears as through_plain
 from plait.kernels import bypassed_layers as spoken_for_plain
 from plait.kernels import feed_forward as feed_forward_plain
 
-# The largest numbers of the last steps, kept for all layers that multiply in 8 bits, and the scales they lead to.
+# Delayed scaling: the largest absolute values (amax) of the last steps, for all layers that multiply in 8 bits.
 #
-# [Note: what is kept of a step] See [Note: scales of earlier steps] in `ops.fp8_earlier`. A step's notes are combined
-# over the ranks that saw other data, all layers in one message, so that scales are the same everywhere, and are what
-# one process would have. What was not finite is left out; beside that a skipped step counts as any other, so nobody
-# need ask whether it was skipped. Until there are as many steps as are looked back at, scales are found at once:
-# numbers change most in the beginning, and a first step may have gradients of zero. A run that goes on without such a
-# state, or with that of other layers, starts in the same way.
+# [Note: what is kept of a step] See [Note: scales of earlier steps] in `kernels/fp8.py`. The maxima of a step are
+# reduced over the ranks with other data, all layers in one message, so that scales are the same everywhere, and are
+# those of one process. Values that are not finite are left out; apart from that a skipped step counts as any other, so
+# nothing depends on whether it was skipped. Until there are as many steps as the history is long, scales are found at
+# once: values change most in the beginning, and a first step may have gradients of zero. A run that resumes without
+# such a state, or with that of other layers, starts in the same way.
 
 
 class EarlierScales:
-    """What some layers know from the last steps: for each kind of tensor and each layer, the largest numbers."""
+    """The amax history of some layers: for each 8-bit format and layer, the largest values of the last steps."""
 
     def __init__(self, names: Sequence[str], *, history: int, headroom: float, device: torch.device) -> None:
-        """`names` are those of the layers; numbers may grow by `headroom` before they are cut."""
+        """`names` are those of the layers; values may grow by `headroom` before they are clipped."""
         self._names = list(names)
         self._headroom = headroom
         shape = len(FORMATS), len(self._names)
         self._history = torch.zeros(history, *shape, device=device)
-        self._notes = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._recorded = torch.zeros(shape, dtype=torch.int32, device=device)
         limits = [[torch.finfo(dtype).max] for dtype in FORMATS]
         self._limits = torch.tensor(limits, device=device)
         self._steps = _steps_seen(self._history)
-        self._peaks = self._reckon()
+        self._peaks = self._compute_peaks()
 
     def of(self, rows: Sequence[int], x: Tensor) -> DelayedScales:
-        """What is known of the layers with these numbers, for a pass of training over `x`."""
+        """The history of the layers with these numbers, for a training pass over `x`."""
         first, count = rows[0], len(rows)
-        # Layers of one module are neighbours here; for others, and for a count of activations, there is no view.
-        if list(rows) != list(range(first, first + count)) or not is_like(x, self._notes):
+        # Layers of one module are consecutive here; for others, and for fake tensors, there is no view.
+        if list(rows) != list(range(first, first + count)) or not is_like(x, self._recorded):
             return CURRENT_SCALES
         peaks = self._peaks if self._steps == len(self._history) else None
-        whole = DelayedScales(peaks, self._notes if torch.is_grad_enabled() else None)
+        whole = DelayedScales(peaks, self._recorded if torch.is_grad_enabled() else None)
         return whole.of_layers(first, first + count)
 
     @torch.no_grad()
     def after_step(self, group: dist.ProcessGroup | None) -> None:
-        """Take a step's notes in; `group`: the ranks that saw other data. The device is not waited for."""
-        seen = self._notes.view(torch.float32)
+        """Add the maxima of a step; `group`: the ranks with other data. The host does not wait for the device."""
+        seen = self._recorded.view(torch.float32)
         seen = seen.where(seen.isfinite(), 0.0)
         if group is not None:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=group)
-        self._notes.zero_()
+        self._recorded.zero_()
         self._history = torch.cat((self._history[1:], seen[None]))
-        self._peaks = self._reckon()
+        self._peaks = self._compute_peaks()
         self._steps = min(self._steps + 1, len(self._history))
 
-    def _reckon(self) -> Tensor:
-        """What scales are made for. A layer of which nothing is known has a scale of one.
+    def _compute_peaks(self) -> Tensor:
+        """The values that scales must represent. A layer without history has a scale of one.
 
-        Always a new tensor: a backward pass wants the scales of its own forward pass.
+        Always a new tensor: a backward pass needs the scales of its own forward pass.
         """
         largest = self._history.amax(0)
         return torch.where(largest > 0, largest * self._headroom, self._limits)
 
     def state(self) -> dict[str, list[list[float]]]:
-        """For each layer and kind, the largest numbers of the last steps, the latest one last."""
+        """For each layer and format, the largest values of the last steps, the latest one last."""
         known = self._history[len(self._history) - self._steps :].permute(2, 1, 0).tolist()
         return dict(zip(self._names, known, strict=True))
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        """Go on from `state`, whichever layers and however many steps it has."""
+        """Load a `state`, whichever layers and however many steps it has."""
         history = torch.zeros(self._history.shape)
         length, steps = len(history), len(history)
         for column, name in enumerate(self._names):
-            kinds = state.get(name, [[]])
-            count = min(length, min(map(len, kinds)))
+            maxima = state.get(name, [[]])
+            count = min(length, min(map(len, maxima)))
             steps = min(steps, count)
             if count:
-                history[-count:, :, column] = torch.tensor([kind[-count:] for kind in kinds]).t()
+                history[-count:, :, column] = torch.tensor([row[-count:] for row in maxima]).t()
         self._history, self._steps = history.to(self._history.device), steps
-        self._notes.zero_()
-        self._peaks = self._reckon()
+        self._recorded.zero_()
+        self._peaks = self._compute_peaks()
 
 
 @on_fake_tensors(lambda history: len(history))  # a plan is about the steps that come after the first ones
@@ -110,27 +110,27 @@ def _steps_seen(history: Tensor) -> int:
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in 8 bits. The weight, its name and its format are those of a plain one."""
+    """A linear layer that multiplies in 8 bits. The weight, its name and its dtype are those of `nn.Linear`."""
 
     rowwise: bool
     emulated: bool
     scales: EarlierScales | None = None
-    """What is known from earlier steps; without it, scales are found at once."""
+    """The history for delayed scaling; without it, scales are found at once."""
     row: int
-    """This layer's number there."""
+    """This layer's number in `scales`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same as the plain layer's, up to rounding."""
+        """`x` times the weight, plus the bias, up to rounding."""
         return through_fp8(x, [self])[0]
 
 
 def are_fp8(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Fp8Linear]]:
-    """Whether these layers multiply in 8 bits with one scale a tensor, and calling one does nothing beside."""
+    """Whether these layers multiply in 8 bits with one scale per tensor, and have no hooks."""
     return all(type(layer) is Fp8Linear and not layer.rowwise and is_untouched(layer) for layer in layers)
 
 
 def through_fp8(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
-    """What each layer makes of `x`, which is rounded once for all."""
+    """The output of each layer for `x`, which is rounded once for all."""
     dtype = _format(x, layers[0])
     weights = [layer.weight.to(dtype) for layer in layers]
     biases = [None if layer.bias is None else layer.bias.to(dtype) for layer in layers]
@@ -145,7 +145,7 @@ def through_fp8(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
 
 
 def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`, as one operation where `ops.fp8_gated` has one."""
+    """`down(silu(gate(x)) * up(x))`, as one operation where `kernels/fp8_gated.py` has one."""
     layers = gate, up, down
     learning = {layer.weight.requires_grad for layer in layers}
     if any(layer.bias is not None for layer in layers) or len(learning) > 1 or torch.compiler.is_compiling():
@@ -157,13 +157,13 @@ def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear)
 
 def _earlier(x: Tensor, layers: Sequence[Fp8Linear]) -> DelayedScales:
     scales = layers[0].scales
-    if scales is None or not layers[0].training:  # what is evaluated may be unlike what the scales are from
+    if scales is None or not layers[0].training:  # evaluation data may be unlike the data of the history
         return CURRENT_SCALES
     return scales.of([layer.row for layer in layers], x)
 
 
 def _format(x: Tensor, layer: Fp8Linear) -> torch.dtype:
-    # Autocast decides for the plain layer; here nobody asks it.
+    # The dtype that autocast would give `nn.Linear`.
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
 
@@ -171,24 +171,24 @@ def _format(x: Tensor, layer: Fp8Linear) -> torch.dtype:
 def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device: torch.device) -> dict[str, Fp8Linear]:
     """Make linear layers inside these blocks multiply in 8 bits; returns them by name.
 
-    Embedding and head are outside of blocks, and stay as they are; of a model without blocks, which comes under the
-    name "", the last linear layer does. A layer changes its class in place, so no parameter changes its name. Layers
-    whose sizes are no multiples of 16, and frozen ones, are left alone.
+    Embedding and head are outside of blocks, and stay as they are; of a model without blocks, which has the name "",
+    the last linear layer does. A layer changes its class in place, so no parameter changes its name. Layers whose sizes
+    are not multiples of 16, and frozen ones, are left alone.
     """
     if config.recipe == "none":
         return {}
     if not config.emulate:
         _require(device)
-    found: dict[str, nn.Linear] = {}
+    linears: dict[str, nn.Linear] = {}
     for prefix, block in blocks:
-        inside = [(name, module) for name, module in block.named_modules() if type(module) is nn.Linear]
+        candidates = [(name, module) for name, module in block.named_modules() if type(module) is nn.Linear]
         if not prefix:
-            inside = inside[:-1]
-        found |= {".".join(filter(None, (prefix, name))): module for name, module in inside}
-    chosen = {name: module for name, module in found.items() if _wanted(name, config) and _fits(module)}
+            candidates = candidates[:-1]
+        linears |= {".".join(filter(None, (prefix, name))): module for name, module in candidates}
+    chosen = {name: module for name, module in linears.items() if _wanted(name, config) and _fits(module)}
     if not chosen:
         raise ModelError(
-            f"precision.fp8 found no linear layer to work on: of {len(found)} inside the blocks, none has sizes "
+            f"precision.fp8 applies to no linear layer: of {len(linears)} inside the blocks, none has sizes "
             f"that are multiples of {MULTIPLE} and a name that `modules` and `skip` let through. Name the blocks with "
             "strategy.wrap, or write precision: bf16"
         )
@@ -204,7 +204,7 @@ def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device
 def scale_by_earlier_steps(
     layers: Mapping[str, Fp8Linear], config: Fp8Config, device: torch.device
 ) -> EarlierScales | None:
-    """Let layers take their scales from earlier steps, where `config` wants that; returns what has to be kept."""
+    """Use delayed scaling, where `config` asks for it; returns the history, which belongs in checkpoints."""
     if not layers or config.scales != "earlier":
         return None
     scales = EarlierScales(list(layers), history=config.history, headroom=config.headroom, device=device)
@@ -241,7 +241,7 @@ def _require(device: torch.device) -> None:
     )
 
 
-# Layers that are computed together, in the number format that they have; see `ops.linears`, `ops.gated`, `ops.fp8`.
+# Layers that are computed together, in 8 bits or not; see `kernels/linears.py` and `kernels/fp8.py`.
 
 
 def go_together(layers: Sequence[nn.Module]) -> bool:
@@ -250,7 +250,7 @@ def go_together(layers: Sequence[nn.Module]) -> bool:
 
 
 def through_all(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """What each layer makes of `x`."""
+    """The output of each layer for `x`."""
     return through_fp8(x, layers) if are_fp8(layers) else through_plain(x, layers)
 
 
@@ -261,10 +261,10 @@ def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> 
 
 
 def spoken_for(model: nn.Module) -> set[nn.Module]:
-    """Layers that are not called: a module of the model, which names them in `together`, multiplies for them."""
-    found = spoken_for_plain(model)
+    """Layers that are not called themselves: a module that names them in `together` computes their outputs."""
+    layers_of_modules = spoken_for_plain(model)
     for module in model.modules():
         layers = [module.get_submodule(name) for names in getattr(type(module), "together", ()) for name in names]
         if are_fp8(layers):
-            found.update(layers)
-    return found
+            layers_of_modules.update(layers)
+    return layers_of_modules

@@ -16,18 +16,18 @@ from plait.torch_internals import AnyBatchNorm
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FP32_MODULES: tuple[type[nn.Module], ...] = (AnyBatchNorm,)
-"""Modules whose running statistics are fp32 and whose kernels want parameters of the same kind."""
+"""Modules whose running statistics are fp32 and whose kernels need parameters of the same dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is computed, summed and kept in which format.
+    """The dtypes of computation, gradient reduction and master weights.
 
     [Note: one meaning of mixed precision]
     Parameters are cast to `compute` before the forward pass, each micro-batch's gradients come out in
     `compute`, are summed over micro-batches and ranks in `reduce`, and update fp32 weights. That is what
     `fully_shard` does, so the replicated path does the same, and bf16 losses agree between layouts.
-    Autocast stands on top only for operations that need fp32, such as softmax and losses.
+    Autocast is added only for operations that need fp32, such as softmax and losses.
     """
 
     compute: torch.dtype
@@ -39,18 +39,18 @@ class Policy:
 
     @property
     def mixed(self) -> bool:
-        """Whether compute is in a smaller format than fp32."""
+        """Whether `compute` is a smaller dtype than fp32."""
         return self.compute != torch.float32
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """What a forward pass runs under."""
+        """The context of a forward pass: autocast, or nothing."""
         if self.mixed and self.autocast:
             return torch.autocast(device.type, dtype=self.compute)
         return nullcontext()
 
 
 def make_policy(config: PrecisionConfig) -> Policy:
-    """Translate the section into dtypes."""
+    """The policy of a `precision` section."""
     return Policy(
         compute=DTYPES[config.compute],
         reduce=DTYPES[config.reduce],
@@ -91,15 +91,15 @@ class LossScaler:
         self.scale = float(config.static if config.static is not None else 2.0**config.initial_power)
         self._clean_steps = 0
         self.tolerance = config.hysteresis
-        """Overflows that are left before the scale is halved."""
+        """Overflows that remain before the scale is halved."""
 
     @property
     def at_minimum(self) -> bool:
-        """Whether an overflow can no longer be answered with a smaller scale."""
+        """Whether the scale cannot be reduced after an overflow."""
         return self.config.static is not None or self.scale <= self.config.minimum
 
     def update(self, *, overflow: bool) -> None:
-        """Learn whether the step just done overflowed."""
+        """Adjust the scale after a step."""
         config = self.config
         if config.static is not None:
             return
@@ -118,11 +118,11 @@ class LossScaler:
             self.scale *= 2.0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint carries."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "clean_steps": self._clean_steps, "tolerance": self.tolerance}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Load a state from a checkpoint."""
         self.scale = float(state["scale"])
         self._clean_steps = int(state["clean_steps"])
         self.tolerance = int(state["tolerance"])

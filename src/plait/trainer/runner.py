@@ -492,9 +492,9 @@ class Runner:
 
     def _open_data(self) -> None:
         config, world, data = self.config, self.world, self.given.data
-        world.heartbeat.belongs_to(str(Path(config.work_dir).absolute()))
+        world.heartbeat.set_report_folder(str(Path(config.work_dir).absolute()))
         self.batch = batch_of(config, world.layout.data_parallel, data, split=world.ranks.split)
-        world.heartbeat.can_go_on_with(possible_sizes(config, world.ranks, data, self.batch))
+        world.heartbeat.set_possible_sizes(possible_sizes(config, world.ranks, data, self.batch))
         report_progress(config.log, world.rank, "reading the data")
         self.loader = self.make_loader("data")
         self.steps_per_epoch: int | None = None if self.loader is None else self.loader.steps_per_epoch

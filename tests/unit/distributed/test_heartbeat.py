@@ -17,7 +17,7 @@ import torch
 from tests.refusals import refused
 
 from plait.distributed import wait_for
-from plait.distributed.heartbeat import Heartbeat, _RecorderView
+from plait.distributed.heartbeat import Heartbeat, _FlightRecorderState
 from plait.errors import WorldError
 from plait.launch import Phase
 from plait.launch.heartbeat import STACK_SIGNAL, read_beat
@@ -28,8 +28,8 @@ def test_what_a_rank_says_can_be_read_by_others(tmp_path: Path) -> None:
     before = time.time()
     heartbeat = Heartbeat(tmp_path, rank, timeout_s=7.5)
     heartbeat.enter(phase, step)
-    heartbeat.belongs_to("/runs/ä")
-    heartbeat.can_go_on_with([1, 2, 24, 16000])
+    heartbeat.set_report_folder("/runs/ä")
+    heartbeat.set_possible_sizes([1, 2, 24, 16000])
     found = read_beat(tmp_path / f"{rank}.beat")
     assert found is not None
     assert (found.pid, found.timeout_s, found.phase, found.step) == (os.getpid(), 7.5, phase, step)
@@ -90,10 +90,10 @@ def entry(
 
 
 def test_the_oldest_collective_that_is_not_over_is_the_one_waited_in() -> None:
-    seen = _RecorderView()
-    seen.take([entry("0", 4, retired=True), entry("1", 9, retired=False), entry("0", 5, retired=False)])
+    seen = _FlightRecorderState()
+    seen.update([entry("0", 4, retired=True), entry("1", 9, retired=False), entry("0", 5, retired=False)])
     assert (seen.name, seen.called, seen.pending, seen.count) == ("all_reduce of 3×4", 9.0, True, 14)
-    seen.take([entry("0", 6, retired=True), entry("0", 0, retired=True, p2p=True, name="gloo:send")])
+    seen.update([entry("0", 6, retired=True), entry("0", 0, retired=True, p2p=True, name="gloo:send")])
     assert (seen.name, seen.pending, seen.count) == ("send of 3×4", False, 15)
 
 
@@ -115,7 +115,7 @@ def test_a_message_that_is_waited_for_is_told_until_it_has_come(tmp_path: Path) 
     waiter = threading.Thread(target=lambda: wait_for([message], "a word"))  # type: ignore[list-item]
     before = time.time()
     waiter.start()
-    heartbeat.look_around(torch.device("cpu"))
+    heartbeat.start_observer(torch.device("cpu"))
     while (beat := read_beat(tmp_path / "0.beat")) is None or not beat.pending:
         assert time.time() < before + 30
         time.sleep(0.05)
@@ -144,7 +144,7 @@ def test_heartbeats_of_one_process_share_the_file_and_the_thread_that_looks(tmp_
     heartbeats = []
     for step in range(6):
         heartbeats.append(Heartbeat(tmp_path, 0))
-        heartbeats[-1].look_around(device)
+        heartbeats[-1].start_observer(device)
         heartbeats[-1].enter(Phase.FORWARD, step)
         found = read_beat(tmp_path / "0.beat")
         assert found is not None
