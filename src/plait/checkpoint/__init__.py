@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from plait.checkpoint.convert.summary import summary_rows as summary_rows
     from plait.checkpoint.fingerprint import fingerprint as fingerprint
     from plait.checkpoint.folder import CheckpointFolder as CheckpointFolder
+    from plait.checkpoint.folder import remove_checkpoint as remove_checkpoint
     from plait.checkpoint.load import Fetch as Fetch
     from plait.checkpoint.load import Mismatch as Mismatch
     from plait.checkpoint.load import entries as entries
@@ -91,7 +92,7 @@ else:
             "convert.source": ["Recipe", "Source", "TensorEntry", "View", "translated", "with_state"],
             "convert.summary": ["group_totals", "summary_rows"],
             "fingerprint": ["fingerprint"],
-            "folder": ["CheckpointFolder"],
+            "folder": ["CheckpointFolder", "remove_checkpoint"],
             "load": ["Fetch", "Mismatch", "entries", "load_into", "matches", "nothing_to_fetch", "verify"],
             "manifest": ["Checkpoint", "MANIFEST_NAME", "Manifest", "open_checkpoint", "read_manifest", "saved_at"],
             "memory": ["SavedTensor", "WRITERS", "saved_tensor", "checkpoint_memory", "thread_count"],

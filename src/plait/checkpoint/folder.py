@@ -78,9 +78,7 @@ class CheckpointFolder:
         for path in self.complete()[:-keep]:
             milestone = keep_every is not None and _step_of(path) % keep_every == 0
             if path.name not in kept and not milestone:
-                # Without its manifest it is no checkpoint any more, so a kill in between leaves nothing half.
-                (path / MANIFEST_NAME).unlink()
-                shutil.rmtree(path)
+                remove_checkpoint(path)
 
     def sweep(self) -> None:
         """Remove what an interrupted save left behind, and put back what it had moved aside."""
@@ -100,6 +98,16 @@ class CheckpointFolder:
             )
             if unfinished and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a complete checkpoint; a folder without a manifest is left alone.
+
+    The manifest goes first: without it the folder is not a checkpoint, so that a kill leaves no half of one.
+    """
+    if (path / MANIFEST_NAME).exists():
+        (path / MANIFEST_NAME).unlink()
+        shutil.rmtree(path)
 
 
 def _step_of(path: Path) -> int:

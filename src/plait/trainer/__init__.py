@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from plait.trainer.hooks import Best as Best
     from plait.trainer.hooks import Hook as Hook
+    from plait.trainer.hooks import WeightAverage as WeightAverage
     from plait.trainer.memory_plan import MemoryPlan as MemoryPlan
     from plait.trainer.metrics import Accuracy as Accuracy
     from plait.trainer.metrics import Metric as Metric
@@ -19,7 +21,7 @@ else:
     attach_names(
         __name__,
         {
-            "hooks": ["Hook"],
+            "hooks": ["Best", "Hook", "WeightAverage"],
             "memory_plan": ["MemoryPlan"],
             "metrics": ["Accuracy", "Metric"],
             "runner": ["Runner"],

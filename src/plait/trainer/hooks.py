@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from plait.config import CUSTOM_HOOKS, EarlyStopConfig, EmaConfig, HookConfig, ProfileConfig, RollbackConfig
-from plait.engine import StepResult
+from plait.engine import Engine, StepResult
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.plugins import make
-from plait.torch_internals import foreach_lerp_
+from plait.torch_internals import foreach_copy_, foreach_lerp_
 from plait.trainer.watch import record_suspect, spike_limit
 
 if TYPE_CHECKING:
@@ -147,8 +147,43 @@ def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = N
 # An exponential moving average of the weights.
 
 
+class WeightAverage:
+    """A moving average of an engine's weights; each rank averages its shard."""
+
+    def __init__(self) -> None:
+        self._average: dict[str, Tensor] = {}
+
+    def start(self, engine: Engine) -> None:
+        """Start from the current weights, unless there is an average."""
+        if not self._average:
+            self._average = {name: weight.clone() for name, weight in engine.weights().items()}
+
+    def update(self, engine: Engine, share: float) -> None:
+        """Move the average towards the current weights, by their `share`; 1.0 copies them."""
+        average, weights = list(self._average.values()), list(engine.weights().values())
+        if share == 1.0:
+            foreach_copy_(average, weights)
+        else:
+            foreach_lerp_(average, weights, share)
+
+    @torch.no_grad()
+    def swap(self, engine: Engine) -> None:
+        """Exchange the weights and the average."""
+        if self._average:
+            for name, weight in engine.weights().items():
+                kept = weight.clone()
+                weight.copy_(self._average[name])
+                self._average[name].copy_(kept)
+            engine.weights_changed()
+
+    def tensors(self, engine: Engine) -> dict[str, Tensor]:
+        """Return the average as a checkpoint stores it: in global shapes, by the names of the weights."""
+        self.start(engine)
+        return {name: engine.as_global(name, tensor) for name, tensor in self._average.items()}
+
+
 class Ema(Hook):
-    """Averages each rank's part of the weights; validates with the average, and saves it beside them."""
+    """Validates with an exponential moving average of the weights, and saves it beside them."""
 
     name = "ema"
     priority = 40
@@ -156,51 +191,37 @@ class Ema(Hook):
     def __init__(self, config: EmaConfig) -> None:
         self._decay = config.decay
         self._every = config.every
-        self._average: dict[str, Tensor] = {}
+        self._average = WeightAverage()
 
     def before_run(self, runner: Runner) -> None:
-        """Start from the weights as they are, unless a checkpoint brought an average."""
-        self._start(runner)
-
-    def _start(self, runner: Runner) -> None:
-        if not self._average:
-            self._average = {name: weight.clone() for name, weight in runner.engine.weights().items()}
+        """Start from the current weights, unless a checkpoint brought an average."""
+        self._average.start(runner.engine)
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
         """Move the average towards the new weights."""
-        # Asked last: to know whether a step was skipped is to wait for it.
+        # `skipped` is read last: it waits for the device.
         if runner.step % self._every == 0 and not result.skipped:
-            weights = list(runner.engine.weights().values())
-            foreach_lerp_(list(self._average.values()), weights, 1.0 - self._decay**self._every)
+            self._average.update(runner.engine, 1.0 - self._decay**self._every)
 
     def before_validate(self, runner: Runner) -> None:
         """Validate with the average."""
-        self._swap(runner)
+        self._average.swap(runner.engine)
 
     def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        """Go on training with the weights."""
-        self._swap(runner)
+        """Continue training with the weights."""
+        self._average.swap(runner.engine)
 
     def before_test(self, runner: Runner) -> None:
         """Test with the average."""
-        self._swap(runner)
+        self._average.swap(runner.engine)
 
     def after_test(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        """Go on with the weights."""
-        self._swap(runner)
-
-    def _swap(self, runner: Runner) -> None:
-        if self._average:
-            for name, weight in runner.engine.weights().items():
-                kept = weight.clone()
-                weight.copy_(self._average[name])
-                self._average[name].copy_(kept)
-            runner.engine.weights_changed()
+        """Continue with the weights."""
+        self._average.swap(runner.engine)
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
-        """The average, in the layout of the weights."""
-        self._start(runner)
-        return {name: runner.engine.as_global(name, tensor) for name, tensor in self._average.items()}
+        """Return the average, as a checkpoint stores it."""
+        return self._average.tensors(runner.engine)
 
 
 # Go back to a checkpoint where the loss leaps and stays up.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint import MANIFEST_NAME
+from plait.atomic_write import write_atomically
+from plait.checkpoint import MANIFEST_NAME, remove_checkpoint
 from plait.config import read_json_object, read_lines
 from plait.distributed import on_main
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.frontends.mmengine.registry import HOOKS
 from plait.frontends.mmengine.visualization import Visualizer
-from plait.torch_internals import foreach_copy_, foreach_lerp_
+from plait.trainer import Best, WeightAverage
 
 # The points of a run at which a hook may act, and in which order hooks do.
 
@@ -261,16 +261,16 @@ class EarlyStoppingHook(Hook):
 # A moving average of the weights.
 
 
-_TYPES = ("ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage")
+_EMA_TYPES = ("ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage")
 
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Averages each rank's part of the weights; validates and tests with the average, and saves it beside them."""
+    """Validates and tests with a moving average of the weights, and saves it beside them."""
 
     priority = "NORMAL"
     state_name = "ema"
-    """Under which name a checkpoint has its tensors."""
+    """The name of its tensors in a checkpoint."""
 
     def __init__(
         self,
@@ -281,31 +281,28 @@ class EMAHook(Hook):
         gamma: int = 100,
         interval: int = 1,
     ) -> None:
-        """`momentum` is the share of the new weights; `gamma` belongs to MomentumAnnealingEMA."""
-        if ema_type not in _TYPES:
-            raise ConfigError(Problem("EMAHook.ema_type", f"{ema_type!r}", f"Write one of {', '.join(_TYPES)}."))
+        """`momentum` is the share of the new weights; `gamma` applies to MomentumAnnealingEMA."""
+        if ema_type not in _EMA_TYPES:
+            raise ConfigError(Problem("EMAHook.ema_type", f"{ema_type!r}", f"Write one of {', '.join(_EMA_TYPES)}."))
         if begin_iter and begin_epoch:
             raise ConfigError(Problem("EMAHook.begin_iter", "and `begin_epoch` are both given", "Leave one out."))
         self._type, self._momentum, self._gamma, self._interval = ema_type, momentum, gamma, interval
         self._begin_iter, self._begin_epoch = begin_iter, begin_epoch
-        self._average: dict[str, Tensor] = {}
+        self._average = WeightAverage()
         self._steps = 0
 
     def before_train(self, runner: Any) -> None:
-        """Start from the weights as they are, unless a checkpoint brought an average."""
-        if not self._average:
-            self._average = {name: weight.clone() for name, weight in runner.engine.weights().items()}
+        """Start from the current weights, unless a checkpoint brought an average."""
+        self._average.start(runner.engine)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Move the average towards the new weights."""
-        weights = list(runner.engine.weights().values())
-        average = list(self._average.values())
-        if not self._started(runner) or self._steps == 0:
-            foreach_copy_(average, weights)
+        """Move the average towards the new weights; until it begins, copy them."""
+        started = self._started(runner)
+        if not started or self._steps == 0:
+            self._average.update(runner.engine, 1.0)
         elif self._steps % self._interval == 0:
-            foreach_lerp_(average, weights, self._share())
-        if self._started(runner):
-            self._steps += 1
+            self._average.update(runner.engine, self._share())
+        self._steps += int(started)
 
     def _share(self) -> float:
         if self._type == "StochasticWeightAverage":
@@ -321,42 +318,32 @@ class EMAHook(Hook):
 
     def before_val_epoch(self, runner: Any) -> None:
         """Validate with the average."""
-        self._swap(runner)
+        self._average.swap(runner.engine)
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Go on training with the weights."""
-        self._swap(runner)
+        """Continue training with the weights."""
+        self._average.swap(runner.engine)
 
     def before_test_epoch(self, runner: Any) -> None:
         """Test with the average."""
-        self._swap(runner)
+        self._average.swap(runner.engine)
 
     def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Go on with the weights."""
-        self._swap(runner)
-
-    def _swap(self, runner: Any) -> None:
-        if self._average:
-            with torch.no_grad():
-                for name, weight in runner.engine.weights().items():
-                    kept = weight.clone()
-                    weight.copy_(self._average[name])
-                    self._average[name].copy_(kept)
-            runner.engine.weights_changed()
+        """Continue with the weights."""
+        self._average.swap(runner.engine)
 
     # ---- in a checkpoint
 
     def tensors(self, runner: Any) -> dict[str, Tensor]:
-        """The average, as the logical whole that a checkpoint stores."""
-        self.before_train(runner)
-        return {name: runner.engine.as_global(name, tensor) for name, tensor in self._average.items()}
+        """Return the average, as a checkpoint stores it."""
+        return self._average.tensors(runner.engine)
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Remember how many weights were averaged."""
+        """Save how many updates the average has seen."""
         checkpoint["ema"] = {"steps": self._steps}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore how many updates the average has seen."""
         self._steps = int(checkpoint.get("ema", {}).get("steps", 0))
 
 
@@ -703,14 +690,7 @@ def keep_newest(folder: Path, template: str, count: int) -> None:
     pattern = re.compile(re.escape(template).replace(r"\{\}", r"(\d+)") + "$")
     numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := pattern.match(path.name))]
     for _, path in sorted(numbered)[:-count]:
-        forget(path)
-
-
-def forget(path: Path) -> None:
-    """Remove a checkpoint. Without its manifest it is none any more, so a kill in between leaves nothing half."""
-    if (path / MANIFEST_NAME).exists():
-        (path / MANIFEST_NAME).unlink()
-        shutil.rmtree(path)
+        remove_checkpoint(path)
 
 
 # Decides when a checkpoint is written, and which are kept.
@@ -802,7 +782,7 @@ class CheckpointHook(Hook):
     def after_train_epoch(self, runner: Any) -> None:
         """Save, where epochs are counted."""
         due = self.every_n_epochs(runner, self.interval, self.save_begin)
-        if self.by_epoch and (due or (self.save_last and self._is_last(runner))):
+        if self.by_epoch and (due or (self.save_last and self.is_last_train_epoch(runner))):
             runner.logger.info(f"Saving checkpoint at {runner.epoch + 1} epochs")
             self._save(runner, runner.epoch + 1)
 
@@ -813,15 +793,12 @@ class CheckpointHook(Hook):
             runner.logger.info(f"Saving checkpoint at {runner.iter + 1} iterations")
             self._save(runner, runner.iter + 1)
 
-    def _is_last(self, runner: Any) -> bool:
-        return self.is_last_train_epoch(runner)
-
     def _save(self, runner: Any, count: int) -> None:
         name = self.filename_tmpl.format(count)
         folder, marker = self._folder, Path(runner.work_dir) / "last_checkpoint"
 
-        def tidy() -> None:  # once it is complete
-            marker.write_text(str(folder / name), encoding="utf-8")
+        def tidy() -> None:
+            write_atomically(marker, str(folder / name))
             if self.max_keep_ckpts > 0:
                 keep_newest(folder, self.filename_tmpl, self.max_keep_ckpts)
 
@@ -834,33 +811,31 @@ class CheckpointHook(Hook):
         if self._best == ["auto"]:
             self._best = [next(iter(metrics))]
         for index, metric in enumerate(self._best):
-            if metric not in metrics:
-                remedy = f"The metrics are {', '.join(metrics)}."
-                raise ConfigError(Problem("default_hooks.checkpoint.save_best", f"there is no {metric!r}", remedy))
-            self._save_if_best(runner, metric, float(metrics[metric]), index)
+            self._save_if_best(runner, metric, metrics, index)
 
-    def _save_if_best(self, runner: Any, metric: str, value: float, index: int) -> None:
+    def _save_if_best(self, runner: Any, metric: str, metrics: Mapping[str, float], index: int) -> None:
         rule = (self._rules * len(self._best))[index] if self._rules else None
         greater = seems_greater(metric, self._greater, self._less) if rule is None else rule == "greater"
         hub, key = runner.message_hub, f"_{metric}" if len(self._best) > 1 else ""
-        before = hub.get_info(f"best_score{key}")
-        if before is not None and (value <= before if greater else value >= before):
+        best = Best(metric, "max" if greater else "min", path="default_hooks.checkpoint.save_best")
+        best.value = hub.get_info(f"best_score{key}")
+        if not best.improved(metrics):
             return
         old = hub.get_info(f"best_ckpt{key}")
         unit, count = "epoch" if self.by_epoch else "iter", self._count(runner)
         name = f"best_{metric.replace('/', '_')}_{unit}_{count}"
-        path = str(self._folder / name)
+        path, value = str(self._folder / name), float(metrics[metric])
         hub.update_info(f"best_score{key}", value)
         hub.update_info(f"best_ckpt{key}", path)
         self._best_records[key] = {"score": value, "path": path, "at": count}
         file, text, replaced = self._record_file, json.dumps(self._best_records), old is not None and old != path
 
-        def tidy() -> None:  # once it is complete
-            file.write_text(text, encoding="utf-8")
+        def tidy() -> None:
+            write_atomically(file, text)
             if replaced:
-                forget(Path(str(old)))
+                remove_checkpoint(Path(str(old)))
 
-        # Training stands between two epochs here: this one is over, and counted.
+        # Between two epochs, where the last one is already counted.
         runner.save_checkpoint(self._folder, name, by_epoch=None, tidy=tidy, **self.options)
         if replaced:
             runner.logger.info(f"The previous best checkpoint {old} is removed")
