@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from plait.engine.base import Evaluation as Evaluation
     from plait.engine.base import Skips as Skips
     from plait.engine.base import StepResult as StepResult
+    from plait.engine.checkpointing import EngineSaver as EngineSaver
     from plait.engine.checkpointing import FrozenTensors as FrozenTensors
     from plait.engine.checkpointing import naming_state as naming_state
     from plait.engine.checkpointing import resume_engine as resume_engine
@@ -43,7 +44,14 @@ else:
         __name__,
         {
             "base": ["Engine", "Evaluation", "Skips", "StepResult"],
-            "checkpointing": ["FrozenTensors", "resume_engine", "stored_value", "naming_state", "tensors_of"],
+            "checkpointing": [
+                "EngineSaver",
+                "FrozenTensors",
+                "resume_engine",
+                "stored_value",
+                "naming_state",
+                "tensors_of",
+            ],
             "construction": ["build_module"],
             "engines": ["planned_as", "prepare", "prepare_engine", "stage_of"],
             "evaluating": ["evaluate"],

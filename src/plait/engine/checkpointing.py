@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from torch import Tensor
 from plait.checkpoint import (
     Checkpoint,
     CheckpointFolder,
+    CheckpointWriter,
     Entry,
     Fetch,
     Mismatch,
@@ -202,6 +205,63 @@ def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], wanted: str)
             f"{path} was trained with {saved}, and optim.type is {wanted}: their states do not fit each other; "
             f"write `optim.type: {saved}`"
         )
+
+
+class EngineSaver:
+    """Writes checkpoints of one engine to any folders. Every rank must make the same calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._writer: CheckpointWriter | None = None
+        self._root: Path | None = None
+
+    def save(
+        self,
+        target: Path,
+        contents: Callable[[], tuple[Mapping[str, Entry], Mapping[str, Any]]],
+        *,
+        tidy: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint, in the background with `checkpoint.async_save`.
+
+        `contents` returns its tensors and state; while it runs, the model has the weights to evaluate with. `tidy` is
+        called on one rank once the checkpoint is complete.
+        """
+        self.wait()
+        self.engine.sync_buffers()
+        with self.engine.evaluation_weights():
+            tensors, state = contents()
+            self.writer_for(target.parent).save(target, tensors, state, step=self.engine.steps, tidy=tidy)
+
+    def writer_for(self, root: Path) -> CheckpointWriter:
+        """Return the writer for checkpoints in `root`. Every rank must ask for it at the same moment."""
+        if self._writer is None or self._root != root:
+            self.close()
+            options = self.engine.config.checkpoint
+            self._writer = CheckpointWriter(
+                root, self.engine.world, background=options.async_save, node_local=options.node_local
+            )
+            self._root = root
+            if options.async_save:
+                atexit.register(_close, weakref.ref(self))  # for scripts that never close it
+        return self._writer
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written in the background; raises what made it fail."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and release the writer."""
+        if self._writer is not None:
+            self.wait()
+            self._writer.close()
+            self._writer = None
+
+
+def _close(saver: weakref.ref[EngineSaver]) -> None:
+    if (alive := saver()) is not None:
+        alive.close()
 
 
 # ---- `engine.save` and `engine.load`

@@ -314,7 +314,7 @@ class EngineFacts(Around):
         self._inside_no_sync = False
         self._updated = False
         """Whether the last `step` was to change weights."""
-        self._saver = DeepSpeedSaver(parts.native, parts.config.checkpoint)
+        self._saver = DeepSpeedSaver(parts.native)
         self._clock = StepTimers(world.device) if parts.raw.get("wall_clock_breakdown") else None
         self._every = parts.raw.get("steps_per_print")
         self.tput_timer = ThroughputTimer()
@@ -670,7 +670,7 @@ class DeepSpeedEngine(EngineFacts):
             "client_state": dict(client_state or {}),
         }
         chosen = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self._saver.save(save_dir, chosen, own, latest=save_latest, frozen=not exclude_frozen_parameters)
+        self._saver.save_tag(save_dir, chosen, own, latest=save_latest, frozen=not exclude_frozen_parameters)
         return True
 
     def load_checkpoint(

@@ -8,10 +8,8 @@ save_dir/zero_to_fp32.py   whole fp32 weights from either: `python zero_to_fp32.
 from __future__ import annotations
 
 import argparse
-import atexit
 import base64
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -26,7 +24,7 @@ from plait.atomic_write import write_atomically
 from plait.checkpoint import (
     Checkpoint,
     CheckpointFolder,
-    CheckpointWriter,
+    Entry,
     PickledTensor,
     entries,
     find_files,
@@ -38,9 +36,9 @@ from plait.checkpoint import (
     open_file,
     open_source,
 )
-from plait.config import CheckpointConfig, read_name
-from plait.distributed import World, assign_full_tensor, on_main
-from plait.engine import ManualEngine
+from plait.config import read_name
+from plait.distributed import assign_full_tensor, on_main
+from plait.engine import EngineSaver, ManualEngine
 from plait.errors import CheckpointError
 from plait.frontends.deepspeed import optimizers
 
@@ -213,75 +211,51 @@ class Loaded:
     engine: Mapping[str, Any]
 
 
-class DeepSpeedSaver:
-    """Writes and reads the checkpoints of one engine. Every rank must call the same."""
+class DeepSpeedSaver(EngineSaver):
+    """Writes and reads the checkpoints of one engine. Every rank must make the same calls."""
 
-    def __init__(self, native: ManualEngine, config: CheckpointConfig) -> None:
-        self._native = native
-        self._config = config
-        self._writer: CheckpointWriter | None = None
-        self._root: Path | None = None
-
-    @property
-    def _world(self) -> World:
-        return self._native.world
+    engine: ManualEngine
 
     # ---- writing
 
-    def save(
+    def save_tag(
         self, save_dir: str | os.PathLike[str], tag: str, own: Mapping[str, Any], *, latest: bool, frozen: bool
     ) -> Path:
         """Write a checkpoint of this moment under a tag; `frozen`: also what is not trained."""
-        tags = set(self._world.gather(tag))
+        tags = set(self.engine.world.gather(tag))
         if len(tags) > 1:
             raise CheckpointError(f"the ranks name different tags ({', '.join(sorted(tags))}); all must give the same")
-        root = Path(save_dir)
-        native, target = self._native, root / tag
-        native.sync_buffers()
-        with native.evaluation_weights():
+        root, native = Path(save_dir), self.engine
+
+        def contents() -> tuple[dict[str, Entry], dict[str, Any]]:
             tensors = native.state_entries()
             untrained = sorted(native.frozen())
             if not frozen:
                 tensors = {name: each for name, each in tensors.items() if name.removeprefix("model.") not in untrained}
-            state = {"engine": native.state(), "tied": _tied(native.model), "untrained": untrained}
-            of_client: dict[str, Tensor] = {}
-            state[_OURS] = encode(dict(own), of_client, "client")
-            if self._world.is_main:
-                tensors |= of_client
+            client_tensors: dict[str, Tensor] = {}
+            client = encode(dict(own), client_tensors, "client")
+            if native.world.is_main:
+                tensors.update(client_tensors)
+            return tensors, {
+                "engine": native.state(),
+                "tied": _tied(native.model),
+                "untrained": untrained,
+                _OURS: client,
+            }
 
-            def tidy() -> None:
-                write_atomically(root / _SCRIPT, _SCRIPT_TEXT)
-                if latest:
-                    write_atomically(root / LATEST, tag)
+        def tidy() -> None:
+            write_atomically(root / _SCRIPT, _SCRIPT_TEXT)
+            if latest:
+                write_atomically(root / LATEST, tag)
 
-            writer = self._writer_for(root)
-            writer.wait()
-            writer.save(target, tensors, state, step=native.steps, tidy=tidy)
-        return target
-
-    def _writer_for(self, root: Path) -> CheckpointWriter:
-        if self._writer is None or self._root != root:
-            self.close()
-            background, node_local = self._config.async_save, self._config.node_local
-            self._writer = CheckpointWriter(root, self._world, background=background, node_local=node_local)
-            self._root = root
-            if background:
-                atexit.register(_close, weakref.ref(self))  # for scripts that never call engine.destroy()
-        return self._writer
-
-    def close(self) -> None:
-        """See through what is being written."""
-        if self._writer is not None:
-            self._writer.wait()
-            self._writer.close()
-            self._writer = None
+        self.save(root / tag, contents, tidy=tidy)
+        return root / tag
 
     # ---- reading
 
     def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
         """The checkpoint under a tag, or the one that was saved last; None where nothing says which that is."""
-        if self._writer is not None:
-            self._writer.wait()
+        self.wait()
         root = Path(load_dir)
 
         def look() -> str | None:
@@ -290,18 +264,19 @@ class DeepSpeedSaver:
             latest = root / LATEST
             return read_name(latest, CheckpointError) if latest.is_file() else None
 
-        found = on_main(self._world, look)
+        found = on_main(self.engine.world, look)
         return None if found is None else root / found
 
     def load(self, path: Path, *, optimizer: bool, strict: bool) -> Loaded:
         """Fill the engine's tensors from a checkpoint: one of ours, or one that DeepSpeed itself saved."""
-        kind = on_main(self._world, lambda: kind_of(path)) if not self._config.node_local else "plait"
+        node_local = self.engine.config.checkpoint.node_local
+        kind = "plait" if node_local else on_main(self.engine.world, lambda: kind_of(path))
         if kind == "deepspeed":
             return self._load_foreign(path, optimizer=optimizer, strict=strict)
         if kind != "plait":
             raise CheckpointError(f"there is no checkpoint at {path}: neither one of Plait's nor one of DeepSpeed's")
         checkpoint, fetch = self._open(path)
-        native, state = self._native, checkpoint.manifest.state
+        native, state = self.engine, checkpoint.manifest.state
         own = state.get(_OURS, {})
         if optimizer:
             _refuse_another(path, own, native.optimizer)
@@ -311,23 +286,23 @@ class DeepSpeedSaver:
         missing = {f"model.{name}" for name in native.frozen()} - checkpoint.index.tensors.keys()
         tensors = {name: each for name, each in tensors.items() if name not in missing}  # saved without what is frozen
         partial = () if strict else ("model.*",)
-        load_into(checkpoint, tensors, world=self._world, ignore=ignore, partial=partial, fetch=fetch)
+        load_into(checkpoint, tensors, world=self.engine.world, ignore=ignore, partial=partial, fetch=fetch)
         native.state_loaded()
         with open_source(path) as source:
             return Loaded(path, decode(own, source.read), state.get("engine", {}))
 
     def _open(self, path: Path) -> tuple[Checkpoint, Any]:
-        if not self._config.node_local:
-            on_main(self._world, lambda: open_checkpoint(path))  # what is wrong with it is said once
+        if not self.engine.config.checkpoint.node_local:
+            on_main(self.engine.world, lambda: open_checkpoint(path))  # what is wrong with it is said once
             return open_checkpoint(path), nothing_to_fetch
-        writer = self._writer_for(path.parent)
+        writer = self.writer_for(path.parent)
         found = find_node_local(CheckpointFolder(path.parent), str(path), writer.channel, writer.disks)
         if found is None:
             raise CheckpointError(f"no node has the checkpoint {path}")
         return found.checkpoint, found.fetch
 
     def _load_foreign(self, path: Path, *, optimizer: bool, strict: bool) -> Loaded:
-        native = self._native
+        native = self.engine
         with open_source(path) as source:
             if optimizer:
                 states = {n.removeprefix("optim."): e for n, e in source.entries.items() if n.startswith("optim.")}
@@ -341,12 +316,6 @@ class DeepSpeedSaver:
                     assign_full_tensor(tensor, source.read(name))
             native.state_loaded()
             return Loaded(path, foreign_state(path), source.state["engine"])
-
-
-def _close(saver: weakref.ref[DeepSpeedSaver]) -> None:
-    found = saver()
-    if found is not None:
-        found.close()
 
 
 def _wanted(tensors: dict[str, _Kind], *, optimizer: bool) -> dict[str, _Kind]:

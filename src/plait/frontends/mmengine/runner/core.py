@@ -550,7 +550,6 @@ class BaseRunner(Checkpoints):
         self.model: Any = self.build_model(model)
         self.optim_wrapper: Any = optim_wrapper
         self.param_schedulers: Any = param_scheduler
-        self.saver = MMEngineSaver(self)
         self._engine: ManualEngine | None = None
 
     # ---- before the model
@@ -634,6 +633,7 @@ class BaseRunner(Checkpoints):
         given = Preparation(self.config, self.world, model=model, optimizer=optimizer, log=self.logger.warning)
         self._engine = engine = prepare_manual(given)
         restore_rng_state(generators, self.device)  # what preparing drew is not missing afterwards
+        self.saver = MMEngineSaver(self)
         self.model = engine.model
         self._route_calls(engine)
         if optimizer is not None:
@@ -713,7 +713,8 @@ class BaseRunner(Checkpoints):
 
     def close(self) -> None:
         """Let files and processes go."""
-        self.saver.close()
+        if self._engine is not None:
+            self.saver.close()
         self.visualizer.close()
         self.world.close()
 

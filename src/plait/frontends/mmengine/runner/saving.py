@@ -1,7 +1,7 @@
-"""What a checkpoint of such a run holds, and how a run goes on from one.
+"""The checkpoints of MMEngine's runners: `load_from`, `resume` and saving.
 
-It is Plait's own checkpoint, with the weights and the optimizer under their logical names; what only MMEngine knows
-(position of its loops, schedules, groups, message hub, what hooks added) is beside it under `mmengine`.
+They are Plait checkpoints. The state of MMEngine's own objects (schedules, parameter groups, message hub, what hooks
+added) is stored under the key `mmengine`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from plait.checkpoint import MANIFEST_NAME, CheckpointWriter, entries, load_into, open_checkpoint, open_source
+from plait.checkpoint import MANIFEST_NAME, Entry, load_into, open_checkpoint, open_source
 from plait.config import to_dict
 from plait.distributed import assign_full_tensor, on_main, restore_rng_state, rng_state
-from plait.engine import ManualEngine
+from plait.engine import EngineSaver, ManualEngine, resume_engine, tensors_of
 from plait.errors import CheckpointError, TrainingError
 from plait.frontends.mmengine.hooks import last_checkpoint, resolve
 from plait.launch import Phase
@@ -30,21 +30,20 @@ if TYPE_CHECKING:
 _SHOWN = 8
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Of a group: what it holds, and how torch computes it, which another layout may do otherwise."""
+"""Keys of a parameter group that are not saved: its parameters, and which implementation torch uses."""
 
 
-class MMEngineSaver:
+class MMEngineSaver(EngineSaver):
     """Writes and reads the checkpoints of one runner."""
 
     def __init__(self, runner: Any) -> None:
+        super().__init__(runner.engine)
         self._runner = runner
-        self._writer: CheckpointWriter | None = None
-        self._root: Path | None = None
         self._generators: dict[str, Tensor] | None = None
 
     # ---- writing
 
-    def save(
+    def save_at(
         self,
         path: Path,
         position: Mapping[str, int],
@@ -54,174 +53,144 @@ class MMEngineSaver:
         meta: Mapping[str, Any] | None = None,
         tidy: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint; every rank must call it. `tidy` is called once it is complete, on one rank."""
+        """Write a checkpoint of a position. Every rank must call it.
+
+        `tidy` is called on one rank once the checkpoint is complete.
+        """
         runner = self._runner
-        self.wait()
-        runner.enter(Phase.SAVE)
-        on_main(runner.world, lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        runner.engine.sync_buffers()
-        if self._root != path.parent:
-            self.close()
-            self._root = path.parent
-        if self._writer is None:
-            background = runner.config.checkpoint.async_save
-            self._writer = CheckpointWriter(path.parent, runner.world, background=background)
-        with runner.engine.evaluation_weights():
-            tensors = runner.engine.state_entries()
+
+        def contents() -> tuple[dict[str, Entry], dict[str, Any]]:
+            tensors = tensors_of(self.engine)
             if not optimizer:
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optim.")}
-            tensors.update(self._hook_tensors())
-            for name, tensor in rng_state(runner.device).items():
-                tensors[f"rng.{runner.world.rank}.{name}"] = tensor
-            state = self._state(position, schedulers=schedulers, meta=meta)
-            self._writer.save(path, tensors, state, step=runner.engine.steps, tidy=tidy)
+            return {**tensors, **self._hook_tensors()}, self._state(position, schedulers=schedulers, meta=meta)
+
+        runner.enter(Phase.SAVE)
+        on_main(runner.world, lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        self.save(path, contents, tidy=tidy)
         runner.enter(Phase.IDLE)
 
     def _state(self, position: Mapping[str, int], *, schedulers: bool, meta: Any) -> dict[str, Any]:
         runner = self._runner
-        added: dict[str, Any] = {
+        mmengine: dict[str, Any] = {
             "meta": {"seed": runner.seed, "experiment_name": runner.experiment_name, **position, **(meta or {})},
             "message_hub": runner.message_hub.state_dict(),
         }
         if schedulers:
-            added["param_schedulers"] = [scheduler.state_dict() for scheduler in runner.param_schedulers]
-            added["param_groups"] = [_numbers(group) for group in runner.optim_wrapper.param_groups]
-        runner.call_hook("before_save_checkpoint", checkpoint=added)
+            mmengine["param_schedulers"] = [scheduler.state_dict() for scheduler in runner.param_schedulers]
+            mmengine["param_groups"] = [_settings(group) for group in runner.optim_wrapper.param_groups]
+        runner.call_hook("before_save_checkpoint", checkpoint=mmengine)
         try:
-            json.dumps(added)
+            json.dumps(mmengine)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"a hook put something into the checkpoint that JSON cannot hold: {error}; put numbers and texts there"
+                f"a hook added a value to the checkpoint that JSON cannot hold: {error}; add numbers and strings only"
             ) from error
-        description = to_dict(runner.config)
-        description.pop("optim", None)  # it is that of the optim wrapper
+        config = to_dict(runner.config)
+        config.pop("optim", None)  # the optimizer is that of the optim wrapper
         return {
-            "engine": runner.engine.state(),
+            "engine": self.engine.state(),
             "epoch": position["epoch"],
             "step_in_epoch": position["step_in_epoch"],
             "batch_total": position["batch_total"],
             "best": None,
             "hooks": {name: {} for name in self._hooks()},
-            "config": description,
-            "mmengine": added,
+            "config": config,
+            "mmengine": mmengine,
         }
 
     def _hooks(self) -> dict[str, Any]:
-        """Hooks with tensors of their own, by the name under which a checkpoint has them."""
+        """Return the hooks with tensors of their own, by the name of their tensors in a checkpoint."""
         return {hook.state_name: hook for hook in self._runner.hooks if hasattr(hook, "state_name")}
 
     def _hook_tensors(self) -> dict[str, Tensor]:
-        tensors = {name: hook.tensors(self._runner) for name, hook in self._hooks().items()}
         return {
             f"hook.{name}.{key}": tensor
-            for name, hook_tensors in tensors.items()
-            for key, tensor in hook_tensors.items()
+            for name, hook in self._hooks().items()
+            for key, tensor in hook.tensors(self._runner).items()
         }
 
     # ---- reading
 
     def resume(self, name: str | Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, schedules, position and random numbers."""
+        """Resume from a checkpoint: weights, optimizer, schedules, position and random state."""
         runner, world = self._runner, self._runner.world
         path = on_main(world, lambda: resolve(name))
         if not (path / MANIFEST_NAME).exists():
             raise CheckpointError(
-                f"{path} holds no state to go on from: `plait convert {path} NEW --to plait` makes a checkpoint of it, "
-                "and load_from takes its weights"
+                f"{path} has no state to resume from: `plait convert {path} NEW --to plait` makes a checkpoint of it, "
+                "and load_from loads its weights"
             )
         runner.enter(Phase.LOAD)
-        on_main(world, lambda: open_checkpoint(path))  # what is wrong with it is said once
+        on_main(world, lambda: open_checkpoint(path))  # one rank reports what is wrong
         checkpoint = open_checkpoint(path)
-        state = checkpoint.manifest.state
-        if "engine" not in state or not any(key.startswith("optim.") for key in checkpoint.index.tensors):
-            raise CheckpointError(f"{path} holds weights alone: write resume=False, which takes them by load_from")
-        runner.engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
-        tensors = {**runner.engine.state_entries(), **self._wanted(checkpoint)}
-        generators = rng_state(runner.device)
-        same = checkpoint.manifest.world_size == world.size
-        if same and f"rng.{world.rank}.torch" in checkpoint.index.tensors:
-            tensors.update({f"rng.{world.rank}.{key}": tensor for key, tensor in generators.items()})
-            self._generators = generators
-        left = () if any(key.startswith("hook.") for key in tensors) else ("hook.",)
-        load_into(checkpoint, tensors, world=world, ignore=("rng.", *left))
-        runner.engine.state_loaded()
-        runner.engine.restore(state["engine"])
-        self.restore_generators()
-        self._set(state, path)
+        state, stored = checkpoint.manifest.state, checkpoint.index.tensors
+        if "engine" not in state or not any(key.startswith("optim.") for key in stored):
+            raise CheckpointError(f"{path} holds weights only: set resume=False, and load_from loads them")
+        hook_tensors = {key: tensor for key, tensor in self._hook_tensors().items() if key in stored}
+        left_out = () if hook_tensors else ("hook.",)
+        resume_engine(self.engine, checkpoint, more=hook_tensors, ignore=left_out, warn=runner.logger.warning)
+        if checkpoint.manifest.world_size == world.size and f"rng.{world.rank}.torch" in stored:
+            self._generators = rng_state(runner.device)
+        self._restore(state, path)
         runner.enter(Phase.IDLE)
 
-    def _wanted(self, checkpoint: Any) -> dict[str, Tensor]:
-        """The tensors of hooks, where the checkpoint has them."""
-        return {name: tensor for name, tensor in self._hook_tensors().items() if name in checkpoint.index.tensors}
-
     def restore_generators(self) -> None:
-        """Put random numbers back to where the checkpoint found them."""
+        """Restore the random state of the checkpoint."""
         if self._generators is not None:
             restore_rng_state(self._generators, self._runner.device)
 
-    def _set(self, state: Mapping[str, Any], path: Path) -> None:
+    def _restore(self, state: Mapping[str, Any], path: Path) -> None:
         runner = self._runner
-        added = dict(state.get("mmengine", {}))
-        runner.message_hub.load_state_dict(added.get("message_hub", {}))
-        saved = added.get("param_groups")
+        mmengine = dict(state.get("mmengine", {}))
+        runner.message_hub.load_state_dict(mmengine.get("message_hub", {}))
+        saved = mmengine.get("param_groups")
         if saved is not None:
             groups = runner.optim_wrapper.param_groups
             if len(saved) != len(groups):
                 raise CheckpointError(
-                    f"{path} has {len(saved)} groups of parameters, and this run {len(groups)}: keep paramwise_cfg"
+                    f"{path} has {len(saved)} parameter groups, but this run has {len(groups)}: keep paramwise_cfg"
                 )
-            for group, numbers in zip(groups, saved, strict=True):
-                group.update({key: tuple(v) if isinstance(v, list) else v for key, v in numbers.items()})
-        schedulers = added.get("param_schedulers", [])
+            for group, settings in zip(groups, saved, strict=True):
+                group.update({key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
+        schedulers = mmengine.get("param_schedulers", [])
         if schedulers and len(schedulers) != len(runner.param_schedulers):
             count = len(runner.param_schedulers)
-            raise CheckpointError(f"{path} has {len(schedulers)} schedules, and this run {count}: keep param_scheduler")
+            raise CheckpointError(
+                f"{path} has {len(schedulers)} schedules, but this run has {count}: keep param_scheduler"
+            )
         for scheduler, position in zip(runner.param_schedulers, schedulers, strict=False):
             scheduler.load_state_dict(position)
         runner.set_position(int(state.get("epoch", 0)), int(state.get("step_in_epoch", 0)), state, path)
-        runner.call_hook("after_load_checkpoint", checkpoint=added)
+        runner.call_hook("after_load_checkpoint", checkpoint=mmengine)
 
     def load_weights(self, name: str | Path) -> None:
-        """Take the weights of a checkpoint of any kind; what does not fit is told, and left."""
+        """Load the weights of a checkpoint of any format; logs which do not fit, and leaves those as they are."""
         runner, world = self._runner, self._runner.world
         path = on_main(world, lambda: resolve(name))
-        tensors = {key: value for key, value in runner.engine.state_tensors().items() if key.startswith("model.")}
+        tensors = {key: value for key, value in self.engine.state_tensors().items() if key.startswith("model.")}
         meta: dict[str, Any] = {}
         if (path / MANIFEST_NAME).exists():
             checkpoint = open_checkpoint(path)
             meta = checkpoint.manifest.state.get("mmengine", {}).get("meta", {})
-            rest = ("optim.", "rng.", "hook.")
-            rows = load_into(checkpoint, tensors, world=world, ignore=rest, partial=("model.*",))
-            left = [row.name for row in rows]
+            others = ("optim.", "rng.", "hook.")
+            rows = load_into(checkpoint, tensors, world=world, ignore=others, partial=("model.*",))
+            left_out = [row.name for row in rows]
         else:
-            left = _fill(path, tensors)
-        runner.engine.state_loaded()
-        missing = [name.removeprefix("model.") for name in left if name in tensors]
+            left_out = _fill(path, tensors)
+        self.engine.state_loaded()
+        missing = [key for key in left_out if key in tensors]
         if missing and len(missing) == len(tensors):
-            raise CheckpointError(f"{path} has no weight that fits this model; its names are others, or its shapes")
-        if left:
-            names = ", ".join(name.removeprefix("model.") for name in left[:_SHOWN])
-            more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+            raise CheckpointError(f"{path} has no weight whose name and shape fit this model")
+        if left_out:
+            names = ", ".join(key.removeprefix("model.") for key in left_out[:_SHOWN])
+            more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
             runner.logger.warning(f"not loaded from {path}, missing or of another shape: {names}{more}")
         runner.call_hook("after_load_checkpoint", checkpoint={"meta": meta})
 
-    # ---- the end
-
-    def wait(self) -> None:
-        """See a checkpoint in the background through."""
-        if self._writer is not None and self._writer.busy:
-            self._writer.wait()
-
-    def close(self) -> None:
-        """See through what is being written, and let go."""
-        if self._writer is not None:
-            self.wait()
-            self._writer.close()
-            self._writer = None
-
 
 def _fill(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Fill tensors from a checkpoint that others wrote; returns the names on one side only, or of another shape."""
+    """Fill tensors from a checkpoint of another framework; returns the names that are missing or of another shape."""
     with open_source(path) as source:
         entries = {name: entry for name, entry in source.entries.items() if name.startswith("model.")}
         fitting = [name for name, t in tensors.items() if name in entries and entries[name].shape == t.shape]
@@ -230,8 +199,8 @@ def _fill(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted((tensors.keys() | entries.keys()) - set(fitting))
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group, without its parameters."""
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group, without its parameters."""
     return {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in group.items()
@@ -437,7 +406,7 @@ class Checkpoints(RunnerState):
         if loop.by_epoch and step:
             step = iteration - loop.epoch * len(loop.dataloader)
         position = {"epoch": epoch, "iter": iteration, "step_in_epoch": step, "batch_total": self.batch_total}
-        self.saver.save(
+        self.saver.save_at(
             Path(out_dir) / filename.removesuffix(".pth"),
             position,
             optimizer=save_optimizer,
