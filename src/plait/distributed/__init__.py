@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from plait.distributed import fsdp as fsdp
     from plait.distributed import materialize as materialize
     from plait.distributed.activation_checkpointing import Activations as Activations
+    from plait.distributed.activation_checkpointing import RecomputeLevel as RecomputeLevel
     from plait.distributed.activation_checkpointing import UnitMemory as UnitMemory
-    from plait.distributed.activation_checkpointing import Way as Way
     from plait.distributed.activation_checkpointing import apply_recompute as apply_recompute
     from plait.distributed.activation_checkpointing import count_activations as count_activations
     from plait.distributed.activation_checkpointing import kept_operations as kept_operations
@@ -199,7 +199,7 @@ else:
             "activation_checkpointing": [
                 "Activations",
                 "UnitMemory",
-                "Way",
+                "RecomputeLevel",
                 "apply_recompute",
                 "count_activations",
                 "kept_operations",

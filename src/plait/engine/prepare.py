@@ -253,7 +253,7 @@ def _recompute(model: Assembly) -> Assembly:
     ways = choose_ways(given, modules, model.units, late_gradients=late_gradients, whole=model.counted)
     for stage, chosen in zip(model.parts, ways, strict=True):
         tile_sequence(stage.module, strategy.tiles)
-        if apply_recompute(stage.units, strategy.recompute, ways=chosen):
+        if apply_recompute(stage.units, strategy.recompute, levels=chosen):
             train_without_caches(stage.module)
         # Around recomputing, whose inputs travel.
         offload_activations(stage.units, strategy.offload.activations, given.device)

@@ -14,8 +14,8 @@ from torch import nn
 from plait.config import RunConfig
 from plait.distributed import (
     Activations,
+    RecomputeLevel,
     UnitMemory,
-    Way,
     World,
     WrapUnit,
     count_activations,
@@ -28,7 +28,7 @@ from plait.monitor import MessageEvent
 from plait.optim import is_one_pass, state_bytes
 from plait.precision import DTYPES
 
-_WAY_TEXTS: dict[Way, str] = {
+_WAY_TEXTS: dict[RecomputeLevel, str] = {
     "full": "everything",
     "attention": "everything but attention",
     "cheap": "what lies between products",
@@ -46,17 +46,17 @@ class WholeModel:
 
     units: Mapping[str, UnitMemory]
     outside: int
-    passing: int
+    transient: int
 
     def of(self, units: Sequence[WrapUnit], ranks: int, times: int) -> Activations:
         """Return what these wrapped modules keep of rows shared by `ranks`, with `times` micro-batches in flight."""
         empty = UnitMemory()
         units_memory = [_scaled(self.units.get(unit.name, empty), times / ranks) for unit in units]
-        return Activations(units_memory, outside=self.outside // ranks, passing=self.passing // ranks)
+        return Activations(units_memory, outside=self.outside // ranks, transient=self.transient // ranks)
 
 
 def _scaled(memory: UnitMemory, factor: float) -> UnitMemory:
-    sizes = {name: int(getattr(memory, name) * factor) for name in ("given", "kept", "products", "attention")}
+    sizes = {name: int(getattr(memory, name) * factor) for name in ("inputs", "saved", "products", "attention")}
     return replace(memory, **sizes)
 
 
@@ -69,7 +69,7 @@ def count_whole(given: Preparation, module: nn.Module) -> WholeModel | None:
     units = find_wrap_units(module, config.strategy.wrap)
     activations = measure(module, units, given.example, config, given.world)
     names = [unit.name for unit in units]
-    return WholeModel(dict(zip(names, activations.units, strict=True)), activations.outside, activations.passing)
+    return WholeModel(dict(zip(names, activations.units, strict=True)), activations.outside, activations.transient)
 
 
 def choose_ways(
@@ -79,7 +79,7 @@ def choose_ways(
     *,
     late_gradients: bool,
     whole: WholeModel | None,
-) -> list[list[Way]]:
+) -> list[list[RecomputeLevel]]:
     """Return for each stage what each wrapped module recomputes, and log it.
 
     `late_gradients`: gradients exist from their backward pass to the update only.
@@ -147,7 +147,7 @@ def ways_to_recompute(
     world: World,
     late_gradients: bool = False,
     activations: Activations | None = None,
-) -> list[Way]:
+) -> list[RecomputeLevel]:
     """Return what each wrapped module recomputes so that a step fits the budget: the least possible, cheapest first.
 
     `late_gradients`: each backward pass allocates them anew, in the compute dtype. `activations`: counted before the
@@ -175,9 +175,9 @@ def measure(module: nn.Module, units: Sequence[WrapUnit], example: Any, config: 
         raise ConfigError(Problem(path, message, "Set full, every or selective.")) from error
 
 
-def choose(activations: Activations, states: StateBytes, budget: float) -> list[Way]:
+def choose(activations: Activations, states: StateBytes, budget: float) -> list[RecomputeLevel]:
     """Return what each wrapped module recomputes for a step to take at most `budget` bytes."""
-    ways: list[Way] = ["none"] * len(activations.units)
+    ways: list[RecomputeLevel] = ["none"] * len(activations.units)
     for index, way in _reductions(activations.units):
         if peak_bytes(activations, states, ways) <= budget:
             break
@@ -185,9 +185,9 @@ def choose(activations: Activations, states: StateBytes, budget: float) -> list[
     return ways
 
 
-def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, Way]]:
+def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, RecomputeLevel]]:
     """Yield every reduction, cheapest first. The first modules keep their activations longest, so they go first."""
-    yield from ((index, "cheap") for index, unit in enumerate(units) if held(unit, "cheap") < unit.kept)
+    yield from ((index, "cheap") for index, unit in enumerate(units) if held(unit, "cheap") < unit.saved)
     for index, unit in enumerate(units):
         # Operations per byte, compared by cross multiplication: either may be zero.
         if unit.attention_flops * unit.products > unit.product_flops * unit.attention > 0:
@@ -195,25 +195,25 @@ def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, Way]]:
     yield from ((index, "full") for index in range(len(units)))
 
 
-def held(unit: UnitMemory, way: Way) -> int:
+def held(unit: UnitMemory, way: RecomputeLevel) -> int:
     """Return the bytes that a wrapped module keeps between its forward and its backward pass."""
     return {
-        "none": unit.kept,
-        "cheap": unit.given + unit.products + unit.attention,
-        "attention": unit.given + unit.attention,
-        "full": unit.given,
+        "none": unit.saved,
+        "cheap": unit.inputs + unit.products + unit.attention,
+        "attention": unit.inputs + unit.attention,
+        "full": unit.inputs,
     }[way]
 
 
-def peak_bytes(activations: Activations, states: StateBytes, ways: Sequence[Way]) -> float:
+def peak_bytes(activations: Activations, states: StateBytes, ways: Sequence[RecomputeLevel]) -> float:
     """Return the peak memory of a step: at the end of the forward pass, or in the backward pass of a wrapped module."""
     sizes = [held(unit, way) for unit, way in zip(activations.units, ways, strict=True)]
     total = states.steady + activations.outside + sum(sizes)
-    highest = total + activations.passing
+    highest = total + activations.transient
     for unit, size in reversed(list(zip(activations.units, sizes, strict=True))):
-        again = max(unit.kept - size, 0)
-        highest = max(highest, total + again + _AT_WORK * unit.kept)
-        total += unit.numbers * states.late - size
+        again = max(unit.saved - size, 0)
+        highest = max(highest, total + again + _AT_WORK * unit.saved)
+        total += unit.trained_params * states.late - size
     return max(highest, total + states.outside * states.late)
 
 
@@ -231,7 +231,7 @@ def states_of(
     updated = trained * (weight + state_bytes(config) * weight / 4) * device_share / (shards if stage >= 1 else 1)
     separate_compute = compute < weight or strategy.offload.on or 1 <= stage < 3
     computing = (numbers if separate_compute else numbers - trained) * compute / (shards if stage == 3 else 1)
-    outside = trained - sum(unit.numbers for unit in activations.units)
+    outside = trained - sum(unit.trained_params for unit in activations.units)
     if late_gradients or strategy.offload.on:  # those of an offloaded optimizer are copied away as they are computed
         return StateBytes(updated + computing, compute if late_gradients else 0.0, outside)
     reduce = DTYPES[precision.reduce].itemsize if precision.master else compute

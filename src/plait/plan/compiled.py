@@ -349,7 +349,7 @@ class _Fused:
         forward: Callable[..., Any] | None = None,
         kept: frozenset[Any] = frozenset(),
     ) -> None:
-        """`forward` is the module's own, where that was replaced; `kept` as in `recompute.kept_operations`."""
+        """`forward` is the module's own, where that was replaced; `kept` as in `kept_operations`."""
         self._module, self._forward, self._kept = module, forward, kept
         self._traces, self._recorder, self._timing = traces, recorder, timing
 

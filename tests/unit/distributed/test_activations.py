@@ -39,7 +39,7 @@ def counted(config: Any, model: nn.Module, batch: Any) -> Activations:
 
 
 def total(found: Activations) -> int:
-    return sum(unit.kept for unit in found.units) + found.outside
+    return sum(unit.saved for unit in found.units) + found.outside
 
 
 def measured(model: nn.Module, batch: Any) -> int:
@@ -66,7 +66,7 @@ def test_what_is_counted_without_memory_is_what_a_real_pass_keeps(rows: int, tok
     model = built(config)
     found = counted(config, model, batch)
     truth = measured(built(config, "cpu"), batch)
-    kept = [unit.kept for unit in found.units]
+    kept = [unit.saved for unit in found.units]
     assert len(kept) == 4
     assert len(set(kept[1:])) == 1  # the blocks are alike; the first meets what they share
     assert kept[0] < 1.05 * kept[1]
@@ -99,7 +99,7 @@ def test_in_a_smaller_format_activations_are_smaller() -> None:
     totals = {}
     for precision in ("fp32", "bf16"):
         config = parse_sections(model=LLAMA, precision=precision).config
-        totals[precision] = sum(unit.kept for unit in counted(config, built(config), example()).units)
+        totals[precision] = sum(unit.saved for unit in counted(config, built(config), example()).units)
     assert 0.4 < totals["bf16"] / totals["fp32"] < 0.8
 
 
@@ -111,14 +111,14 @@ def test_products_and_attention_are_counted_by_what_they_give_and_what_they_take
     results = (
         dim + 2 * dim // 2 + dim + 2 * wide + dim
     )  # queries; keys and values; attention's output; the three of ffn
-    assert found.given == 4 * places * dim
+    assert found.inputs == 4 * places * dim
     assert found.products == 4 * places * results
     weights = dim * dim + 2 * dim * dim // 2 + dim * dim + 3 * dim * wide
     assert found.product_flops == 2 * places * weights
-    assert found.numbers == weights + 2 * dim
+    assert found.trained_params == weights + 2 * dim
     assert found.attention >= 4 * places * dim
     assert found.attention_flops == 4 * places * dim * tokens
-    assert found.given + found.products + found.attention < found.kept
+    assert found.inputs + found.products + found.attention < found.saved
 
 
 def test_counting_leaves_no_trace_on_the_model() -> None:

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from plait.config import parse_sections
 from plait.distributed import open_world
-from plait.distributed.activation_checkpointing import Activations, UnitMemory, Way, count_activations
+from plait.distributed.activation_checkpointing import Activations, RecomputeLevel, UnitMemory, count_activations
 from plait.distributed.wrap import find_wrap_units
 from plait.engine.recompute_budget import StateBytes, choose, held, peak_bytes, states_of, ways_to_recompute
 from plait.errors import ConfigError
 from plait.models import build_model
 
 LLAMA = {"type": "llama", "vocab_size": 97, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "seq_len": 32}
-LADDER: list[Way] = ["none", "cheap", "attention", "full"]
+LADDER: list[RecomputeLevel] = ["none", "cheap", "attention", "full"]
 
 
 def example(rows: int, tokens: int) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def counted(rows: int, tokens: int, *, late: bool = False) -> tuple[Activations,
     return found, states_of(model, found, config, open_world(config), late_gradients=late)
 
 
-def cost(ways: list[Way]) -> list[int]:
+def cost(ways: list[RecomputeLevel]) -> list[int]:
     return [LADDER.index(way) for way in ways]
 
 
@@ -61,7 +61,7 @@ def test_what_is_chosen_fits_and_one_step_less_would_not() -> None:
             last = max(range(4), key=lambda at: (cost(ways)[at], at))
             rung = LADDER[cost(ways)[last] - 1]
             less = [rung if at == last else way for at, way in enumerate(ways)]
-            assert peak_bytes(found, states, less) > budget or held(found.units[last], rung) >= found.units[last].kept
+            assert peak_bytes(found, states, less) > budget or held(found.units[last], rung) >= found.units[last].saved
 
 
 def test_attention_is_kept_to_the_end_only_where_sequences_are_long() -> None:
@@ -85,8 +85,8 @@ def test_gradients_that_come_when_activations_go_leave_more_room() -> None:
 
 
 def test_the_peak_is_at_the_end_of_the_forward_pass_or_where_a_unit_runs_again() -> None:
-    unit = UnitMemory(given=1, kept=10, products=4, attention=2, numbers=3)
-    found = Activations([unit] * 3, outside=5, passing=2)
+    unit = UnitMemory(inputs=1, saved=10, products=4, attention=2, trained_params=3)
+    found = Activations([unit] * 3, outside=5, transient=2)
     steady = StateBytes(steady=100, late=0, outside=0)
     assert [held(unit, way) for way in LADDER] == [10, 7, 3, 1]
     assert peak_bytes(found, steady, ["none"] * 3) == 100 + 5 + 30 + 5  # and gradients inside the last unit
@@ -112,9 +112,9 @@ def test_the_expected_peak_is_what_training_keeps() -> None:
     seen: dict[int, Tensor] = {param.untyped_storage()._cdata: param for param in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**batch)
-    at_work = 0.5 * found.units[-1].kept
+    at_work = 0.5 * found.units[-1].saved
     expected = peak_bytes(found, StateBytes(0, 0, 0), ["none"] * 4)
-    assert expected == pytest.approx(max(kept + at_work, kept + found.passing), rel=0.05)
+    assert expected == pytest.approx(max(kept + at_work, kept + found.transient), rel=0.05)
 
 
 def test_the_budget_is_what_is_written_or_what_the_machine_has_free() -> None:
