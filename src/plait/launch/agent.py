@@ -1,11 +1,11 @@
-"""The launcher's hand on one host: starts its ranks, tells how they do, and ends them when the launcher is gone.
+"""The launcher's agent on one host: starts its ranks, reports their state, and ends them when the launcher has ended.
 
-    python -m plait.launch.agent --node 1          job and orders on stdin, news on stdout, a line of JSON each
+    python -m plait.launch.agent --node 1          job and orders on stdin, messages on stdout, a line of JSON each
     python -m plait.launch.agent --node 1 --job …  for launchers without stdin: ranks print to the console
-    python -m plait.launch.agent --end ID          end the one that was started with --job
+    python -m plait.launch.agent --end ID          end the agent that was started with --job
 
-In the first form the connection is a lifeline. Whatever cuts it (Ctrl-C, `kill -9` of the launcher, a pulled
-cable) ends the ranks: stdin closes, or the beats that the launcher sends stay out.
+In the first form the ranks end with the connection, whatever cuts it (Ctrl-C, `kill -9` of the launcher, a pulled
+cable): stdin closes, or the launcher's beats stop.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from plait.launch.messages import Reporter, apply_order
 from plait.launch.network import interface_variables, source_address
 from plait.launch.records import exit_code
 
-# A rank's or a host's connection back to the launcher, where mpirun, srun or pdsh stands between them.
+# The connection to the launcher's `Controller`, where mpirun, srun or pdsh started this process.
 
 
 _CONNECT_S = 5.0
 
 
 class Connection:
-    """News go out, orders come in. Where the launcher cannot be reached it is mute, and nothing else changes."""
+    """Sends messages and receives orders. Where the launcher cannot be reached it does neither, without an error."""
 
     def __init__(self, contact: str) -> None:
         """`contact` is address, port and password, as `Controller` gives them out."""
         self.cut = False
-        """The launcher was there, and is gone."""
+        """The connection was open, and has been closed."""
         self._rest = b""
         self._socket: socket.socket | None = None
         if contact:
@@ -56,16 +56,16 @@ class Connection:
             try:
                 self._socket = socket.create_connection((address, int(port)), timeout=_CONNECT_S)
             except OSError:
-                return  # a wall between the hosts: the run goes on, and each host explains its own failures
+                return  # a firewall: the run continues, and each host reports its own failures
             self.send(password=password)
 
     @property
     def connected(self) -> bool:
-        """Whether somebody listens."""
+        """Whether the launcher is connected."""
         return self._socket is not None and not self.cut
 
     def send(self, **message: Any) -> None:
-        """Tell the launcher something."""
+        """Send a message to the launcher."""
         if self._socket is None or self.cut:
             return
         try:
@@ -75,7 +75,7 @@ class Connection:
             self.cut = True
 
     def orders(self) -> list[dict[str, Any]]:
-        """What has come since the last call; does not wait."""
+        """Return the orders since the last call, without waiting."""
         if self._socket is None or self.cut:
             return []
         self._socket.setblocking(False)
@@ -91,22 +91,22 @@ class Connection:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
-        """No more news."""
+        """Close the connection."""
         if self._socket is not None:
             self._socket.close()
 
 
 SILENCE_S = 60.0
-"""So long without a beat, and the launcher counts as gone."""
+"""Without a beat for so long, the launcher counts as ended."""
 ORPHANED_S = 5.0
-"""How long ranks may take to leave once it is gone, or once one of them has failed."""
+"""How long ranks may take to exit once the launcher has ended, or once one of them has failed."""
 _BLOCKED_S = 5.0
-"""How long the main thread may then still wait for somebody to read what ranks print."""
+"""How long the main thread may then still block on writing the ranks' output."""
 _TICK_S = 0.05
 
 
 def extra_variables(job: Job) -> dict[str, str]:
-    """What ranks of a host get besides the job's own variables."""
+    """Return the variables that ranks of a host get besides the job's own."""
     variables: dict[str, str] = {}
     if len(job.nodes) > 1:
         variables |= interface_variables(job.address, {**os.environ, **job.environment})
@@ -118,9 +118,9 @@ def extra_variables(job: Job) -> dict[str, str]:
 
 
 class _Link:
-    """The connection to the launcher.
+    """The connection to the launcher over stdin and stdout.
 
-    A thread listens, so that beats are heard even while the main thread waits for a console that does not move on.
+    A thread reads, so that beats are received even while the main thread blocks on writing output.
     """
 
     def __init__(self, output: IO[bytes], ranks: LocalRanks) -> None:
@@ -129,11 +129,11 @@ class _Link:
         self._output, self._ranks = output, ranks
 
     def listen(self) -> None:
-        """Begin to. Not before the ranks have started: a process with threads should not fork."""
+        """Start the reading thread. After the ranks have started: a process with threads should not fork."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """Tell the launcher something."""
+        """Send a message to the launcher."""
         try:
             self._output.write(json.dumps(message).encode() + b"\n")
             self._output.flush()
@@ -150,14 +150,14 @@ class _Link:
             for line in lines:
                 self.orders.put(json.loads(line))
         self.cut = True
-        # The main thread ends the ranks now, unless it waits for somebody to read what they print.
+        # The main thread ends the ranks now, unless it blocks on writing their output.
         time.sleep(ORPHANED_S + _BLOCKED_S)
         self._ranks.send(signal.SIGKILL)
         os._exit(1)
 
 
 def serve(node: int) -> int:
-    """Run the job that stands on the first line of stdin, under the launcher's orders."""
+    """Run the job on the first line of stdin, under the launcher's orders."""
     job = Job.from_json(_first_line())
     with RankMessages() as messages:
         ranks = LocalRanks(job, node, messages=messages, variables=extra_variables(job), stdin=False)
@@ -174,7 +174,7 @@ def serve(node: int) -> int:
 
 
 def _first_line() -> str:
-    """The job. Read byte by byte: what follows are orders."""
+    """Return the first line of stdin. Read byte by byte: the lines after it are orders."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -185,7 +185,7 @@ def _first_line() -> str:
 
 
 class _AgentRanks:
-    """Sees to the ranks of this host, and tells the launcher of them."""
+    """Supervises the ranks of this host, and reports them to the launcher."""
 
     def __init__(self, link: _Link, ranks: LocalRanks) -> None:
         self._link, self._ranks = link, ranks
@@ -194,7 +194,7 @@ class _AgentRanks:
         ranks.pause = self._pump
 
     def supervise(self) -> None:
-        """Until all ranks are gone and all they printed is passed on."""
+        """Run until all ranks have ended and all their output is passed on."""
         for record, name, pipe in self._ranks.outputs():
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (record, name))
@@ -212,7 +212,7 @@ class _AgentRanks:
                 return
 
     def _pump(self, seconds: float) -> bool:
-        """Pass on what ranks print."""
+        """Pass on the output of ranks."""
         ready = self._selector.select(seconds)
         for key, _ in ready:
             record, name = key.data
@@ -227,11 +227,11 @@ class _AgentRanks:
 
 
 def run_alone(job: Job, node: int) -> int:
-    """Run a host's ranks without orders on stdin: they print to the console, which is also the lifeline."""
+    """Run a host's ranks without orders on stdin: they print to the console, and end when that is closed."""
     pid_file = _pid_file(job.id, node)
     pid_file.write_text(str(os.getpid()), encoding="utf-8")
     console = select.poll()
-    console.register(sys.stdout.fileno(), 0)  # nothing asked for: only that the other end is gone is told
+    console.register(sys.stdout.fileno(), 0)  # no events: only that the other end has closed is reported
     try:
         return supervise_here(job, node, must_end=lambda: bool(console.poll(0)))
     finally:
@@ -245,9 +245,9 @@ def supervise_here(
     *,
     must_end: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run ranks of this host to their end, in touch with the launcher where it can be reached; returns the exit code.
+    """Run ranks of this host to their end, connected to the launcher where it can be reached; return the exit code.
 
-    Where it cannot, why they failed is said here.
+    Where it cannot be reached, failures are reported here.
     """
     connection = Connection(job.contact)
     with RankMessages() as messages:
@@ -286,14 +286,14 @@ def supervise_here(
 def end(job: str) -> int:
     """End the ranks that `run_alone` runs here, if it does."""
     for pid_file in Path(tempfile.gettempdir()).glob(_pid_file(job, "*").name):
-        with suppress(OSError, ValueError):  # gone already
+        with suppress(OSError, ValueError):  # ended already
             if pid_file.stat(follow_symlinks=False).st_uid == os.getuid():  # every user may leave files there
                 os.kill(int(pid_file.read_text(encoding="utf-8")), signal.SIGTERM)
     return 0
 
 
 def _pid_file(job: str, node: int | str) -> Path:
-    """Where `end` finds whom to end. A folder may be shared by hosts, so the file is named for the host too."""
+    """Return the file with the agent's pid, for `end`; named for the host too, as hosts may share the folder."""
     return Path(tempfile.gettempdir(), f"plait-{os.getuid()}-{job}-{node}.pid")
 
 

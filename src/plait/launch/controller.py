@@ -1,7 +1,7 @@
-"""Where the launcher hears of ranks that mpirun, srun or pdsh have started for it, and gives them orders.
+"""The launcher's connection to ranks that mpirun, srun or pdsh have started.
 
-Those programs start processes and pass on what is printed; that a rank hangs, or why it died, they do not know. So
-whatever they start calls back over a connection of its own.
+Those programs start processes and pass on their output; they do not report that a rank hangs, or why it died. So each
+process that they start connects to the launcher itself.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from plait.launch.network import is_this_host, resolve, source_address
 from plait.launch.records import GRACE_S, HANG_GRACE_S, STACK_WAIT_S, exit_code, new_records, record_end
 
 _MOST_BYTES = 1 << 24
-"""A line longer than this is not from a rank of ours."""
+"""A longer line is not from one of our ranks."""
 
 
 class Controller:
-    """Listens while it is open. `job` is the job with the way to here in it."""
+    """Listens for connections while it is open. `job` is the job with the address to connect to."""
 
     def __init__(self, job: Job) -> None:
         far = [node.host for node in job.nodes if not is_this_host(node.host)]
@@ -66,15 +66,15 @@ class Controller:
 
     @property
     def connected(self) -> bool:
-        """Whether any rank can be told anything."""
+        """Whether any rank is connected."""
         return any(client.known for client in self._clients.values())
 
     def send(self, number: int) -> None:
-        """Pass a signal on to every rank, soon: this is safe inside a signal handler."""
+        """Pass a signal on to every rank at the next `poll`. Safe inside a signal handler."""
         self._signals.put(number)
 
     def poll(self, seconds: float) -> None:
-        """Hear what comes within that time, and see to a run that hangs."""
+        """Receive messages for that time, and end a run that hangs."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._server:
                 self._accept()
@@ -116,7 +116,7 @@ class Controller:
             self._disconnect(connection)
 
     def _handle(self, client: _Client, text: bytes) -> bool:
-        """Whether the caller may go on."""
+        """Process a line; return whether the client keeps its connection."""
         if not client.known:
             client.known = self._is_password(text)
             return client.known
@@ -127,7 +127,7 @@ class Controller:
         return True
 
     def _is_password(self, text: bytes) -> bool:
-        """Anybody on the network may call, and say anything."""
+        """Whether a first line has the password. Anybody on the network may connect and send anything."""
         try:
             message = json.loads(text)
         except (ValueError, RecursionError):
@@ -138,7 +138,7 @@ class Controller:
         )
 
     def _disconnect(self, connection: socket.socket) -> None:
-        """A caller is gone. Ranks that it did not tell the end of went with it."""
+        """Close a connection. Those of its ranks whose end was not reported are lost."""
         self._selector.unregister(connection)
         connection.close()
         client = self._clients.pop(connection)
@@ -146,9 +146,7 @@ class Controller:
         for rank in client.ranks:
             record = self.records[rank]
             if record.running and others_left:
-                record_end(
-                    record, -signal.SIGKILL, by_us=True
-                )  # as MPI and Slurm do once a rank ended with another code
+                record_end(record, -signal.SIGKILL, by_us=True)  # as MPI and Slurm do once a rank has failed
             elif record.running:
                 record.lost, record.ended = True, time.time()
 
@@ -156,56 +154,56 @@ class Controller:
         text = json.dumps(order).encode() + b"\n"
         for connection, client in self._clients.items():
             if client.known:
-                with suppress(OSError):  # gone: `_hear` sees it
+                with suppress(OSError):  # closed: `_receive` notices
                     connection.sendall(text)
 
     def report_end(self, code: int) -> int:
-        """Say why a run ended badly whose command ended with `code`; returns the exit code of the worst rank."""
+        """Report why a run failed whose command ended with `code`; return the exit code of the worst rank."""
         deadline = time.monotonic() + 1.0
         while self._clients and time.monotonic() < deadline:
             self.poll(0.05)
         known = [record for record in self.records if record.exit_code is not None or record.lost]
-        # A command may say that all is well when a rank has failed: a shell that only waits does.
-        ill = bool(code) or self.hung or any(record.failed for record in known)
-        if known and ill:
+        # A command may exit with 0 although a rank has failed, as a shell does that only waits.
+        failed = bool(code) or self.hung or any(record.failed for record in known)
+        if known and failed:
             several = len(self.job.nodes) > 1
             report_end(known, hung=self.hung, log_dir=self.job.log_dir, several_hosts=several)
-        return (exit_code(known, hung=self.hung) or code) if ill else 0
+        return (exit_code(known, hung=self.hung) or code) if failed else 0
 
 
 class _Client:
-    """Who is at the other end of a connection."""
+    """The other end of a connection."""
 
     def __init__(self) -> None:
         self.known = False
-        """Has given the password."""
+        """It has sent the password."""
         self.rest = b""
         self.ranks: set[int] = set()
 
 
-# A command line of another program, complete enough to be shown, and to be run from what was shown.
+# A command of another program, with all that it needs, so that it can be printed and run from a shell as well.
 
 
 _GRACE_S = 5.0
-"""How long it may take to leave after SIGTERM, once the user has waited enough."""
+"""How long it may take to exit after SIGTERM, once `stop_grace` has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is run."""
+    """The command of another program, with its environment and input."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """On top of what is there."""
+    """Variables on top of this process's."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path → text: written before it starts."""
+    """Path → text of files that are written before it starts."""
     keep_files: bool = False
-    """They stay when it has ended."""
+    """Keep these files when it has ended."""
     stdin: str | None = None
-    """What it is given to read."""
+    """The text of its standard input."""
 
     def shown(self) -> str:
-        """As a shell would take it."""
+        """Return it as shell commands."""
         files = [f"cat > {shlex.quote(path)} <<'END'\n{text.rstrip()}\nEND" for path, text in self.files.items()]
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         line = " ".join([*variables, shlex.join(self.argv)])
@@ -213,7 +211,7 @@ class Command:
 
     @contextmanager
     def with_files(self) -> Iterator[None]:
-        """Its files are there while it runs."""
+        """Write its files, and remove them on exit."""
         for path, text in self.files.items():
             Path(path).write_text(text, encoding="utf-8")
         try:
@@ -230,9 +228,9 @@ def run_command(
     afterwards: Sequence[Command] = (),
     controller: Controller | None = None,
 ) -> int:
-    """Run it to its end; returns its exit code, or the worst rank's where the `desk` knows.
+    """Run a command to its end; return its exit code, or the worst rank's where the `controller` knows it.
 
-    A signal ends it, and `afterwards` ends what it may have left.
+    Where it fails, `afterwards` are run, which end processes that it may have left.
     """
     with command.with_files():
         code, signals = _run(command, stop_grace, controller)
@@ -268,10 +266,10 @@ def _run(command: Command, stop_grace: float | None, controller: Controller | No
 
 
 def _pass_on(process: subprocess.Popen[bytes], number: int, controller: Controller | None) -> None:
-    """To the ranks themselves, where they can be reached, so that they have time to save.
+    """Send a signal to the ranks themselves, where they are connected, so that they have time to save.
 
-    Else to what started them: mpirun, srun and pdsh all end their processes on SIGTERM, while two of them want SIGINT
-    twice.
+    Else send it to the program that started them: mpirun, srun and pdsh all end their processes on SIGTERM, while two
+    of them want SIGINT twice.
     """
     if controller is not None and controller.connected:
         controller.send(number)

@@ -1,4 +1,4 @@
-"""One page for an abnormal end: who failed first, at what, why; what became of the others; what to change."""
+"""The failure page: which rank failed first, in which phase, why; how the others ended; what to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from plait.launch.failure import merge_messages
 from plait.launch.records import RankRecord, causes, signal_name
 
-# Why a rank ended, from its exit code, its last lines and what the host knows; and what to change.
+# Why a rank ended, from its exit code, its last lines and the host's counters; and what to change.
 
 
 _BYTES_PER_GIB = 1 << 30
@@ -41,7 +41,7 @@ _TIMED_OUT = re.compile(r"timed? ?out|DistStoreError", re.IGNORECASE)
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _LESS_HOST_MEMORY = (
-    "let ranks hold less host memory: fewer ranks a host, fewer data workers, no offload to the host; or raise the "
+    "let ranks hold less host memory: fewer ranks per host, fewer data workers, no offload to the host; or raise the "
     "limit of the container"
 )
 _SENT = "somebody or something on its host sent the signal: a batch system at its limit, an operator, a clean-up"
@@ -63,15 +63,15 @@ class Diagnosis:
     what: str
     remedy: str = ""
     victim: bool = False
-    """It only noticed that another one was gone or late."""
+    """It failed only because another rank was missing or late."""
     outside: bool = False
-    """Somebody else ended it, for reasons that are not the run's."""
+    """Something outside of the run ended it."""
     full: bool = False
-    """There was not enough memory where it computes: smaller micro-batches may fit."""
+    """It ran out of memory where it computes: smaller micro-batches may fit."""
 
 
 def diagnose(record: RankRecord) -> Diagnosis:
-    """The verdict on a rank that ended badly of itself."""
+    """Return why a rank failed."""
     if record.lost:
         return Diagnosis(
             "is lost: its host no longer answers",
@@ -140,7 +140,7 @@ def _of_exception(record: RankRecord, exception: str) -> Diagnosis:
 
 
 def _of_worker(record: RankRecord, text: str) -> Diagnosis:
-    """A process that read data for the rank has ended; what torch raises then names its signal, if anything."""
+    """Diagnose a data worker that has ended; torch's error names its signal, if any."""
     signals, kills = _WORKERS_SIGNAL.findall(text), record.observation.recent_oom_kills
     how = f"ended by a signal: {signals[-1]}" if signals else "which ended by itself"
     if signals and signals[-1] == "Bus error":
@@ -166,14 +166,14 @@ def _short_of_host_memory(record: RankRecord, what: str) -> Diagnosis:
 
 
 def _short(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smaller: bool) -> Diagnosis:
-    """There was too little memory; `smaller` micro-batches may fit, unless it grew from step to step."""
+    """Diagnose too little memory; `smaller` micro-batches may fit, unless memory grew from step to step."""
     if steps is None:
         return Diagnosis(what, remedy, full=smaller)
     return Diagnosis(f"{what}; {growth_text(steps)}", LEAK_REMEDY)
 
 
 def growth_text(steps: tuple[int, int, int]) -> str:
-    """Of memory that grows from step to step: from which to which, and by how much."""
+    """Return a sentence about memory that grows from step to step: over which steps, and by how much."""
     first, last, grown = steps
     return f"its memory grew from step to step, by {grown / _BYTES_PER_GIB:.2f} GiB from step {first} to {last}"
 
@@ -190,25 +190,25 @@ def _computes_on_host(record: RankRecord) -> bool:
 
 
 def exception_in(lines: Sequence[str]) -> str:
-    """The exception that Python printed last, its message on one line; empty where there is none."""
+    """Return the exception that Python printed last, its message on one line; empty where there is none."""
     plain = [_GROUPS_PREFIX.sub("", _TORCHS_PREFIX.sub("", line)) for line in lines]
     starts = [index for index, line in enumerate(plain) if _EXCEPTION.match(line) or _ends_a_stack(plain, index)]
     return " ".join(line.strip() for line in plain[starts[-1] :][:_MESSAGE_LINES]) if starts else ""
 
 
 def _ends_a_stack(lines: Sequence[str], index: int) -> bool:
-    """Whether a line is what follows the frames of a stack: an exception, whatever its name."""
+    """Whether a line follows the frames of a stack, which makes it an exception, whatever its name."""
     if not _ANY_NAME.match(lines[index]):
         return False
     frames = takewhile(lambda line: line.startswith("  "), reversed(lines[:index]))
     return any(_FRAME.match(line) for line in frames)
 
 
-# Which rank the others wait for.
+# Which ranks the others wait for.
 
 
 def absent_ranks(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
-    """The ranks that did not come to where the others wait, and what is odd about them; none where nobody knows."""
+    """Return the ranks that the others wait for, and what is wrong with them; no ranks where that is not known."""
     if stopped := [record for record in records if record.observation.state == "T"]:
         return stopped, "is stopped by a signal, while the others wait for it"
     known = [record for record in records if record.observation.beat is not None]
@@ -221,7 +221,7 @@ def absent_ranks(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
         if left:
             return left, "has left, and its exit code is 0, while the others wait for it"
         return away, f"did not come to {_where(known)}"
-    # All of them wait, so they wait for different things: whoever is not where most are has taken another turn.
+    # All of them wait, so they wait in different collectives: the minority has diverged.
     groups = Counter(_what(record) for record in known)
     common = groups.most_common()
     if len(common) < 2 or common[0][1] == common[1][1]:
@@ -243,13 +243,13 @@ def _what(record: RankRecord) -> tuple[str, str, int]:
 
 
 def _where(known: Sequence[RankRecord]) -> str:
-    """The collective that most wait in."""
+    """Return the collective that most ranks wait in."""
     collectives = Counter(r.observation.beat.collective for r in known if r.observation.beat is not None and _waits(r))
     return collectives.most_common(1)[0][0] if collectives else "the collective"
 
 
 EXPLAINED_EXIT_CODE = 2
-"""The exit code of a rank that knew what was wrong with the run."""
+"""The exit code of a rank that has reported what is wrong with the run."""
 _GIB = 1 << 30
 _LAST_LINES = 15
 _STACK_LINES = 25
@@ -258,16 +258,16 @@ _STACKS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """Who is to blame, and for what. No record: nobody can tell."""
+    """The ranks that caused a failure, and why. No record: the cause is not known."""
 
     records: tuple[RankRecord, ...]
     diagnosis: Diagnosis
 
 
 def report_end(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None, several_hosts: bool) -> None:
-    """Say how a run ended that ended badly: on the console, and as `report.txt` where the run keeps its things.
+    """Report a failed run: on the console, and as `report.txt` in the run's folder.
 
-    Where every rank that failed said itself what is wrong with the run, that is all there is to say.
+    Where every rank that failed has left an error message, only these messages are printed.
     """
     failed = causes(records)
     if not failed and not hung:
@@ -281,7 +281,7 @@ def report_end(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None
     folder = next(filter(None, folders), log_dir)
     print(f"\n{page}", file=sys.stderr, flush=True)
     if folder is not None:
-        with suppress(OSError):  # on another host, or full: the console has it
+        with suppress(OSError):  # a folder of another host, or a full disk: the console has the page
             Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, "report.txt").write_text(page, encoding="utf-8")
             _print([f"this page is in {Path(folder, 'report.txt')}"])
@@ -293,7 +293,7 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def find_root_cause(records: Sequence[RankRecord], *, hung: bool) -> RootCause:
-    """The root cause: of the ranks that failed the first that is nobody's victim, or the one the others waited for."""
+    """Return the root cause: the first failed rank that is not a victim, or the ranks that the others waited for."""
     diagnoses = [(record, diagnose(record)) for record in causes(records)]
     not_victims = [(record, diagnosis) for record, diagnosis in diagnoses if not diagnosis.victim]
     if not_victims and not hung:
@@ -302,7 +302,7 @@ def find_root_cause(records: Sequence[RankRecord], *, hung: bool) -> RootCause:
     if absent:
         return RootCause(tuple(absent), Diagnosis(why, _remedy_for_absence(absent[0])))
     if hung:
-        what = "all ranks wait, for each other, and no rank stands out"
+        what = "all ranks wait for each other, and no rank stands out"
         return RootCause(
             (), Diagnosis(what, "compare the stacks below: the ranks took different ways through the code")
         )
@@ -314,9 +314,9 @@ def find_root_cause(records: Sequence[RankRecord], *, hung: bool) -> RootCause:
 
 
 def wants_stacks(records: Sequence[RankRecord]) -> bool:
-    """Whether those that failed are victims only, so that the stacks of the others may show whose.
+    """Whether only victims have failed, so that the stacks of the other ranks may show the cause.
 
-    Where a rank is to blame nobody reads them; and a rank that loses its peers is not disturbed without need.
+    Otherwise the cause is known, and ranks that lost their peers are left alone.
     """
     return all(diagnose(record).victim for record in causes(records))
 
@@ -340,7 +340,7 @@ def _remedy_for_absence(record: RankRecord) -> str:
 
 
 def failure_page(records: Sequence[RankRecord], *, hung: bool, several_hosts: bool) -> str:
-    """The page that explains how a run ended."""
+    """Return the page that explains how a run failed."""
     cause = find_root_cause(records, hung=hung)
     blamed = cause.records
     lines = ["The run hangs, and was ended." if hung else "The run failed.", ""]
@@ -390,7 +390,7 @@ def _doing(record: RankRecord) -> str:
 
 
 def _others(records: Sequence[RankRecord]) -> list[str]:
-    """The rest, those together of whom the same is to be said."""
+    """Return lines about the other ranks, grouped by what is the same for them."""
     same: dict[str, list[str]] = {}
     for record in records:
         beat = record.observation.beat
@@ -405,7 +405,7 @@ def _others(records: Sequence[RankRecord]) -> list[str]:
 
 
 def _stacks(records: Sequence[RankRecord], blamed: Sequence[RankRecord], hung: bool) -> list[str]:
-    """Of all ranks where the run hung, else of those to blame; the same stack once."""
+    """Return the stacks of all ranks where the run hung, else of the root cause; equal stacks once."""
     same: dict[str, list[int]] = {}
     order = [*blamed, *(record for record in records if record not in blamed)] if hung else blamed
     for record in order:
@@ -418,9 +418,9 @@ def _stacks(records: Sequence[RankRecord], blamed: Sequence[RankRecord], hung: b
 
 
 def _main_thread(stacks: str) -> list[str]:
-    """Of the thread that got the signal: the main one where a rank was asked, or the one that crashed.
+    """Return the stack of the thread that got the signal: the main thread on request, or the one that crashed.
 
-    Where that one has no Python of its own, a library's, the main one all the same: it is written last.
+    Where that thread is a library's without Python frames, return that of the main thread, which is written last.
     """
     head = "Current thread" if "Current thread" in stacks else "\nThread "
     current = stacks.rpartition(head)[2].splitlines()[1:]

@@ -1,7 +1,7 @@
-"""Elastic training: who takes part, and when torch's elastic agent is the one to start ranks.
+"""Elastic training: how many hosts take part, and when torch's elastic agent starts the ranks.
 
-Plait starts ranks again itself (`membership.py`). torch's agent does it where the flags are torchrun's own, and name a
-meeting place that other hosts come to by themselves.
+Plait restarts ranks itself (`restart.py`). torch's agent does it where the flags are torchrun's own, and name a
+rendezvous that hosts join by themselves.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from plait.launch.job import Job
 from plait.launch.options import LaunchOptions
 
 VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Otherwise ranks that start again meet the addresses of the dead ones in the store, and wait for them."""
+"""Otherwise ranks that restart find the addresses of the dead ranks in the store, and wait for them."""
 _RESTARTS = 100
 
 
 def is_elastic(options: LaunchOptions) -> bool:
-    """Whether anything was said that only the elastic agent can do."""
+    """Whether any flag of elastic training is given."""
     return (
         options.elastic_training
         or options.standalone
@@ -38,30 +38,30 @@ def uses_torchs_agent(options: LaunchOptions) -> bool:
 
 
 def restarts(options: LaunchOptions) -> int:
-    """So many new beginnings are allowed."""
+    """Return how many restarts are allowed."""
     if options.max_restarts is not None:
         return options.max_restarts
     return _RESTARTS if options.elastic_training or ":" in (options.nnodes or "") else 0
 
 
 def range_of_nodes(options: LaunchOptions, host_count: int) -> tuple[int, int]:
-    """The least and the most hosts; `there` are in the hostfile."""
+    """Return the smallest and the largest number of hosts; `host_count` are in the hostfile."""
     if options.nnodes is not None:
         match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
         if match is None:
-            raise WorldError(f"--nnodes {options.nnodes!r} is no number and no range; write 4 or 2:4")
+            raise WorldError(f"--nnodes {options.nnodes!r} is neither a number nor a range; write 4 or 2:4")
         least, most = int(match[1]), int(match[2] or match[1])
     else:
         least, most = options.min_elastic_nodes or 1, options.max_elastic_nodes or host_count
         if not options.elastic_training:
             least = most = host_count
     if not 1 <= least <= most:
-        raise WorldError(f"{least} hosts at least and {most} at most cannot both be; the least comes first, from 1")
+        raise WorldError(f"hosts from {least} to {most} is not a range; write the smaller number first, from 1")
     return least, most
 
 
 def elastic_job(job: Job, options: LaunchOptions) -> Job:
-    """The same job with torch's agent between the host and its ranks."""
+    """Return the job with torch's agent between the host and its ranks."""
     _check(job, options)
     least, most = range_of_nodes(options, len(job.nodes))
     endpoint = options.rdzv_endpoint or (

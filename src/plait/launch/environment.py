@@ -1,4 +1,4 @@
-"""What the environment says about where ranks meet, for those who start them. A flag goes before its variable."""
+"""Variables of the environment that launchers read: where ranks meet, and how many there are. Flags come first."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TORCHRUNS = ("nnodes", "node_rank", "nproc_per_node", "rdzv_backend", "rdzv_end
 
 
 def with_variables(options: LaunchOptions) -> LaunchOptions:
-    """The flags, and what the environment says where they say nothing."""
-    if options.standalone:  # a meeting place of its own
+    """Return the options with the values of variables for flags that are not given."""
+    if options.standalone:  # it has a rendezvous of its own
         return options
     options_read: dict[str, Any] = {}
     for name in _TORCHRUNS:
@@ -34,7 +34,7 @@ def with_variables(options: LaunchOptions) -> LaunchOptions:
 
 
 def check_address(address: str | None) -> None:
-    """Ranks of this host alone cannot meet on another one."""
+    """Refuse an address of another host for ranks that start on this host only."""
     if address is not None and not is_this_host(address):
         raise WorldError(
             f"--master_addr or MASTER_ADDR is {address}, which is not this host, and ranks are to start on this host "
@@ -44,7 +44,7 @@ def check_address(address: str | None) -> None:
 
 
 def meeting_place() -> tuple[str, int]:
-    """Where ranks of this host meet that are started without flags for it."""
+    """Return the address and port where ranks of this host meet, for launches without flags for them."""
     count = _first("PET_NNODES")
     if count is not None and count[1] not in ("1", "1:1"):
         raise WorldError(
@@ -58,7 +58,7 @@ def meeting_place() -> tuple[str, int]:
 
 
 def unused_hosts() -> str | None:
-    """A sentence about hosts that Slurm gave to this job and nobody uses; None where there are none."""
+    """Return a note about hosts that Slurm has allocated to this job and the run does not use, or None."""
     hosts = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
     if hosts in ("", "1") or "SLURM_STEP_NUM_TASKS" in os.environ:
         return None

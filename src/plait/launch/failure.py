@@ -1,7 +1,7 @@
-"""How an error reaches the user: once, however many ranks met it.
+"""Errors of ranks are printed once, however many ranks met them.
 
-A rank that `run_ranks` started leaves its message in a folder, and the launcher, who knows when all are gone,
-says it. A rank that somebody else started says it itself.
+A rank that Plait's launcher started leaves its message in a folder, and the launcher prints it when all ranks have
+ended. A rank of another launcher prints it itself.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from plait.launch.heartbeat import FOLDER_VARIABLE
 
 _PREFIX = "plait-ranks-"
 _YOUNG_S = 60.0
-"""A folder so young may be one whose launcher has not locked it yet."""
+"""The launcher of a folder younger than this may not have locked it yet."""
 
 
 def report_failure(error: PlaitError) -> None:
-    """Pass the error on in plain words, or print it."""
+    """Leave the message of an error for the launcher, or print it."""
     rank = whole_number(os.environ.get("RANK", "")) or 0
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None and Path(folder).is_dir():
-        with suppress(OSError):  # full, most likely, which may be what the error is about: then it is said here
+        with suppress(OSError):  # most likely a full disk, which may be the error itself: then it is printed here
             Path(folder, str(rank)).write_text(str(error), encoding="utf-8")
             return
     if rank != 0:
         if isinstance(error, ConfigError):
-            return  # all ranks meet a wrong setting alike, and rank 0 speaks for them
-        # Rank 0 most likely met the same thing and says so first; if it did not, this rank is the one to hear.
+            return  # all ranks meet a wrong setting alike, and rank 0 prints it
+        # Rank 0 most likely met the same error and prints it first; if it did not, this rank's message counts.
         time.sleep(1.0)
     print(f"plait: {error}" if rank == 0 else f"plait: rank {rank}: {error}", file=sys.stderr, flush=True)
 
 
 def _sweep(root: Path) -> None:
-    """Remove the folders of launchers that were killed: who lives holds a lock, which nobody can leave behind."""
+    """Remove the folders of launchers that were killed: a running launcher holds a lock on its folder."""
     for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or gone by now
+        with suppress(OSError):  # another user's, or removed by now
             if time.time() - folder.stat().st_mtime < _YOUNG_S:
                 continue
             lock = os.open(folder, os.O_RDONLY)
@@ -57,7 +57,7 @@ def _sweep(root: Path) -> None:
 
 
 def _take_lock(lock: int) -> bool:
-    """Take the lock of a folder; whether nobody had it. On a file system without locks nobody can tell."""
+    """Try to lock a folder; return whether that succeeded. False on a file system without locks, too."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -66,7 +66,7 @@ def _take_lock(lock: int) -> bool:
 
 
 class RankMessages:
-    """What the ranks have to say, while it is open."""
+    """The folder in which ranks leave messages, heartbeats and stacks, while it is open."""
 
     def __enter__(self) -> RankMessages:
         _sweep(Path(tempfile.gettempdir()))
@@ -83,26 +83,26 @@ class RankMessages:
 
     @property
     def folder(self) -> Path:
-        """Where ranks leave messages, heartbeats and stacks."""
+        """The folder's path."""
         return Path(self._folder.name)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a rank must find in its environment. torch's flight recorder tells the heartbeat of collectives."""
+        """The variables that ranks need. torch's flight recorder reports collectives to the heartbeat."""
         return {
             FOLDER_VARIABLE: self._folder.name,
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "16"),
         }
 
     def raw(self) -> dict[int, str]:
-        """By rank, the message that it left."""
+        """Return the message that each rank left, by rank."""
         files = (path for path in Path(self._folder.name).iterdir() if path.name.isdecimal())
         paths = sorted(files, key=lambda path: int(path.name))
         return {int(path.name): path.read_text(encoding="utf-8", errors="replace") for path in paths}
 
 
 def merge_messages(messages: Mapping[int, str]) -> list[str]:
-    """Each message once, with the ranks that left it where not all said the same."""
+    """Return each message once, with the ranks that left it where they differ."""
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(messages.items()):
         ranks.setdefault(text, []).append(rank)

@@ -1,8 +1,8 @@
-"""A rank's heartbeat: what it does right now, in a small file that outlives it.
+"""The heartbeat of a rank: its phase, step, last collective and memory, in a small file that outlives it.
 
-The rank writes with plain stores into mapped memory, so a change of phase costs no system call; the launcher maps
-nothing and only reads, whether the rank still runs, hangs or is gone. Each part below is written by one thread in
-one store of a few bytes, and a reader that comes in between sees at worst an old part beside a new one.
+The rank writes with plain stores into mapped memory, so a change of phase costs no system call. The launcher only reads
+the file, whether the rank runs, hangs or has died. One thread writes each field below, in one store of a few bytes; a
+reader that comes in between sees at worst an old field beside a new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Phase(StrEnum):
     LOAD = "load"
     """A checkpoint is read."""
     INIT = "optimizer init"
-    """The first update, in which an optimizer makes its state. Only a plan tells it from `step`."""
+    """The first update, in which an optimizer makes its state. Only a plan distinguishes it from `step`."""
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
@@ -36,7 +36,7 @@ class Phase(StrEnum):
     IDLE = "idle"
     """Between all of these: data, logs, hooks."""
     LEFT = "left"
-    """It was told to stop, has saved, and goes. What its exit code says is no failure."""
+    """It was asked to stop, has saved, and exits. Its exit code is not a failure."""
 
     @property
     def has_batches(self) -> bool:
@@ -64,12 +64,12 @@ NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
 
 
 STACK_SIGNAL = signal.SIGURG
-"""On this signal a rank writes down its stacks. One that does nothing to a rank that is not prepared for it."""
+"""On this signal a rank writes its stacks to a file. A process without a handler ignores this signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a rank last said of itself. Times are seconds since the epoch, by its own clock."""
+    """The last heartbeat of a rank. Times are seconds since the epoch, by its own clock."""
 
     pid: int
     timeout_s: float
@@ -80,24 +80,24 @@ class Beat:
     since: float
     """When the phase began."""
     collective: str = ""
-    """The last one that it began; empty where none is known."""
+    """The last collective that it began; empty where none is known."""
     called: float = 0.0
     pending: bool = False
-    """Whether that one is not over yet."""
+    """Whether that collective has not finished."""
     count: int = 0
     """How many collectives it has begun."""
     tick: int = 0
-    """Which look at the collectives this was; looks of all ranks with one number are of the same moment."""
+    """Number of the sample; samples of all ranks with the same number were taken at the same moment."""
     gpu: int = 0
     """Bytes in use on its GPU."""
     gpu_peak: int = 0
     folder: str = ""
-    """Where a report on this run belongs."""
+    """The folder for a report on this run."""
     sizes: tuple[int, ...] = ()
-    """Numbers of ranks with which this run can go on, its batch kept; none: nothing is known."""
+    """World sizes with which this run can continue with the same batch; empty: not known."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
     @classmethod
@@ -107,29 +107,29 @@ class Beat:
 
 
 def put_about(buffer: Any, pid: int, timeout_s: float) -> None:
-    """Written last of what a new heartbeat has, as this makes it readable."""
+    """Write the magic number, pid and timeout. Last of a new heartbeat, as this makes it readable."""
     _ABOUT.pack_into(buffer, _ABOUT_AT, _MAGIC, pid, timeout_s)
 
 
 def put_collective(buffer: Any, name: str, *, called: float, count: int, tick: int, pending: bool) -> None:
-    """The last collective that was begun."""
+    """Write the last collective that was begun."""
     _COLLECTIVE.pack_into(buffer, _COLLECTIVE_AT, called, count, tick, pending, name.encode()[:63])
 
 
 def put_memory(buffer: Any, gpu: int, peak: int) -> None:
-    """The memory of the GPU that is in use."""
+    """Write how much memory of the GPU is in use, and was at the peak."""
     _MEMORY.pack_into(buffer, _MEMORY_AT, gpu, peak)
 
 
 def put_folder(buffer: Any, folder: str) -> None:
-    """Where a report on this run belongs. A path that is too long is as good as none."""
+    """Write the folder for a report on this run. A path that is too long is left out."""
     text = folder.encode()
     if len(text) <= 1000:
         _TEXT.pack_into(buffer, _FOLDER_AT, len(text), text)
 
 
 def put_sizes(buffer: Any, sizes: Iterable[int]) -> None:
-    """With how many ranks the run can go on: a bit for each."""
+    """Write the world sizes with which the run can continue: a bit for each."""
     bits = bytearray(_MOST_SIZES // 8)
     for size in sizes:
         if size < _MOST_SIZES:
@@ -138,13 +138,13 @@ def put_sizes(buffer: Any, sizes: Iterable[int]) -> None:
 
 
 def phase_in(buffer: Any) -> Phase:
-    """The phase that was put last."""
+    """Return the phase that was written last."""
     number: int = _NOW.unpack_from(buffer, _NOW_AT)[-1]
     return _PHASES[number]
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The heartbeat in a file; None where there is none yet."""
+    """Return the heartbeat in a file; None where there is none yet."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Looks at heartbeats while ranks run: who has waited too long, and who keeps the others waiting."""
+"""Finds hangs and stragglers from the heartbeats of running ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from plait.launch.records import RankRecord
 
 EVERY_S = 1.0
 _OFFSET_S = 0.125
-"""Ranks look at their collectives on quarters of a second; this is well between two of those."""
-_LONGEST_LOOK_S = 3.0
-"""What counts at most of the time between two looks: ranks that slept meanwhile, as laptops do, did not wait."""
+"""Ranks sample their collectives on quarters of a second; this is well between two of those."""
+_LONGEST_SAMPLE_S = 3.0
+"""The most that counts of the time between two samples: on a machine that slept meanwhile, ranks did not wait."""
 _MARGIN, _MOST_MARGIN_S = 0.2, 10.0
-"""A hang is told so much before the collective would time out: while all ranks are there to be asked."""
+"""A hang is reported so long before the collective would time out, while all ranks can still write their stacks."""
 
 _HINTS = {
     Phase.IDLE: "its data, logs or hooks are slow: give data.workers more, or look at its disk",
@@ -25,7 +25,7 @@ _HINTS = {
 
 
 class HeartbeatMonitor:
-    """Over the records of all ranks, whose evidence somebody keeps up to date."""
+    """Samples the records of all ranks, whose observations the caller keeps up to date."""
 
     def __init__(self, records: Sequence[RankRecord], *, window: int = 40, share: float = 0.75) -> None:
         self._records = records
@@ -35,10 +35,10 @@ class HeartbeatMonitor:
         self._next = 0.0
         self._looked: float | None = None
         self._waits: dict[int, tuple[tuple[float, int], float]] = {}
-        """Of each rank that waits: since when, by its own clock and count, and how many seconds were seen of it."""
+        """By rank that waits: start and number of its collective, and how many seconds it was seen to wait."""
 
     def due(self) -> bool:
-        """Whether it is time for another look, once a second."""
+        """Whether it is time for another sample, once a second."""
         now = time.time()
         if self._next - 2 * EVERY_S < now < self._next:  # further back only where the clock was set back
             return False
@@ -46,13 +46,13 @@ class HeartbeatMonitor:
         return True
 
     def hangs(self) -> bool:
-        """Whether a rank has waited so long in a collective that it is soon to give up. Call it once a look.
+        """Whether a rank has waited in a collective for nearly its timeout. Call it once per sample.
 
-        What was seen of a wait is added up, look by look: by the clock alone, one that is set forward, or a machine
-        that was asleep, would end runs in which nobody waits for anybody.
+        The waits that were seen are added up sample by sample: by the clock alone, a clock that is set forward, or a
+        machine that slept, would end runs in which no rank waits.
         """
         now = time.monotonic()
-        passed = float("inf") if self._looked is None else min(now - self._looked, _LONGEST_LOOK_S)
+        passed = float("inf") if self._looked is None else min(now - self._looked, _LONGEST_SAMPLE_S)
         self._looked, before, self._waits = now, self._waits, {}
         hung = False
         for record in self._records:
@@ -67,7 +67,7 @@ class HeartbeatMonitor:
         return hung
 
     def straggler(self) -> str | None:
-        """A sentence about a rank that the others wait for all the time; once for each. Call it once a look."""
+        """Return a warning about a rank that the others keep waiting for, once per rank. Call it once per sample."""
         beats = {
             r.placement.rank: r.observation.beat for r in self._records if r.running and r.observation.beat is not None
         }

@@ -1,4 +1,4 @@
-"""Which hosts, and which slots of each: the hostfile and the filters on it. A slot is room for one rank."""
+"""The hostfile and the filters on it: which hosts, and which slots of each. A slot holds one rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from plait.config import read_lines, whole_number
 from plait.errors import WorldError
 
 Pool = dict[str, tuple[int, ...]]
-"""Host → the numbers of its slots, in the order in which ranks are given out."""
+"""Host → the numbers of its slots, in the order of ranks."""
 
 _NAME = re.compile(r"(?!-)[\w.:%@+~-]+")
-"""A name, an address, or one of them behind `user@`. What begins with a dash would be an option of ssh."""
+"""A name or an address, optionally after `user@`. ssh would take a leading dash for an option."""
 MOST_SLOTS = 65_536
-"""More than any host has; a slip must not fill memory with numbers."""
+"""More than any host has; a typo must not fill memory with numbers."""
 _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?\s*")
 
 
@@ -29,10 +29,10 @@ def read_hostfile(path: Path) -> Pool:
         if text:
             host, slots = _entry(text, f"{path}:{number}")
             if host in pool:
-                raise WorldError(f"{path}:{number}: {host!r} is there twice; give it one line with all of its slots")
+                raise WorldError(f"{path}:{number}: {host!r} appears twice; give it one line with all of its slots")
             pool[host] = tuple(range(slots))
     if not pool:
-        raise WorldError(f"the hostfile {str(path)!r} names no host; write one a line: `worker-0 slots=4`")
+        raise WorldError(f"the hostfile {str(path)!r} names no host; write one per line: `worker-0 slots=4`")
     return pool
 
 
@@ -41,15 +41,15 @@ def _entry(text: str, where: str) -> tuple[str, int]:
     if match is None:
         raise WorldError(f"{where}: cannot read {text!r}; write a host and its slots: `worker-0 slots=4`")
     if match["slots"] is None:
-        raise WorldError(f"{where}: {text!r} says no slots; write how many ranks it takes: `{match['host']} slots=4`")
+        raise WorldError(f"{where}: {text!r} has no slots; write how many ranks it takes: `{match['host']} slots=4`")
     slots = whole_number(match["slots"])
     if not slots:
-        raise WorldError(f"{where}: slots={match['slots']:.20} is no number from 1; write `{match['host']} slots=4`")
+        raise WorldError(f"{where}: slots={match['slots']:.20} is not a number from 1; write `{match['host']} slots=4`")
     if slots > MOST_SLOTS:
         raise WorldError(f"{where}: slots={slots} is more than the {MOST_SLOTS} that a host may have")
     host = _without_brackets(match["host"])
     if _NAME.fullmatch(host) is None:
-        raise WorldError(f"{where}: {host!r} is no name or address of a host; write it like `worker-0 slots=4`")
+        raise WorldError(f"{where}: {host!r} is not the name or address of a host; write it like `worker-0 slots=4`")
     return host, slots
 
 
@@ -58,7 +58,7 @@ def _without_brackets(host: str) -> str:
 
 
 def choose(pool: Pool, *, include: str = "", exclude: str = "") -> Pool:
-    """The part of the pool that a filter such as `worker-0@worker-1:0,2` leaves, in the order of the pool.
+    """Return the hosts and slots that a filter such as `worker-0@worker-1:0,2` leaves, in the order of the pool.
 
     A host without slots means all of its slots. Only one of the two filters can be given.
     """
@@ -81,7 +81,7 @@ def choose(pool: Pool, *, include: str = "", exclude: str = "") -> Pool:
 
 
 def _named(text: str, pool: Pool, flag: str) -> Pool:
-    """What a filter names, checked against the pool."""
+    """Return the hosts and slots that a filter names, checked against the pool."""
     slots_of: dict[str, set[int]] = {}
     for entry in text.split("@"):
         name, slots = _split_entry(entry.strip(), flag)
@@ -95,7 +95,7 @@ def _named(text: str, pool: Pool, flag: str) -> Pool:
 
 
 def _split_entry(entry: str, flag: str) -> tuple[str, list[int]]:
-    """`worker-1:0,2` → its name and slots. An IPv6 address with slots needs brackets: `[fd00::2]:0,2`."""
+    """Split `worker-1:0,2` into name and slots. An IPv6 address with slots needs brackets: `[fd00::2]:0,2`."""
     if entry.startswith("["):
         name, _, slots = entry[1:].partition("]")
         slots = slots.removeprefix(":")
@@ -108,12 +108,12 @@ def _split_entry(entry: str, flag: str) -> tuple[str, list[int]]:
     numbers = [number.strip() for number in slots.split(",")] if slots else []
     parsed = [whole_number(number) for number in numbers]
     if None in parsed:
-        raise WorldError(f"{flag}: {slots!r} in {entry!r} is no list of slots; write `{name}:0,2`")
+        raise WorldError(f"{flag}: {slots!r} in {entry!r} is not a list of slots; write `{name}:0,2`")
     return name, [number for number in parsed if number is not None]
 
 
 def _host(name: str, pool: Mapping[str, object], flag: str) -> str:
-    """The host of the pool that is meant; `user@` is part of an entry, not of a name."""
+    """Return the host of the pool with a name; `user@` in the pool does not count as part of it."""
     for host in pool:
         if name in (host, host.rpartition("@")[2]):
             return host
@@ -123,7 +123,7 @@ def _host(name: str, pool: Mapping[str, object], flag: str) -> str:
 
 
 def limit(pool: Pool, *, hosts: int | None, slots: int | None) -> Pool:
-    """The first `hosts` hosts of the pool, with the first `slots` slots of each; None takes all."""
+    """Return the first `hosts` hosts of the pool, with the first `slots` slots of each; None takes all."""
     if hosts is not None and hosts > len(pool):
         raise WorldError(f"--num_nodes {hosts}: there are only {len(pool)} hosts ({', '.join(pool)})")
     left = dict(list(pool.items())[:hosts])

@@ -1,4 +1,4 @@
-"""What is to run where: the whole of a launch, as plain data that every host reads alike."""
+"""A job: which program runs on which slots of which hosts, as plain data that is sent to every host."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Any
 
 from plait.errors import WorldError
 
-# Cores for ranks, so that they do not push each other from core to core.
+# Binding ranks to cores.
 
 
 def available_cores() -> tuple[int, ...]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_count() -> int:
-    """How many processors this process may use."""
+    """Return how many cores this process may use."""
     return len(available_cores())
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """`1,3-5,7` → (1, 3, 4, 5, 7)."""
+    """Parse a list of cores and ranges: `1,3-5,7` → (1, 3, 4, 5, 7)."""
     cores: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", entry)
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-            raise WorldError(f"--bind_core_list {text!r}: {entry!r} is no core or range of cores; write `1,3-5,7`")
+            raise WorldError(f"--bind_core_list {text!r}: {entry!r} is not a core or a range of cores; write `1,3-5,7`")
         cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(set(cores)) < len(cores):
         raise WorldError(f"--bind_core_list {text!r} names a core twice")
@@ -43,7 +43,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def cores_of(local_rank: int, local_size: int, cores: tuple[int, ...], available: tuple[int, ...]) -> tuple[int, ...]:
-    """The share of one rank: equally many for each, neighbours together. Cores that are left over stay idle."""
+    """Return the cores of one rank: equally many for each, neighbours together. Left-over cores stay idle."""
     absent = [core for core in cores if core not in available]
     if absent:
         raise WorldError(f"--bind_core_list: core {absent[0]} cannot be used here; {_ranges(available)} can")
@@ -61,7 +61,7 @@ def _ranges(cores: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A host and the slots of it that are used, one rank each."""
+    """A host and those of its slots that are used, one rank each."""
 
     host: str
     slots: tuple[int, ...]
@@ -69,12 +69,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Where one rank runs."""
+    """The host and slot that one rank runs on."""
 
     rank: int
     host: str
     node: int
-    """Which of the hosts, from 0."""
+    """The number of the host, from 0."""
     local_rank: int
     local_size: int
     slot: int
@@ -82,48 +82,48 @@ class RankPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One launch. Ranks are given out host by host, in the order of `nodes`."""
+    """One launch. Ranks are numbered host by host, in the order of `nodes`."""
 
     program: tuple[str, ...]
-    """What every rank runs, up to and with the script."""
+    """The command of every rank, up to and including the script."""
     nodes: tuple[Node, ...]
     arguments: tuple[str, ...] = ()
-    """The script's own, never touched."""
+    """The script's own arguments, as they are."""
     id: str = "local"
     address: str = "127.0.0.1"
     """Where rank 0 listens."""
     port: int = 29500
     folder: str | None = None
-    """Where ranks start; None: where the launcher is."""
+    """The current folder of ranks; None: that of the launcher."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Forwarded to every host, on top of what is there."""
+    """Variables for every host, on top of its own."""
     devices: bool = False
-    """Slots are GPUs: ranks of a host see those of its slots, and no others."""
+    """Slots are GPUs: ranks of a host see the GPUs of its slots only."""
     local_rank_flag: bool = False
     """Give the script `--local_rank=N`, as older launchers did."""
     bind_cores: bool = False
     """Each rank gets cores of its own."""
     cores: tuple[int, ...] = ()
-    """Those to give out; none: all that there are."""
+    """The cores to bind ranks to; empty: all."""
     log_dir: str | None = None
-    """One file a rank for what it prints; None: it prints to the console."""
+    """Folder of one file per rank for its output; None: it goes to the console."""
     log_prefix: str = ""
     spare: int = 0
-    """So many hosts may fail before the rest is ended too."""
+    """How many hosts may fail before the others are ended too."""
     once_per_node: bool = False
-    """Start the program once a host: it starts the ranks itself."""
+    """Start the program once per host: it starts the ranks itself."""
     contact: str = ""
-    """Where ranks that others start for the launcher call it back; empty: nowhere."""
+    """Address, port and password of the launcher's `Controller`, which ranks connect to; empty: there is none."""
     rendezvous: bool = False
-    """The first host keeps the meeting place of torch's elastic agents."""
+    """The first host runs the rendezvous of torch's elastic agents."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return sum(len(node.slots) for node in self.nodes)
 
     def placements(self) -> list[RankPlacement]:
-        """Every rank's place, rank 0 first."""
+        """Return the placement of every rank, rank 0 first."""
         placements: list[RankPlacement] = []
         for index, node in enumerate(self.nodes):
             for local_rank, slot in enumerate(node.slots):
@@ -131,17 +131,17 @@ class Job:
         return placements
 
     def started_on(self, node: int) -> list[RankPlacement]:
-        """What has to be started on one host."""
+        """Return the ranks to start on one host."""
         placements = [placement for placement in self.placements() if placement.node == node]
         return placements[:1] if self.once_per_node else placements
 
     def argv(self, placement: RankPlacement) -> list[str]:
-        """The command line of a rank."""
+        """Return the command line of a rank."""
         flag = [f"--local_rank={placement.local_rank}"] if self.local_rank_flag else []
         return [*self.program, *flag, *self.arguments]
 
     def variables(self, placement: RankPlacement, present: Mapping[str, str]) -> dict[str, str]:
-        """What a rank's environment gets on top of `present`, the environment of its host."""
+        """Return the variables that a rank gets on top of `present`, the environment of its host."""
         variables = dict(self.environment)
         if self.devices and (
             visible := _visible(placement, self.nodes[placement.node].slots, {**present, **variables})
@@ -166,24 +166,24 @@ class Job:
         return variables
 
     def cores_for(self, placement: RankPlacement, available: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The cores that a rank is bound to; None where it may roam."""
+        """Return the cores that a rank is bound to; None where it is not bound."""
         if not self.bind_cores:
             return None
         return cores_of(placement.local_rank, placement.local_size, self.cores or available, available)
 
     def log_file(self, placement: RankPlacement) -> str | None:
-        """Where a rank's output goes, if not to the console."""
+        """Return the file for a rank's output; None where it goes to the console."""
         return None if self.log_dir is None else f"{self.log_dir}/{self.log_prefix}rank{placement.rank}.log"
 
     def to_json(self) -> str:
-        """On one line, for another host; what is as usual is left out."""
+        """Return the job as one line of JSON, without defaults."""
         usual = {info.name: info.default for info in fields(self)}
         changed = {name: value for name, value in asdict(self).items() if value != usual[name] and value != {}}
         return json.dumps(changed, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The job that `to_json` wrote."""
+        """Return the job that `to_json` wrote."""
         values = json.loads(text)
         nodes = tuple(Node(node["host"], tuple(node["slots"])) for node in values.pop("nodes"))
         names = ("program", "arguments", "cores")
@@ -192,7 +192,7 @@ class Job:
 
 
 def _visible(placement: RankPlacement, slots: tuple[int, ...], present: Mapping[str, str]) -> str | None:
-    """The GPUs of a host's slots. Slots count within what CUDA_VISIBLE_DEVICES already allows there."""
+    """Return the GPUs of a host's slots. Slots index what CUDA_VISIBLE_DEVICES already allows there."""
     allowed = present.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return ",".join(map(str, slots))
@@ -207,14 +207,14 @@ def _visible(placement: RankPlacement, slots: tuple[int, ...], present: Mapping[
     return ",".join(names[slot] for slot in slots)
 
 
-# Where a program is on this host: what a shell over ssh has on its path is less than what a terminal has.
+# Finding a program on this host: a shell over ssh has a shorter path than a terminal.
 
 
 def find_program(name: str, *, path: str | None = None, folder: str | None = None) -> str | None:
-    """The path of a program; None where there is none.
+    """Return the path of a program; None where there is none.
 
-    A bare name is looked for on `path` (absent: this process's), then beside this Python, where `plait` itself and
-    other commands of its environment are. A name with a slash counts from `folder`.
+    A bare name is looked up on `path` (absent: this process's), then beside this Python, where `plait` itself and other
+    commands of its environment are. A name with a slash is relative to `folder`.
     """
     if "/" in name:
         file = Path(folder or os.curdir, name)
@@ -223,7 +223,7 @@ def find_program(name: str, *, path: str | None = None, folder: str | None = Non
 
 
 def absent(name: str) -> str:
-    """What to say of a program that is not there."""
+    """Return the message about a program that does not exist."""
     return (
         f"there is no program {name!r}, neither on the path nor beside {sys.executable}; give its whole path, install "
         "it there, or leave out --no_python if it is a Python script"

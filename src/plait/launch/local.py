@@ -1,4 +1,4 @@
-"""The ranks of one host: started together, ended together. Imports no torch, so errors show at once."""
+"""The ranks of one host: started together, ended together."""
 
 from __future__ import annotations
 
@@ -33,32 +33,31 @@ from plait.launch.records import (
     RankRecord,
     causes,
     exit_code,
-    never,
     new_records,
     record_end,
 )
 
-# What ranks of this host print, passed on as it comes, and the last lines of each kept.
+# The output of ranks, passed on as it comes; the last lines of each are kept.
 
 
 _CHUNK = 1 << 16
 
 
 class Relay:
-    """Reads only when it is asked to `pump`: there is no thread, so that ranks can be started again at any time."""
+    """Passes on the output of ranks, in `pump` only: it has no thread, so that ranks can be started again any time."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._rests: dict[int, bytes] = {}
 
     def open(self, outputs: Iterable[tuple[RankRecord, str, IO[bytes]]]) -> None:
-        """Begin with these pipes: whose, `out` or `err`, and the pipe."""
+        """Add pipes: the rank's record, `out` or `err`, and the pipe."""
         for record, name, pipe in outputs:
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (record, name))
 
     def pump(self, seconds: float) -> bool:
-        """Pass on what comes within that time; returns early, and true, once something has."""
+        """Pass on output for that time; return early, and true, once there was some."""
         if not self._selector.get_map():
             time.sleep(seconds)
             return False
@@ -75,7 +74,7 @@ class Relay:
         return bool(ready)
 
     def close(self) -> None:
-        """Pass on what is left. A worker that outlives its rank may hold a pipe open: that is not waited for."""
+        """Pass on the rest. It does not wait for a data worker that outlives its rank and holds a pipe open."""
         while self.pump(0.0):
             pass
         for key in list(self._selector.get_map().values()):
@@ -91,7 +90,7 @@ class Relay:
 
 def _put(name: str, data: bytes) -> None:
     target = sys.stdout if name == "out" else sys.stderr
-    with suppress(OSError, ValueError):  # nobody listens any more: the ranks go on all the same
+    with suppress(OSError, ValueError):  # the console is closed: the ranks keep running
         target.flush()
         target.buffer.write(data)
         target.buffer.flush()
@@ -101,7 +100,7 @@ _POLL_S = 0.05
 
 
 def gpu_count() -> int:
-    """How many GPUs a process started here would see, without loading torch."""
+    """Return how many GPUs a process started here would see, without loading torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -113,30 +112,30 @@ def gpu_count() -> int:
 
 
 def launched_size() -> int | None:
-    """How many ranks a launcher started this process as one of; None where nobody did."""
+    """Return the world size of the launch that this process is a rank of; None where no launcher started it."""
     return whole_number(os.environ.get("WORLD_SIZE", ""))
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run `command` once for each rank on this host and wait; returns 0, or the exit code of the rank that failed.
+    """Run `command` once per rank on this host and wait; return 0, or the exit code of the rank that failed.
 
-    A run that was told to stop has not come to its end, however well it left: 128 and the signal.
+    It is 128 plus the signal for a run that a signal has stopped, even if all ranks exited with 0.
 
-    The ranks find each other through the same variables that torchrun sets. When one fails, the others, which
-    would wait for it, are ended. Ctrl-C, SIGTERM and a closed terminal reach every rank, which then saves and
-    leaves; a second Ctrl-C ends all at once.
+    The ranks find each other through the same variables that torchrun sets. When one fails, the others, which would
+    wait for it, are ended. Ctrl-C, SIGTERM and a closed terminal reach every rank, which then saves and exits; a second
+    Ctrl-C ends all at once.
     """
     job = Job(tuple(command), (Node("localhost", tuple(range(count))),), port=free_port())
     return run_job(job, 0, stop_grace=None).code
 
 
 def run_job(
-    job: Job, node: int, *, stop_grace: float | None, grace: float = GRACE_S, join: Callable[[], bool] = never
+    job: Job, node: int, *, stop_grace: float | None, grace: float = GRACE_S, join: Callable[[], bool] = lambda: False
 ) -> LaunchOutcome:
-    """Run this host's ranks of a job to their end, and say why if that was a bad one.
+    """Run this host's ranks of a job to their end, and report why where they fail.
 
-    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
-    is how many they may once one has failed. When `join` says that others can join, all are asked to save and leave.
+    `stop_grace` is how many seconds ranks may take to exit after the first Ctrl-C; None: no limit. `grace` is how many
+    they may take once one has failed. When `join` returns true, others can join: all are asked to save and exit.
     """
     with RankMessages() as messages:
         relay = Relay()
@@ -149,7 +148,7 @@ def run_job(
             if signals.interrupts > 1:
                 return LaunchOutcome(128 + signal.SIGINT, group.records, interrupted=True)
             if not signals.waited and not reform:
-                # Said last, so that it stands below whatever the ranks themselves printed.
+                # Reported last, so that it stands below the output of the ranks.
                 several = len(job.nodes) > 1
                 report_end(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
             code = signals.code(exit_code(group.records, hung=hung))
@@ -159,7 +158,7 @@ def run_job(
 def _wait(
     group: LocalRanks, signals: Signals, stop_grace: float | None, grace: float, join: Callable[[], bool]
 ) -> tuple[bool, bool]:
-    """Until all are gone; whether they had to be ended because they hung, or were asked to leave for others."""
+    """Wait until all have ended; return whether they hung and were ended, and whether they were asked to restart."""
     watch, hung, asked = HeartbeatMonitor(group.records), False, 0.0
     while group.poll():
         if causes(group.records):
@@ -187,12 +186,12 @@ def _wait(
 
 
 class LocalRanks:
-    """The processes of one host, and the record of each.
+    """The processes of the ranks of one host, and their records.
 
-    What they print goes to their log, or else into pipes that `outputs` has: errors always, so that their last lines
-    can be shown again, the rest where `capture` says so. A progress bar needs the terminal itself. `pause` is how to
-    wait; whoever reads the pipes must do it there too, or ranks that print much could not end. `places` are the ranks
-    to start where that is not all of the host's.
+    Their output goes to their log, or else into the pipes of `outputs`: stderr always, so that its last lines can be
+    shown again, stdout with `capture`. A progress bar needs the terminal itself. `pause` waits; where pipes are read,
+    it must read them too, or ranks that print much could not end. `placements` are the ranks to start; None: all of the
+    host's.
     """
 
     def __init__(
@@ -220,7 +219,7 @@ class LocalRanks:
     def start(self) -> None:
         """Start all of them, or none."""
         cores = available_cores()
-        # Before the first one starts, so that a wrong slot or core is an error and not a torn job.
+        # Before the first rank starts, so that a wrong slot or core leaves no part of a job running.
         bound = [self.job.cores_for(record.placement, cores) for record in self.records]
         environments = [
             self._environment(record.placement, mine) for record, mine in zip(self.records, bound, strict=True)
@@ -271,7 +270,7 @@ class LocalRanks:
                 stdout=log or (subprocess.PIPE if self._capture else None),
                 stderr=subprocess.STDOUT if log else subprocess.PIPE,
                 process_group=0,
-                close_fds=False,  # ours are not inherited anyway; MPICH hands its ranks one
+                close_fds=False,  # ours are not inheritable anyway; MPICH passes one to its ranks
                 preexec_fn=prepare,
             )
         finally:
@@ -287,13 +286,13 @@ class LocalRanks:
         return path.open("wb")
 
     def outputs(self) -> list[tuple[RankRecord, str, IO[bytes]]]:
-        """The pipes of captured ranks: whose, `out` or `err`, and the pipe."""
+        """Return the pipes of captured ranks: the record, `out` or `err`, and the pipe."""
         pairs = zip(self.records, self._processes, strict=True)
         pipes = [(record, name, pipe) for record, p in pairs for name, pipe in (("out", p.stdout), ("err", p.stderr))]
         return [(record, name, pipe) for record, name, pipe in pipes if pipe is not None]
 
     def poll(self) -> bool:
-        """Note who has ended; whether somebody still runs."""
+        """Record the ranks that have ended; return whether any still runs."""
         for record, process in zip(self.records, self._processes, strict=False):
             if record.exit_code is not None:
                 continue
@@ -315,7 +314,7 @@ class LocalRanks:
                 _send(process, number)
 
     def end(self, *, wait: float, grace: float) -> None:
-        """See to it that all are gone: time to say something, SIGTERM, time to leave, SIGKILL for them and theirs."""
+        """End all ranks: wait, SIGTERM, `grace` seconds to exit, then SIGKILL for them and their child processes."""
         self._wait_until(time.monotonic() + wait)
         self.poll()
         self._ending = True
@@ -333,14 +332,14 @@ class LocalRanks:
 
 
 def follow_the_launcher(number: int = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when whoever started this process is gone, so that `kill -9` leaves no orphans."""
+    """Ask the kernel for a signal when the parent of this process ends, so that `kill -9` leaves no orphans."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
 
 
 class Signals:
-    """While open, passes signals on instead of dying of them."""
+    """While open, passes signals on to the ranks instead of ending this process."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
@@ -354,14 +353,14 @@ class Signals:
         return 0.0 if self._first is None else time.monotonic() - self._first
 
     def code(self, code: int) -> int:
-        """The exit code where ranks ended with `found`: a run that was told to stop does not look finished."""
+        """Return the exit code of the run whose ranks ended with `code`: not 0 where a signal stopped it."""
         return code or (128 + self._first_signal if self._first_signal else 0)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._first = self._first or time.monotonic()
         self.interrupts += number == signal.SIGINT
         if self.interrupts > 1:
-            number = signal.SIGKILL  # checkpoints survive it, and a rank inside a collective hears nothing else
+            number = signal.SIGKILL  # checkpoints survive it, and a rank in a collective handles no other signal
         elif number == signal.SIGHUP:
             number = signal.SIGTERM
         self._first_signal = self._first_signal or number
@@ -369,7 +368,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # A shell's `nohup` ignores SIGHUP, and that is to stay so.
+        # Under `nohup` SIGHUP is ignored, and stays so.
         wanted = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._pass_on) for number in wanted}
         return self
@@ -380,7 +379,7 @@ class Signals:
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the rank alone, or, as it is killed, to its whole group: data workers must not outlive it."""
+    """Send a signal to the rank, or SIGKILL to its process group: data workers must not outlive it."""
     if number == signal.SIGKILL:
         _sweep(process.pid)
     else:
@@ -388,8 +387,8 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _sweep(group: int) -> None:
-    """End what is left of a process group."""
+    """Kill what is left of a process group."""
     try:
         os.killpg(group, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        return  # nobody is left, or on macOS only a zombie
+        return  # no process is left, or on macOS only a zombie

@@ -1,4 +1,4 @@
-"""How ranks do, told by whoever started them to the launcher, and what the launcher orders: plain values both."""
+"""Messages between the launcher and the agents on hosts: ranks' states one way, orders the other. Plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.launch.records import RankObservation, RankRecord, record_end
 
 
 class Reporter:
-    """Tells of the ranks of one host."""
+    """Reports the state of the ranks of one host."""
 
     def __init__(self, ranks: LocalRanks, send: Callable[..., object]) -> None:
         self._ranks, self._send = ranks, send
@@ -20,12 +20,12 @@ class Reporter:
         self._reported: set[int] = set()
 
     def begin(self) -> None:
-        """The ranks have started."""
+        """Report that the ranks have started."""
         for record in self._ranks.records:
             self._send(rank=record.placement.rank, pid=record.pid, log=record.log)
 
     def report(self, *, ended_by_us: bool = False) -> None:
-        """How ranks do, once a second, and their ends. `ended_by_us`: they were told to go, by somebody."""
+        """Report observations once a second, and the ends of ranks. `ended_by_us`: they were stopped on purpose."""
         if self._watch.due():
             self._ranks.observer.look_at_all()
             for record in self._ranks.records:
@@ -41,7 +41,7 @@ class Reporter:
 
 
 def apply_message(record: RankRecord, message: dict[str, Any]) -> None:
-    """Write into a rank's record what was told of it."""
+    """Write a message about a rank into its record."""
     if "pid" in message:
         record.pid, record.log, record.started = message["pid"], message["log"], time.time()
     elif "evidence" in message:
@@ -55,7 +55,7 @@ def apply_message(record: RankRecord, message: dict[str, Any]) -> None:
 
 
 def apply_order(ranks: LocalRanks, order: dict[str, Any]) -> None:
-    """Do what the launcher says."""
+    """Carry out an order of the launcher."""
     if "signal" in order:
         ranks.send(order["signal"])
     elif "stacks" in order:

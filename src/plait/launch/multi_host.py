@@ -1,4 +1,4 @@
-"""Several hosts at once: one connection to each, over which `plait.launch.agent` is told what to do and tells back."""
+"""Runs a job on several hosts: one connection to each, to its `plait.launch.agent`."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ from plait.launch.records import (
     RankRecord,
     causes,
     exit_code,
-    never,
     new_records,
     record_end,
 )
 
-# One console for many ranks: whole lines, each with who said it.
+# One console for many ranks: whole lines, each with its host and rank.
 
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
 _LONGEST = 1 << 16
-"""A line may be so long before it is shown in parts."""
+"""A longer line is shown in parts."""
 
 
 class Console:
-    """Shows what ranks of several hosts print, and keeps the last lines of each in its record."""
+    """Shows the output of ranks on several hosts, and keeps the last lines of each in its record."""
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
         self._rests: dict[tuple[int, str], bytes] = {}
         self._records = {record.placement.rank: record for record in records}
 
     def write(self, record: RankRecord, stream: str, data: bytes) -> None:
-        """A rank printed something. Shown as far as lines are complete; `\\r`, as bars have it, ends one too."""
+        """Show output of a rank as far as its lines are complete; `\\r`, as in progress bars, ends a line too."""
         key = (record.placement.rank, stream)
         *lines, rest = _LINE_END.split(self._rests.pop(key, b"") + data)
         if len(rest) > _LONGEST:
@@ -61,11 +60,11 @@ class Console:
             self._rests[key] = rest
 
     def other(self, host: str, line: bytes) -> None:
-        """The connection to a host said something, not a rank."""
+        """Show output of the connection to a host, which is not a rank's."""
         _put("err", f"{host}: ".encode() + line)
 
     def flush(self) -> None:
-        """Show what has no line end yet, and will get none."""
+        """Show the last lines that have no line end."""
         for (rank, stream), rest in self._rests.items():
             self._show(self._records[rank], stream, rest + b"\n")
         self._rests.clear()
@@ -82,10 +81,10 @@ def _put(stream: str, line: bytes) -> None:
 
 
 BEAT_S = 5.0
-"""How often hosts hear that the launcher is still there."""
+"""How often the launcher reports to the hosts that it is alive."""
 _TICK_S = 0.05
 _CLEAR_S = 5.0
-"""How long a connection may stay once its ranks must be gone."""
+"""How long a connection may stay open once its ranks must have ended."""
 
 
 def run_multi_host(
@@ -94,15 +93,11 @@ def run_multi_host(
     *,
     stop_grace: float | None,
     grace: float | None = None,
-    join: Callable[[], bool] = never,
+    join: Callable[[], bool] = lambda: False,
 ) -> LaunchOutcome:
-    """Run a job to its end, one command a host, and say why if that was a bad one.
-
-    `patience` is how many seconds ranks may take to leave after the first Ctrl-C; None: as long as they like. `grace`
-    is how many they may once one has failed. When `join` says that others can join, all are asked to save and leave.
-    """
+    """Run a job to its end, one command per host, and report why where it fails. Arguments as of `run_job`."""
     run = MultiHostRun(job, commands, grace=GRACE_S if grace is None else grace, join=join)
-    suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a launcher that sleeps is taken for dead
+    suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # agents would take a suspended launcher for dead
     try:
         with Signals(run.send) as signals:
             run.start()
@@ -127,7 +122,7 @@ class MultiHostRun:
         commands: Sequence[Sequence[str]],
         *,
         grace: float = GRACE_S,
-        join: Callable[[], bool] = never,
+        join: Callable[[], bool] = lambda: False,
     ) -> None:
         self._job, self._grace, self._join = job, grace, join
         self._nodes = [_Connection(index, job.nodes[index].host, command) for index, command in enumerate(commands)]
@@ -142,7 +137,7 @@ class MultiHostRun:
         self._asked_for_stacks = False
         self.hung = False
         self.reform = False
-        """The ranks were asked to leave because others can join them."""
+        """The ranks were asked to exit because others can join them."""
 
     def start(self) -> None:
         """Connect to all hosts at the same time."""
@@ -153,18 +148,18 @@ class MultiHostRun:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        """In a thread of its own: a console that is held up must not look like a launcher that has died."""
+        """In a thread of its own: while output to the console blocks, the launcher must not look dead."""
         while any(node.is_open for node in self._nodes):
             time.sleep(BEAT_S)
             for node in self._nodes:
                 node.order(beat=True)
 
     def send(self, number: int) -> None:
-        """Pass a signal on to every rank on every host, soon: this is safe inside a signal handler."""
+        """Pass a signal on to every rank on every host, from `supervise`. Safe inside a signal handler."""
         self._signals.put(number)
 
     def supervise(self, signals: Signals, stop_grace: float | None) -> None:
-        """Until every connection is closed; ends all when too many have failed, or when the user has waited enough."""
+        """Run until every connection is closed; end all ranks when too many failed, or `stop_grace` has passed."""
         deadlines = _Deadlines()
         while any(node.is_open for node in self._nodes):
             self._receive()
@@ -183,7 +178,7 @@ class MultiHostRun:
             self._enforce(deadlines)
 
     def _watched(self) -> bool:
-        """Look at the heartbeats, once a second; whether the run hangs."""
+        """Check the heartbeats, once a second; return whether the run hangs."""
         if self.hung or not self._watch.due():
             return False
         if (straggler := self._watch.straggler()) is not None:
@@ -216,7 +211,7 @@ class MultiHostRun:
                 node.order(signal=number)
 
     def _receive(self) -> None:
-        """Take in all that has come; wait a little where nothing has."""
+        """Handle all messages that have come; wait a little where there is none."""
         with suppress(queue.Empty):
             self._handle(*self._messages.get(timeout=_TICK_S))
             while True:
@@ -240,7 +235,7 @@ class MultiHostRun:
         apply_message(record, message)
 
     def _closed(self, node: _Connection, code: int) -> None:
-        """A connection is gone. Ranks that it did not tell the end of are lost with it, unless they never began."""
+        """Handle a closed connection. Its ranks whose end was not reported are lost, unless they never started."""
         node.is_open = False
         for record in self.records:
             if record.placement.node != node.index or not record.running:
@@ -258,7 +253,7 @@ class MultiHostRun:
             self._errors.append(f"{node.host}: nothing could be started there (exit code {code})")
 
     def close(self) -> None:
-        """Cut all connections that are left: hosts end their ranks by themselves."""
+        """Close all connections: the agents then end their ranks."""
         for node in self._nodes:
             node.hang_up()
         deadline = time.monotonic() + _CLEAR_S
@@ -267,20 +262,20 @@ class MultiHostRun:
         self._console.flush()
 
     def report_end(self) -> None:
-        """Say what is to be said below all output: errors of hosts, and why ranks failed."""
+        """Report, below all output, the errors of hosts and why ranks failed."""
         for text in self._errors:
             print(f"plait: {text}", file=sys.stderr, flush=True)
         report_end(self.records, hung=self.hung, log_dir=self._job.log_dir, several_hosts=True)
 
     def exit_code(self) -> int:
-        """The worst rank's; 0 where no more hosts failed than may."""
+        """Return the exit code of the worst rank; 0 where no more hosts failed than the job may lose."""
         if 0 < len(self._failed_nodes()) <= self._job.spare and any(record.exit_code == 0 for record in self.records):
             return 0
         return exit_code(self.records, hung=self.hung) or (2 if self._errors else 0)
 
 
 class _Deadlines:
-    """When patience ends: at the earliest of all reasons."""
+    """When ranks are ended: at the earliest of all deadlines."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -295,7 +290,7 @@ class _Deadlines:
 
 
 class _Connection:
-    """The way to one host."""
+    """The connection to one host."""
 
     def __init__(self, index: int, host: str, command: Sequence[str]) -> None:
         self.index, self.host = index, host
@@ -319,7 +314,7 @@ class _Connection:
         self.is_open = True
 
     def talk(self, job: Job, messages: _HostMessages) -> None:
-        """Hand it the job, and put what it says into `news`."""
+        """Send the job, and put the agent's messages into `messages`."""
         assert self._process is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -338,7 +333,7 @@ class _Connection:
             else:
                 messages.put((self, {"said": line}))  # a shell's greeting, or the like
         code = self._process.wait()
-        stderr_reader.join(1.0)  # ssh's own complaint stands above what we make of it
+        stderr_reader.join(1.0)  # ssh's own error message comes first
         messages.put((self, {"closed": code}))
 
     def _listen(self, pipe: IO[bytes], messages: _HostMessages) -> None:
@@ -346,7 +341,7 @@ class _Connection:
             messages.put((self, {"said": line}))
 
     def order(self, **order: Any) -> None:
-        """Tell the host what to do."""
+        """Send an order to the agent."""
         self._write(json.dumps(order).encode() + b"\n")
 
     def _write(self, line: bytes) -> None:
@@ -357,16 +352,16 @@ class _Connection:
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                return  # gone: `_talk` sees its end and says so
+                return  # closed: `_talk` reports its end
 
     def hang_up(self) -> None:
-        """Say no more. The host then ends its ranks."""
+        """Close the agent's stdin. It then ends its ranks."""
         if self._process is not None and self._process.stdin is not None:
             with self._lock, suppress(OSError):
                 self._process.stdin.close()
 
     def wait_until(self, deadline: float) -> None:
-        """Until the connection is gone; at the deadline it is ended from here."""
+        """Wait for the end of the connection's process; kill it at the deadline."""
         if self._process is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Addresses and network interfaces: which host is this one, and which way leads to rank 0."""
+"""Addresses, network interfaces and ports: whether a host is this one, and how it reaches rank 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def resolve(host: str) -> str:
-    """The address of a host; `user@` before it is left out."""
+    """Return the address of a host; `user@` before the name is ignored."""
     name = host.rpartition("@")[2]
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -23,13 +23,13 @@ def resolve(host: str) -> str:
         raise WorldError(
             f"the host {name!r} has no address here: {error}; correct the name, or add it to DNS"
         ) from error
-    # IPv4 first: a name often has both, and a link-local IPv6 address leads nowhere without its interface.
+    # IPv4 first: a name often has both, and a link-local IPv6 address needs its interface.
     addresses = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return str(addresses[0][4][0])
 
 
 def is_this_host(host: str) -> bool:
-    """Whether a name means the host we are on: only then one of our sockets can have its address."""
+    """Whether a name is that of this host: only then a socket can be bound to its address."""
     try:
         address = resolve(host)
         with _datagrams(address) as probe:
@@ -40,7 +40,7 @@ def is_this_host(host: str) -> bool:
 
 
 def source_address(target: str) -> str:
-    """The address of ours that a connection to `target` would have. Sends nothing."""
+    """Return the local address of a connection to `target`. Sends nothing."""
     with _datagrams(target) as probe:
         probe.connect((target, 9))
         address: str = probe.getsockname()[0]
@@ -48,7 +48,7 @@ def source_address(target: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address of this host."""
+    """Return the network interface that has an address of this host."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -58,7 +58,7 @@ def interface_of(address: str) -> str | None:
 
 
 def route_to(address: str) -> str | None:
-    """The interface over which this host reaches `address`; None where there is no way."""
+    """Return the interface over which this host reaches `address`; None where there is no route."""
     try:
         return interface_of(source_address(address))
     except OSError:
@@ -66,10 +66,10 @@ def route_to(address: str) -> str | None:
 
 
 def interface_variables(address: str, present: Mapping[str, str]) -> dict[str, str]:
-    """Tell gloo and NCCL which interface to use, unless the user did.
+    """Return the variables that set gloo's and NCCL's interface, unless the user has set them.
 
-    Left alone, gloo takes the one that the host's own name leads to. On many systems that is the loopback
-    interface, and ranks on different hosts then wait for each other at 127.0.1.1.
+    By default gloo takes the interface of the address that the host's own name resolves to. On many systems that is the
+    loopback interface, and ranks on different hosts then wait for each other at 127.0.1.1.
     """
     absent = [name for name in _INTERFACE_VARIABLES if name not in present]
     interface = route_to(address) if absent else None
@@ -80,15 +80,15 @@ def _datagrams(address: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
 
 
-# Ports that ranks meet at: one that is free, or who holds the one that is not.
+# Ports: a free one, or which process holds one that is in use.
 
 
 DEFAULT_PORT = 29500
-"""The one that torchrun and DeepSpeed take."""
+"""The default port of torchrun and DeepSpeed."""
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on."""
+    """Return a free TCP port."""
     with _socket(address) as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
@@ -97,7 +97,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 def port_is_free(port: int) -> bool:
     """Whether rank 0, which listens on all addresses of its host, could take it."""
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104  # as torch will; let go at once
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104  # as torch will; closed at once
         try:
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
@@ -115,7 +115,7 @@ _TAKEN = {errno.EADDRINUSE, errno.EACCES}
 
 
 def check_port(port: int, *, asked_by: str = "--master_port") -> int:
-    """The port, if it is free here; otherwise an error that names who has it, and who asked for it."""
+    """Return the port, if it is free here; else raise an error with the process that holds it, and what set it."""
     if not 0 < port < 1 << 16:
         raise WorldError(f"{asked_by} {port}: a port is a number from 1 to 65535")
     if port_is_free(port):
@@ -127,7 +127,7 @@ def check_port(port: int, *, asked_by: str = "--master_port") -> int:
 
 
 def port_holder(port: int) -> str:
-    """Who listens on a port of this host, as well as this user may know."""
+    """Return which process listens on a port of this host, as far as this user may see it."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(table, port)}
     for process in Path("/proc").glob("[0-9]*"):
         if inodes & _sockets(process):
@@ -137,11 +137,11 @@ def port_holder(port: int) -> str:
 
 
 def _sockets(process: Path) -> set[str]:
-    """Inodes of the sockets that a process holds; none of another user's."""
+    """Return the inodes of a process's sockets; none for another user's process."""
     inodes = set()
     with suppress(OSError):
         for fd in (process / "fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # closed by now
                 inodes.update(_SOCKET.findall(str(fd.readlink())))
     return inodes
 
@@ -150,7 +150,7 @@ _SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
 def _listening(table: str, port: int) -> list[str]:
-    """Inodes of the sockets that listen on a port, from the kernel's table."""
+    """Return the inodes of the sockets that listen on a port, from the kernel's table."""
     try:
         lines = Path("/proc/net", table).read_text(encoding="utf-8").splitlines()[1:]
     except OSError:

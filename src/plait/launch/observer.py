@@ -1,4 +1,4 @@
-"""Gathers what is to be known of the ranks of this host: heartbeats, stacks, memory, last lines."""
+"""Observes the ranks of this host from outside: heartbeats, stacks, memory, last lines of output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from plait.launch.heartbeat import STACK_SIGNAL, read_beat
 from plait.launch.records import RankObservation, RankRecord
 
-# Memory: what a rank held, whether it grew from step to step, and whether the kernel killed it for want of memory.
+# Memory: how much a rank held, whether it grew from step to step, and whether the OOM killer ended it.
 
 
 _EVERY_S = 0.2
@@ -23,20 +23,20 @@ _ROOT = Path("/sys/fs/cgroup")
 
 _WARM_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 24, 512
 _SECTIONS, _LEAST_GROWTH = 6, 0.1
-"""Memory grows from step to step where it does in every one of so many parts of the run, and by so much in all."""
+"""Memory counts as growing where it grows in each of so many sections of the run, and by this share in all."""
 
 
 class StepMemory:
-    """The least memory that was in use at each step: what a step leaves to the next one.
+    """The least memory in use at each step, which is what a step leaves to the next one.
 
-    Where something keeps what belongs to a step, that grows from step to step, however small the micro-batches are.
+    Where something keeps tensors of each step (a leak), that grows from step to step, however small micro-batches are.
     """
 
     def __init__(self) -> None:
         self._least: dict[int, int] = {}
 
     def add(self, step: int, used: int) -> None:
-        """So many bytes are in use at this step."""
+        """Add a sample: `used` bytes at this step."""
         if step < _WARM_STEPS or not used:  # the optimizer's state and the allocator's caches are still growing
             return
         self._least[step] = min(used, self._least.get(step, used))
@@ -47,9 +47,9 @@ class StepMemory:
 
     @property
     def growth(self) -> tuple[int, int, int] | None:
-        """From which step to which it has grown by how many bytes; None where it has not, part after part of the run.
+        """From which step to which it has grown by how many bytes; None where it does not grow all the time.
 
-        Looks come at any moment of a step, so the least of several steps is what counts.
+        Samples are taken at any moment of a step, so the least of several steps counts.
         """
         steps = sorted(self._least)
         if len(steps) < _LEAST_STEPS:
@@ -74,7 +74,7 @@ class MemoryTrace:
         return time.monotonic() >= self._next
 
     def follow(self, pid: int) -> bool:
-        """Take a sample of the process's memory; whether there is such a process."""
+        """Take a sample of the process's memory; return whether there is such a process."""
         now, resident = time.monotonic(), resident_bytes(pid)
         self._next = now + _EVERY_S
         if resident:
@@ -84,12 +84,12 @@ class MemoryTrace:
 
     @property
     def last(self) -> int:
-        """What it held when it was last seen."""
+        """Bytes of the last sample."""
         return self._samples[-1][1] if self._samples else 0
 
     @property
     def growth(self) -> tuple[float, int]:
-        """Over how many seconds before that it grew by how much."""
+        """Over how many seconds before that it grew by how many bytes."""
         if not self._samples:
             return 0.0, 0
         (start, first), (end, last) = self._samples[0], self._samples[-1]
@@ -97,12 +97,12 @@ class MemoryTrace:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process; 0 where it is gone, or where the system does not say."""
+    """Return the resident memory of a process; 0 where it has ended, or where the system does not report it."""
     return _pages(pid)[0]
 
 
 def anonymous_bytes(pid: int) -> int:
-    """The part of it that belongs to no file: of a mapped data set ever more is resident, and can be given back."""
+    """Return its resident memory without mapped files, such as data sets, which the kernel can evict."""
     resident, of_files = _pages(pid)
     return resident - of_files
 
@@ -117,10 +117,10 @@ def _pages(pid: int) -> tuple[int, int]:
 
 
 class OomCounter:
-    """Counts processes that the kernel has killed for want of memory.
+    """Counts processes that the kernel's OOM killer has ended.
 
     Those of a process's own control group where that has a counter (`memory.events`, or `memory.oom_control` in version
-    1), otherwise those of the whole host (`/proc/vmstat`), of which nobody knows who they were.
+    1), otherwise those of the whole host (`/proc/vmstat`), which may be any processes.
     """
 
     def __init__(self, pid: int | str = "self") -> None:
@@ -129,17 +129,17 @@ class OomCounter:
         """Whether it counts the processes of the control group alone."""
 
     def read(self) -> int:
-        """How many there have been."""
+        """Return the count."""
         count = self._of_group()
         return (_number(_read(Path("/proc/vmstat"))) or 0) if count is None else count
 
     def headroom(self) -> int | None:
-        """Bytes that a process may still take: of the control group, or of the host; None where nobody says."""
+        """Return the bytes that are still available, in the control group or on the host; None where not known."""
         candidates = [available_bytes()]
         if self.limit is not None:
             names = ("memory.current", "memory.usage_in_bytes")
             used = next((text for name in names if (text := self._text(name)).isdecimal()), None)
-            # What the page cache holds is counted as used, and given back before anybody is killed.
+            # The page cache counts as used, and is freed before a process is killed.
             cached = re.search(r"^(?:total_)?inactive_file (\d+)$", self._text("memory.stat"), re.MULTILINE)
             if used is not None:
                 candidates.append(max(self.limit - int(used) + (int(cached[1]) if cached else 0), 0))
@@ -148,7 +148,7 @@ class OomCounter:
 
     @property
     def limit(self) -> int | None:
-        """Bytes that the control group may have; None without a limit."""
+        """The memory limit of the control group in bytes; None without a limit."""
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = self._text(name)
             if text.isdecimal() and int(text) < 1 << 60:
@@ -166,13 +166,13 @@ class OomCounter:
 
 
 def available_bytes() -> int | None:
-    """Of the host, that a process could take without swapping; None where the system does not say."""
+    """Return the host memory that is available without swapping; None where the system does not report it."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
     return int(match[1]) << 10 if match else None
 
 
 def memory_group(pid: int | str) -> Path | None:
-    """The folder of the control group that limits a process's memory."""
+    """Return the folder of the control group that limits a process's memory."""
     for line in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" and (_ROOT / "cgroup.controllers").exists():
@@ -199,7 +199,7 @@ def _read(path: Path) -> str:
 
 
 def cgroup_limit() -> int | None:
-    """Bytes that the kernel lets this process's group have; None without a limit."""
+    """Return the memory limit of this process's control group in bytes; None without a limit."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text(encoding="utf-8").strip()
@@ -215,7 +215,7 @@ _LOOKS_OF_AN_END = 2
 
 
 class Observer:
-    """Looks at ranks from outside, so that it sees also what those cannot tell who are gone or stuck."""
+    """Observes ranks from outside, including those that have died or hang and cannot report themselves."""
 
     def __init__(self, records: Sequence[RankRecord], folder: Path) -> None:
         self._records = records
@@ -224,14 +224,14 @@ class Observer:
         self._oom: OomCounter | None = None
 
     def begin(self) -> None:
-        """The ranks have started."""
+        """Start to observe ranks that have been started."""
         pids = [record.pid for record in self._records if record.pid is not None]
         self._oom = OomCounter(pids[0] if pids else "self")
         for memory in self._memory.values():
             memory.note_kills(self._oom.read())
 
     def follow(self, record: RankRecord) -> None:
-        """Look at the memory of a rank that runs."""
+        """Sample the memory of a running rank."""
         rank, memory = record.placement.rank, self._memory[record.placement.rank]
         if record.pid is None or self._oom is None or not memory.resident.is_due():
             return
@@ -245,7 +245,7 @@ class Observer:
                 memory.host.add(beat.step, anonymous_bytes(record.pid))
 
     def look(self, record: RankRecord) -> RankObservation:
-        """Everything that is known of a rank now; kept in its record."""
+        """Return all that can be observed of a rank now, and keep it in its record."""
         rank, memory, oom = record.placement.rank, self._memory[record.placement.rank], self._oom
         beat = read_beat(self._folder / f"{rank}.beat")
         kills, recent = (0, 0) if oom is None else memory.kills_since(oom.read())
@@ -272,13 +272,13 @@ class Observer:
         return record.observation
 
     def look_at_all(self) -> None:
-        """At those that still run; the others were looked at when they ended."""
+        """Look at the ranks that run; the others were observed when they ended."""
         for record in self._records:
             if record.running:
                 self.look(record)
 
     def ask_for_stacks(self) -> None:
-        """Of the ranks that run; those that are not prepared for it do not notice."""
+        """Request the stacks of the running ranks; processes without a handler ignore the signal."""
         for record in self._records:
             if record.running and record.pid is not None:
                 beat = read_beat(self._folder / f"{record.placement.rank}.beat")
@@ -287,7 +287,7 @@ class Observer:
 
 
 class _RankMemory:
-    """The memory of one rank, as it was followed, and the kernel's kills meanwhile."""
+    """The memory of one rank over time, and the kernel's OOM kills meanwhile."""
 
     def __init__(self) -> None:
         self.resident, self.gpu, self.host = MemoryTrace(), StepMemory(), StepMemory()
@@ -295,16 +295,16 @@ class _RankMemory:
         self._kills: deque[tuple[float, int]] = deque()
 
     def note_kills(self, count: int) -> None:
-        """How many there have been by now, while the rank is seen to run."""
+        """Add the number of OOM kills so far, while the rank runs."""
         now = time.monotonic()
         self._kills.append((now, count))
         while len(self._kills) > _LOOKS_OF_AN_END and self._kills[1][0] < now - _RECENT_S:
             self._kills.popleft()
 
     def kills_since(self, count: int) -> tuple[int, int]:
-        """How many there were about its end, and in the half minute before.
+        """Return how many OOM kills there were at its end, and in the half minute before.
 
-        The kernel counts a kill before the process is gone, so the last look may have seen the one and the other.
+        The kernel counts a kill before the process has ended, so the last sample may include it.
         """
         if not self._kills:
             return 0, 0
@@ -312,7 +312,7 @@ class _RankMemory:
 
 
 def _state(pid: int | None) -> str:
-    """One letter; a tracer that halts a process is a stop like any other."""
+    """Return the kernel's state of a process, one letter; stopped by a tracer is `T` too."""
     _, _, facts = _text(Path(f"/proc/{pid}/stat")).rpartition(")")  # its name, before that, may hold anything
     return facts.split()[0].upper() if facts else ""
 

@@ -1,6 +1,6 @@
-"""The flags of `plait launch`: those of `deepspeed` and of torchrun, by their own names.
+"""The flags of `plait launch`, named as those of `deepspeed` and torchrun.
 
-Flags stand before the script, its own arguments after it; a flag on the wrong side is recognised and explained.
+Flags stand before the script, its own arguments after it; a flag on the wrong side is an error with the right place.
 `-` and `_` inside a flag mean the same.
 """
 
@@ -16,27 +16,24 @@ from typing import Any, NoReturn
 from plait.config import choose_type, entry_points_of
 from plait.errors import WorldError
 
-# The list of flags, with their meaning in a line each.
-
-
 LAUNCHERS = ("local", "ssh", "pdsh", "openmpi", "mpich", "mvapich", "impi", "slurm")
 DEFAULT_HOSTFILE = "/job/hostfile"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing and leaving, so that every mistake is told in the same way."""
+    """Raises `WorldError` instead of printing and exiting, so that all errors are reported in the same way."""
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found wrong."""
+        """Raise argparse's message as a `WorldError`."""
         raise WorldError(f"plait launch: {message}; `plait launch --help` lists the flags")
 
 
 def flags() -> argparse.ArgumentParser:
-    """A parser for what stands before the script. What is not given is left out of its result."""
+    """Return a parser for the flags before the script. Flags that are not given are not in its result."""
     parser = _Parser(
         prog="plait launch",
         usage="plait launch [flags] script.py [arguments of the script]",
-        description="Start a script on every slot of one or several hosts, and see it through to its end.",
+        description="Start a script on every slot of one or several hosts, and run it to its end.",
         epilog="Flags stand before the script; - and _ in them mean the same. What follows it is the script's own.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -58,7 +55,7 @@ def _launcher(text: str) -> str:
 
 
 def is_custom_launcher(name: str | None) -> bool:
-    """Whether a launcher is the user's: named by its code, or brought by a plug-in."""
+    """Whether a launcher is the user's: `package.module:name`, or a plug-in."""
     return name is not None and name.lower() not in LAUNCHERS and (":" in name or name in entry_points_of("launcher"))
 
 
@@ -68,13 +65,13 @@ def _switch(group: argparse._ArgumentGroup, *names: str, **more: Any) -> None:
 
 def _where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--hostfile", "-H", metavar="FILE", help=f"hosts, `worker-0 slots=4` a line ({DEFAULT_HOSTFILE})"
+        "--hostfile", "-H", metavar="FILE", help=f"hosts, one `worker-0 slots=4` per line ({DEFAULT_HOSTFILE})"
     )
     group.add_argument("--include", "-i", metavar="HOSTS", help="only these slots: worker-0@worker-1:0,2")
-    group.add_argument("--exclude", "-e", metavar="HOSTS", help="all slots but these; written like --include")
+    group.add_argument("--exclude", "-e", metavar="HOSTS", help="all slots except these; written like --include")
     group.add_argument("--num_nodes", type=int, metavar="N", help="the first N hosts of the hostfile")
     group.add_argument("--num_gpus", "--num_accelerators", type=int, metavar="N", help="GPUs 0 to N-1 of each host")
-    group.add_argument("--nproc_per_node", metavar="N", help="ranks a host: a number, gpu, cpu or auto")
+    group.add_argument("--nproc_per_node", metavar="N", help="ranks per host: a number, gpu, cpu or auto")
     group.add_argument("--nnodes", metavar="N|MIN:MAX", help="hosts; without a hostfile, run the same command on each")
     group.add_argument("--node_rank", type=int, metavar="N", help="which of --nnodes this one is")
 
@@ -92,8 +89,8 @@ def _reach(group: argparse._ArgumentGroup) -> None:
         metavar="WORDS",
         help="more arguments for ssh, pdsh, mpirun, srun, sbatch",
     )
-    group.add_argument("--master_addr", metavar="HOST", help="address of rank 0; found by itself")
-    group.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0; a free one")
+    group.add_argument("--master_addr", metavar="HOST", help="address of rank 0; found automatically if absent")
+    group.add_argument("--master_port", type=int, metavar="PORT", help="port of rank 0; a free one if absent")
     group.add_argument("--ssh_port", type=int, metavar="PORT", help="port of ssh on the hosts")
     _switch(group, "--force_multi", help="over ssh, even if the only host is this one")
 
@@ -102,8 +99,10 @@ def _script(group: argparse._ArgumentGroup) -> None:
     _switch(group, "--module", "-m", help="the script is a module, as in python -m")
     _switch(group, "--no_python", help="the script is a program of its own")
     _switch(group, "--pass_local_rank", help="give the script --local_rank=N, as deepspeed does")
-    _switch(group, "--no_local_rank", "--use_env", help="do not: the default, in other launchers' words")
-    group.add_argument("--enable_each_rank_log", metavar="FOLDER", help="output of each rank into a file of its own")
+    _switch(group, "--no_local_rank", "--use_env", help="the opposite, which is the default")
+    group.add_argument(
+        "--enable_each_rank_log", metavar="FOLDER", help="write the output of each rank into a file of its own"
+    )
     _switch(group, "--save_pid", help="leave the launcher's pid in /tmp/<pid>.ds while it runs")
     _switch(group, "--bind_cores_to_rank", help="give each rank cores of its own")
     group.add_argument("--bind_core_list", metavar="CORES", help="from these: 1,3-5,7")
@@ -120,14 +119,14 @@ def _before(group: argparse._ArgumentGroup) -> None:
 
 
 def _elastic(group: argparse._ArgumentGroup) -> None:
-    _switch(group, "--elastic_training", help="go on when ranks or hosts fail, and when hosts come back")
+    _switch(group, "--elastic_training", help="restart when ranks or hosts fail, and when hosts come back")
     group.add_argument("--min_elastic_nodes", type=int, metavar="N", help="at least so many hosts (1)")
     group.add_argument("--max_elastic_nodes", type=int, metavar="N", help="at most so many (all)")
     group.add_argument(
         "--max_restarts",
         type=int,
         metavar="N",
-        help="so many new beginnings (100 with --elastic_training, else 0)",
+        help="at most so many restarts (100 with --elastic_training, else 0)",
     )
     _switch(group, "--standalone", help="a rendezvous of its own on this host")
     group.add_argument("--rdzv_backend", metavar="NAME", help="as of torchrun: c10d, etcd, static")
@@ -142,10 +141,10 @@ def _shell_words(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What the user asked for. None: nothing was said."""
+    """The values of the flags. None: not given."""
 
     script: str = ""
-    """Empty only where none is needed: with `preflight`."""
+    """Empty only with `preflight`, which needs none."""
     arguments: tuple[str, ...] = ()
     hostfile: str | None = None
     include: str = ""
@@ -158,7 +157,7 @@ class LaunchOptions:
     master_addr: str | None = None
     master_port: int | None = None
     master_port_by: str = "--master_port"
-    """Which flag or variable named the port."""
+    """The flag or variable that set the port."""
     launcher: str | None = None
     launcher_args: tuple[str, ...] = ()
     ssh_port: int | None = None
@@ -187,7 +186,7 @@ class LaunchOptions:
 
 
 def parse_options(argv: Sequence[str]) -> LaunchOptions:
-    """Read the command line. What comes from the script on is kept as it is."""
+    """Parse the command line. The script and what follows it are kept as they are."""
     parser = flags()
     before, after = _split(argv, parser)
     given = vars(parser.parse_args(before))
@@ -201,13 +200,13 @@ def parse_options(argv: Sequence[str]) -> LaunchOptions:
 
 
 def without(argv: Sequence[str], *names: str) -> list[str]:
-    """The same command line, less some flags of the launcher."""
+    """Return the command line without some flags of the launcher."""
     before, after = _split(argv, flags())
     return [flag for flag in before if flag[2:].partition("=")[0] not in names] + ["--", *after]
 
 
 def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """The launcher's flags, each as one word with its value, and the rest from the script on."""
+    """Return the launcher's flags, each as one word with its value, and the rest from the script on."""
     known = {flag: action for action in parser._actions for flag in action.option_strings}
     before: list[str] = []
     rest = list(argv)
@@ -225,7 +224,7 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _name(flag: str, known: Mapping[str, object]) -> tuple[str, str, str]:
-    """`--num-gpus=2` → `--num_gpus`, `=`, `2`; and `-Hfile` → `-H`, `=`, `file`."""
+    """Split a flag: `--num-gpus=2` → `--num_gpus`, `=`, `2`; and `-Hfile` → `-H`, `=`, `file`."""
     name, equals, value = flag.partition("=")
     if not flag.startswith("--"):
         return (name, equals, value) if name in known or len(name) == 2 else (flag[:2], "=", flag[2:])
@@ -233,13 +232,13 @@ def _name(flag: str, known: Mapping[str, object]) -> tuple[str, str, str]:
 
 
 def _explain(name: str, rest: Sequence[str], known: Iterable[str]) -> NoReturn:
-    """A flag before the script that is none of ours: misspelt, or the script's."""
+    """Raise the error for an unknown flag before the script: it is misspelt, or the script's."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if close:
         raise WorldError(f"plait launch has no flag {name}; did you mean {close[0]}?")
     script = next((argument for argument in rest if argument.endswith(".py")), "script.py")
     raise WorldError(
-        f"{name} is no flag of plait launch. If it is the script's, write it after the script: "
+        f"{name} is not a flag of plait launch. If it is the script's, write it after the script: "
         f"plait launch … {script} {name} …; `plait launch --help` lists the launcher's own"
     )
 
@@ -272,7 +271,7 @@ def _check(options: LaunchOptions) -> None:
 
 
 def misplaced(options: LaunchOptions) -> str | None:
-    """Flags of the launcher among the script's arguments. They may be its own, so this is a note and no error."""
+    """Return a note about a flag of the launcher among the script's arguments. It may be the script's own: no error."""
     ours = {flag for action in flags()._actions for flag in action.option_strings if flag.startswith("--")} - _COMMON
     names = (argument.partition("=")[0] for argument in options.arguments if argument.startswith("--"))
     name = next((name for name in names if "--" + name[2:].replace("-", "_") in ours), None)
@@ -285,4 +284,4 @@ def misplaced(options: LaunchOptions) -> str | None:
 
 
 _COMMON = {"--help", "--module", "--include", "--exclude"}
-"""Words that scripts often have for themselves."""
+"""Flags that scripts often have themselves."""

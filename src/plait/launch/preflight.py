@@ -1,4 +1,4 @@
-"""A look at every host before anything starts: what would go wrong later is said now, with the remedy."""
+"""Checks every host before anything starts, and reports what would fail later, with the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.launch.network import is_this_host
 from plait.launch.probe import MARK, HostFacts, ProbeRequest
 
 Reach = Callable[[int, Sequence[str]], list[str]]
-"""(which host, words) → the command that runs these words there."""
+"""(number of the host, argv) → the command that runs `argv` there."""
 
 _ANSWER_S = 60.0
 _SKEW_S = 2.0
@@ -28,7 +28,7 @@ _LITTLE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PreflightFinding:
-    """Something that is not as it should be."""
+    """A problem of a host."""
 
     host: str
     what: str
@@ -38,23 +38,23 @@ class PreflightFinding:
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """What one host answered, or why it did not."""
+    """The answer of one host, or why there is none."""
 
     host: str
     facts: HostFacts | None
     failure: str = ""
     skew: float = 0.0
-    """Seconds by which its clock is surely ahead of ours, or behind; 0 while it could be right."""
+    """Seconds by which its clock is at least ahead of this host's, or behind; 0 where it may be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What a look at all hosts has shown."""
+    """The result of checking all hosts."""
 
     checks: tuple[HostCheck, ...]
     findings: tuple[PreflightFinding, ...]
     job: Job
-    """With the address and the port that rank 0 can have."""
+    """The job, with an address and a port that rank 0 can use."""
 
     @property
     def good(self) -> bool:
@@ -63,7 +63,7 @@ class Preflight:
 
 
 def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | None) -> Preflight:
-    """Ask all hosts at the same time, and compare what they say. `fixed_port`: the flag that named the port."""
+    """Query all hosts at the same time, and compare their answers. `fixed_port`: the flag that set the port."""
     with _marker(job) as marker, ThreadPoolExecutor(min(len(job.nodes), 64)) as pool:
         question = ProbeRequest(job.folder, code, job.arguments, marker, job.address or None, program=job.program[0])
 
@@ -79,13 +79,13 @@ def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | Non
         taken = not first.port_free and not fixed_port
         job = replace(job, address=address, port=first.other_port if taken else job.port)
     findings = [*_reached(checks), *_alike(checks), *_equipped(checks, job), *_port(checks[0], job, fixed_port)]
-    findings += _ways(checks, job) if asked else []  # a host that named its address itself is reached by it
+    findings += _ways(checks, job) if asked else []  # the address that a host reports itself is reachable
     return Preflight(checks, tuple(findings), job)
 
 
 @contextmanager
 def _marker(job: Job) -> Iterator[str | None]:
-    """A file in the job's folder while hosts look; None where it cannot be made."""
+    """Make a file in the job's folder while hosts are checked; None where it cannot be made."""
     path = Path(job.folder or os.curdir, f".plait-{job.id}").absolute()
     try:
         path.touch()
@@ -122,7 +122,7 @@ def _ask(host: str, command: Sequence[str], question: ProbeRequest) -> HostCheck
 
 
 def _failure(said: str, code: int) -> str:
-    """Why a host gave no answer: its last line, but for a key that changed, of which ssh says more before."""
+    """Return why a host gave no answer: its last line of output, or both fingerprints where its ssh key changed."""
     if _KEY_CHANGED not in said:
         return said.splitlines()[-1] if said else f"exit code {code}"
     shown = re.search(r"\bSHA256:[A-Za-z0-9+/=]+", said)
@@ -140,17 +140,17 @@ def _reached(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
 
 
 _KEY_CHANGED = "REMOTE HOST IDENTIFICATION HAS CHANGED"
-"""How ssh begins to say that a host shows another key than before."""
+"""The start of ssh's message about a host whose key has changed."""
 _COMPARE = (
     "ask its administrator, or run `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host's own console, and "
     "compare the fingerprints"
 )
 _HOST_KEYS = {
     _KEY_CHANGED.lower(): (
-        "either the host was installed anew, or another machine answers in its place and would read all that is sent; "
+        "either the host was installed again, or another machine answers in its place and would read all that is sent; "
         f"do not connect before you know: {_COMPARE}. Only if they are equal, remove the old key from that file"
     ),
-    # Where ssh's own warning is switched off, a key that changed looks like one that was never seen.
+    # Where ssh's own warning is switched off, a key that has changed looks like an unknown one.
     "Host key verification": (
         f"its key is not known here, or it has changed: {_COMPARE} with that of `ssh HOST`, before you accept it"
     ),
@@ -183,7 +183,7 @@ _ALIKE = {
 
 
 def _alike(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
-    """Versions and code that differ from those of the first host."""
+    """Return findings about versions and code that differ from those of the first host."""
     there = [(check.host, check.facts) for check in checks if check.facts is not None]
     findings = []
     for host, facts in there[1:]:
@@ -202,7 +202,7 @@ def _alike(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
 
 
 def _equipped(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
-    """No such program, too few GPUs, too little memory, a clock that is wrong."""
+    """Return findings about a missing program, too few GPUs, too little memory, a wrong clock."""
     findings = []
     with_gpus = any(check.facts is not None and check.facts.gpus for check in checks)
     for check, node in zip(checks, job.nodes, strict=True):
@@ -230,7 +230,7 @@ def _equipped(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
 
 
 def _port(first: HostCheck, job: Job, fixed: str | None) -> list[PreflightFinding]:
-    """Rank 0 must be able to listen, and the others must know where."""
+    """Return findings about the address and port of rank 0."""
     findings = []
     if first.facts is not None and not first.facts.port_free and fixed:
         what = f"{fixed} {job.port} is in use: {first.facts.port_holder} has it"
@@ -241,7 +241,7 @@ def _port(first: HostCheck, job: Job, fixed: str | None) -> list[PreflightFindin
 
 
 def _ways(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
-    """Hosts without a way to rank 0."""
+    """Return findings about hosts without a route to rank 0."""
     findings = []
     for check in checks:
         if check.facts is not None and check.facts.interface is None:

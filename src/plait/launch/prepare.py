@@ -34,14 +34,14 @@ from plait.plugins import call, find
 
 
 class Starter(Protocol):
-    """What `--launcher` may name: a function, or a class without arguments that is called like one.
+    """What `--launcher` may name: a function, or a class without arguments whose object is called as one.
 
-    The command runs here until the job has ended. It starts `host_words(job, N)` once on each host, the N-th of
-    `job.nodes`; or `rank_words(job)` once for each rank, under MPI's, PMI's or Slurm's variables.
+    The command runs on this host until the job has ended. It starts `host_words(job, N)` once on the N-th of
+    `job.nodes`, for each; or `rank_words(job)` once per rank, under MPI's, PMI's or Slurm's variables.
     """
 
     def __call__(self, job: Job, arguments: Sequence[str], /) -> Command:
-        """The command that starts a job. `arguments` are those of `--launcher_args`."""
+        """Return the command that starts a job. `arguments` are those of `--launcher_args`."""
 
 
 STARTERS: Mapping[str, str] = MappingProxyType(
@@ -54,11 +54,11 @@ STARTERS: Mapping[str, str] = MappingProxyType(
         "impi": "plait.launch.remote:impi_command",
     }
 )
-"""Plait's own launchers by their words; they come in as those of users do. `local` and `ssh` start ranks themselves."""
+"""Plait's launchers by name, loaded as those of users are. `local` and `ssh` need no command of another program."""
 
 
 def find_starter(name: str, **given: Any) -> Starter:
-    """A launcher of Plait's or of the user's own. `given` is what it is told besides."""
+    """Return the launcher of a name, Plait's or the user's. `given` are further arguments for it."""
     key = "--launcher"
     target = find("launcher", STARTERS.get(name, name), key)
     starter = target() if isinstance(target, type) else target
@@ -81,23 +81,23 @@ def find_starter(name: str, **given: Any) -> Starter:
 
 @dataclass(frozen=True, slots=True)
 class PreparedLaunch:
-    """A launch that is ready to go."""
+    """A launch with all that can be decided before it starts."""
 
     options: LaunchOptions
     launcher: str
     job: Job
     node: int = 0
-    """Which of the hosts this one is, where each is started by hand."""
+    """The number of this host, where each host is started by hand."""
     argv: tuple[str, ...] = ()
     """The command line that it was made from."""
 
     @property
     def remote(self) -> bool:
-        """Whether this launcher goes onto other hosts itself, so that they can be looked at first."""
+        """Whether this launcher connects to other hosts itself, so that they can be checked first."""
         return self.launcher in ("ssh", "pdsh", *FAMILIES) and not all_here(self.job.nodes, self.options)
 
     def reach(self, node: int, argv: Sequence[str]) -> list[str]:
-        """The command that runs `words` on one of the hosts. This host needs no ssh, unless it is forced."""
+        """Return the command that runs `argv` on one of the hosts. This host needs no ssh, unless forced."""
         host = self.job.nodes[node].host
         arguments, first = options_and_first(self.options.launcher_args if self.launcher == "ssh" else ())
         line = shell_line(argv, folder=self.job.folder, environment=self.job.environment, first=first)
@@ -106,7 +106,7 @@ class PreparedLaunch:
         return Ssh(self.options.ssh_port, arguments).command(host, line)
 
     def commands(self) -> list[Command]:
-        """All that is run, in the launcher's words."""
+        """Return all commands of the launch."""
         job, options = self.final_job(), self.options
         if self.launcher == "local":
             variables = [(placement, job.variables(placement, os.environ)) for placement in job.started_on(self.node)]
@@ -121,16 +121,16 @@ class PreparedLaunch:
         return [self._starter()(job, options.launcher_args)]
 
     def _starter(self) -> Starter:
-        """What makes the one command that starts all ranks or hosts."""
+        """Return what makes the one command that starts all ranks or hosts."""
         further = {"ssh_port": self.options.ssh_port} if self.launcher == "pdsh" else {}
         return find_starter(self.launcher, **further)
 
     def final_job(self) -> Job:
-        """The job as hosts get it; made last, when the address and the port are known."""
+        """Return the job as hosts get it; last, when the address and the port are known."""
         return elastic_job(self.job, self.options) if uses_torchs_agent(self.options) else self.job
 
     def run(self) -> int:
-        """Run it to its end; returns the exit code of the worst rank."""
+        """Run it to its end; return the exit code of the worst rank."""
         stop_grace = self.options.stop_grace
         with _pid_file(self.options.save_pid):
             if is_elastic(self.options) and not uses_torchs_agent(self.options):
@@ -141,7 +141,7 @@ class PreparedLaunch:
                 argvs = [command.argv for command in self.commands()]
                 return run_multi_host(self.final_job(), argvs, stop_grace=stop_grace).code
             if self.launcher == "slurm" and not remote.in_allocation():
-                return run_command(self.commands()[0], stop_grace=stop_grace)  # submits, and is done
+                return run_command(self.commands()[0], stop_grace=stop_grace)  # submits the job, and returns
             with Controller(self.job) as controller:
                 connected = replace(self, job=controller.job)
                 cleanup = []
@@ -153,7 +153,7 @@ class PreparedLaunch:
 
 
 def run_elastic(setup: PreparedLaunch) -> int:
-    """Run a job that goes on when ranks or hosts are lost, or come back; returns its last exit code."""
+    """Run a job that restarts when ranks or hosts are lost, or come back; return its last exit code."""
     options, stop_grace = setup.options, setup.options.stop_grace
     least, most = range_of_nodes(options, len(setup.job.nodes))
     index = {node.host: number for number, node in enumerate(setup.job.nodes)}
@@ -170,7 +170,7 @@ def run_elastic(setup: PreparedLaunch) -> int:
 
 
 def _meeting_place(setup: PreparedLaunch, job: Job) -> Job:
-    """The job with an address and a port for this attempt: the port of the last one may still be held."""
+    """Return the job with an address and a port for this attempt: the last port may still be in use."""
     if setup.launcher == "local":
         return job if setup.options.master_port is not None else replace(job, port=free_port())
     first, same = job.nodes[0].host, job.nodes[0].host == setup.job.nodes[0].host
@@ -179,22 +179,22 @@ def _meeting_place(setup: PreparedLaunch, job: Job) -> Job:
 
 @contextmanager
 def _pid_file(wanted: bool) -> Iterator[None]:
-    """The launcher's pid in a file, while it runs, for programs that start it.
+    """Write the launcher's pid into a file while it runs, for programs that start it.
 
-    The name is known before, and every user may write into that folder: what lies there may be somebody's link to a
-    file of ours, and is never written through.
+    The name can be guessed, and every user may write into that folder: a link that another user has put there must not
+    be followed.
     """
     if not wanted:
         yield
         return
-    path = Path(f"/tmp/{os.getpid()}.ds")  # noqa: S108  # where DeepSpeed leaves it
+    path = Path(f"/tmp/{os.getpid()}.ds")  # noqa: S108  # where DeepSpeed writes it
     try:
         path.unlink(missing_ok=True)  # of a process that had this number before
         with path.open("x", encoding="utf-8") as file:
             file.write(str(os.getpid()))
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror}"
-        remedy = "Remove what another user has left there, or leave the flag out."
+        remedy = "Remove another user's file there, or leave the flag out."
         raise ConfigError(Problem("--save_pid", message, remedy)) from error
     try:
         yield
@@ -203,37 +203,39 @@ def _pid_file(wanted: bool) -> Iterator[None]:
 
 
 def all_here(nodes: Sequence[Node], options: LaunchOptions) -> bool:
-    """Whether every host is this one, and ssh is not asked for all the same."""
+    """Whether every host is this one, and ssh is not forced."""
     return not options.force_multi and all(is_this_host(node.host) for node in nodes)
 
 
 def code_folder(options: LaunchOptions) -> str | None:
-    """The folder whose code hosts must share: the script's, or for a module or another program the current one."""
+    """Return the folder whose code hosts must share: the script's, or the current one for a module or program."""
     if not options.script:
         return None
     from_current_folder = options.module or options.no_python
     return os.getcwd() if from_current_folder else str(Path(options.script).absolute().parent)
 
 
-# Which variables go along to other hosts. Only those named here do; nothing is passed by accident.
+# Which variables are forwarded to other hosts: only those named here.
 
 
 PREFIXES = ("NCCL_", "PYTHON", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "MV2_", "FI_", "OMP_", "MLFLOW", "PLAIT_")
-"""Variables whose names begin so are forwarded."""
+"""Variables with these prefixes are forwarded."""
 
-_NOT = {"PYTHONHOME", "PYTHONSTARTUP", FOLDER_VARIABLE}
-"""They describe this host or this process, not the run."""
+_NOT_FORWARDED = {"PYTHONHOME", "PYTHONSTARTUP", FOLDER_VARIABLE}
+"""Variables of this host or this process, not of the run."""
 
 ENV_FILES = (".deepspeed_env", ".plait_env")
-"""Looked for at home and in the current folder; later ones win."""
+"""Read from the home folder and the current one; later ones override earlier ones."""
 
 
 def forwarded(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[str, str]:
-    """What every rank on every host gets: variables with a known prefix, then those of the files.
+    """Return the variables for every rank on every host: those with a known prefix, then those of the files.
 
     `DS_ENV_FILE` names the file instead, by its name or its path.
     """
-    variables = {name: value for name, value in present.items() if name.startswith(PREFIXES) and name not in _NOT}
+    variables = {
+        name: value for name, value in present.items() if name.startswith(PREFIXES) and name not in _NOT_FORWARDED
+    }
     names = (present["DS_ENV_FILE"],) if "DS_ENV_FILE" in present else ENV_FILES
     read = set()
     for name in names:
@@ -248,12 +250,12 @@ def forwarded(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[s
 
 
 def forwarded_here(present: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`forwarded`, from this process's environment, home and current folder."""
+    """Return `forwarded` for this process's environment, home and current folder."""
     return forwarded(os.environ if present is None else present, home=Path.home(), folder=Path.cwd())
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Lines of `NAME=value`; `export` before it and quotes around the value are allowed, `#` begins a comment."""
+    """Return the variables in a file of lines `NAME=value`, with optional `export`, quotes, and `#` comments."""
     variables = {}
     for number, line in enumerate(read_lines(path, WorldError), start=1):
         text = line.strip()
@@ -269,7 +271,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 
 
 def prepare_launch(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
-    """Decide everything that can be decided without asking another host."""
+    """Return the launch that the flags ask for: everything that can be decided without asking another host."""
     options = with_variables(options)
     custom = is_custom_launcher(options.launcher)
     if is_elastic(options) and (custom or options.launcher in ("slurm", "pdsh", *FAMILIES)):
@@ -320,10 +322,10 @@ def _nodes(pool: Pool) -> tuple[Node, ...]:
 
 
 def _ranks_a_host(options: LaunchOptions) -> int | None:
-    """As the flags say; None where they do not."""
+    """Return the number of ranks per host that the flags ask for; None where they do not."""
     count = _count(options)
     if count is not None and count > MOST_SLOTS:
-        raise WorldError(f"{count} ranks a host are more than the {MOST_SLOTS} that there may be; use a smaller number")
+        raise WorldError(f"{count} ranks per host: at most {MOST_SLOTS} are possible; use a smaller number")
     return count
 
 
@@ -336,7 +338,7 @@ def _count(options: LaunchOptions) -> int | None:
     if text == "cpu":
         return cpu_count()
     if text not in ("gpu", "auto"):
-        raise WorldError(f"--nproc_per_node {text!r} is no number of ranks; use a number from 1, gpu, cpu or auto")
+        raise WorldError(f"--nproc_per_node {text!r} is not a number of ranks; use a number from 1, gpu, cpu or auto")
     count = gpu_count()
     if count == 0 and text == "gpu":
         raise WorldError("--nproc_per_node gpu: no GPU can be seen here; use a number, or cpu")
@@ -344,7 +346,7 @@ def _count(options: LaunchOptions) -> int | None:
 
 
 def _without_hostfile(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
-    """This host alone, or one of several that are each started by hand, as with torchrun."""
+    """Return a launch on this host alone, or on one of several that are each started by hand, as with torchrun."""
     custom = is_custom_launcher(options.launcher)
     if not custom and options.launcher not in (None, "local", *FAMILIES):
         raise WorldError(f"--launcher {options.launcher} needs hosts; name a file with --hostfile")
@@ -404,7 +406,7 @@ def _on_slurm(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
 
 
 def _meeting_here(job: Job, options: LaunchOptions) -> Job:
-    """With a place for ranks of one host to meet."""
+    """Return the job with an address and a port for ranks of one host."""
     check_address(options.master_addr)
     fixed = options.master_port
     port = free_port() if fixed is None else check_port(fixed, asked_by=options.master_port_by)
@@ -412,7 +414,7 @@ def _meeting_here(job: Job, options: LaunchOptions) -> Job:
 
 
 def _address(nodes: Sequence[Node]) -> str:
-    """Of the first host, as the others see it; empty where only the host itself can tell."""
+    """Return the address of the first host, as the others see it; empty where the host must be asked."""
     first = nodes[0].host
     try:
         if not is_this_host(first):
@@ -420,7 +422,7 @@ def _address(nodes: Sequence[Node]) -> str:
         others = [resolve(node.host) for node in nodes[1:] if not is_this_host(node.host)]
         return source_address(others[0]) if others else resolve(first)
     except (WorldError, OSError):
-        return ""  # a name of ssh's own configuration: the host is asked
+        return ""  # a name that only ssh's configuration knows
 
 
 def _job(options: LaunchOptions, nodes: tuple[Node, ...], *, devices: bool) -> Job:

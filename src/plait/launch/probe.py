@@ -1,4 +1,4 @@
-"""What a host has to offer, told by the host itself. Loads no torch: its version stands in its files.
+"""Reports the facts about a host that the preflight checks. Loads no torch: its version is read from its files.
 
 python -m plait.launch.probe        a question on stdin, the facts on stdout, a line of JSON each
 """
@@ -23,13 +23,13 @@ from plait.launch.job import find_program
 from plait.launch.network import free_port, port_holder, port_is_free, route_to
 
 MARK = "PLAIT-FACTS "
-"""Begins the line with the facts, among whatever a login shell prints."""
+"""The start of the line with the facts, which may stand among the output of a login shell."""
 _MOST_FILES = 5000
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """What the launcher wants to know."""
+    """The request of the launcher."""
 
     folder: str | None = None
     code: str | None = None
@@ -37,18 +37,18 @@ class ProbeRequest:
     words: Sequence[str] = ()
     """The arguments of the program: hosts must share the scripts, settings and modules that they name."""
     marker: str | None = None
-    """A file that the launcher has just made; who sees it shares the folder."""
+    """A file that the launcher has just made; a host that sees it shares the folder."""
     address: str | None = None
-    """Of rank 0."""
+    """The address of rank 0."""
     port: int | None = None
-    """For rank 0; None where it is not on this host."""
+    """The port of rank 0; None where it is not on this host."""
     program: str = ""
-    """What ranks run."""
+    """The program of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a host answers."""
+    """The answer of a host."""
 
     python: str
     torch: str | None
@@ -56,15 +56,15 @@ class HostFacts:
     plait: str | None
     code: str
     program: str | None
-    """Where the program is that ranks run; None: nowhere."""
+    """The path of the ranks' program; None: it does not exist."""
     memory: int
     """Free bytes of the host's memory."""
     gpus: int
     gpu_memory: int | None
-    """Free bytes of the fullest GPU."""
+    """Free bytes of the GPU with the least free memory."""
     interface: str | None
     reached_at: str | None
-    """The address of this host that ssh came in by."""
+    """The address of this host in its ssh connection."""
     shared: bool
     port_free: bool
     port_holder: str
@@ -73,7 +73,7 @@ class HostFacts:
 
 
 def answer(question: ProbeRequest) -> HostFacts:
-    """What this host has, as the question asks."""
+    """Return the facts about this host that are asked for."""
     import psutil
 
     gpus = gpu_memory()
@@ -107,7 +107,7 @@ def _version(package: str) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch was built for, read from its files; None for a build without."""
+    """Return the CUDA version that torch was built for, read from its files; None for a build without."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -120,7 +120,7 @@ def torch_cuda() -> str | None:
 
 
 def gpu_memory() -> list[int]:
-    """Free bytes of each GPU that a process started here would see."""
+    """Return the free bytes of each GPU that a process started here would see."""
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, check=False)
@@ -135,7 +135,7 @@ def gpu_memory() -> list[int]:
 
 
 def code_hash(code: Path, arguments: Sequence[str] = ()) -> str:
-    """Of every Python file there, of Plait itself, and of what the words of a command name.
+    """Return a hash of all Python files in a folder, of Plait itself, and of the files that a command's arguments name.
 
     Hosts with the same hash run the same code, with the same settings.
     """
@@ -157,12 +157,12 @@ _TARGET = re.compile(r"(?<![\w.])([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
 def _values(arguments: Sequence[str]) -> Iterator[str]:
-    """`run.yaml`, and the same file in `--config=run.yaml`."""
+    """Yield each argument, and the value of each `--config=run.yaml`."""
     return (value for argument in arguments for value in dict.fromkeys((argument, argument.partition("=")[2])) if value)
 
 
 def _modules(texts: Sequence[str]) -> list[Path]:
-    """Where the user's own packages are that texts name (`target: package.module:Name`); installed ones are not."""
+    """Return the paths of user packages that texts name (`target: package.module:Name`), not of installed ones."""
     names = {name for text in texts for name in _TARGET.findall(text)}
     folders = []
     for name in sorted(names - sys.stdlib_module_names - {"plait"}):
@@ -187,7 +187,7 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Python files below a folder, without hidden ones, installed packages and virtual environments."""
+    """Yield the Python files below a folder, without hidden ones, installed packages and virtual environments."""
     for path, folders, files in os.walk(folder):
         folders[:] = sorted(
             name
@@ -200,7 +200,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Answer the question on stdin."""
+    """Answer the request on stdin."""
     facts = answer(ProbeRequest(**json.loads(sys.stdin.readline())))
     print(MARK + json.dumps(asdict(facts)), flush=True)
 

@@ -1,5 +1,5 @@
-"""Stands beside one rank of a job that mpirun or srun started: tells it in torchrun's words who it is, runs the script
-as its child, and tells the launcher how that does.
+"""Wraps one rank of a job that mpirun or srun started: sets torchrun's variables, runs the script as its child, and
+reports its state to the launcher.
 
 mpirun … python -m plait.launch.rank --job '{…}'
 """
@@ -27,23 +27,23 @@ _NAMES = (
 
 
 def rank_words(job: Job) -> list[str]:
-    """The command that mpirun or srun starts for each rank. They carry the environment along themselves."""
+    """Return the command that mpirun or srun starts for each rank. They forward the environment themselves."""
     return [sys.executable, "-m", "plait.launch.rank", "--job", replace(job, environment={}).to_json()]
 
 
 def host_words(job: Job, node: int) -> list[str]:
-    """The command that starts all ranks of one host of a job, where a launcher starts one command for each."""
+    """Return the command that starts all ranks of one host of a job, for launchers that start one command per host."""
     return [sys.executable, "-m", "plait.launch.agent", "--job", job.to_json(), "--node", str(node)]
 
 
 def launched_rank() -> int:
-    """The rank as which a launcher, whichever, started this process; 0 where nobody did."""
+    """Return the rank of this process, whichever launcher started it; 0 where none did."""
     values = (os.environ.get(name, "") for name in ("RANK", *(rank for rank, _ in _NAMES)))
     return next((number for text in values if (number := whole_number(text)) is not None), 0)
 
 
 def which_rank(environment: Mapping[str, str], size: int) -> int:
-    """The number of this process among those that were started, which must be `size`."""
+    """Return the rank of this process among those that MPI or Slurm started, which must be `size`."""
     for rank, count in _NAMES:
         if rank in environment:
             started = environment.get(count, str(size))
@@ -54,7 +54,7 @@ def which_rank(environment: Mapping[str, str], size: int) -> int:
 
 
 def main() -> int:
-    """Read the job, and see the script through to its end."""
+    """Read the job, and run the script to its end."""
     options = argparse.ArgumentParser(prog="plait.launch.rank")
     options.add_argument("--job", required=True)
     try:

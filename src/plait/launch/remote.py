@@ -1,4 +1,4 @@
-"""Commands on other hosts. ssh is all that is needed there: no pdsh, no daemon."""
+"""Commands that start ranks on other hosts: by ssh, pdsh, mpirun or Slurm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plait.launch.options import LaunchOptions, without
 from plait.launch.rank import rank_words
 
 OPTIONS = (
-    ("BatchMode", "yes"),  # an error instead of a question nobody sees
+    ("BatchMode", "yes"),  # an error instead of a prompt that nobody sees
     ("ConnectTimeout", "10"),
     ("ServerAliveInterval", "5"),
     ("ServerAliveCountMax", "3"),  # a host that is unplugged is noticed after 15 seconds
@@ -31,57 +31,57 @@ OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Ssh:
-    """How to get onto a host."""
+    """Runs commands on a host over ssh."""
 
     port: int | None = None
     arguments: tuple[str, ...] = ()
-    """More of ssh's own, from `--launcher_args`; they come first and so win."""
+    """Options of ssh from `--launcher_args`; they come first, which gives them precedence."""
 
     def command(self, host: str, remote: str) -> list[str]:
-        """The ssh command that runs a line of shell on `host`."""
+        """Return the ssh command that runs a line of shell on `host`."""
         options = [argument for name, value in OPTIONS for argument in ("-o", f"{name}={value}")]
         port = ["-p", str(self.port)] if self.port is not None else []
         return ["ssh", *self.arguments, *options, *port, "-T", host, remote]
 
 
 def options_and_first(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """`--launcher_args` for ssh and pdsh: their own options, and what each host is to do first (`source env.sh`)."""
+    """Split `--launcher_args` for ssh and pdsh into their own options and a command to run first (`source env.sh`)."""
     begins = next((at for at, argument in enumerate(arguments) if argument in ("source", ".")), len(arguments))
     if arguments and not arguments[0].startswith("-"):
         begins = 0
     first = list(arguments[begins:])
     if first[:1] == ["source"]:
-        first[0] = "."  # which every shell knows; but it looks for a bare name elsewhere
+        first[0] = "."  # which every shell has; but it looks up a bare name on the path
     if first[:1] == ["."] and len(first) > 1 and "/" not in first[1]:
         first[1] = f"./{first[1]}"
     return tuple(arguments[:begins]), shlex.join(first)
 
 
 def shell_line(argv: Sequence[str], *, folder: str | None, environment: Mapping[str, str], first: str = "") -> str:
-    """A command as a line of shell: from a folder, after what is to be done `first`, with some variables."""
+    """Return a command as a line of shell: in a folder, after the command `first`, with variables set."""
     start = f"cd {shlex.quote(folder)} && " if folder else ""
     start += f"{first} && " if first else ""
-    # Only what Python itself needs to start; the rest goes with the job, out of sight of `ps`.
+    # Only what Python itself needs to start; the rest is sent with the job, and does not show in `ps`.
     variables = [f"{name}={value}" for name, value in environment.items() if name.startswith("PYTHON")]
     return start + shlex.join(["exec", *(["env", *variables] if variables else []), *argv])
 
 
 def node_words(node: int) -> list[str]:
-    """The command of the hand on a host."""
+    """Return the command of the agent on a host."""
     return [sys.executable, "-m", "plait.launch.agent", "--node", str(node)]
 
 
-# Hosts reached by pdsh, for those who have it set up. It passes nothing in, so the job goes on its command line.
+# pdsh. It passes no stdin, so the job is on its command line.
 
 
 def pdsh_command(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
-    """The pdsh of a job: the same line on every host, which finds its number by the name pdsh calls it by."""
+    """Return the pdsh command of a job: the same line on every host, with its number in place of `%n`."""
     argv = [sys.executable, "-m", "plait.launch.agent", "--job", job.to_json().replace("%", "%%"), "--node", "%n"]
     return _command(job, arguments, argv, ssh_port)
 
 
 def pdsh_end(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
-    """What ends the ranks that a pdsh has left."""
+    """Return the pdsh command that ends ranks which an earlier one has left."""
     return _command(job, arguments, [sys.executable, "-m", "plait.launch.agent", "--end", job.id], ssh_port)
 
 
@@ -99,19 +99,19 @@ def _environment(ssh_port: int | None) -> dict[str, str]:
     return {"PDSH_SSH_ARGS_APPEND": f"{present} {shlex.join(options)}".strip()}
 
 
-# Ranks that an mpirun starts: OpenMPI's, and those of the MPICH family.
+# mpirun: OpenMPI's, and those of the MPICH family.
 
 
 FAMILIES = ("openmpi", "mpich", "mvapich", "impi")
 
 
 def mpi_command(family: str, job: Job, arguments: Sequence[str]) -> Command:
-    """The mpirun of a job. Its hosts and slots are the chosen ones, in a file that this run has for itself."""
+    """Return the mpirun command of a job. Its hosts and slots are in a file of this run."""
     hosts = str(Path(tempfile.gettempdir(), f"plait-{job.id}.hosts"))
     rank = rank_words(job)
     if family == "openmpi":
         lines = [f"{node.host} slots={len(node.slots)}" for node in job.nodes]
-        # Each rank gets its cores from us or none: mpirun's own binding would put a rank's threads on one core.
+        # Plait binds ranks to cores, or nothing does: mpirun's binding would put all threads of a rank on one core.
         start = ["mpirun", "-n", str(job.size), "--hostfile", hosts, "--map-by", "slot", "--bind-to", "none"]
         exports = [option for name in job.environment for option in ("-x", name)]
     else:
@@ -131,16 +131,16 @@ mpich_command = partial(mpi_command, "mpich")
 mvapich_command = partial(mpi_command, "mvapich")
 impi_command = partial(mpi_command, "impi")
 
-# Slurm: `srun` inside an allocation; outside of one, a batch file that gets one and starts again inside it.
+# Slurm: `srun` inside an allocation; outside of one, a batch file that runs the same launch in an allocation.
 
 
 def in_allocation() -> bool:
-    """Whether Slurm has given us hosts already."""
+    """Whether this process runs in a Slurm allocation."""
     return "SLURM_JOB_ID" in os.environ
 
 
 def allocation(slots: int | None) -> Pool:
-    """The hosts of our allocation. Slots of each: as many as were asked for, else its tasks, else its GPUs, else 1."""
+    """Return the hosts of the allocation. Slots of each: `slots`, else its tasks, else its GPUs, else 1."""
     node_list = os.environ.get("SLURM_JOB_NODELIST", "")
     listed = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=False)
     if listed.returncode or not listed.stdout.split():
@@ -152,20 +152,20 @@ def allocation(slots: int | None) -> Pool:
 
 
 def job_port() -> int:
-    """A port that only this job is likely to take: rank 0 may be on another host, where nobody can look."""
+    """Return a port derived from the job's number: whether it is free on the host of rank 0 cannot be checked here."""
     digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))
     return 20000 + int(digits or "0") % 10000
 
 
 def srun_command(job: Job, arguments: Sequence[str]) -> Command:
-    """The srun of a job inside its allocation. Slurm sees to devices and cores; the environment goes along whole."""
+    """Return the srun command of a job in its allocation. Slurm binds devices and cores, and forwards all variables."""
     counts = [len(node.slots) for node in job.nodes]
     if len(set(counts)) > 1:
         raise _uneven(job)
     hosts = ",".join(node.host for node in job.nodes)
     ranks = (f"--nodes={len(counts)}", f"--ntasks={job.size}", f"--ntasks-per-node={counts[0]}")
     start = ("srun", *ranks, f"--nodelist={hosts}")
-    # One rank's end is everybody's, and the worst exit code is srun's own.
+    # A failed rank ends all of them, and srun returns the worst exit code.
     return Command(
         (*start, "--kill-on-bad-exit=1", "--export=ALL", *arguments, *rank_words(job)), environment=job.environment
     )
@@ -180,7 +180,7 @@ def _uneven(job: Job) -> WorldError:
 
 
 def batch_file(options: LaunchOptions, argv: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The text of a batch file that asks for hosts and runs the same `plait launch` on the first of them."""
+    """Return the text of a batch file that requests hosts and runs the same `plait launch` on the first of them."""
     per_node = options.num_gpus or _plain(options.nproc_per_node) or 1
     nodes = options.num_nodes or _plain(options.nnodes) or 1
     name = Path(options.script).stem or "plait"
@@ -196,22 +196,20 @@ def batch_file(options: LaunchOptions, argv: Sequence[str], environment: Mapping
         lines.append(f"#SBATCH {shlex.join(options.launcher_args)}")
     lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
-    again = without(argv, "launcher_args", "dry_run")  # the first are sbatch's, not srun's
+    again = without(argv, "launcher_args", "dry_run")  # `launcher_args` are sbatch's here
     lines += [f"exec {shlex.join([sys.executable, '-m', 'plait', 'launch', *again])}"]
     return "\n".join(lines) + "\n"
 
 
 def sbatch_command(options: LaunchOptions, argv: Sequence[str], environment: Mapping[str, str]) -> Command:
-    """Writes the batch file into the current folder and submits it."""
+    """Return the command that writes the batch file into the current folder and submits it."""
     path = f"{Path(options.script).stem or 'plait'}.sbatch"
     return Command(("sbatch", path), files={path: batch_file(options, argv, environment)}, keep_files=True)
 
 
 def _hosts(text: str, flag: str) -> str:
     if ":" in text:
-        raise WorldError(
-            f"{flag} {text!r}: Slurm gives out whole hosts before it is known which slots they have; name hosts"
-        )
+        raise WorldError(f"{flag} {text!r}: Slurm allocates whole hosts before their slots are known; name hosts only")
     return ",".join(text.split("@"))
 
 

@@ -1,7 +1,7 @@
-"""Starting again after a failure: with the same ranks, or with those that are left, or with more that came back.
+"""Restarts after a failure: with the same ranks, with those that are left, or with hosts that came back.
 
-Each attempt has processes of its own, which find each other at a fresh port, so nothing of the last one can be in
-their way. They go on from the last checkpoint: `PLAIT_ATTEMPT` tells the Runner so.
+Each attempt has new processes, which meet at a new port, so the last attempt cannot interfere. They resume from the
+last checkpoint: `PLAIT_ATTEMPT` reports the attempt to the Runner.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from plait.launch.network import DEFAULT_PORT, check_port
 from plait.launch.records import LaunchOutcome, causes
 
 GRACE_S = 2.0
-"""How long ranks may take to leave once one has failed. They wait for it, and cannot finish a step."""
+"""How long ranks may take to exit once one has failed. They wait for it, and cannot finish a step."""
 PROBE_S = 10.0
-"""How often a host that is away is asked whether it is back."""
+"""How often a host that does not answer is probed again."""
 WAIT_S = 600.0
 """How long to wait for hosts where too few are left."""
 
 _AGAIN = "starting again from the last checkpoint, if there is one"
 MICRO_BATCHES_SPLIT = "micro-batches are split, batch.total stays"
-"""Said of a run that is started again with smaller ones."""
+"""Printed where a run is started again with smaller micro-batches."""
 
 Slot = tuple[str, int]
 Reach = Callable[[str, Sequence[str]], list[str]]
@@ -39,27 +39,27 @@ Reach = Callable[[str, Sequence[str]], list[str]]
 
 @dataclass
 class Membership:
-    """Who could take part, who does, and what is known about the sizes that fit."""
+    """Which hosts could take part, which do, and which world sizes fit the run."""
 
     job: Job
     least: int
-    """Hosts that must be there."""
+    """The smallest number of hosts."""
     most: int
     reach: Reach
     away: set[str] = field(default_factory=set)
-    """Hosts that no longer answer."""
+    """Hosts that do not answer."""
     bad: set[Slot] = field(default_factory=set)
-    """Slots on which ranks fail again and again."""
+    """Slots on which ranks failed twice in the same place."""
     sizes: tuple[int, ...] = ()
-    """Numbers of ranks that fit the run; none: any does."""
+    """World sizes that fit the run; empty: any does."""
     size: int = 0
     split: int = 1
-    """Into how many parts each micro-batch is split, since larger ones did not fit into memory."""
+    """Into how many parts each micro-batch is split, because larger ones did not fit into memory."""
     _probes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _next: float = 0.0
 
     def nodes(self) -> tuple[Node, ...]:
-        """The hosts that are there, with their good slots; at most as many as wanted."""
+        """Return the hosts that answer, with their good slots; at most `most`."""
         nodes = []
         for node in self.job.nodes:
             slots = tuple(slot for slot in node.slots if (node.host, slot) not in self.bad)
@@ -69,23 +69,23 @@ class Membership:
 
     @property
     def available(self) -> int:
-        """How many ranks there could be."""
+        """How many ranks could be started."""
         return sum(len(node.slots) for node in self.nodes())
 
     def learn(self, outcome: LaunchOutcome) -> None:
-        """Who is gone, and with how many ranks the run can go on."""
+        """Update, from an attempt, the hosts that are lost and the world sizes that fit."""
         beats = (record.observation.beat for record in outcome.records)
         self.sizes = next((beat.sizes for beat in beats if beat is not None and beat.sizes), self.sizes)
         self.away |= {record.placement.host for record in outcome.records if record.lost}
 
     def fitting(self, available: int) -> int:
-        """The most ranks, of those there are, with which the run can go on; 0: none."""
+        """Return the largest world size up to `available` that fits the run; 0: none."""
         if not self.sizes:
             return available
         return max((size for size in self.sizes if size <= available), default=0)
 
     def someone_is_back(self) -> bool:
-        """Ask hosts that are away, in the background; whether one has come back and would make the run larger."""
+        """Probe lost hosts in the background; return whether one came back with which the run would be larger."""
         if not self.away:
             return False
         if time.monotonic() > self._next:
@@ -103,7 +103,7 @@ class Membership:
             self._probes[host] = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the probes."""
         for probe in self._probes.values():
             probe.kill()
             probe.wait()
@@ -112,7 +112,7 @@ class Membership:
 def run_with_restarts(
     members: Membership, once: Callable[[Job, Callable[[], bool]], LaunchOutcome], *, restarts: int
 ) -> int:
-    """Attempt a job until it ends well, or there is no use in another attempt; returns the last exit code."""
+    """Attempt a job until it succeeds, or another attempt would be useless; return the last exit code."""
     attempts, attempt = _Attempts(restarts), 0
     try:
         while True:
@@ -133,9 +133,9 @@ def run_with_restarts(
 
 
 def run_here(command: Sequence[str], count: int) -> int:
-    """Run a command once for each rank on this host; again where there was too little memory for micro-batches.
+    """Run a command once per rank on this host; again with smaller micro-batches where memory was too small for them.
 
-    Any other failure ends it. Returns the exit code of the last attempt.
+    Any other failure ends it. Return the exit code of the last attempt.
     """
     nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
     if (unused := unused_hosts()) is not None:
@@ -162,17 +162,17 @@ class Machines:
 
     count: int
     rank: int
-    """Which of them this one is."""
+    """The number of this machine."""
     address: str
-    """Of the first one."""
+    """Address of the first machine."""
     port: int = DEFAULT_PORT
-    """On which the first one listens."""
+    """Port of the first machine."""
 
 
 def run_share(command: Sequence[str], count: int, machines: Machines) -> int:
-    """Run a command once for each rank on this machine, of so many on each; returns the exit code.
+    """Run a command once per rank on this machine, `count` ranks on each; return the exit code.
 
-    Nothing is started again: the other machines would have to agree.
+    Nothing is started again: that would need the other machines, too.
     """
     if machines.rank == 0:
         check_port(machines.port, asked_by="main_process_port")
@@ -182,9 +182,9 @@ def run_share(command: Sequence[str], count: int, machines: Machines) -> int:
 
 
 def restart_with_smaller_batches(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:
-    """Run a command instead of this process, whose attempt this was; micro-batches are split once more.
+    """Replace this process by a new attempt of its command, with micro-batches split once more.
 
-    It has this process's number, and nothing of what it held.
+    It keeps this process's pid, and none of its memory.
     """
     _say_smaller(why)
     _log(_AGAIN)
@@ -193,12 +193,12 @@ def restart_with_smaller_batches(command: Sequence[str], *, attempt: int, split:
 
 
 def _attempt_variables(attempt: int, most: int, split: int) -> dict[str, str]:
-    """What the ranks of an attempt are told in their environment; `distributed/ranks.py` reads it."""
+    """Return the variables that describe an attempt to its ranks; `distributed/ranks.py` reads them."""
     return {"PLAIT_ATTEMPT": str(attempt), "PLAIT_MOST_RANKS": str(most), "PLAIT_SPLIT": str(split)}
 
 
 def _job(members: Membership, attempt: int) -> Job:
-    """The job with those who can take part in this attempt."""
+    """Return the job with the hosts and slots of this attempt."""
     nodes = _cut(members.nodes(), members.fitting(members.available))
     members.size = sum(len(node.slots) for node in nodes)
     most = sum(len(node.slots) for node in members.job.nodes)
@@ -207,7 +207,7 @@ def _job(members: Membership, attempt: int) -> Job:
 
 
 def _cut(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
-    """The first so many slots."""
+    """Return the nodes with the first `size` slots."""
     kept = []
     for node in nodes:
         slots = node.slots[:size]
@@ -218,7 +218,7 @@ def _cut(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
 
 
 class _Attempts:
-    """How earlier attempts ended, to tell bad luck from what will happen again."""
+    """How earlier attempts failed, to distinguish chance from an error that will happen again."""
 
     def __init__(self, restarts: int) -> None:
         self._restarts, self._done = restarts, 0
@@ -228,14 +228,14 @@ class _Attempts:
         return f"new beginning {self._done} of {self._restarts}"
 
     def useless(self, outcome: LaunchOutcome, members: Membership) -> str | None:
-        """Why another attempt would end no better. A slot that fails twice in the same place is left out."""
+        """Return why another attempt would be useless, or None. A slot that fails twice in one place is excluded."""
         failed = causes(outcome.records)
         if not failed and not outcome.hung and any(record.stopped for record in outcome.records):
-            return "its ranks were told to stop, and not by the launcher; they have saved and left"
+            return "its ranks were asked to stop, and not by the launcher; they have saved and exited"
         if any(record.message for record in failed) and all(
             record.exit_code == EXPLAINED_EXIT_CODE for record in failed
         ):
-            return "what is wrong will be wrong again"
+            return "the same error would happen again"
         if not any(record.pid for record in outcome.records):
             return "no rank could be started"
         self._done += 1
@@ -260,7 +260,7 @@ class _Attempts:
 
 
 def _wants_smaller_batches(cause: RootCause) -> bool:
-    """Whether memory was short while a Runner computed: only there are micro-batches, and only it can split them."""
+    """Whether memory was short while a Runner computed on micro-batches, which it can split."""
     beat = cause.records[0].observation.beat if cause.records else None
     return cause.diagnosis.full and beat is not None and bool(beat.sizes) and beat.phase.has_batches
 
@@ -274,7 +274,7 @@ def _say_smaller(why: str) -> None:
 
 
 def _failure_site(cause: RootCause) -> tuple[str, int, Slot] | None:
-    """Where in the run it failed, and on which slot; None where that is not known."""
+    """Return why, at which step and on which slot it failed; None where that is not known."""
     record = cause.records[0] if cause.records else None
     if record is None or record.lost:
         return None
@@ -283,7 +283,7 @@ def _failure_site(cause: RootCause) -> tuple[str, int, Slot] | None:
 
 
 def _too_few(members: Membership) -> str | None:
-    """Wait for hosts where too few are left; why it is in vain."""
+    """Wait for hosts where too few are left; return why the wait has failed, or None."""
     deadline = time.monotonic() + WAIT_S
     if len(members.nodes()) < members.least:
         _log(f"{len(members.nodes())} hosts are left, and {members.least} are needed: waiting for others to come back")
