@@ -14,7 +14,8 @@ from tests.refusals import missing, refused
 
 from plait.config import check, parse
 from plait.errors import ConfigError
-from plait.frontends.deepspeed.config import KEYS, search, translate
+from plait.frontends.deepspeed.config import search, translate
+from plait.frontends.deepspeed.config.translate import KEYS
 from plait.frontends.key_report import KeyOutcome, Translation
 
 

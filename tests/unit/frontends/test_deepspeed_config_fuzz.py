@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from plait.config import check, parse
 from plait.errors import ConfigError
-from plait.frontends.deepspeed.config import KEYS, translate
+from plait.frontends.deepspeed.config import translate
 from plait.frontends.deepspeed.config.autotuning import AUTOTUNING_KEYS as SEARCH_KEYS
 from plait.frontends.deepspeed.config.optimizer import SCHEDULER_TYPES as SCHEDULES
 from plait.frontends.deepspeed.config.optimizer import TYPES as OPTIMIZERS
 from plait.frontends.deepspeed.config.precision import FP16
+from plait.frontends.deepspeed.config.translate import KEYS
 from plait.frontends.deepspeed.config.zero import STAGES
 
 ANYTHING = st.recursive(

@@ -12,7 +12,8 @@ import torch
 
 from plait.config import parse
 from plait.errors import ConfigError
-from plait.frontends.deepspeed.config import KEYS, translate
+from plait.frontends.deepspeed.config import translate
+from plait.frontends.deepspeed.config.translate import KEYS
 
 deepspeed = pytest.importorskip("deepspeed")
 

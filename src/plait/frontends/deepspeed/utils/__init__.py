@@ -111,6 +111,8 @@ def _engine_and_link(param: Tensor) -> tuple[ManualEngine, ParameterLink]:
 # Here a block of the model is gathered as one when it is entered, with everything inside, experts that a batch does not
 # use included. So marks are kept for those who ask for them, and change nothing.
 
+import_module(f"{__name__}.z3_leaf_module")  # first: importing it later would hide the function of its name
+
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
