@@ -18,7 +18,7 @@ from plait.frontends.mmengine import (
     default_collate,
     pseudo_collate,
 )
-from plait.frontends.mmengine.runner.core import build_dataloader
+from plait.frontends.mmengine.dataset import build_dataloader
 
 
 class Pair(NamedTuple):

@@ -23,7 +23,7 @@ from plait.errors import ConfigError, WorldError
 from plait.frontends.key_report import KeyOutcome, TranslatedSettings
 from plait.frontends.mmengine.optim import build_optim_wrapper
 from plait.frontends.mmengine.registry import STRATEGIES
-from plait.frontends.mmengine.runner.core import check_launcher, finish, read_compile, read_environment, read_wrapper
+from plait.frontends.mmengine.runner.runner import check_launcher, finish, read_compile, read_environment, read_wrapper
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.atomic_write import write_atomically
 from plait.checkpoint import MANIFEST_NAME, remove_checkpoint
-from plait.config import read_json_object, read_lines
+from plait.config import choose, read_json_object, read_lines
 from plait.distributed import on_main
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.frontends.mmengine.registry import HOOKS
@@ -38,7 +38,7 @@ PRIORITIES = {
 }
 
 
-class Hook:
+class MMEngineHook:
     """Override the points you need. Every rank runs every hook."""
 
     priority: int | str = "NORMAL"
@@ -165,6 +165,10 @@ class Hook:
         return bool(runner.iter + 1 == runner.max_iters)
 
 
+Hook = MMEngineHook
+"""MMEngine's name of the class; `plait.trainer.Hook` is the one of Plait's own Runner."""
+
+
 def priority_of(value: Any) -> int:
     """A priority as a number."""
     if isinstance(value, str) and value.upper() in PRIORITIES:
@@ -194,7 +198,7 @@ def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, .
 
 
 @HOOKS.register_module()
-class EarlyStoppingHook(Hook):
+class EarlyStoppingHook(MMEngineHook):
     """Stops after `patience` validations without a gain of `min_delta`."""
 
     priority = "LOWEST"
@@ -265,7 +269,7 @@ _EMA_TYPES = ("ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWei
 
 
 @HOOKS.register_module()
-class EMAHook(Hook):
+class EMAHook(MMEngineHook):
     """Validates and tests with a moving average of the weights, and saves it beside them."""
 
     priority = "NORMAL"
@@ -351,7 +355,7 @@ class EMAHook(Hook):
 
 
 @HOOKS.register_module()
-class EmptyCacheHook(Hook):
+class EmptyCacheHook(MMEngineHook):
     """Before or after passes, or after iterations. On CPU torch keeps nothing back."""
 
     priority = "NORMAL"
@@ -379,7 +383,7 @@ class EmptyCacheHook(Hook):
 
 
 @HOOKS.register_module()
-class IterTimerHook(Hook):
+class IterTimerHook(MMEngineHook):
     """Sets `time`, `data_time` and, from their mean, `eta`."""
 
     priority = "NORMAL"
@@ -424,7 +428,7 @@ class IterTimerHook(Hook):
 
 
 @HOOKS.register_module()
-class LoggerHook(Hook):
+class LoggerHook(MMEngineHook):
     """A line every `interval` iterations, and one after each validation and test."""
 
     priority = "BELOW_NORMAL"
@@ -507,7 +511,7 @@ def _show(runner: Any, tag: dict[str, Any], step: int, mode: str) -> None:
 
 
 @HOOKS.register_module()
-class ParamSchedulerHook(Hook):
+class ParamSchedulerHook(MMEngineHook):
     """Those by iterations after each of them, those by epochs after each epoch."""
 
     priority = "LOW"
@@ -536,7 +540,7 @@ class ParamSchedulerHook(Hook):
 
 
 @HOOKS.register_module()
-class RuntimeInfoHook(Hook):
+class RuntimeInfoHook(MMEngineHook):
     """Position, learning rates, losses and metrics, for whoever asks the hub."""
 
     priority = "VERY_HIGH"
@@ -622,7 +626,7 @@ def _record(runner: Any, mode: str, metrics: Mapping[str, Any] | None) -> None:
 
 
 @HOOKS.register_module()
-class DistSamplerSeedHook(Hook):
+class DistSamplerSeedHook(MMEngineHook):
     """Tells the sampler which epoch it is."""
 
     priority = "NORMAL"
@@ -645,7 +649,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 @HOOKS.register_module()
-class SyncBuffersHook(Hook):
+class SyncBuffersHook(MMEngineHook):
     """After every epoch. Before a validation and before saving, the runner does so in any case."""
 
     priority = "NORMAL"
@@ -697,7 +701,7 @@ def keep_newest(folder: Path, template: str, count: int) -> None:
 
 
 @HOOKS.register_module()
-class CheckpointHook(Hook):
+class CheckpointHook(MMEngineHook):
     """Every `interval` epochs or iterations, at the end, and after the best validation so far."""
 
     priority = "VERY_LOW"
@@ -840,3 +844,63 @@ class CheckpointHook(Hook):
         if replaced:
             runner.logger.info(f"The previous best checkpoint {old} is removed")
         runner.logger.info(f"The best checkpoint with {value:.4f} {metric} at {count} {unit} is saved to {name}.")
+
+
+# The hooks of a run, in their order.
+
+
+DEFAULT_HOOKS = {
+    "runtime_info": {"type": "RuntimeInfoHook"},
+    "timer": {"type": "IterTimerHook"},
+    "sampler_seed": {"type": "DistSamplerSeedHook"},
+    "logger": {"type": "LoggerHook"},
+    "param_scheduler": {"type": "ParamSchedulerHook"},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+}
+
+
+class SortedHooks:
+    """Hooks sorted by priority; of equal ones the first registered goes first."""
+
+    def __init__(self, default_hooks: Mapping[str, Any] | None, custom_hooks: Sequence[Any] | None) -> None:
+        self.hooks: list[Any] = []
+        given = {**DEFAULT_HOOKS, **(default_hooks or {})}
+        for name, hook in given.items():
+            if name not in DEFAULT_HOOKS and hook is None:
+                problem = Problem(f"default_hooks.{name}", "there is no such hook", choose(name, DEFAULT_HOOKS, "name"))
+                raise ConfigError(problem)
+            if hook is not None:
+                self.register(hook)
+        for hook in custom_hooks or ():
+            self.register(hook)
+
+    def register(self, hook: Any, priority: int | str | None = None) -> None:
+        """Add a hook, or a dict that describes one."""
+        if isinstance(hook, Mapping):
+            options = dict(hook)
+            priority = options.pop("priority", priority)
+            hook = HOOKS.build(options)
+        if not callable(getattr(hook, "before_run", None)):
+            message = f"a {type(hook).__name__} has no points of a hook"
+            raise ConfigError(Problem("custom_hooks", message, "Derive it from plait.frontends.mmengine.Hook."))
+        hook_type = type(hook)
+        if hook_type.__module__.startswith("mmengine.hooks.") and hook_type.__name__ in tuple(HOOKS):
+            message = f"MMEngine's own {hook_type.__name__} works on MMEngine's engine"
+            raise ConfigError(
+                Problem("custom_hooks", message, f"Write dict(type={hook_type.__name__!r}, …): the one here.")
+            )
+        if priority is not None:
+            hook.priority = priority
+        level = priority_of(hook.priority)
+        index = next((i for i, other in enumerate(self.hooks) if priority_of(other.priority) > level), len(self.hooks))
+        self.hooks.insert(index, hook)
+
+    def call(self, runner: Any, point: str, **kwargs: Any) -> None:
+        """Call one point of every hook that has it."""
+        for hook in list(self.hooks):
+            if (action := getattr(hook, point, None)) is not None:
+                action(runner, **kwargs)
+
+    def info(self) -> str:
+        """Which hooks there are, in their order."""
+        return "\n".join(f"({hook.priority!s:<12}) {type(hook).__name__}" for hook in self.hooks)

@@ -431,3 +431,20 @@ class DefaultOptimWrapperConstructor:
                 Problem(f"optim_wrapper.paramwise_cfg.{key}", message, f"Write optimizer=dict({what}=…).")
             )
         return float(self.optimizer_cfg[what])
+
+
+def scale_rates(runner: Any, wrapper: Any, cfg: Mapping[str, Any]) -> None:
+    """Scale learning rates by the batch of all ranks, over the one for which they were chosen."""
+    unknown = [key for key in cfg if key not in ("base_batch_size", "enable")]
+    if unknown:
+        remedy = "The keys are base_batch_size and enable."
+        raise ConfigError(Problem(f"auto_scale_lr.{unknown[0]}", "there is no such key", remedy))
+    if not cfg.get("enable", False):
+        return
+    if "base_batch_size" not in cfg:
+        remedy = "Write the batch of all ranks for which the rate was chosen."
+        raise ConfigError(Problem("auto_scale_lr.base_batch_size", "there is none", remedy))
+    ratio = runner.batch_total / float(cfg["base_batch_size"])
+    for group in wrapper.param_groups:
+        group["lr"] = group["lr"] * ratio
+    runner.logger.info(f"learning rates are scaled by {ratio:g}: a batch has {runner.batch_total} samples")

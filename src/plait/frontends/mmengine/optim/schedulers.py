@@ -510,3 +510,36 @@ CosineAnnealingMomentum = _named_schedule(CosineAnnealingParamScheduler, "moment
 CosineRestartLR = _named_schedule(CosineRestartParamScheduler, "lr", "CosineRestartLR")
 OneCycleLR = _named_schedule(OneCycleParamScheduler, "lr", "OneCycleLR")
 ReduceOnPlateauLR = _named_schedule(ReduceOnPlateauParamScheduler, "lr", "ReduceOnPlateauLR")
+
+
+# From `param_scheduler` to schedules, and the rates scaled to the size of a batch.
+
+
+def build_schedulers(runner: Any, cfg: Any) -> list[Any]:
+    """The schedules of a run, over its optim wrapper."""
+    if cfg is None:
+        return []
+    return [_build(runner, item) for item in (cfg if isinstance(cfg, list | tuple) else [cfg])]
+
+
+def _build(runner: Any, cfg: Any) -> Any:
+    if not isinstance(cfg, Mapping):
+        if not hasattr(cfg, "step"):
+            message = f"a {type(cfg).__name__} is no schedule"
+            raise ConfigError(Problem("param_scheduler", message, "Give a dict with its type."))
+        return cfg
+    options = dict(cfg)
+    convert = options.pop("convert_to_iter_based", False)
+    loop = runner.phases.loop("train")
+    by_epoch = options.get("by_epoch", True)
+    options.setdefault("end", loop.max_epochs if by_epoch else loop.max_iters)
+    schedule_type = options.get("type", "")
+    cls = PARAM_SCHEDULERS.get(schedule_type) if isinstance(schedule_type, str) else schedule_type
+    if not (isinstance(cls, type) and issubclass(cls, ParamScheduler)):
+        message = f"{schedule_type!r} is none of the schedules that know how to go on from a checkpoint"
+        raise ConfigError(Problem("param_scheduler.type", message, f"Write one of {', '.join(PARAM_SCHEDULERS)}."))
+    if not convert:
+        return PARAM_SCHEDULERS.build({**options, "type": cls}, default_args={"optimizer": runner.optim_wrapper})
+    options.pop("type")
+    length = len(loop.dataloader)
+    return cls.build_iter_from_epoch(runner.optim_wrapper, epoch_length=length, **options)

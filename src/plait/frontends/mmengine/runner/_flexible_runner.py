@@ -7,8 +7,7 @@ from typing import Any
 
 from plait.frontends.mmengine.config import Config
 from plait.frontends.mmengine.registry import RUNNERS
-from plait.frontends.mmengine.runner.core import BaseRunner
-from plait.frontends.mmengine.runner.runner import arguments_of
+from plait.frontends.mmengine.runner.runner import BaseRunner, arguments_of
 
 
 @RUNNERS.register_module()
