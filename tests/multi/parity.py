@@ -12,10 +12,10 @@ from plait.config import parse_sections
 from plait.data import MicroBatch
 from plait.distributed import World, open_world
 from plait.engine import Preparation, prepare_native
-from plait.testing import whole
+from plait.testing import full_tensors
 
 __all__ = ["GENTLE", "MODEL", "SEQ", "STEPS", "VOCAB", "Trace", "assert_same", "errors_of", "run_steps"]
-__all__ += ["token_batches", "whole"]
+__all__ += ["full_tensors", "token_batches"]
 
 STEPS = 5
 GENTLE = {"type": "AdamW", "lr": 1e-2, "eps": 0.1}
@@ -75,7 +75,7 @@ def run_steps(
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.skipped.append(result.skipped)
-    trace.tensors = whole(engine.state_tensors())
+    trace.tensors = full_tensors(engine.state_tensors())
     return trace
 
 

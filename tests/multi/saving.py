@@ -12,7 +12,7 @@ from plait.checkpoint import save_checkpoint
 from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Engine, Preparation, prepare_native
-from tests.multi.parity import MODEL, token_batches, whole
+from tests.multi.parity import MODEL, full_tensors, token_batches
 
 
 def make_engine(strategy: Any, seed: int, model: Mapping[str, Any] = MODEL) -> Engine:
@@ -30,4 +30,4 @@ def train_and_save(
     for step in token_batches(seed, 12)[:1]:
         engine.train_step(step[engine.world.data_rank :: engine.world.layout.data_parallel])
     save_checkpoint(Path(target), engine.state_tensors(), {}, step=engine.steps, world=engine.world)
-    return whole(engine.state_tensors())
+    return full_tensors(engine.state_tensors())

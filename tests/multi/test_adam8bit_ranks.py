@@ -18,7 +18,7 @@ from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.engine.native import NativeEngine
-from tests.multi.parity import MODEL, assert_same, run_steps, token_batches, whole
+from tests.multi.parity import MODEL, assert_same, full_tensors, run_steps, token_batches
 from tests.multi.ranks import RankPool
 
 STEPS = token_batches(5, 4)[:3]
@@ -52,7 +52,7 @@ def go_on(rank: int, size: int, optim: str, strategy: Any, source: str | None, t
         engine.train_step(step[rank::size])
     tensors = engine.state_tensors()
     save_checkpoint(Path(target), tensors, {}, step=engine.steps, world=engine.world)
-    return whole(tensors)
+    return full_tensors(tensors)
 
 
 def test_a_run_changes_layout_and_between_8_and_32_bits_at_a_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def go_on_packed(rank: int, size: int, steps: list[Any], tiers: list[str], folde
         found["lates", tier] = lates_of(engine)
         save_checkpoint(target, engine.state_entries(), {}, step=2, world=engine.world)
         assert lates_of(engine) == found["lates", tier]  # they were looked at, and are as they were
-        found["saved", tier] = whole(engine.state_tensors())
+        found["saved", tier] = full_tensors(engine.state_tensors())
         engine.train_step(steps[2][rank::size])
-        found["straight", tier] = whole(engine.state_tensors())
+        found["straight", tier] = full_tensors(engine.state_tensors())
     for saved, tier in product(tiers, repeat=2):
         engine, checkpoint = engine_in(tier, folder), open_checkpoint(Path(folder) / saved)
         engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
@@ -111,7 +111,7 @@ def go_on_packed(rank: int, size: int, steps: list[Any], tiers: list[str], folde
         load_into(checkpoint, engine.state_entries(), world=engine.world)
         engine.state_loaded()
         engine.train_step(steps[2][rank::size])
-        found[saved, tier] = whole(engine.state_tensors())
+        found[saved, tier] = full_tensors(engine.state_tensors())
     return found
 
 

@@ -18,7 +18,7 @@ from plait.data import MicroBatch
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.errors import ModelError
-from tests.multi.parity import STEPS, Trace, assert_same, whole
+from tests.multi.parity import STEPS, Trace, assert_same, full_tensors
 from tests.multi.ranks import RankFailedError, RankPool
 from tests.refusals import refused
 
@@ -215,14 +215,14 @@ def train(rank: int, size: int, build: Callable[[], Net], strategy: dict[str, An
     config = parse_sections(seed=3, optim=OPTIM, strategy=strategy).config
     messages: list[str] = []
     engine = prepare_native(Preparation(config, open_world(config), model=build, log=messages.append))
-    before, trace = whole(engine.state_tensors()), Trace([], [], [], {})
+    before, trace = full_tensors(engine.state_tensors()), Trace([], [], [], {})
     for step in batches():
         mine = step[rank::size] if size > 1 else [torch.cat(step)]
         result = engine.train_step([MicroBatch(x, len(x)) for x in mine])
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.skipped.append(result.skipped)
-    trace.tensors = whole(engine.state_tensors())
+    trace.tensors = full_tensors(engine.state_tensors())
     return before, trace, messages
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint import entries, load_into, open_checkpoint
-from tests.multi.parity import MODEL, whole
+from tests.multi.parity import MODEL, full_tensors
 from tests.multi.ranks import RankPool
 from tests.multi.saving import make_engine, train_and_save
 
@@ -29,7 +29,7 @@ def load(rank: int, size: int, strategies: list[Any], target: str) -> list[dict[
         checkpoint = open_checkpoint(Path(target))
         engine.allocate_optimizer_state(entries(checkpoint.index, "optim."))
         load_into(checkpoint, engine.state_tensors(), world=engine.world)
-        found.append(whole(engine.state_tensors()))
+        found.append(full_tensors(engine.state_tensors()))
     return found
 
 

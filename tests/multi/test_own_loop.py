@@ -20,7 +20,7 @@ from plait.checkpoint import open_checkpoint
 from plait.engine import Engine
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from plait.trainer import Accuracy, Runner
-from tests.multi.parity import MODEL, token_batches, whole
+from tests.multi.parity import MODEL, full_tensors, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import missing, refused
 
@@ -57,12 +57,12 @@ def continue_from(rank: int, size: int, strategy: Any, folder: str) -> Any:
     engine = engine_of(strategy, seed=99)
     extra = engine.load(folder)
     assert engine.steps == 2
-    return extra, steps(engine, 2, 5), whole(engine.state_tensors())
+    return extra, steps(engine, 2, 5), full_tensors(engine.state_tensors())
 
 
 def uninterrupted() -> tuple[list[float], dict[str, Tensor]]:
     engine = engine_of("single")
-    return steps(engine, 0, 5), whole(engine.state_tensors())
+    return steps(engine, 0, 5), full_tensors(engine.state_tensors())
 
 
 @pytest.mark.parametrize(("before", "after"), [("zero2", "zero3"), (TP2, "ddp"), (PP2, "zero1")], ids=str)
@@ -144,15 +144,15 @@ def test_a_runner_resumes_from_it_and_it_loads_what_a_runner_saved(tmp_path: Pat
     with Runner(MODEL, rows, **common, **resumed) as runner:
         runner.setup()
         assert runner.step == 2
-        before = whole(runner.engine.state_tensors())
+        before = full_tensors(runner.engine.state_tensors())
         runner.train()
-        after = whole(runner.engine.state_tensors())
-    for name, tensor in whole(engine.state_tensors()).items():
+        after = full_tensors(runner.engine.state_tensors())
+    for name, tensor in full_tensors(engine.state_tensors()).items():
         assert torch.equal(before[name], tensor)
     other = engine_of("single", seed=8)
     assert other.load(tmp_path / "run") == {}
     assert other.steps == 3
-    for name, tensor in whole(other.state_tensors()).items():
+    for name, tensor in full_tensors(other.state_tensors()).items():
         assert torch.equal(after[name], tensor)
 
 
@@ -279,7 +279,7 @@ def with_fields(rank: int, size: int, strategy: Any, kind: str, words: Any, data
         accumulation=len(mine_of(data[0], strategy, rank, size)), **words,
     )  # fmt: skip
     losses = [engine.train_step(mine(engine, step)).loss for step in data]
-    return losses, list(whole(engine.state_tensors()).values())
+    return losses, list(full_tensors(engine.state_tensors()).values())
 
 
 def mine_of(step: list[Any], strategy: Any, rank: int, size: int) -> list[Any]:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from plait.engine import StepResult
 from plait.models import LossTerm
 from plait.trainer import Accuracy, Hook, Metric, Runner
-from tests.multi.parity import whole
+from tests.multi.parity import full_tensors
 
 WIDTH, CLASSES = 8, 4
 
@@ -187,7 +187,7 @@ def whole_tensors(runner: Runner) -> dict[str, Tensor]:
     tensors = runner.engine.state_tensors()
     for name, hook in runner.hooks.named().items():
         tensors.update({f"hook.{name}.{key}": tensor for key, tensor in hook.tensors(runner).items()})
-    return whole(tensors)
+    return full_tensors(tensors)
 
 
 def assert_close(found: Outcome, expected: Outcome, tolerance: float) -> None:

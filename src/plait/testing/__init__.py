@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from plait.testing.maths import assert_same_maths as assert_same_maths
     from plait.testing.ranks import RankFailedError as RankFailedError
     from plait.testing.ranks import RankPool as RankPool
-    from plait.testing.runs import whole as whole
+    from plait.testing.runs import full_tensors as full_tensors
 else:
     from plait.lazy import attach_names
 
@@ -22,6 +22,6 @@ else:
         {
             "maths": ["assert_same_after_resume", "assert_same_maths"],
             "ranks": ["RankFailedError", "RankPool"],
-            "runs": ["whole"],
+            "runs": ["full_tensors"],
         },
     )

@@ -1,4 +1,4 @@
-"""Assertions that a part does under every strategy what it does on one process."""
+"""Assertions that a user-provided part computes the same under every strategy as on one process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from plait.testing.ranks import RankFailedError, RankPool
 from plait.testing.runs import MODEL, RandomTokens, RecordedRun, record
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "tp2")
-"""What a part is held against where nobody says."""
+"""The strategies that are tried by default."""
 TOTAL, MICRO = 8, 2
-"""Samples of a step, and of a micro-batch."""
+"""Samples per step, and per micro-batch."""
 _AXIS = re.compile(r"(pp|ep|cp|tp)(\d+)")
-_WHAT = "strategies"
 
 Strategy = str | Mapping[str, Any]
 
@@ -40,16 +39,16 @@ def assert_same_maths(
     timeout_s: float = 300.0,
     **given: Any,
 ) -> dict[str, str]:
-    """Train under each strategy on real ranks and on one process, and compare all there is after each step.
+    """Train under each strategy on real ranks and on one process, and compare the whole state after each step.
 
-    `given` are keywords of `plait.Runner`: the part under test, and what it needs around it. What is not given is tiny:
-    a decoder of two layers, random tokens, AdamW. A strategy is a word (`zero2`), a word with axes (`zero3+tp2`), or a
-    section. Losses, gradient norms, skipped steps, every parameter, buffer and optimizer state, and the tensors of
-    hooks must agree. How far they may be apart is measured: by what one rounding of the weights changes in one process
-    (as `plait prove` does); or it is `tolerance`, relative to each tensor's norm.
+    `given` are keywords of `plait.Runner`: the part under test, and what it needs. The defaults are tiny: a decoder of
+    two layers, random tokens, AdamW. A strategy is a name (`zero2`), a name with axes (`zero3+tp2`), or a section.
+    Losses, gradient norms, skipped steps, every parameter, buffer and optimizer state, and the tensors of hooks must
+    agree. The tolerance is measured, as `plait prove` does it: the effect of one rounding of the weights in one
+    process. Or it is `tolerance`, relative to each tensor's norm.
 
-    Raises `AssertionError` at the first difference, naming strategy, step and tensor. Returns what became of each
-    strategy: `same`, or with `allow_refusal` the reason why Plait refuses it for this part.
+    Raise `AssertionError` at the first difference, with strategy, step and tensor. Return the outcome of each strategy:
+    `same`, or with `allow_refusal` the reason why Plait refuses it for this part.
     """
     _check(given, steps)
     outcomes: dict[str, str] = {}
@@ -64,7 +63,7 @@ def assert_same_maths(
             section, ranks = strategy_of(strategy)
             twins = twins or run.reference(rounding)
             try:
-                found = run.on(ranks, name, strategy=section)
+                recorded = run.on(ranks, name, strategy=section)
             except RankFailedError as error:
                 if error.refusal is None:
                     raise AssertionError(f"{name} on {ranks} ranks failed:\n{error}") from None
@@ -75,7 +74,7 @@ def assert_same_maths(
                     ) from None
                 outcomes[name] = error.refusal
                 continue
-            _compare(f"{name} on {ranks} ranks", twins, found, rounding)
+            _compare(f"{name} on {ranks} ranks", twins, recorded, rounding)
             outcomes[name] = "same"
     return outcomes
 
@@ -93,12 +92,12 @@ def assert_same_after_resume(
 ) -> None:
     """Train to step `at` under one strategy, save, continue under another, and compare with one uninterrupted process.
 
-    `saved` and `resumed` are a strategy and a number of ranks. The rest is as in `assert_same_maths`; what was loaded
-    must besides be what was saved, bit for bit. `checkpoint` holds for the two runs that save and resume; with a
+    `saved` and `resumed` are a strategy and a number of ranks. The rest is as in `assert_same_maths`; what is loaded
+    must also equal what was saved, bit for bit. `checkpoint` holds for the two runs that save and resume; with a
     `storage` in it, the second one resumes from there, in a `work_dir` of its own.
     """
     _check(given, steps)
-    own = _checkpoint(given.pop("checkpoint", None))
+    options = _checkpoint(given.pop("checkpoint", None))
     if not 0 < at < steps:
         raise ConfigError(Problem("at", f"{at} is not a step within {steps}", f"Write 1 to {steps - 1}."))
     with ExitStack() as stack:
@@ -106,19 +105,19 @@ def assert_same_after_resume(
         run = _Runs(given, steps, dtype, work, _Pools(stack, timeout_s))
         rounding = run.rounding(tolerance)
         twins = run.reference(rounding)
-        parts = []
-        place = "auto" if "storage" in own else str(work / "saved" / "checkpoints")
+        runs = []
+        source = "auto" if "storage" in options else str(work / "saved" / "checkpoints")
         for (strategy, ranks), checkpoint, end in (
-            (saved, {**own, "last": True}, at),
-            (resumed, {**own, "last": False, "resume": place}, None),
+            (saved, {**options, "last": True}, at),
+            (resumed, {**options, "last": False, "resume": source}, None),
         ):
             where = "saved" if end else "resumed"
             section, _ = strategy_of(strategy)
             changes: dict[str, Any] = {"strategy": section, "checkpoint": checkpoint}
             if end:
                 changes["train"] = {**run.train, "stop_after": end}
-            parts.append(run.on(ranks, where, **changes))
-        before, after = parts
+            runs.append(run.on(ranks, where, **changes))
+        before, after = runs
         what = f"{_name(resumed[0])} on {resumed[1]} ranks, resumed from {_name(saved[0])} on {saved[1]} at step {at},"
         _compare_loaded(what, before.states[-1], after.states[0])
         joined = RecordedRun(states=[*before.states, *after.states[1:]])
@@ -128,28 +127,28 @@ def assert_same_after_resume(
 
 
 def strategy_of(strategy: Strategy) -> tuple[Any, int]:
-    """A strategy's section and how many ranks show what it does: two for data parallelism, times its other axes."""
+    """Return the section of a strategy and the ranks to test it on: two for data parallelism, times its other axes."""
     if not isinstance(strategy, str):
         config = parse_sections(strategy=strategy).config.strategy
         least = min_ranks(config)
         data = config.layout.dp_replicate or config.layout.dp_shard
         return strategy, least if data or (least > 1 and config.stage == 0) else 2 * least
-    words = strategy.split("+")
-    axes = {m[1]: int(m[2]) for word in words if (m := _AXIS.fullmatch(word))}
-    stages = [word for word in words if not _AXIS.fullmatch(word)]
-    unknown = [word for word in stages if word not in SHORTHANDS or word in ("auto", "single")]
+    names = strategy.split("+")
+    axes = {m[1]: int(m[2]) for name in names if (m := _AXIS.fullmatch(name))}
+    stages = [name for name in names if not _AXIS.fullmatch(name)]
+    unknown = [name for name in stages if name not in SHORTHANDS or name in ("auto", "single")]
     if unknown or len(stages) > 1:
-        known = ", ".join(word for word in SHORTHANDS if word not in ("auto", "single"))
+        known = ", ".join(name for name in SHORTHANDS if name not in ("auto", "single"))
         message = f"{strategy!r} is not a strategy to test"
         raise ConfigError(
-            Problem(_WHAT, message, f"Write one of {known}, axes such as tp2 or pp2, both with +, or a section.")
+            Problem("strategies", message, f"Write one of {known}, axes such as tp2 or pp2, both with +, or a section.")
         )
     section = dict(SHORTHANDS[stages[0]]) if stages else {}
     return {**section, **({"layout": axes} if axes else {})}, (2 if stages else 1) * prod(axes.values())
 
 
 class _Pools:
-    """Ranks of each number, started when first needed."""
+    """Rank pools by number of ranks, started on first use."""
 
     def __init__(self, stack: ExitStack, timeout_s: float) -> None:
         self._stack, self._timeout_s = stack, timeout_s
@@ -162,7 +161,7 @@ class _Pools:
 
 
 class _Runs:
-    """The same run under any strategy."""
+    """Runs the same description under different strategies."""
 
     def __init__(self, given: Mapping[str, Any], steps: int, dtype: str, work: Path, pools: _Pools) -> None:
         self.train = {**dict(given.get("train") or {}), "max_steps": steps}
@@ -183,13 +182,13 @@ class _Runs:
             self._given["data"] = RandomTokens(TOTAL * steps)
 
     def rounding(self, tolerance: float | None) -> Rounding:
-        """How far two runs may be apart."""
+        """Return the tolerance of the comparison."""
         if tolerance is not None:
             return Rounding("a fixed tolerance", tolerance, roundings=1.0, margin=0.0)
         return rounding_of(parse_sections(precision=self._given["precision"]).config.precision, on_cpu=True)
 
     def reference(self, rounding: Rounding) -> tuple[RecordedRun, RecordedRun]:
-        """The run on one process; and again, with weights that are off by one rounding."""
+        """Return the run on one process, and the same with weights changed by one rounding."""
         nudge = rounding.epsilon if rounding.margin else 0.0
         try:
             first = self.on(1, "one-process", strategy="single")
@@ -198,21 +197,23 @@ class _Runs:
             raise AssertionError(f"one process alone failed:\n{error.refusal or error}") from None
 
     def on(self, ranks: int, folder: str, *, nudge: float = 0.0, **changes: Any) -> RecordedRun:
-        """What happens on so many ranks."""
+        """Run on this number of ranks and return what was recorded."""
         given = {**self._given, **changes, "work_dir": str(self._work / folder)}
-        found: RecordedRun = self._pools[ranks].run(record, given, nudge)[0]
-        return found
+        recorded: RecordedRun = self._pools[ranks].run(record, given, nudge)[0]
+        return recorded
 
 
 def _check(given: Mapping[str, Any], steps: int) -> None:
     if steps < 1:
-        raise ConfigError(Problem("steps", f"{steps}: there is nothing to compare", "Write 1 or more."))
+        raise ConfigError(Problem("steps", f"{steps} leaves nothing to compare", "Write 1 or more."))
     for key in ("strategy", "work_dir", "plan"):
         if key in given:
             remedy = "Write `strategies=(…)`." if key == "strategy" else "Leave it out."
-            raise ConfigError(Problem(key, "is decided by the comparison itself", remedy))
+            raise ConfigError(Problem(key, "is set by the comparison", remedy))
     if given.get("model") is not None and given.get("data") is None and not isinstance(given["model"], Mapping):
-        raise ConfigError(Problem("data", "a model of one's own needs data of its form", "Give a data set with it."))
+        raise ConfigError(
+            Problem("data", "missing: a user-provided model needs data of its form", "Give a data set with it.")
+        )
     for key, value in given.items():
         try:
             pickle.dumps(value)
@@ -223,12 +224,12 @@ def _check(given: Mapping[str, Any], steps: int) -> None:
 
 
 def _checkpoint(section: Any) -> dict[str, Any]:
-    """The keys that a test wrote in its `checkpoint`."""
+    """Return the keys of `checkpoint` that the caller wrote."""
     is_object = isinstance(section, Section)
     written = {name: getattr(section, name) for name in section.model_fields_set} if is_object else section
     for key in ("last", "resume"):
         if key in (written or {}):
-            raise ConfigError(Problem(f"checkpoint.{key}", "is decided by the comparison itself", "Leave it out."))
+            raise ConfigError(Problem(f"checkpoint.{key}", "is set by the comparison", "Leave it out."))
     return dict(written or {})
 
 
@@ -236,18 +237,18 @@ def _name(strategy: Strategy) -> str:
     return strategy if isinstance(strategy, str) else repr(dict(strategy))
 
 
-def _compare(what: str, twins: tuple[RecordedRun, RecordedRun], found: RecordedRun, rounding: Rounding) -> None:
+def _compare(what: str, twins: tuple[RecordedRun, RecordedRun], recorded: RecordedRun, rounding: Rounding) -> None:
     reference, nudged = twins
-    if len(found.states) != len(reference.states):
+    if len(recorded.states) != len(reference.states):
         raise AssertionError(
-            f"{what} made {len(found.states) - 1} steps, and one process {len(reference.states) - 1}: are the data the "
-            "same on every rank?"
+            f"{what} made {len(recorded.states) - 1} steps, and one process {len(reference.states) - 1}: is the data "
+            "the same on every rank?"
         )
-    trace = found.against(reference)
+    trace = recorded.against(reference)
     findings = compare_findings(reference.trace, nudged.against(reference), trace, rounding)
     wrong = next((finding for finding in findings if not finding.agrees), None)
     if wrong is not None:
-        raise AssertionError(f"{what} differs from one process {_at(wrong)}{_values(wrong, reference, found)}")
+        raise AssertionError(f"{what} differs from one process {_at(wrong)}{_values(wrong, reference, recorded)}")
     tensors = [finding for finding in findings if finding.is_tensor and finding.step]
     if tensors and all(finding.is_noise for finding in tensors):
         raise AssertionError(
@@ -262,21 +263,21 @@ def _at(finding: ComparedQuantity) -> str:
     return f"{when}: {finding.name} {finding.detail if finding.detail and finding.is_tensor else off}"
 
 
-def _values(finding: ComparedQuantity, reference: RecordedRun, found: RecordedRun) -> str:
+def _values(finding: ComparedQuantity, reference: RecordedRun, recorded: RecordedRun) -> str:
     if not finding.is_tensor:
         return f" ({finding.detail})"
     if finding.detail:
         return ""
-    return _largest(reference.states[finding.step][finding.name], found.states[finding.step][finding.name])
+    return _largest(reference.states[finding.step][finding.name], recorded.states[finding.step][finding.name])
 
 
-def _largest(expected: Tensor, found: Tensor) -> str:
-    """Where two tensors differ most, and both values."""
-    gap = (found.double() - expected.double()).abs().nan_to_num(torch.inf).reshape(-1)
+def _largest(expected: Tensor, actual: Tensor) -> str:
+    """Return the position of the largest difference of two tensors, and both values."""
+    gap = (actual.double() - expected.double()).abs().nan_to_num(torch.inf).reshape(-1)
     index = int(gap.argmax())
-    place = [int(each) for each in torch.unravel_index(torch.tensor(index), expected.shape)]
-    values = found.reshape(-1)[index], expected.reshape(-1)[index]
-    return "; most at {}: {:.9g} instead of {:.9g}".format(place, *(float(value) for value in values))
+    position = [int(coordinate) for coordinate in torch.unravel_index(torch.tensor(index), expected.shape)]
+    values = actual.reshape(-1)[index], expected.reshape(-1)[index]
+    return "; most at {}: {:.9g} instead of {:.9g}".format(position, *(float(value) for value in values))
 
 
 def _compare_loaded(what: str, saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:

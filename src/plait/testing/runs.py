@@ -1,4 +1,4 @@
-"""A few steps of a run, with all that they did: what is compared."""
+"""A short run with the state after each step recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {
 
 
 class RandomTokens(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens, with very different numbers of targets: a mean of means would show."""
+    """Rows of random tokens with very different numbers of targets, so that a mean of means would be noticed."""
 
     def __init__(self, rows: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -44,8 +44,8 @@ class RandomTokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._ids[index, :-1], "labels": self._labels[index]}
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, gathered where they are spread. Every rank must call it."""
+def full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full copies of tensors, gathered if they are sharded. Every rank must call it."""
     return {
         name: (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()
         for name, tensor in tensors.items()
@@ -54,14 +54,14 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class RecordedRun:
-    """What a run did, step by step, with whole tensors on the host."""
+    """What a run computed at each step, with full tensors in host memory."""
 
     trace: ProofTrace = field(default_factory=ProofTrace)
     states: list[dict[str, Tensor]] = field(default_factory=list)
     """Weights, buffers, optimizer state and the tensors of hooks: before the first step, and after each."""
 
     def against(self, reference: RecordedRun) -> ProofTrace:
-        """This trace, with how far each tensor is from the reference's."""
+        """Return this trace with the deviation of each tensor from the reference."""
         names = list(reference.states[-1])
         begun = [name for name in names if name in reference.states[0]]
         self.trace.deviations = [
@@ -83,7 +83,7 @@ class InMemory:
         self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """One of them."""
+        """Return a tensor."""
         return self._tensors[name]
 
 
@@ -96,7 +96,7 @@ class AtStep:
 
 
 class StepRecorder(Hook):
-    """Writes down each step, after all other hooks."""
+    """Records each step, after all other hooks."""
 
     name = "plait.testing"
     priority = 10_000
@@ -106,38 +106,38 @@ class StepRecorder(Hook):
         self._nudge = nudge
 
     def before_run(self, runner: Runner) -> None:
-        """Turn dropout off, which no two layouts draw alike, and note where the run begins."""
+        """Turn off dropout, which differs between layouts, and record the initial state."""
         model = runner.engine.model
         Switch(model)
         self.recorded.trace.uncompared = running_statistics(model)
         if self._nudge:
             nudge_weights(runner.engine, self._nudge)
-        self._note(runner)
+        self._record_state(runner)
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
-        """Note what the step did."""
+        """Record the step."""
         trace = self.recorded.trace
         trace.loss.append(result.loss)
         trace.grad_norm.append(result.grad_norm)
         trace.targets.append(result.targets)
         trace.skipped.append(result.skipped)
-        self._note(runner)
+        self._record_state(runner)
 
-    def _note(self, runner: Runner) -> None:
+    def _record_state(self, runner: Runner) -> None:
         tensors = {**runner.engine.state_tensors()}
         for name, hook in runner.hooks.named().items():
             tensors.update({f"hook.{name}.{key}": tensor for key, tensor in hook.tensors(runner).items()})
         left_out = set(runner.world.gather(self.recorded.trace.uncompared)[0])
-        here = {name: tensor.cpu() for name, tensor in whole(tensors).items() if name not in left_out}
-        # Each rank of a pipeline has some of them.
-        parts = runner.world.gather(here) if runner.world.layout.pp > 1 else [here]
-        found = {name: tensor for part in reversed(parts) for name, tensor in part.items()}
-        self.recorded.states.append(found)
-        self.recorded.trace.names = list(found)
+        local = {name: tensor.cpu() for name, tensor in full_tensors(tensors).items() if name not in left_out}
+        # Each pipeline stage has some of them.
+        stages = runner.world.gather(local) if runner.world.layout.pp > 1 else [local]
+        state = {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
+        self.recorded.states.append(state)
+        self.recorded.trace.names = list(state)
 
 
 def record(rank: int, size: int, given: dict[str, Any], nudge: float = 0.0) -> RecordedRun | None:
-    """Train with the keywords of `Runner`; rank 0 returns what happened."""
+    """Train with the keywords of `Runner`; rank 0 returns what was recorded."""
     recorder = StepRecorder(nudge)
     hooks = [*given.pop("hooks", ()), recorder]
     with Runner(hooks=hooks, **given) as runner:
