@@ -19,7 +19,7 @@ import torch
 from tests.refusals import missing
 
 from plait.cli import generate as serving
-from plait.cli.generate import Opening, open_speaker
+from plait.cli.generate import Opening, open_conversation
 from plait.cli.main import main
 from plait.generate.conversation import AnswerPiece, Conversation, Turn
 from plait.generate.options import Sampling
@@ -72,7 +72,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str, said: str | None = None) 
 def test_a_hugging_face_folder_opens_as_plaits_own_model_with_its_template_and_ends(hf_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    speaker = open_speaker(str(hf_folder))
+    speaker = open_conversation(str(hf_folder))
     assert isinstance(speaker.generator.model, Llama)
     assert set(speaker.stop) == {0, 5}
     prompt = speaker.encode_conversation([Turn("user", "the fox")]).tokens
@@ -252,7 +252,7 @@ def test_a_run_of_a_phase_answers_in_its_own_template_with_what_was_trained(
         train({**sections, "work_dir": folder, "checkpoint": {"trainable_only": part}})
     sampling, prompts = Sampling(20, temperature=0.0), [[3, 4, 5], [9]]
     ways = [("base", Opening()), ("whole", Opening()), ("part", Opening()), ("base", Opening(adapter="part/adapter"))]
-    speakers = [open_speaker(path, opening) for path, opening in ways]
+    speakers = [open_conversation(path, opening) for path, opening in ways]
     base, whole, part, added = (speaker.generator.generate(prompts, sampling) for speaker in speakers)
     assert base[0].logprobs != whole[0].logprobs
     for other in (part, added):

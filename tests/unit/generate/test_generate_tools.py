@@ -14,7 +14,7 @@ import torch
 from tests.refusals import refused
 from tests.unit.generate.test_generate_serve import asking, serving
 
-from plait.cli.generate import open_speaker
+from plait.cli.generate import open_conversation
 from plait.generate.batch import ContinuousBatch, GenerationRow, Token
 from plait.generate.conversation import Conversation, ToolCall, ToolReader, read_calls
 from plait.posttrain.data.template import ChatTokenizer
@@ -58,7 +58,7 @@ def opened(tokenizer: ChatTokenizer, folder: Path, template: str) -> Conversatio
     tokenizer.save(folder / "tokenizer.json")
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(words))
-    return open_speaker(str(folder))
+    return open_conversation(str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_a_launch_for_each_kind_and_none_is_made_anew_while_nothing_moves() -> N
     tables = Tables()
     first = tables.of(entries)
     assert [launch.lengths for launch in first] == [[64], [16], [7]]  # 7 numbers end where no wide access does
-    assert [launch.kind.aligned for launch in first] == [True, True, False]
+    assert [launch.group.aligned for launch in first] == [True, True, False]
     assert [launch.chosen.tolist() for launch in first if launch.chosen is not None] == [[0], [1], [2]]
     assert tables.of(entries) is first
     moved = [entry._replace(grad=entry.grad.clone()) for entry in entries]
