@@ -390,7 +390,7 @@ class _ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hooks = []
         for wrapped, unit in zip(units, self._activations.units, strict=True):
             hooks.append(wrapped.module.register_forward_pre_hook(self._enter(unit), with_kwargs=True))
-            hooks.append(wrapped.module.register_forward_hook(lambda *_: self._current.pop()))
+            hooks.append(wrapped.module.register_forward_hook(self._leave))
         try:
             yield
         finally:
@@ -404,6 +404,9 @@ class _ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unit.inputs += sum(self._input_storages.first(tensor) for tensor in tensors)
 
         return enter
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._current.pop()
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd saves for the backward pass."""
