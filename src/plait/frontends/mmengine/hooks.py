@@ -1,4 +1,4 @@
-"""Code that runs at named points of a run."""
+"""MMEngine's hooks: the base class, the default ones, and their order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plait.frontends.mmengine.registry import HOOKS
 from plait.frontends.mmengine.visualization import Visualizer
 from plait.trainer import Best, WeightAverage
 
-# The points of a run at which a hook may act, and in which order hooks do.
+# The base class of hooks, and their priorities.
 
 
 PRIORITIES = {
@@ -39,10 +39,10 @@ PRIORITIES = {
 
 
 class MMEngineHook:
-    """Override the points you need. Every rank runs every hook."""
+    """Override the methods you need. Every rank calls every hook."""
 
     priority: int | str = "NORMAL"
-    """A number from 0, the first, to 100, or one of the words."""
+    """A number from 0, the first, to 100, or a name in `PRIORITIES`."""
 
     def before_run(self, runner: Any) -> None:
         """The run begins."""
@@ -69,10 +69,10 @@ class MMEngineHook:
         """A test is over."""
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is about to be written; what is put into the dict, and JSON can hold, goes with it."""
+        """A checkpoint is about to be written; JSON values that are added to the dict are saved with it."""
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint was read; the dict is what `before_save_checkpoint` saw."""
+        """A checkpoint was loaded; the dict is the one of `before_save_checkpoint`."""
 
     def before_train_epoch(self, runner: Any) -> None:
         """An epoch of training begins."""
@@ -129,12 +129,12 @@ class MMEngineHook:
         """Any pass is over."""
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
-        """Any batch is about to be worked on."""
+        """Any batch is about to be processed."""
 
     def _after_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        """Any batch was worked on."""
+        """Any batch was processed."""
 
     # ---- when?
 
@@ -170,7 +170,7 @@ Hook = MMEngineHook
 
 
 def priority_of(value: Any) -> int:
-    """A priority as a number."""
+    """Return a priority as a number."""
     if isinstance(value, str) and value.upper() in PRIORITIES:
         return PRIORITIES[value.upper()]
     number = getattr(value, "value", value)  # MMEngine has an enum of its own
@@ -181,7 +181,7 @@ def priority_of(value: Any) -> int:
 
 
 def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, ...] = ()) -> bool:
-    """Whether more of a metric is better, judged by its name as MMEngine judges it."""
+    """Whether larger values of a metric are better, inferred from its name as in MMEngine."""
     usual = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
     if metric in greater or metric in less:
         return metric in greater
@@ -190,16 +190,19 @@ def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, .
         return True
     if any(pattern.lower() in folded for pattern in (*(less or ("loss",)),)):
         return False
-    message = f"whether more or less of {metric!r} is better cannot be told from its name"
+    message = f"the name {metric!r} does not show whether larger values are better"
     raise ConfigError(Problem("hook.rule", message, "Write rule='greater' or rule='less'."))
 
 
-# Ends training when a metric no longer gets better.
+# Early stopping.
 
 
 @HOOKS.register_module()
 class EarlyStoppingHook(MMEngineHook):
-    """Stops after `patience` validations without a gain of `min_delta`."""
+    """Stops training after `patience` validations without a gain of more than `min_delta`.
+
+    Not `plait.trainer`'s early stopping, in which a gain of exactly `min_delta` counts.
+    """
 
     priority = "LOWEST"
 
@@ -213,23 +216,23 @@ class EarlyStoppingHook(MMEngineHook):
         patience: int = 5,
         stopping_threshold: float | None = None,
     ) -> None:
-        """`strict`: a validation without the metric is an error. `stopping_threshold`: good enough to stop at once."""
+        """`strict`: raise if the metric is missing. `stopping_threshold`: a value beyond which training stops."""
         if rule not in (None, "greater", "less"):
             raise ConfigError(Problem("EarlyStoppingHook.rule", f"{rule!r}", "Write 'greater' or 'less'."))
         greater = rule == "greater" if rule is not None else seems_greater(monitor)
         self.monitor, self.strict, self.check_finite, self.patience = monitor, strict, check_finite, patience
         self._sign = 1.0 if greater else -1.0
         self._delta = abs(min_delta)
-        self._enough = stopping_threshold
+        self._threshold = stopping_threshold
         self._best = -math.inf
         self._waited = 0
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Look at the metric."""
+        """Compare the metric with the best so far."""
         if not metrics or self.monitor not in metrics:
             if self.strict:
                 remedy = f"The metrics are {', '.join(metrics or {}) or 'none'}."
-                raise ConfigError(Problem("EarlyStoppingHook.monitor", f"there is no {self.monitor!r}", remedy))
+                raise ConfigError(Problem("EarlyStoppingHook.monitor", f"there is no metric {self.monitor!r}", remedy))
             return
         reason = self._reason(float(metrics[self.monitor]))
         if reason and runner.is_training:
@@ -240,8 +243,8 @@ class EarlyStoppingHook(MMEngineHook):
         score = self._sign * value
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} is {value}"
-        if self._enough is not None and score > self._sign * self._enough:
-            return f"{self.monitor} is {value:g}, beyond stopping_threshold={self._enough:g}"
+        if self._threshold is not None and score > self._sign * self._threshold:
+            return f"{self.monitor} is {value:g}, beyond stopping_threshold={self._threshold:g}"
         if score > self._best + self._delta:
             self._best, self._waited = score, 0
             return None
@@ -251,12 +254,12 @@ class EarlyStoppingHook(MMEngineHook):
         return f"{self.monitor} did not gain {self._delta:g} in {self._waited} validations"
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Remember how far it got."""
+        """Save the best value, and how many validations ago it was."""
         best = self._best if math.isfinite(self._best) else None
         checkpoint["early_stopping"] = {"best": best, "waited": self._waited}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the best value, and how many validations ago it was."""
         if (state := checkpoint.get("early_stopping")) is not None:
             self._best = -math.inf if state["best"] is None else float(state["best"])
             self._waited = int(state["waited"])
@@ -351,17 +354,17 @@ class EMAHook(MMEngineHook):
         self._steps = int(checkpoint.get("ema", {}).get("steps", 0))
 
 
-# Gives memory that torch keeps back to the device.
+# Frees memory that torch's allocator has cached.
 
 
 @HOOKS.register_module()
 class EmptyCacheHook(MMEngineHook):
-    """Before or after passes, or after iterations. On CPU torch keeps nothing back."""
+    """Empties the CUDA cache before or after epochs, or after iterations."""
 
     priority = "NORMAL"
 
     def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
-        self._wanted = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
+        self._points = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
 
     def _before_epoch(self, runner: Any, mode: str = "train") -> None:
         self._empty("before_epoch")
@@ -374,17 +377,17 @@ class EmptyCacheHook(MMEngineHook):
     ) -> None:
         self._empty("after_iter")
 
-    def _empty(self, moment: str) -> None:
-        if self._wanted[moment] and torch.cuda.is_available():
+    def _empty(self, point: str) -> None:
+        if self._points[point] and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-# Measures how long iterations take, and how much of that is waiting for data.
+# Time per iteration, and the part of it that waits for data.
 
 
 @HOOKS.register_module()
 class IterTimerHook(MMEngineHook):
-    """Sets `time`, `data_time` and, from their mean, `eta`."""
+    """Updates `time`, `data_time` and `eta` in the message hub."""
 
     priority = "NORMAL"
 
@@ -395,7 +398,7 @@ class IterTimerHook(MMEngineHook):
         self._start = 0
 
     def before_train(self, runner: Any) -> None:
-        """Count from here: a run may have been resumed."""
+        """Start to count, perhaps at a resumed iteration."""
         self._start, self._trained = runner.iter, 0.0
 
     def _before_epoch(self, runner: Any, mode: str = "train") -> None:
@@ -424,12 +427,12 @@ class IterTimerHook(MMEngineHook):
         runner.message_hub.update_info("eta", mean_time * left, resumed=False)
 
 
-# Writes the lines of the log, and hands numbers to the sinks.
+# The lines of the log, and values for the sinks.
 
 
 @HOOKS.register_module()
 class LoggerHook(MMEngineHook):
-    """A line every `interval` iterations, and one after each validation and test."""
+    """Logs a line every `interval` iterations, and one after each validation and test."""
 
     priority = "BELOW_NORMAL"
 
@@ -445,10 +448,10 @@ class LoggerHook(MMEngineHook):
         log_metric_by_epoch: bool = True,
         backend_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ignore_last`: no line for the last iterations of an epoch, where fewer than `interval` are left."""
+        """`ignore_last`: no line for fewer than `interval` iterations at the end of an epoch."""
         for key, value in (("interval", interval), ("interval_exp_name", interval_exp_name)):
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(Problem(f"default_hooks.logger.{key}", f"{value!r}", "Write a number, 1 or more."))
+                raise ConfigError(Problem(f"default_hooks.logger.{key}", f"{value!r}", "Write a number from 1."))
         remote = {"out_dir": out_dir, "file_client_args": file_client_args, "backend_args": backend_args}
         problems = [
             Problem(f"default_hooks.logger.{key}", f"{value!r}: logs stay in work_dir", "Copy them from there.")
@@ -463,7 +466,7 @@ class LoggerHook(MMEngineHook):
         self.log_metric_by_epoch = log_metric_by_epoch
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """A line, when it is due."""
+        """Log a line if it is due."""
         last = self.end_of_epoch(runner.train_dataloader, batch_idx)
         if last or self.every_n_train_iters(runner, self.interval_exp_name):
             runner.logger.info(f"Exp name: {runner.experiment_name}")
@@ -474,11 +477,11 @@ class LoggerHook(MMEngineHook):
             _show(runner, tag, runner.iter + 1, "train")
 
     def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """A line, when it is due."""
+        """Log a line if it is due."""
         self._after_batch(runner, batch_idx, "val")
 
     def after_test_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """A line, when it is due."""
+        """Log a line if it is due."""
         self._after_batch(runner, batch_idx, "test")
 
     def _after_batch(self, runner: Any, batch_idx: int, mode: str) -> None:
@@ -486,14 +489,14 @@ class LoggerHook(MMEngineHook):
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, mode)[1])
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """A line with the metrics."""
+        """Log a line with the metrics."""
         tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.val_dataloader), "val")
         runner.logger.info(line)
         step = runner.epoch if self.log_metric_by_epoch else runner.iter
         _show(runner, tag, step if runner.is_training else 0, "val")
 
     def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """A line with the metrics, and a file of them."""
+        """Log a line with the metrics, and write them to a file."""
         tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.test_dataloader), "test")
         runner.logger.info(line)
         _show(runner, tag, 0, "test")
@@ -502,17 +505,17 @@ class LoggerHook(MMEngineHook):
 
 
 def _show(runner: Any, tag: dict[str, Any], step: int, mode: str) -> None:
-    """Hand numbers to the visualizer; one of MMEngine's own does not ask of which phase they are."""
+    """Pass values to the visualizer; MMEngine's own has no argument for their phase."""
     more = {"mode": mode} if isinstance(runner.visualizer, Visualizer) else {}
     runner.visualizer.add_scalars(tag, step=step, **more)
 
 
-# Moves the schedules on.
+# Steps the parameter schedules.
 
 
 @HOOKS.register_module()
 class ParamSchedulerHook(MMEngineHook):
-    """Those by iterations after each of them, those by epochs after each epoch."""
+    """Steps schedules by iteration after each iteration, and schedules by epoch after each epoch."""
 
     priority = "LOW"
 
@@ -529,19 +532,19 @@ class ParamSchedulerHook(MMEngineHook):
                 scheduler.step()
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Show metrics to the schedules that wait for them."""
+        """Step the schedules that need the metrics of a validation."""
         if metrics is not None and runner.is_training:
             for scheduler in runner.param_schedulers:
                 if getattr(scheduler, "need_val_args", False):
                     scheduler.step(metrics)
 
 
-# Tells the message hub where the run is, and what it measured.
+# Keeps the position and measurements of the run in the message hub.
 
 
 @HOOKS.register_module()
 class RuntimeInfoHook(MMEngineHook):
-    """Position, learning rates, losses and metrics, for whoever asks the hub."""
+    """Updates position, learning rates, losses and metrics in the message hub."""
 
     priority = "VERY_HIGH"
 
@@ -550,12 +553,12 @@ class RuntimeInfoHook(MMEngineHook):
         self._stage: Any = None
 
     def before_run(self, runner: Any) -> None:
-        """Note what the run is."""
+        """Set the configuration, seed and name of the run."""
         info = {"cfg": runner.cfg.pretty_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
         runner.message_hub.update_info_dict(info, resumed=False)
 
     def before_train(self, runner: Any) -> None:
-        """Note where training begins, and ends."""
+        """Set where training starts and ends."""
         hub = runner.message_hub
         hub.update_info("loop_stage", "train", resumed=False)
         for key in ("epoch", "iter", "max_epochs", "max_iters"):
@@ -564,17 +567,17 @@ class RuntimeInfoHook(MMEngineHook):
             hub.update_info("dataset_meta", meta, resumed=False)
 
     def before_train_epoch(self, runner: Any) -> None:
-        """Note the epoch."""
+        """Update the epoch."""
         runner.message_hub.update_info("epoch", runner.epoch)
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Note the iteration and the learning rates."""
+        """Update the iteration and the learning rates."""
         runner.message_hub.update_info("iter", runner.iter)
         for name, rates in runner.optim_wrapper.get_lr().items():
             runner.message_hub.update_scalar(f"train/{name}", rates[0])
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Note the losses and, where gradients are clipped by their norm, that."""
+        """Update the losses and, if gradients are clipped by norm, the gradient norm."""
         wrapper = runner.optim_wrapper
         result = wrapper.last_result
         if "clip_norm" in wrapper.clip and result is not self._result:
@@ -584,32 +587,32 @@ class RuntimeInfoHook(MMEngineHook):
             runner.message_hub.update_scalar(f"train/{key}", value)
 
     def after_train(self, runner: Any) -> None:
-        """Training is over."""
+        """Clear the stage."""
         runner.message_hub.pop_info("loop_stage")
 
     def before_val(self, runner: Any) -> None:
-        """A validation, perhaps in the middle of training."""
+        """Set the stage, after saving the current one: training validates in between."""
         self._stage = runner.message_hub.get_info("loop_stage")
         runner.message_hub.update_info("loop_stage", "val", resumed=False)
 
     def after_val(self, runner: Any) -> None:
-        """Back to what was before."""
+        """Restore the stage."""
         runner.message_hub.update_info("loop_stage", self._stage, resumed=False)
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Note the metrics."""
+        """Update the metrics."""
         _record(runner, "val", metrics)
 
     def before_test(self, runner: Any) -> None:
-        """A test."""
+        """Set the stage."""
         runner.message_hub.update_info("loop_stage", "test", resumed=False)
 
     def after_test(self, runner: Any) -> None:
-        """It is over."""
+        """Clear the stage."""
         runner.message_hub.pop_info("loop_stage")
 
     def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Note the metrics."""
+        """Update the metrics."""
         _record(runner, "test", metrics)
 
 
@@ -622,12 +625,12 @@ def _record(runner: Any, mode: str, metrics: Mapping[str, Any] | None) -> None:
             runner.message_hub.update_info(f"{mode}/{key}", value, resumed=False)
 
 
-# Another order of samples in every epoch.
+# A different order of samples in every epoch.
 
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(MMEngineHook):
-    """Tells the sampler which epoch it is."""
+    """Sets the epoch of the sampler."""
 
     priority = "NORMAL"
 
@@ -637,7 +640,7 @@ class DistSamplerSeedHook(MMEngineHook):
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell whichever sampler of a loader wants to know."""
+    """Set the epoch of the sampler of a loader, or of the sampler inside its batch sampler."""
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for sampler in (getattr(loader, "sampler", None), inner):
         if (setter := getattr(sampler, "set_epoch", None)) is not None:
@@ -645,25 +648,25 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-# Makes running statistics the same on all ranks.
+# Synchronizes buffers, such as running statistics, over ranks.
 
 
 @HOOKS.register_module()
 class SyncBuffersHook(MMEngineHook):
-    """After every epoch. Before a validation and before saving, the runner does so in any case."""
+    """Synchronizes buffers after every epoch; before validating and saving, the runner does so in any case."""
 
     priority = "NORMAL"
 
     def after_train_epoch(self, runner: Any) -> None:
-        """Average them."""
+        """Average buffers over ranks."""
         runner.engine.sync_buffers()
 
 
-# Names of checkpoints in a work_dir: `epoch_3`, `iter_500`, `best_accuracy_epoch_3`, and which of them is the last.
+# Checkpoints in a work_dir: `epoch_3`, `iter_500`, `best_accuracy_epoch_3`, and the file `last_checkpoint`.
 
 
 def last_checkpoint(work_dir: Path) -> Path | None:
-    """What the file `last_checkpoint` names; None where there is none."""
+    """Return the checkpoint that the file `last_checkpoint` names; None if there is none."""
     marker = work_dir / "last_checkpoint"
     if not marker.is_file():
         return None
@@ -674,7 +677,7 @@ def last_checkpoint(work_dir: Path) -> Path | None:
 
 
 def resolve(text: str | Path) -> Path:
-    """A checkpoint's folder or file, by its name; a `.pth` that was written here is the folder without the ending."""
+    """Return a checkpoint's folder or file; a name ending in `.pth` may mean the folder without the ending."""
     path = Path(text)
     if (path / MANIFEST_NAME).exists() or path.is_file():
         return path
@@ -684,8 +687,8 @@ def resolve(text: str | Path) -> Path:
     if path.is_dir() and (last := last_checkpoint(path)) is not None:
         return last
     raise CheckpointError(
-        f"there is no checkpoint at {str(path)!r}: name a folder that a run wrote (work_dir/epoch_3), its work_dir, or "
-        "a file of torch.save"
+        f"there is no checkpoint at {str(path)!r}: name a checkpoint folder (work_dir/epoch_3), a work_dir, or a file "
+        "of torch.save"
     )
 
 
@@ -697,12 +700,12 @@ def keep_newest(folder: Path, template: str, count: int) -> None:
         remove_checkpoint(path)
 
 
-# Decides when a checkpoint is written, and which are kept.
+# When checkpoints are written, and which are kept.
 
 
 @HOOKS.register_module()
 class CheckpointHook(MMEngineHook):
-    """Every `interval` epochs or iterations, at the end, and after the best validation so far."""
+    """Saves every `interval` epochs or iterations, at the end, and after the best validation so far."""
 
     priority = "VERY_LOW"
 
@@ -726,12 +729,12 @@ class CheckpointHook(MMEngineHook):
         save_begin: int = 0,
     ) -> None:
         refuse = {
-            "file_client_args": (file_client_args, "Write to a folder, and copy it from there."),
-            "backend_args": (backend_args, "Write to a folder, and copy it from there."),
-            "published_keys": (published_keys, "`plait convert FOLDER FILE --to torch` makes a file of the weights."),
+            "file_client_args": (file_client_args, "Save to a folder, and copy it from there."),
+            "backend_args": (backend_args, "Save to a folder, and copy it from there."),
+            "published_keys": (published_keys, "`plait convert FOLDER FILE --to torch` writes the weights to a file."),
         }
         problems = [
-            Problem(f"default_hooks.checkpoint.{key}", f"{value!r} is not offered here", remedy)
+            Problem(f"default_hooks.checkpoint.{key}", f"{value!r} is not supported", remedy)
             for key, (value, remedy) in refuse.items()
             if value is not None
         ]
@@ -742,27 +745,27 @@ class CheckpointHook(MMEngineHook):
         self.out_dir, self.max_keep_ckpts, self.save_last = out_dir, max_keep_ckpts, save_last
         self.filename_tmpl = (filename_tmpl or ("epoch_{}" if by_epoch else "iter_{}")).removesuffix(".pth")
         self._best_records: dict[str, dict[str, Any]] = {}
-        """The best so far, by the ending of its keys in the message hub."""
+        """The best checkpoints so far, by the suffix of their keys in the message hub."""
         self._best = [] if save_best is None else [save_best] if isinstance(save_best, str) else list(save_best)
         self._rules = [rule] if isinstance(rule, str) else list(rule or ())
         self._greater, self._less = tuple(greater_keys or ()), tuple(less_keys or ())
         if len(self._rules) not in (0, 1, len(self._best)):
             message = f"{len(self._rules)} rules for {len(self._best)} metrics"
-            raise ConfigError(Problem("default_hooks.checkpoint.rule", message, "Give one, or one a metric."))
+            raise ConfigError(Problem("default_hooks.checkpoint.rule", message, "Give one rule, or one per metric."))
         for name in self._rules:
             if name not in ("greater", "less"):
                 raise ConfigError(Problem("default_hooks.checkpoint.rule", f"{name!r}", "Write 'greater' or 'less'."))
 
     def before_train(self, runner: Any) -> None:
-        """Find the folder, and what the run that goes on had found."""
+        """Find the folder, and the best checkpoints of a resumed run."""
         self._folder = Path(runner.work_dir if self.out_dir is None else self.out_dir)
         if self.out_dir is not None:
             self._folder /= Path(runner.work_dir).name
         self._record_file = Path(runner.work_dir) / "best_checkpoints.json"
         done = self._count(runner)
-        # A checkpoint is written before the validation that follows it, and does not know what that has found.
+        # From a file: a checkpoint is written before the validation that follows it.
         for key, best in on_main(runner.world, self._read_records).items():
-            if best["at"] <= done:  # not that of a run which went further than the one that goes on
+            if best["at"] <= done:  # not one from after the resumed position
                 runner.message_hub.update_info(f"best_score{key}", best["score"])
                 runner.message_hub.update_info(f"best_ckpt{key}", best["path"])
                 self._best_records[key] = best
@@ -784,14 +787,14 @@ class CheckpointHook(MMEngineHook):
         return int(runner.epoch if self.by_epoch else runner.iter)
 
     def after_train_epoch(self, runner: Any) -> None:
-        """Save, where epochs are counted."""
+        """Save, if saving is by epoch."""
         due = self.every_n_epochs(runner, self.interval, self.save_begin)
         if self.by_epoch and (due or (self.save_last and self.is_last_train_epoch(runner))):
             runner.logger.info(f"Saving checkpoint at {runner.epoch + 1} epochs")
             self._save(runner, runner.epoch + 1)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Save, where iterations are counted."""
+        """Save, if saving is by iteration."""
         due = self.every_n_train_iters(runner, self.interval, self.save_begin)
         if not self.by_epoch and (due or (self.save_last and self.is_last_train_iter(runner))):
             runner.logger.info(f"Saving checkpoint at {runner.iter + 1} iterations")
@@ -809,7 +812,7 @@ class CheckpointHook(MMEngineHook):
         runner.save_checkpoint(folder, name, by_epoch=self.by_epoch, tidy=tidy, **self.options)
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Save, where a metric is the best so far."""
+        """Save if a metric is the best so far."""
         if not self._best or not runner.is_training or not metrics:
             return
         if self._best == ["auto"]:
@@ -846,7 +849,7 @@ class CheckpointHook(MMEngineHook):
         runner.logger.info(f"The best checkpoint with {value:.4f} {metric} at {count} {unit} is saved to {name}.")
 
 
-# The hooks of a run, in their order.
+# The hooks of a run, sorted by priority.
 
 
 DEFAULT_HOOKS = {
@@ -860,7 +863,7 @@ DEFAULT_HOOKS = {
 
 
 class SortedHooks:
-    """Hooks sorted by priority; of equal ones the first registered goes first."""
+    """Hooks sorted by priority; those with equal priorities in the order of registration."""
 
     def __init__(self, default_hooks: Mapping[str, Any] | None, custom_hooks: Sequence[Any] | None) -> None:
         self.hooks: list[Any] = []
@@ -875,19 +878,19 @@ class SortedHooks:
             self.register(hook)
 
     def register(self, hook: Any, priority: int | str | None = None) -> None:
-        """Add a hook, or a dict that describes one."""
+        """Add a hook, or the hook that a dict describes."""
         if isinstance(hook, Mapping):
             options = dict(hook)
             priority = options.pop("priority", priority)
             hook = HOOKS.build(options)
         if not callable(getattr(hook, "before_run", None)):
-            message = f"a {type(hook).__name__} has no points of a hook"
+            message = f"a {type(hook).__name__} is not a hook"
             raise ConfigError(Problem("custom_hooks", message, "Derive it from plait.frontends.mmengine.Hook."))
         hook_type = type(hook)
         if hook_type.__module__.startswith("mmengine.hooks.") and hook_type.__name__ in tuple(HOOKS):
-            message = f"MMEngine's own {hook_type.__name__} works on MMEngine's engine"
+            message = f"MMEngine's own {hook_type.__name__} needs MMEngine's engine"
             raise ConfigError(
-                Problem("custom_hooks", message, f"Write dict(type={hook_type.__name__!r}, …): the one here.")
+                Problem("custom_hooks", message, f"Write dict(type={hook_type.__name__!r}, …) for this front end's.")
             )
         if priority is not None:
             hook.priority = priority
@@ -896,11 +899,11 @@ class SortedHooks:
         self.hooks.insert(index, hook)
 
     def call(self, runner: Any, point: str, **kwargs: Any) -> None:
-        """Call one point of every hook that has it."""
+        """Call a method of every hook that has it."""
         for hook in list(self.hooks):
             if (action := getattr(hook, point, None)) is not None:
                 action(runner, **kwargs)
 
     def info(self) -> str:
-        """Which hooks there are, in their order."""
+        """Return the hooks in their order, one per line."""
         return "\n".join(f"({hook.priority!s:<12}) {type(hook).__name__}" for hook in self.hooks)

@@ -1,4 +1,4 @@
-"""How training is spread, in MMEngine's words."""
+"""MMEngine's strategies, translated into a run description."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from plait.torch_internals import module_wrap_classes
 
 Reader = KeyReader[TranslatedSettings]
 
-# Strategies: each translates its options into sections of a run description, with a report.
+# Each strategy translates its options, and reports the outcome of each.
 
 
 class BaseStrategy(ABC):
-    """Options of one way to spread training."""
+    """The base class: options of one parallel strategy."""
 
     default_wrapper = "OptimWrapper"
-    """The type of an optim wrapper that names none."""
-    own_wrapper = False
-    """Whether only that type goes with it."""
+    """The default type of the optim wrapper."""
+    requires_default_wrapper = False
+    """Whether the optim wrapper must be of that type."""
     skip_init_weights = False
     sync_bn: str | None = None
 
     def __init__(self, *, auto_scale_lr: Mapping[str, Any] | None = None) -> None:
-        """`auto_scale_lr` as of the runner."""
+        """`auto_scale_lr`: as the runner's argument."""
         self.auto_scale_lr = auto_scale_lr
 
     @abstractmethod
     def translate(self, world_size: int) -> Translation:
-        """The sections that these options ask for, and what became of each of them."""
+        """Return the run description of these options, and the outcome of each."""
 
 
 @STRATEGIES.register_module()
@@ -50,57 +50,57 @@ class SingleDeviceStrategy(BaseStrategy):
     """One process."""
 
     def translate(self, world_size: int) -> Translation:
-        """One copy, on one rank."""
+        """Translate to one rank without sharding."""
         settings = TranslatedSettings()
         settings.set("strategy.layout", {"dp_replicate": 1, "dp_shard": 1})
         return settings.translation()
 
 
-_WHOLE = "gradients are collected in buckets that are reduced in one order on all ranks, whatever takes part"
+_UNUSED = "unused parameters are handled: all ranks reduce their gradient buckets in the same order"
 _WRAPPER: dict[str, Reader] = {
-    "type": unneeded("the model is not wrapped: its gradients are collected from outside"),
+    "type": unneeded("the model is not wrapped: hooks on its parameters reduce the gradients"),
     "bucket_cap_mb": honoured_as("strategy.bucket_mb", float),
-    "find_unused_parameters": unneeded(_WHOLE),
-    "static_graph": unneeded(_WHOLE),
-    "gradient_as_bucket_view": unneeded("it always is one, where formats allow it"),
+    "find_unused_parameters": unneeded(_UNUSED),
+    "static_graph": unneeded(_UNUSED),
+    "gradient_as_bucket_view": unneeded("gradients always are bucket views, if dtypes allow it"),
     "broadcast_buffers": unneeded("buffers are averaged before each validation and each checkpoint"),
-    "exclude_norm_params": unneeded("which parameters share a bucket does not change the sums"),
+    "exclude_norm_params": unneeded("how parameters share buckets does not change the result"),
     "dim": unneeded("a rank has one device"),
     "device_ids": unneeded("a rank has one device"),
     "output_device": unneeded("a rank has one device"),
-    "process_group": refused_unless("the groups follow from strategy.layout: leave it out"),
-    "detect_anomalous_params": refused_unless("a parameter without a gradient is no error here: leave it out", False),
+    "process_group": refused_unless("process groups follow from strategy.layout: leave it out"),
+    "detect_anomalous_params": refused_unless("a parameter without a gradient is not an error: leave it out", False),
 }
 
 
 @STRATEGIES.register_module()
 class DDPStrategy(BaseStrategy):
-    """A whole copy on every rank; gradients are averaged."""
+    """A replica on every rank; gradients are averaged."""
 
     def __init__(
         self, *, model_wrapper: Mapping[str, Any] | None = None, sync_bn: str | None = None, **kwargs: Any
     ) -> None:
-        """`sync_bn='torch'` turns batch norms into ones that see the batch of all ranks; needs CUDA."""
+        """`sync_bn='torch'` synchronizes batch norm statistics over ranks; needs CUDA."""
         super().__init__(**kwargs)
         if sync_bn not in (None, "torch"):
-            message = f"{sync_bn!r} is not offered"
-            raise ConfigError(Problem("strategy.sync_bn", message, "Write 'torch': the same, by torch itself."))
+            message = f"{sync_bn!r} is not supported"
+            raise ConfigError(Problem("strategy.sync_bn", message, "Write 'torch', which does the same."))
         self.sync_bn = sync_bn
         self._wrapper = dict(model_wrapper or {})
 
     def translate(self, world_size: int) -> Translation:
-        """Stage 0."""
+        """Translate to ZeRO stage 0."""
         settings = TranslatedSettings()
         settings.set("strategy.zero", 0)
         settings.read(self._wrapper, _WRAPPER, "strategy.model_wrapper")
         return settings.translation()
 
 
-# `ColossalAIStrategy`: its plugins are stages of ZeRO, which the engine here has too.
+# `ColossalAIStrategy`: its plugins are ZeRO stages.
 
 
-_CHUNKS = "parameters are gathered block by block, not in chunks of a searched size"
-_BUCKETS = "gradients are reduced block by block, not in buckets"
+_CHUNKS = "parameters are gathered per block, not in chunks"
+_BUCKETS = "gradients are reduced per block, not in buckets"
 _COLOSSALAI_FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 
 
@@ -143,12 +143,12 @@ def _colossalai_offload(settings: TranslatedSettings, key: str, value: Any) -> N
 
 def _placement(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value in ("cuda", "static"):
-        settings.unneeded(key, value, "what is offloaded, `strategy.offload` says")
+        settings.unneeded(key, value, "offloading is set by `strategy.offload`")
     elif value == "cpu":
         settings.set("strategy.offload", {"optimizer": "cpu", "params": "cpu"})
         settings.mapped(key, value, "strategy.offload: parameters and optimizer in host memory")
     else:
-        settings.refused(key, value, "memory is not moved by watching it: write 'cuda' or 'cpu'")
+        settings.refused(key, value, "placement by memory use is not supported: write 'cuda' or 'cpu'")
 
 
 _SHARED: dict[str, Reader] = {
@@ -159,10 +159,10 @@ _SHARED: dict[str, Reader] = {
     "min_scale": honoured_as("precision.scaler.minimum", float),
     "growth_factor": refused_unless("the scale doubles: leave it out", 2, 2.0),
     "backoff_factor": refused_unless("the scale halves: leave it out", 0.5),
-    "max_scale": unneeded("the scale ends where gradients overflow"),
+    "max_scale": unneeded("the loss scale stops growing when gradients overflow"),
     "max_norm": honoured_as("train.clip_norm", float),
-    "norm_type": refused_unless("gradients are measured by their 2-norm", 2, 2.0),
-    "verbose": unneeded("what happens is in the log"),
+    "norm_type": refused_unless("only the 2-norm is supported", 2, 2.0),
+    "verbose": unneeded("events are logged in any case"),
     "overlap_communication": unneeded("reducing always overlaps with the backward pass"),
 }
 _PLUGINS: dict[str, dict[str, Reader]] = {
@@ -174,10 +174,10 @@ _PLUGINS: dict[str, dict[str, Reader]] = {
         ),
         "placement_policy": _placement,
         "pin_memory": unneeded("host memory is page-locked wherever the device can use it"),
-        "force_outputs_fp32": unneeded("losses are in fp32 in any case"),
-        "strict_ddp_mode": unneeded("gradients are summed in one order on all ranks"),
-        "enable_gradient_accumulation": unneeded("`optim_wrapper.accumulative_counts` says it"),
-        "shard_param_frac": refused_unless("parameters are sharded whole", 1, 1.0),
+        "force_outputs_fp32": unneeded("losses are always in fp32"),
+        "strict_ddp_mode": unneeded("gradients are always summed in the same order on all ranks"),
+        "enable_gradient_accumulation": unneeded("set by `optim_wrapper.accumulative_counts`"),
+        "shard_param_frac": refused_unless("all of a parameter is sharded", 1, 1.0),
         "offload_optim_frac": refused_unless("write placement_policy='cpu' for all of it", 0, 0.0),
         "offload_param_frac": refused_unless("write placement_policy='cpu' for all of it", 0, 0.0),
         "tp_size": honoured_as("strategy.layout.tp", int),
@@ -196,7 +196,7 @@ _NAMES = {"gemini": "GeminiPlugin", "lowlevel-zero": "LowLevelZeroPlugin"}
 
 @STRATEGIES.register_module()
 class ColossalAIStrategy(BaseStrategy):
-    """Gemini is stage 3, low-level ZeRO stage 1 or 2; both train in fp16 unless told otherwise, as ColossalAI does."""
+    """Gemini is ZeRO stage 3, low-level ZeRO stage 1 or 2; the default precision is fp16, as in ColossalAI."""
 
     default_wrapper = "ColossalAIOptimWrapper"
 
@@ -213,7 +213,7 @@ class ColossalAIStrategy(BaseStrategy):
         self._config, self._mixed, self._plugin, self._wrapper = config, mixed_precision, plugin, model_wrapper
 
     def translate(self, world_size: int) -> Translation:
-        """The plugin's stage, and its defaults for what it does not say."""
+        """Translate the plugin, with its defaults."""
         settings = TranslatedSettings()
         given = {"type": self._plugin} if isinstance(self._plugin, str) else dict(self._plugin)
         name = str(given.pop("type", "gemini"))
@@ -233,7 +233,7 @@ class ColossalAIStrategy(BaseStrategy):
         if settings.sections["precision"]["compute"] != "fp16":
             del settings.sections["precision"]["scaler"]
         if self._config is not None:
-            remedy = "ColossalAI itself no longer reads one: leave it out"
+            remedy = "ColossalAI no longer reads it: leave it out"
             settings.refused("strategy.config", self._config, remedy)
         if self._wrapper is not None:
             text = "the model is not wrapped: its blocks are sharded in place"
@@ -241,23 +241,23 @@ class ColossalAIStrategy(BaseStrategy):
         return settings.translation()
 
 
-# `DeepSpeedStrategy`: the keys of a ds_config, translated where the DeepSpeed front end translates them.
+# `DeepSpeedStrategy`: the keys of a ds_config, translated by the DeepSpeed front end.
 
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
-_SINKS = "numbers go where `visualizer` says: write vis_backends=[dict(type='TensorboardVisBackend')]"
+_SINKS = "values go to the `visualizer`: write vis_backends=[dict(type='TensorboardVisBackend')]"
 _RUNNERS = {
-    "optimizer": "the optimizer is that of `optim_wrapper`: leave it out",
-    "scheduler": "schedules are those of `param_scheduler`: leave it out",
+    "optimizer": "the optimizer is set by `optim_wrapper`: leave it out",
+    "scheduler": "schedules are set by `param_scheduler`: leave it out",
 }
 
 
 @STRATEGIES.register_module()
 class DeepSpeedStrategy(BaseStrategy):
-    """ZeRO as DeepSpeed describes it: a file or dict as `config`, and single keys over it."""
+    """DeepSpeed's configuration: a file or dict as `config`, and single keys that override it."""
 
     default_wrapper = "DeepSpeedOptimWrapper"
-    own_wrapper = True
+    requires_default_wrapper = True
 
     def __init__(
         self,
@@ -316,42 +316,39 @@ class DeepSpeedStrategy(BaseStrategy):
         return settings.translation()
 
 
-# `FSDPStrategy`: torch's FullyShardedDataParallel, in the words of its first version.
+# `FSDPStrategy`: the arguments of torch's FullyShardedDataParallel (FSDP 1).
 
 
 _SIZE = 10**8
-"""What torch's own policy takes where it is told nothing."""
+"""torch's default of `min_num_params`."""
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def _policy(settings: TranslatedSettings, key: str, value: Any) -> None:
-    policy, options = _taken_apart(value)
-    # By name: importing torch's own would load much that a run without it does not need.
+    policy, options = _split_policy(value)
+    # By name: importing torch's class would load much that other runs do not need.
     policy_type = type(policy).__name__
     name = getattr(policy, "__name__", str(policy)).rpartition(".")[2]
     if policy is None:
-        settings.unneeded(key, value, "the units are the model's own blocks")
+        settings.unneeded(key, value, "the model's own blocks are wrapped")
     elif name == "size_based_auto_wrap_policy":
         least = int(options.get("min_num_params", _SIZE))
         settings.set("strategy.wrap.min_params", least)
         settings.honoured(key, value, f"strategy.wrap.min_params: {least}")
     elif policy_type == "ModuleWrapPolicy" or name == "transformer_auto_wrap_policy":
-        classes = (
-            module_wrap_classes(policy)
-            if policy_type == "ModuleWrapPolicy"
-            else options.get("transformer_layer_cls", ())
-        )
-        names = sorted(policy_type if isinstance(policy_type, str) else policy_type.__name__ for policy_type in classes)
+        named = policy_type == "ModuleWrapPolicy"
+        classes = module_wrap_classes(policy) if named else options.get("transformer_layer_cls", ())
+        names = sorted(cls if isinstance(cls, str) else cls.__name__ for cls in classes)
         settings.set("strategy.wrap.classes", names)
         settings.honoured(key, value, f"strategy.wrap.classes: {', '.join(names)}")
     else:
-        remedy = "units are found by size or by class: size_based_auto_wrap_policy or transformer_auto_wrap_policy"
+        remedy = "write size_based_auto_wrap_policy or transformer_auto_wrap_policy"
         settings.refused(key, value, remedy)
 
 
-def _taken_apart(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """A policy and its options, given as a function, a partial, a name, or a dict with a type."""
+def _split_policy(value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Return a policy and its options from a function, a partial, a name, or a dict with a type."""
     if isinstance(value, functools.partial):
         return value.func, value.keywords
     if isinstance(value, Mapping):
@@ -383,11 +380,11 @@ def _mixed(settings: TranslatedSettings, key: str, value: Any) -> None:
         settings.set(path, dtype_name)
         settings.honoured(f"{key}.{name}", dtype, f"{path}: {dtype_name}")
     if given.get("buffer_dtype") is not None:
-        text = "buffers keep their format: running statistics need it"
+        text = "buffers keep their dtype: running statistics need it"
         settings.mapped(f"{key}.buffer_dtype", given["buffer_dtype"], text)
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         if name in given:
-            text = "inputs are cast once, gradients are summed in `precision.reduce`"
+            text = "inputs are cast once, gradients are reduced in `precision.reduce`"
             settings.unneeded(f"{key}.{name}", given[name], text)
 
 
@@ -406,23 +403,23 @@ def _forward_prefetch(settings: TranslatedSettings, key: str, value: Any) -> Non
     settings.honoured(key, value, f"strategy.forward_prefetch: {int(bool(value))}")
 
 
-_GROUP = "the groups follow from strategy.layout: leave it out"
+_GROUP = "process groups follow from strategy.layout: leave it out"
 _FSDP_WRAPPER: dict[str, Reader] = {
-    "type": unneeded("`fully_shard`, the second version of FSDP, does the work; the model is not wrapped"),
+    "type": unneeded("`fully_shard` (FSDP 2) is used, which does not wrap the model"),
     "auto_wrap_policy": _policy,
     "sharding_strategy": _sharding,
     "mixed_precision": _mixed,
     "cpu_offload": _offload,
     "forward_prefetch": _forward_prefetch,
-    "backward_prefetch": unneeded("`fully_shard` gathers the next unit ahead in the backward pass by itself"),
+    "backward_prefetch": unneeded("`fully_shard` always prefetches in the backward pass"),
     "use_orig_params": unneeded("parameters always keep their names and objects"),
-    "limit_all_gathers": unneeded("`fully_shard` holds at most two units at a time by itself"),
+    "limit_all_gathers": unneeded("`fully_shard` always limits all-gathers"),
     "sync_module_states": unneeded("all ranks always start from rank 0's values"),
     "device_id": unneeded("a rank has one device"),
     "process_group": refused_unless(_GROUP),
     "device_mesh": refused_unless(_GROUP),
-    "param_init_fn": refused_unless("give values in the model's `init_weights`"),
-    "ignored_modules": refused_unless("every parameter is sharded; a module that must not be can be frozen"),
+    "param_init_fn": refused_unless("initialize in the model's `init_weights`"),
+    "ignored_modules": refused_unless("every parameter is sharded; freeze modules that must not be trained"),
     "ignored_parameters": refused_unless("every parameter is sharded"),
     "ignored_states": refused_unless("every parameter is sharded"),
 }
@@ -430,7 +427,7 @@ _FSDP_WRAPPER: dict[str, Reader] = {
 
 @STRATEGIES.register_module()
 class FSDPStrategy(BaseStrategy):
-    """Parameters, gradients and optimizer spread over the ranks."""
+    """FSDP: parameters, gradients and optimizer states are sharded over ranks."""
 
     def __init__(
         self,
@@ -442,7 +439,7 @@ class FSDPStrategy(BaseStrategy):
         sync_bn: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """`state_dict_cfg` is accepted: a checkpoint is written in parts, and reads as a whole."""
+        """`state_dict_cfg` has no effect: checkpoints are sharded, and load on any number of ranks."""
         super().__init__(**kwargs)
         self.skip_init_weights = skip_init_weights
         self.sync_bn = sync_bn
@@ -451,21 +448,21 @@ class FSDPStrategy(BaseStrategy):
         self._recompute = activation_checkpointing
 
     def translate(self, world_size: int) -> Translation:
-        """Stage 3, unless `sharding_strategy` says otherwise."""
+        """Translate to FULL_SHARD, or the `sharding_strategy` of the wrapper."""
         settings = TranslatedSettings()
         settings.read(self._wrapper, _FSDP_WRAPPER, "strategy.model_wrapper")
         if "sharding" not in settings.sections.get("strategy", {}):
             settings.set("strategy.sharding", "FULL_SHARD")
-        text = "each rank writes its part, and any number of ranks reads the whole"
+        text = "each rank writes its shard, and checkpoints load on any number of ranks"
         settings.unneeded("strategy.state_dict_cfg", self._state_dict_cfg, text)
         if self._recompute is not None:
-            self._recompute_units(settings, dict(self._recompute))
+            self._recompute_blocks(settings, dict(self._recompute))
         return settings.translation()
 
-    def _recompute_units(self, settings: TranslatedSettings, given: dict[str, Any]) -> None:
+    def _recompute_blocks(self, settings: TranslatedSettings, given: dict[str, Any]) -> None:
         key = "strategy.activation_checkpointing"
         if given.get("check_fn") is not None:
-            remedy = "blocks are chosen by strategy.model_wrapper.auto_wrap_policy: leave it out"
+            remedy = "blocks are selected by strategy.model_wrapper.auto_wrap_policy: leave it out"
             settings.refused(f"{key}.check_fn", given["check_fn"], remedy)
             return
         settings.set("strategy.recompute", "full")

@@ -1,4 +1,4 @@
-"""`FlexibleRunner`: the same with any strategy."""
+"""`FlexibleRunner`: a runner with any strategy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from plait.frontends.mmengine.runner.runner import BaseRunner, arguments_of
 
 @RUNNERS.register_module()
 class FlexibleRunner(BaseRunner):
-    """MMEngine's FlexibleRunner: `strategy` says how training is spread, `compile` whether it is compiled."""
+    """MMEngine's FlexibleRunner: `strategy` is the parallel strategy, `compile` whether to use torch.compile."""
 
     @classmethod
     def from_cfg(cls, cfg: Config | Mapping[str, Any]) -> FlexibleRunner:
-        """A runner from a configuration, whose keys are the arguments."""
+        """Return a runner whose arguments are the keys of a configuration."""
         return cls(**arguments_of(cfg))

@@ -14,7 +14,7 @@ from plait.trainer import memory_mib
 
 @LOG_PROCESSORS.register_module()
 class LogProcessor:
-    """Makes a line, and a dict for the sinks, of what the message hub holds."""
+    """Formats the values of the message hub as a line, and as a dict for the sinks."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class LogProcessor:
         log_with_hierarchy: bool = False,
         mean_pattern: str = r".*(loss|time|data_time|grad_norm).*",
     ) -> None:
-        """`custom_cfg`: dicts with `data_src`, `method_name`, `window_size` and perhaps `log_name`."""
+        """`custom_cfg`: dicts with `data_src`, `method_name`, `window_size` and optionally `log_name`."""
         self.window_size = window_size
         self.by_epoch = by_epoch
         self.custom_cfg = [dict(entry) for entry in custom_cfg or ()]
@@ -45,11 +45,11 @@ class LogProcessor:
                 raise ConfigError(Problem("log_processor.custom_cfg", message, "Give one another `log_name`."))
             names.add(name)
             if entry.get("window_size") == "epoch" and not self.by_epoch:
-                message = "a window of an 'epoch' where `by_epoch` is false"
+                message = "'epoch' needs `by_epoch`"
                 raise ConfigError(Problem("log_processor.custom_cfg.window_size", message, "Give a number."))
 
     def get_log_after_iter(self, runner: Any, batch_idx: int, mode: str) -> tuple[dict[str, Any], str]:
-        """Scalars and line after an iteration of `train`, `val` or `test`."""
+        """Return the values and the line after an iteration of `train`, `val` or `test`."""
         scalars = self._scalars(runner, batch_idx, mode)
         tag = self._tagged(scalars, mode)
         rates = [f"{key}: {value:.{self.num_digits}e}" for key, value in scalars.items() if key.endswith("lr")]
@@ -69,7 +69,7 @@ class LogProcessor:
         return tag, "  ".join(fields)
 
     def get_log_after_epoch(self, runner: Any, batch_idx: int, mode: str) -> tuple[dict[str, Any], str]:
-        """Scalars and line after a validation or test."""
+        """Return the values and the line after a validation or test."""
         named = {entry["data_src"] for entry in self.custom_cfg}
         whole: list[dict[str, Any]] = [
             {"data_src": key, "window_size": "epoch", "method_name": "mean"}
@@ -96,14 +96,14 @@ class LogProcessor:
         if not self.by_epoch or mode == "test":
             return f"{'Epoch' if self.by_epoch else 'Iter'}({mode}) {count}"
         epoch = runner.epoch + 1 if mode == "train" else runner.epoch
-        # As wide as the last epoch will be, so that the lines stay under each other.
+        # As wide as the last epoch, so that lines are aligned.
         width = len(str(runner.max_epochs)) + 3 if runner.is_training else 0
         return f"Epoch({mode}){f'[{epoch}]'.rjust(width)}{count}"
 
     def _scalars(
         self, runner: Any, batch_idx: int, mode: str, more: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, float]:
-        """Of each scalar of a mode its latest value, or its mean where it is one of those that jump."""
+        """Return the latest value of each scalar of a mode, or its mean if its name matches `mean_pattern`."""
         prefix = f"{mode}/"
         histories = {
             key.removeprefix(prefix): history

@@ -1,4 +1,4 @@
-"""The loops: what happens after what."""
+"""The loops of training, validation and test."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from plait.launch import Phase
 
 
 class BaseLoop:
-    """A loop over a loader, for one runner."""
+    """A loop over a loader."""
 
     def __init__(self, runner: Any, dataloader: Any) -> None:
         self.runner = runner
         self.dataloader = runner.build_dataloader(dataloader)
 
     def run(self) -> Any:
-        """Go through it."""
+        """Run the loop."""
         raise NotImplementedError
 
 
 class TrainLoop(BaseLoop):
-    """What both ways of counting have in common."""
+    """The common part of loops by epoch and by iteration."""
 
     by_epoch: bool
 
@@ -47,7 +47,7 @@ class TrainLoop(BaseLoop):
         self.val_begin = val_begin
         self.val_interval = val_interval
         self.stop_training = False
-        """Set by a hook: training ends when the pass or iteration is over."""
+        """Set by a hook: training ends after this epoch or iteration."""
         self._epoch = 0
         self._iter = 0
         self._skip = 0
@@ -65,16 +65,16 @@ class TrainLoop(BaseLoop):
         return self._iter
 
     def go_to(self, epoch: int, iteration: int, skip: int) -> None:
-        """Go on from a position: `skip` batches of the pass are done already."""
+        """Set the position; `skip` batches of the pass are already done."""
         self._epoch, self._iter, self._skip = epoch, iteration, skip
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
-        """The batches of one pass that are not done yet, numbered."""
+        """Yield the remaining batches of one pass, numbered."""
         skip, self._skip = self._skip, 0
         loader = self.dataloader
         sampler = loader.sampler if getattr(loader, "batch_size", None) else None
-        if skip and (leap := getattr(sampler, "skip", None)) is not None:
-            leap(skip * loader.batch_size)
+        if skip and (skip_samples := getattr(sampler, "skip", None)) is not None:
+            skip_samples(skip * loader.batch_size)
             yield from enumerate(self._resumed(iter(loader)), start=skip)
             return
         for index, batch in enumerate(iter(loader)):
@@ -84,7 +84,7 @@ class TrainLoop(BaseLoop):
                 yield index, batch
 
     def _resumed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        # Starting a pass draws a random number, which the pass that was interrupted had drawn before.
+        # Starting a pass draws a random number, which the interrupted pass had already drawn.
         self.runner.restore_generators()
         yield from batches
 
@@ -106,7 +106,7 @@ class TrainLoop(BaseLoop):
 
 @LOOPS.register_module()
 class EpochBasedTrainLoop(TrainLoop):
-    """Counts passes over the data."""
+    """Trains for a number of epochs."""
 
     by_epoch = True
 
@@ -133,7 +133,7 @@ class EpochBasedTrainLoop(TrainLoop):
         return self.runner.model
 
     def run_epoch(self) -> None:
-        """One pass over the data."""
+        """Train for one epoch."""
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
         for index, batch in self._batches():
@@ -144,7 +144,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
 @LOOPS.register_module()
 class IterBasedTrainLoop(TrainLoop):
-    """Counts iterations; the data begin anew whenever they are through."""
+    """Trains for a number of iterations, over the data again and again."""
 
     by_epoch = False
 
@@ -176,7 +176,7 @@ class IterBasedTrainLoop(TrainLoop):
         return runner.model
 
     def _endless(self) -> Iterator[Any]:
-        # MMEngine's own sampler of that name is as endless as the one here.
+        # By name: MMEngine's own InfiniteSampler is endless too.
         endless = type(self.dataloader.sampler).__name__ == "InfiniteSampler"
         while True:
             passes, self._skip = (0, self._iter) if endless else divmod(self._iter, len(self.dataloader))
@@ -186,12 +186,12 @@ class IterBasedTrainLoop(TrainLoop):
 
 
 class EvaluationLoop(BaseLoop):
-    """What validation and test have in common."""
+    """The common part of validation and test."""
 
     mode: str
 
     def __init__(self, runner: Any, dataloader: Any, evaluator: Any, fp16: bool = False) -> None:
-        """`fp16`: autocast to fp16 where the run itself computes in fp32."""
+        """`fp16`: autocast to fp16."""
         super().__init__(runner, dataloader)
         self.evaluator = build_evaluator(evaluator)
         self.fp16 = fp16
@@ -199,7 +199,7 @@ class EvaluationLoop(BaseLoop):
             self.evaluator.dataset_meta = meta
 
     def run(self) -> dict[str, float]:
-        """The metrics of the whole data set; every rank must go through it."""
+        """Return the metrics of the whole data set. Every rank must call it."""
         runner, mode = self.runner, self.mode
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
@@ -218,7 +218,7 @@ class EvaluationLoop(BaseLoop):
 
     @torch.no_grad()
     def run_iter(self, idx: int, data_batch: Any) -> None:
-        """Predictions for one batch, shown to the evaluator."""
+        """Predict one batch, and pass the predictions to the evaluator."""
         runner, mode = self.runner, self.mode
         runner.call_hook(f"before_{mode}_iter", batch_idx=idx, data_batch=data_batch)
         autocast = torch.autocast(runner.device.type, dtype=torch.float16)
@@ -229,7 +229,7 @@ class EvaluationLoop(BaseLoop):
         runner.call_hook(f"after_{mode}_iter", batch_idx=idx, data_batch=data_batch, outputs=outputs)
 
     def _without_losses(self, outputs: Any) -> Any:
-        """A model may put an element with nothing but losses behind its predictions: they are averaged, and logged."""
+        """Return the predictions; the losses that a model may append to them are collected for the log."""
         last: Any = outputs[-1] if isinstance(outputs, list | tuple) and outputs else None
         losses = getattr(last, "loss", None) if is_element(last) and list(last.keys()) == ["loss"] else None
         if not isinstance(losses, Mapping):
@@ -261,7 +261,7 @@ class TestLoop(EvaluationLoop):
 
 def _whole(key: str, value: Any) -> int:
     if int(value) != value or value < 1:
-        raise ConfigError(Problem(f"train_cfg.{key}", f"{value!r} is no number of them", "Write 1 or more."))
+        raise ConfigError(Problem(f"train_cfg.{key}", f"{value!r}", "Write a whole number from 1."))
     return int(value)
 
 
@@ -269,30 +269,30 @@ def _whole(key: str, value: Any) -> int:
 
 
 class RunnerLoops:
-    """`train`, `val` and `test`: what was asked for, and the loop that was made of it."""
+    """The configured phases of a runner, and their loops, built when first needed."""
 
     def __init__(self, runner: Any, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        """`wanted` has, for each phase that is to be had, its cfg, its loader and its evaluator."""
+        """`wanted` has the cfg, loader and evaluator of each configured phase."""
         self._runner = runner
         self._wanted = dict(wanted)
         self._loops: dict[str, Any] = {}
 
     def has(self, mode: str) -> bool:
-        """Whether a phase was asked for."""
+        """Whether a phase is configured."""
         return mode in self._wanted
 
     def made(self, mode: str) -> Any:
-        """The loop of a phase, if it is there already."""
+        """Return the loop of a phase if it is already built."""
         return self._loops.get(mode)
 
     def loop(self, mode: str) -> Any:
-        """The loop of a phase."""
+        """Return the loop of a phase."""
         if mode not in self._loops:
             if mode not in self._wanted:
                 names = (
                     "dataloader and cfg, and an optim_wrapper" if mode == "train" else "dataloader, cfg and evaluator"
                 )
-                raise ConfigError(Problem(f"{mode}_cfg", f"there is nothing to {mode}", f"Give its {names}."))
+                raise ConfigError(Problem(f"{mode}_cfg", f"{mode} is not configured", f"Set its {names}."))
             self._loops[mode] = self._build(mode, dict(self._wanted[mode]))
         return self._loops[mode]
 
@@ -308,12 +308,12 @@ class RunnerLoops:
         options.pop("by_epoch", None)
         loop = LOOPS.build(options, default_args={"runner": self._runner, **wanted})
         if not isinstance(loop, BaseLoop) and not hasattr(loop, "run"):
-            raise ConfigError(Problem(f"{mode}_cfg.type", f"a {type(loop).__name__} has no `run`", "Give a loop."))
+            raise ConfigError(Problem(f"{mode}_cfg.type", f"a {type(loop).__name__} is not a loop", "Name a loop."))
         return loop
 
 
 class RunnerState:
-    """Position, parts and ranks of a run, under MMEngine's names."""
+    """Position, loops and ranks of a run, under MMEngine's names."""
 
     phases: RunnerLoops
     world: World
@@ -323,42 +323,42 @@ class RunnerState:
 
     @property
     def is_training(self) -> bool:
-        """Whether there is a training under way, or was one."""
+        """Whether the train loop is built."""
         return self.phases.made("train") is not None
 
-    def _of_training(self, name: str, otherwise: int) -> int:
+    def _of_train_loop(self, name: str, default: int) -> int:
         loop = self.phases.made("train")
-        return otherwise if loop is None else int(getattr(loop, name))
+        return default if loop is None else int(getattr(loop, name))
 
     @property
     def epoch(self) -> int:
         """Epochs that are complete."""
-        return self._of_training("epoch", 0)
+        return self._of_train_loop("epoch", 0)
 
     @property
     def iter(self) -> int:
         """Iterations that are complete."""
-        return self._of_training("iter", 0)
+        return self._of_train_loop("iter", 0)
 
     @property
     def max_epochs(self) -> int:
-        """Epochs in all."""
-        return self._of_training("max_epochs", 1)
+        """Epochs in total."""
+        return self._of_train_loop("max_epochs", 1)
 
     @property
     def max_iters(self) -> int:
-        """Iterations in all."""
-        return self._of_training("max_iters", 1)
+        """Iterations in total."""
+        return self._of_train_loop("max_iters", 1)
 
     @property
     def val_interval(self) -> int:
-        """How often is validated."""
-        return self._of_training("val_interval", 1)
+        """Epochs or iterations between validations."""
+        return self._of_train_loop("val_interval", 1)
 
     @property
     def val_begin(self) -> int:
-        """From when on is validated."""
-        return self._of_training("val_begin", 1)
+        """The epoch or iteration of the first validation."""
+        return self._of_train_loop("val_begin", 1)
 
     @property
     def train_loop(self) -> Any:
@@ -367,16 +367,16 @@ class RunnerState:
 
     @property
     def val_loop(self) -> Any:
-        """The loop of validation; None where there is nothing to validate."""
+        """The loop of validation; None if it is not configured."""
         return self.phases.loop("val") if self.phases.has("val") else None
 
     @property
     def test_loop(self) -> Any:
-        """The loop of testing; None where there is nothing to test."""
+        """The loop of testing; None if it is not configured."""
         return self.phases.loop("test") if self.phases.has("test") else None
 
     def loader_of(self, mode: str) -> Any:
-        """The loader of `train`, `val` or `test`."""
+        """Return the loader of `train`, `val` or `test`."""
         return self.phases.loop(mode).dataloader
 
     @property
@@ -406,7 +406,7 @@ class RunnerState:
 
     @property
     def batch_total(self) -> int:
-        """Samples of one iteration, over all ranks."""
+        """Samples per iteration, over all ranks."""
         loader = self.loader_of("train")
         size: Any = getattr(loader, "batch_size", None) or getattr(
             getattr(loader, "batch_sampler", None), "batch_size", 1
@@ -437,23 +437,23 @@ class RunnerState:
 def wanted_phases(
     train: Mapping[str, Any], val: Mapping[str, Any], test: Mapping[str, Any], *, optim_wrapper: Any, schedules: Any
 ) -> dict[str, dict[str, Any]]:
-    """The phases whose arguments are there; those of one phase must all be, or none."""
+    """Return the phases whose arguments are given; raises if only some arguments of a phase are."""
     phases: dict[str, dict[str, Any]] = {}
     if _complete("train", {**train, "optim_wrapper": optim_wrapper}):
         phases["train"] = dict(train)
     elif schedules is not None:
-        raise ConfigError(Problem("param_scheduler", "there is nothing to train", "Give a train_dataloader too."))
+        raise ConfigError(Problem("param_scheduler", "needs a train phase", "Set train_dataloader too."))
     phases.update({mode: dict(given) for mode, given in (("val", val), ("test", test)) if _complete(mode, given)})
     return phases
 
 
 def _complete(mode: str, arguments: Mapping[str, Any]) -> bool:
     names = {key: key if key == "optim_wrapper" else f"{mode}_{key}" for key in arguments}
-    there = [names[key] for key, value in arguments.items() if value is not None]
+    given = [names[key] for key, value in arguments.items() if value is not None]
     absent = [names[key] for key, value in arguments.items() if value is None]
-    if there and absent:
-        message = f"there is {', '.join(there)}, but no {', '.join(absent)}; a {mode} phase needs all of them"
-        raise ConfigError(Problem(absent[0], message, "Give all of them, or none."))
+    if given and absent:
+        message = f"{', '.join(given)} given without {', '.join(absent)}; a {mode} phase needs all of them"
+        raise ConfigError(Problem(absent[0], message, "Set all of them, or none."))
     return not absent
 
 
@@ -462,7 +462,7 @@ def by_epoch(train_cfg: Any) -> bool:
     if not isinstance(train_cfg, Mapping):
         return bool(getattr(train_cfg, "by_epoch", True))
     if "type" not in train_cfg and "by_epoch" not in train_cfg:
-        message = "it says neither which loop, nor what is counted"
+        message = "neither `type` nor `by_epoch` is set"
         raise ConfigError(Problem("train_cfg.by_epoch", message, "Write by_epoch=True, max_epochs=…"))
     named = str(getattr(train_cfg.get("type"), "__name__", train_cfg.get("type", "Epoch")))
     return bool(train_cfg.get("by_epoch", "Iter" not in named))

@@ -58,17 +58,17 @@ _COMPILE: dict[str, Reader] = {
 
 
 def build_strategy(cfg: Any) -> BaseStrategy:
-    """A strategy from its description; absent: one copy on every rank."""
+    """Return the strategy that `cfg` describes; by default `DDPStrategy`."""
     made = STRATEGIES.build({"type": "DDPStrategy"} if cfg is None else cfg)
     if not isinstance(made, BaseStrategy):
-        message = f"a {type(made).__name__} drives an engine of its own"
+        message = f"a {type(made).__name__} needs another engine"
         remedy = f"Write strategy=dict(type=…) with one of {', '.join(STRATEGIES)}."
         raise ConfigError(Problem("strategy", message, remedy))
     return made
 
 
 def read_compile(compile_cfg: Any, settings: TranslatedSettings) -> None:
-    """`compile=True`, or a dict with what `torch.compile` takes."""
+    """Translate `compile=True`, or a dict of arguments of `torch.compile`."""
     if not compile_cfg:
         return
     settings.set("strategy.compile.enabled", True)
@@ -80,10 +80,10 @@ def read_compile(compile_cfg: Any, settings: TranslatedSettings) -> None:
 def read_wrapper(
     wrapper: BaseOptimWrapper, strategy: BaseStrategy, settings: TranslatedSettings, device: torch.device
 ) -> None:
-    """What an optim wrapper says about formats, clipping and accumulation."""
+    """Translate the dtype, clipping and accumulation of an optim wrapper."""
     wrapper_type = type(wrapper).__name__
-    if strategy.own_wrapper and not isinstance(wrapper, DeepSpeedOptimWrapper):
-        message = f"{wrapper_type} does not go with {type(strategy).__name__}, which says itself how is trained"
+    if strategy.requires_default_wrapper and not isinstance(wrapper, DeepSpeedOptimWrapper):
+        message = f"{wrapper_type} cannot be used with {type(strategy).__name__}, which sets precision itself"
         raise ConfigError(Problem("optim_wrapper.type", message, f"Write type={strategy.default_wrapper!r}."))
     if isinstance(wrapper, DeepSpeedOptimWrapper):
         wrapper.accumulate(int(settings.sections.get("batch", {}).get("accumulation", 1)))
@@ -94,46 +94,45 @@ def read_wrapper(
         return
     wanted = dict(wrapper.precision)
     if wanted["compute"] == "autocast":
-        # The format that torch.autocast takes on this device.
+        # The dtype of torch.autocast on this device.
         wanted["compute"] = "bf16" if torch.get_autocast_dtype(device.type) == torch.bfloat16 else "fp16"
     if wanted["compute"] != "fp16":
         wanted.pop("scaler")
     before = settings.sections.get("precision", {}).get("compute")
     if before not in (None, wanted["compute"]):
-        message = f"{wanted['compute']}, but the strategy computes in {before}"
+        message = f"{wanted['compute']}, but {before} in the strategy"
         raise ConfigError(Problem("optim_wrapper.dtype", message, "Leave one of them out."))
     settings.sections.setdefault("precision", {}).update(wanted)
-    text = f"precision.compute: {wanted['compute']}; fp32 weights stay with the optimizer"
+    text = f"precision.compute: {wanted['compute']}; the optimizer keeps fp32 weights"
     settings.mapped("optim_wrapper.type", wrapper_type, text)
 
 
 def finish(settings: TranslatedSettings, **more: Any) -> RunConfig:
-    """The run description that the sections make, checked."""
+    """Return the checked run description of the translated settings."""
     settings.raise_problems()
     settings.report.raise_refusals()
-    sections = {
-        key: value for key, value in settings.sections.items() if key != "batch"
-    }  # the loader's, and the wrapper's
+    # The batch is set by the loader and the wrapper.
+    sections = {key: value for key, value in settings.sections.items() if key != "batch"}
     config = parse_sections(**{**sections, **more}).config
     if config.checkpoint.node_local:
-        message = "each node would keep its own part, and this front end reads a checkpoint from one place"
+        message = "node-local checkpoints are not supported by this front end"
         raise ConfigError(Problem("strategy.checkpoint", message, "Leave out `use_node_local_storage`."))
     check(config, has_val=False, require_length=False)
     return config
 
 
 def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
-    """Raise where a strategy names a batch that is not the loader's, of `size` samples on each rank."""
+    """Raise if a strategy sets another batch size than the loader, which has `size` samples per rank."""
     expected = {"micro": size, "total": size * int(batch.get("accumulation", 1)) * ranks}
     names = {"micro": "train_micro_batch_size_per_gpu", "total": "train_batch_size"}
     for key, value in expected.items():
         if batch.get(key, value) != value:
-            message = f"{batch[key]}, but with `train_dataloader.batch_size` {size} it is {value}"
+            message = f"{batch[key]}, but `train_dataloader.batch_size` {size} makes it {value}"
             raise ConfigError(Problem(f"strategy.{names[key]}", message, "Leave it out."))
 
 
 def known_arguments(runner: Any) -> list[str]:
-    """The names that a runner takes."""
+    """Return the names of a runner's arguments."""
     parameters = inspect.signature(runner.__init__).parameters.values()
     return [
         parameter.name
@@ -143,7 +142,7 @@ def known_arguments(runner: Any) -> list[str]:
 
 
 def takes_nothing(function: Any) -> bool:
-    """Whether something can be called as it is."""
+    """Whether a function can be called without arguments."""
     if not callable(function):
         return False
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -152,17 +151,17 @@ def takes_nothing(function: Any) -> bool:
 
 
 def misspelt(keys: Any, known: Any) -> list[Problem]:
-    """Keys of a file that are almost those of a runner. Any other name is a variable of the file."""
+    """Return problems for keys that resemble arguments of a runner; other keys are variables of the file."""
     from difflib import get_close_matches
 
     problems = []
     for key in keys:
         if key not in known and get_close_matches(str(key), known, n=1, cutoff=0.85):
-            problems.append(Problem(str(key), "there is no such argument of a runner", choose(key, known, "argument")))
+            problems.append(Problem(str(key), "a runner has no such argument", choose(key, known, "argument")))
     return problems
 
 
-# What a runner is told about its process: launcher, back end, seeds, limits.
+# The process: launcher, backend, seeds, limits.
 
 
 LAUNCHERS = {"pytorch": "torchrun", "slurm": "slurm", "mpi": "mpi", "none": "none"}
@@ -170,11 +169,11 @@ _STARTED_BY = {"pytorch": "torchrun", "slurm": "srun", "mpi": "mpirun"}
 
 
 def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
-    """Raise where `launcher` does not fit how this process was started. None: whatever started it is right."""
+    """Raise if this process was not started by `launcher`; None fits any."""
     if launcher is None:
         return
     if launcher not in LAUNCHERS:
-        raise ConfigError(Problem("launcher", f"{launcher!r}", choose(launcher, LAUNCHERS, "word")))
+        raise ConfigError(Problem("launcher", f"{launcher!r}", choose(launcher, LAUNCHERS, "launcher")))
     detected = ranks or detect_ranks()
     if detected.launcher == LAUNCHERS[launcher] or detected.launcher == "caller":
         return
@@ -195,8 +194,8 @@ def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
 def _backend(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value not in ("nccl", "gloo", "mpi"):
         refused_unless("write nccl, gloo or mpi")(settings, key, value)
-    elif value == "nccl" and not torch.cuda.is_available():  # it stands in every script, those for CPU among them
-        settings.mapped(key, value, "backend: gloo, as there is no CUDA device")
+    elif value == "nccl" and not torch.cuda.is_available():  # scripts for CPU have it too
+        settings.mapped(key, value, "backend: gloo, because there is no CUDA device")
     else:
         honoured_as("backend")(settings, key, value)
 
@@ -210,23 +209,23 @@ _DISTRIBUTED: dict[str, Reader] = {
     "timeout": honoured_as("timeout_s", _seconds),
     "init_backend": refused_unless("leave it out", "torch"),
 }
-_THREADS = unneeded("libraries keep their own number of threads; the launcher sets OMP_NUM_THREADS")
+_THREADS = unneeded("libraries keep their number of threads; the launcher sets OMP_NUM_THREADS")
 _PROCESSES: dict[str, Reader] = {
-    "mp_start_method": honoured("workers of loaders are started so"),
+    "mp_start_method": honoured("start method of data loader workers"),
     "opencv_num_threads": _THREADS,
     "omp_num_threads": _THREADS,
     "mkl_num_threads": _THREADS,
 }
 _ENVIRONMENT: dict[str, Reader] = {
     "cudnn_benchmark": honoured("torch.backends.cudnn.benchmark"),
-    "resource_limit": honoured("files that this process may have open"),
+    "resource_limit": honoured("limit of open files of this process"),
     "mp_cfg": lambda settings, key, value: settings.read(value, _PROCESSES, key),
     "dist_cfg": lambda settings, key, value: settings.read(value, _DISTRIBUTED, key),
 }
 
 
 def read_environment(env_cfg: Mapping[str, Any], settings: TranslatedSettings) -> str | None:
-    """Put `env_cfg` into sections, and do at once what concerns this process; returns how workers are started."""
+    """Translate `env_cfg`, and apply what concerns this process; returns the start method of workers."""
     settings.read(env_cfg, _ENVIRONMENT, "env_cfg")
     settings.raise_problems()
     torch.backends.cudnn.benchmark = bool(env_cfg.get("cudnn_benchmark", False))
@@ -243,17 +242,17 @@ class Randomness:
 
     seed: int | None = None
     diff_rank_seed: bool = False
-    """Whether ranks draw other numbers."""
+    """Whether each rank has a different seed."""
     deterministic: bool = False
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Randomness:
-        """From the argument of a runner."""
+        """Return the settings of a runner's argument `randomness`."""
         check_arguments("randomness", cls, given)
         return cls(**given)
 
     def start(self, rank: int) -> int:
-        """Seed all generators; returns the seed of the run, which ranks agree on where none was chosen."""
+        """Seed all generators; returns the seed of the run, by default a random one that ranks share."""
         seed = sync_random_seed() if self.seed is None else int(self.seed)
         rank_seed = (seed + rank if self.diff_rank_seed else seed) % 2**32
         random.seed(rank_seed)
@@ -307,9 +306,9 @@ class BaseRunner(Checkpoints):
                 [Problem(key, "there is no such argument", choose(key, known, "argument")) for key in unknown]
             )
         if default_scope not in (None, "mmengine", "plait"):
-            message = f"{default_scope!r}: names are looked up without a scope"
+            message = f"{default_scope!r}: default scopes are not supported"
             raise ConfigError(
-                Problem("default_scope", message, f"Write type='{default_scope}.Name' where one is meant.")
+                Problem("default_scope", message, f"Write the scope in the name: type='{default_scope}.Name'.")
             )
         wanted = wanted_phases(
             {"cfg": train_cfg, "dataloader": train_dataloader},
@@ -357,7 +356,7 @@ class BaseRunner(Checkpoints):
             self._settings.sections.setdefault(section, value)
         self._settings.report.entries += translation.report.entries
         read_compile(self._compile, self._settings)
-        # How is computed, the optim wrapper says too, and there is none before there is a model.
+        # Precision is left out: the optim wrapper sets it too, and needs the model first.
         self.world = open_world(finish(self._settings, work_dir=self.work_dir, precision=None))
         self.device = self.world.device
         self.seed = self._randomness.start(self.world.rank)
@@ -371,21 +370,23 @@ class BaseRunner(Checkpoints):
         on_main(self.world, lambda: self.log_dir.mkdir(parents=True, exist_ok=True))
 
     def build_model(self, model: Any) -> Any:
-        """The model from its description; one that is a model already stays as it is."""
+        """Return the model that a dict describes; a module as it is."""
         if isinstance(model, Mapping):
             more = {} if self._preprocessor is None else {"data_preprocessor": self._preprocessor}
             model = MODELS.build({**more, **model})
         elif self._preprocessor is not None:
-            message = "the model is an object, and has one already"
-            raise ConfigError(Problem("data_preprocessor", message, "Give it to the model, or describe the model."))
+            message = "has no effect on a model that is an object"
+            raise ConfigError(
+                Problem("data_preprocessor", message, "Pass it to the model, or give the model as a dict.")
+            )
         if not isinstance(model, nn.Module):
-            message = f"a {type(model).__name__} is no model"
+            message = f"a {type(model).__name__} is not a model"
             raise ConfigError(Problem("model", message, "Give a module, or a dict with its type."))
         needed = {"train": "train_step", "val": "val_step", "test": "test_step"}
         missing = [step for mode, step in needed.items() if self.phases.has(mode) and not hasattr(model, step)]
         if missing:
             raise ModelError(
-                f"{type(model).__name__} has no {', '.join(missing)}: derive it from BaseModel, which has them all"
+                f"{type(model).__name__} has no {', '.join(missing)}: derive it from BaseModel, which has them"
             )
         return model
 
@@ -393,13 +394,13 @@ class BaseRunner(Checkpoints):
 
     @property
     def engine(self) -> ManualEngine:
-        """The model, made ready; `setup` does that."""
+        """The engine of the model; `setup` prepares it."""
         if self._engine is None:
             raise TrainingError("the runner has no engine yet: call runner.setup(), as train(), val() and test() do")
         return self._engine
 
     def setup(self) -> None:
-        """Make the model and its optimizer ready, unless that was done; what a user calls does it first."""
+        """Prepare the model and its optimizer on an engine, once; `train`, `val` and `test` call it."""
         if self._engine is not None:
             return
         model, settings = self.model, self._settings
@@ -423,7 +424,7 @@ class BaseRunner(Checkpoints):
         generators = rng_state(self.device)
         given = Preparation(self.config, self.world, model=model, optimizer=optimizer, log=self.logger.warning)
         self._engine = engine = prepare_manual(given)
-        restore_rng_state(generators, self.device)  # what preparing drew is not missing afterwards
+        restore_rng_state(generators, self.device)  # preparing does not change the random state
         self.saver = MMEngineSaver(self)
         self.model = engine.model
         self._route_calls(engine)
@@ -437,11 +438,11 @@ class BaseRunner(Checkpoints):
             engine.on_phase = lambda phase: enter(phase, engine.steps)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """What the model is called under, for steps that call it themselves."""
+        """Return the precision context for steps that call the model themselves."""
         return make_policy(self.config.precision).context(self.device)
 
     def _route_calls(self, engine: ManualEngine) -> None:
-        """Let a model's steps call it through the engine, which moves and casts what it is called with."""
+        """Make the model's steps call it through the engine, which moves and casts its inputs."""
         run_forward = getattr(type(self.model), "_run_forward", None)
         is_standard = run_forward is BaseModel._run_forward or getattr(run_forward, "__module__", "").startswith(
             "mmengine."
@@ -459,13 +460,13 @@ class BaseRunner(Checkpoints):
     # ---- what a user calls
 
     def train(self) -> nn.Module:
-        """Train to the end, from the start or from a checkpoint; returns the model."""
+        """Train to the end, from the start or a checkpoint; returns the model."""
         loop = self.phases.loop("train")
         self.setup()
         if self.phases.has("val"):
-            self.phases.loop("val")  # what is wrong with it shows now, not after the first epoch
+            self.phases.loop("val")  # now, so that mistakes in it show before the first epoch
         self._log_start()
-        with self._shown():
+        with self._visualizer_open():
             self.call_hook("before_run")
             self.load_or_resume()
             self.optim_wrapper.initialize_count_status(self.model, loop.iter, loop.max_iters)
@@ -485,7 +486,7 @@ class BaseRunner(Checkpoints):
     def _evaluate(self, mode: str) -> dict[str, float]:
         loop = self.phases.loop(mode)
         self.setup()
-        with self._shown():
+        with self._visualizer_open():
             self.call_hook("before_run")
             self.load_or_resume()
             metrics: dict[str, float] = loop.run()
@@ -493,8 +494,8 @@ class BaseRunner(Checkpoints):
         return metrics
 
     @contextmanager
-    def _shown(self) -> Iterator[None]:
-        """Back ends are open while something happens."""
+    def _visualizer_open(self) -> Iterator[None]:
+        """Keep the visualizer's backends open inside."""
         if isinstance(self.visualizer, Visualizer):
             self.visualizer.open()
         try:
@@ -503,7 +504,7 @@ class BaseRunner(Checkpoints):
             self.visualizer.close()
 
     def close(self) -> None:
-        """Let files and processes go."""
+        """Close files and the process group."""
         if self._engine is not None:
             self.saver.close()
         self.visualizer.close()
@@ -519,7 +520,7 @@ class BaseRunner(Checkpoints):
     # ---- for hooks and loops
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Call a point of every hook."""
+        """Call a method of every hook."""
         self._hooks.call(self, fn_name, **kwargs)
 
     def register_hook(self, hook: Any, priority: int | str | None = None) -> None:
@@ -527,17 +528,17 @@ class BaseRunner(Checkpoints):
         self._hooks.register(hook, priority)
 
     def build_dataloader(self, dataloader: Any) -> Any:
-        """A loader from its description."""
+        """Return the loader that a dict describes."""
         return build_dataloader(
             dataloader, seed=self.seed, diff_rank_seed=self._randomness.diff_rank_seed, start_method=self._start_method
         )
 
     def build_evaluator(self, evaluator: Any) -> Any:
-        """An evaluator from its description."""
+        """Return the evaluator that a dict describes."""
         return build_evaluator(evaluator)
 
     def enter(self, phase: Phase) -> None:
-        """Say what this rank begins to do."""
+        """Report the phase that this rank enters."""
         self.world.heartbeat.enter(phase, 0 if self._engine is None else self._engine.steps)
 
 
@@ -549,7 +550,7 @@ _OF_FILES = ("custom_imports", "runner_type", "env_cfg")
 
 
 def arguments_of(cfg: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are arguments; others are variables of a file, unless they look like a misspelt argument."""
+    """Return the keys that are arguments; raises for keys that resemble one, and ignores other variables."""
     config = as_config(cfg)
     known = known_arguments(BaseRunner)
     problems = misspelt(config.keys(), (*known, *_OF_CFG, *_OF_FILES))
@@ -563,14 +564,14 @@ def arguments_of(cfg: Config | Mapping[str, Any]) -> dict[str, Any]:
 
 @RUNNERS.register_module(name="Runner")
 class MMEngineRunner(BaseRunner):
-    """MMEngine's Runner. `cfg` may hold `compile`, `model_wrapper_cfg` and `sync_bn`, as there."""
+    """MMEngine's Runner. `cfg` may hold `compile`, `model_wrapper_cfg` and `sync_bn`, as in MMEngine."""
 
     def __init__(
         self, model: Any, work_dir: str | Path, train_dataloader: Any = None, *, launcher: str = "none", **options: Any
     ) -> None:
         cfg = as_config(options.get("cfg") or {})
         if "strategy" in options:
-            message = "Runner has none"
+            message = "Runner has no strategy"
             raise ConfigError(Problem("strategy", message, "Use FlexibleRunner, which has the same arguments."))
         options.setdefault("compile", cfg.get("compile", False))
         options["strategy"] = _strategy(cfg)
@@ -578,7 +579,7 @@ class MMEngineRunner(BaseRunner):
 
     @classmethod
     def from_cfg(cls, cfg: Config | Mapping[str, Any]) -> MMEngineRunner:
-        """A runner from a configuration, whose keys are the arguments."""
+        """Return a runner whose arguments are the keys of a configuration."""
         return cls(**arguments_of(cfg))
 
 
@@ -586,7 +587,7 @@ def _strategy(cfg: Config) -> dict[str, Any]:
     wrapper = dict(cfg.get("model_wrapper_cfg") or {})
     for key in ("activation_checkpointing", "efficient_conv_bn_eval"):
         if cfg.get(key):
-            message = f"{cfg.get(key)!r}: modules named one by one are not rewritten here"
+            message = f"{cfg.get(key)!r}: rewriting single modules is not supported"
             remedy = "FlexibleRunner with FSDPStrategy(activation_checkpointing=dict()) recomputes whole blocks."
             raise ConfigError(Problem(f"cfg.{key}", message, remedy))
     sharded = "Sharded" in str(getattr(wrapper.get("type"), "__name__", wrapper.get("type", "")))

@@ -204,7 +204,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Where a runner's checkpoints come from, and go.
+# `load_from`, `resume` and `save_checkpoint` of a runner.
 
 
 class Checkpoints(RunnerState):
@@ -218,15 +218,15 @@ class Checkpoints(RunnerState):
 
     @property
     def engine(self) -> ManualEngine:
-        """The model, made ready."""
+        """The engine of the model."""
         raise NotImplementedError
 
     def setup(self) -> None:
-        """Make the model and its optimizer ready, unless that was done."""
+        """Prepare the model and its optimizer on an engine, once."""
         raise NotImplementedError
 
     def load_or_resume(self) -> None:
-        """What `load_from` and `resume` ask for, once."""
+        """Load or resume as `load_from` and `resume` say, once."""
         if self._loaded:
             return
         self._loaded = True
@@ -243,7 +243,7 @@ class Checkpoints(RunnerState):
             self.load_checkpoint(self._load_from)
 
     def resume(self, filename: str | Path) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         if not self.phases.has("train"):
             self.load_checkpoint(filename)
             return
@@ -253,7 +253,7 @@ class Checkpoints(RunnerState):
         self.logger.info(f"resumed epoch: {self.epoch}, iter: {self.iter}")
 
     def load_checkpoint(self, filename: str | Path) -> None:
-        """Take a checkpoint's weights."""
+        """Load the weights of a checkpoint."""
         self.setup()
         self.saver.load_weights(filename)
         self.logger.info(f"Load checkpoint from {filename}")
@@ -268,7 +268,7 @@ class Checkpoints(RunnerState):
         by_epoch: bool | None = True,
         tidy: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint. `by_epoch`: at the end of an epoch, or of an iteration, that is about to be counted."""
+        """Write a checkpoint. `by_epoch`: at the end of an epoch, or of an iteration, that is not yet counted."""
         loop = self.phases.loop("train")
         self.setup()
         epoch = loop.epoch + (by_epoch is True and loop.by_epoch)
@@ -287,17 +287,17 @@ class Checkpoints(RunnerState):
         )
 
     def set_position(self, epoch: int, step: int, state: Mapping[str, Any], path: Path) -> None:
-        """Go on at a position of the data that a checkpoint names."""
+        """Set the position in the data to that of a checkpoint."""
         loop = self.phases.loop("train")
         saved = state.get("batch_total", self.batch_total)
         if step and saved != self.batch_total:
             raise TrainingError(
-                f"{path} was saved in the middle of a pass, with batches of {saved} samples over all ranks, and here "
-                f"they have {self.batch_total}: keep batch_size × ranks, or go on from the end of an epoch"
+                f"{path} was saved within an epoch, with batches of {saved} samples over all ranks, but this run has "
+                f"{self.batch_total}: keep batch_size × ranks, or resume from the end of an epoch"
             )
         iteration = epoch * len(loop.dataloader) + step if loop.by_epoch else step
         loop.go_to(epoch, iteration, step if loop.by_epoch else 0)
 
     def restore_generators(self) -> None:
-        """Random numbers as the checkpoint found them, once a pass that was interrupted is under way again."""
+        """Restore the random state of the checkpoint; loops call it once an interrupted pass has started again."""
         self.saver.restore_generators()
