@@ -20,7 +20,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import chain
@@ -347,6 +347,34 @@ def body_of_custom_op(func: Any) -> Callable[..., Any] | None:
     """Return the Python function behind a `torch.library.custom_op`; None for other operations."""
     definition = _resolve("torch._library.custom_ops.OPDEFS").get(schema_of(func).name)
     return None if definition is None else _get(definition, "_init_fn")
+
+
+@cache
+def _operation_interceptor() -> Any:
+    class OperationInterceptor(_resolve("torch.utils._python_dispatch.TorchDispatchMode")):  # type: ignore[misc]
+        def __init__(self, run: Callable[..., Any]) -> None:
+            super().__init__()
+            self._run = run
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Nothing is compiled in here, and to tell the compiler so would load it ([Note: dynamo is loaded late],
+            # `plait/optim/optimizers.py`).
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._run(func, args, kwargs or {})
+
+    return OperationInterceptor
+
+
+def intercept_operations(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Return a context in which every operation on tensors is `run(func, args, kwargs)`, which returns its result.
+
+    For code that is not compiled.
+    """
+    mode: AbstractContextManager[Any] = _operation_interceptor()(run)
+    return mode
 
 
 def current_autograd_node() -> Any:

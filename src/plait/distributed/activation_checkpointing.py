@@ -31,6 +31,7 @@ from plait.torch_internals import (
     aten_flash,
     aten_flash_cpu,
     aten_scaled_mm,
+    intercept_operations,
     storage_key,
     tree_leaves,
     tree_map_only,
@@ -334,7 +335,7 @@ def count_activations(
             counter.tracking(units),
             torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda t: t),
             torch.autocast(device.type, dtype=compute, enabled=compute != torch.float32),
-            counter,
+            intercept_operations(counter.run),
         ):
             loss = functional_call(module, state, args, kwargs, tie_weights=False)
         activations.transient = max(counter.peak - counter.live, 0)
@@ -371,11 +372,10 @@ class _CountedStorages:
         return int(storage.nbytes())
 
 
-class _ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ActivationCounter:
     """Observes every operator of a forward pass, what autograd saves, and which unit runs."""
 
     def __init__(self, activations: Activations, weights: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._activations = activations
         self._weights = weights
@@ -418,8 +418,9 @@ class _ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._activations.outside += size
         return tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and count what it makes."""
+        out = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in results:
             self._track(tensor)

@@ -25,8 +25,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from plait.torch_internals import (
-    TorchDispatchMode,
     has_schema,
+    intercept_operations,
     name_of_truncated_normal,
     schema_of,
     storage_key,
@@ -148,13 +148,24 @@ class ConstructionRecord:
 
     def __enter__(self) -> Self:
         with ExitStack() as entering:
-            entering.enter_context(_RecordOperations(self))
+            entering.enter_context(intercept_operations(self._run))
             entering.enter_context(_RecordCalls(self))
             self._entered = entering.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, but for random values on the meta device, and record it."""
+        result = args[0] if func in _DRAWS and _on_meta(args[0]) else func(*args, **kwargs)
+        written = []
+        for index, argument in enumerate(schema_of(func).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        self.add(func, args, kwargs, written=written, result=result)
+        return result
 
     # ---- queries, after recording
 
@@ -264,31 +275,6 @@ class ConstructionRecord:
         self._storages.append(storage)
         self._ops.append([])
         return True
-
-
-class _RecordOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes all operations on tensors to a record."""
-
-    def __init__(self, record: ConstructionRecord) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._record = record
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled in here, and True would load the compiler ([Note: dynamo is loaded late],
-        `plait/optim/optimizers.py`)."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = args[0] if func in _DRAWS and _on_meta(args[0]) else func(*args, **kwargs)
-        written = []
-        for index, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[index] if index < len(args) else kwargs.get(argument.name)
-                written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        self._record.add(func, args, kwargs, written=written, result=result)
-        return result
 
 
 class _RecordCalls(TorchFunctionMode):

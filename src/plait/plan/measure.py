@@ -25,7 +25,7 @@ from plait.kernels import AdamNumbers, ThreadPool, adam_step, copy_gbps, host_em
 from plait.launch import cpu_count, run_ranks
 from plait.plan.hardware import PRESETS, Hardware, Interconnect, hardware_here, with_cores
 from plait.plan.timing import starts_kernel
-from plait.torch_internals import TorchDispatchMode
+from plait.torch_internals import intercept_operations
 
 # How fast this host updates offloaded weights.
 
@@ -209,19 +209,16 @@ def _launch_us(device: torch.device) -> float:
     def step() -> None:
         model(batch).sum().backward()
 
-    with _CountLaunches() as seen:  # type: ignore[no-untyped-call]
+    launches = 0
+
+    def count_launch(func: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal launches
+        launches += starts_kernel(func)
+        return func(*args, **kwargs)
+
+    with intercept_operations(count_launch):
         step()
-    return _best_time(step, device) * 1e6 / int(seen.count)
-
-
-class _CountLaunches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that start something on the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += starts_kernel(func)
-        return func(*args, **(kwargs or {}))
+    return _best_time(step, device) * 1e6 / launches
 
 
 def _host_link(device: torch.device) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from plait.errors import DataError, PlaitError
 from plait.launch import report_failure
 from plait.prove.compare import SavedState, compare
 from plait.prove.job import NUDGED, TRACE, ProofJob, ProofTrace
-from plait.torch_internals import TorchDispatchMode
+from plait.torch_internals import intercept_operations
 from plait.trainer import Runner
 
 # Dropout in a proof: turned off for comparing, turned on again to see who draws which random numbers.
@@ -98,59 +98,42 @@ class RandomCall(NamedTuple):
     """Where the generator was: two draws from the same place get the same numbers."""
 
 
-class RecordRandomCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """While open, notes every operation that takes random numbers, whoever asks for it.
+@contextmanager
+def record_random_calls(model: nn.Module, device: torch.device) -> Iterator[list[RandomCall]]:
+    """Record every operation that takes random numbers until the block ends, whichever code calls it.
 
     Hooks on dropout modules would miss what a model drops by a function call, or inside attention.
     """
+    calls: list[RandomCall] = []
+    running: list[str] = []
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[RandomCall] = []
-        self._model = model
-        self._device = device
-        self._inside: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        before = random_state(self._device)
-        result = func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        before = random_state(device)
+        result = func(*args, **kwargs)
         # Attention kernels count as random even where they drop nothing.
-        if random_state(self._device) != before:
-            where = self._inside[-1] if self._inside else ""
-            self.calls.append(RandomCall(where, str(func), before))
+        if random_state(device) != before:
+            calls.append(RandomCall(running[-1] if running else "", str(func), before))
         return result
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Open, with the names of the modules that are at work."""
+    def pop(*_: Any) -> None:  # a hook that returns something would replace the output
+        running.pop()
 
-        def enter(name: str) -> Any:
-            return lambda *_: self._inside.append(name)
-
-        def pop_name(*_: Any) -> None:
-            self._inside.pop()
-
-        handles: list[Any] = []
-        for name, module in self._model.named_modules():
-            handles.append(module.register_forward_pre_hook(enter(name)))
-            handles.append(module.register_forward_hook(pop_name, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)).remove)
+            hooks.callback(module.register_forward_hook(pop, always_call=True).remove)
+        with intercept_operations(run):
+            yield calls
 
 
 def check_dropout(engine: Engine, micro_batches: Any) -> list[tuple[str, bool, str]]:
     """One step with dropout: what the ranks drew, and whether those along `tp` still agree. Every rank must ask."""
     world = engine.world
-    recorder = RecordRandomCalls(engine.model, world.device)
-    with recorder.watching():
+    with record_random_calls(engine.model, world.device) as calls:
         engine.train_step(micro_batches)
-    everyone = world.gather((_coordinates(world), recorder.calls))
+    everyone = world.gather((_coordinates(world), calls))
     checks = [] if world.layout.replicas == 1 else [_check_ranks_differ(everyone)]
     if world.layout.tp > 1:
         checks.append(_check_tp_agrees(world.gather((_coordinates(world), _copies(engine)))))

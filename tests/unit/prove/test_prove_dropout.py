@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plait.config.model import GptConfig
 from plait.models import build_model
-from plait.prove.record import RecordRandomCalls, Switch, random_state
+from plait.prove.record import Switch, random_state, record_random_calls
 
 
 class Net(nn.Module):
@@ -52,10 +52,9 @@ def test_every_draw_is_seen_with_its_module_and_the_numbers_it_took() -> None:
     lists = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        draws = RecordRandomCalls(net, x.device)
-        with draws.watching():
+        with record_random_calls(net, x.device) as calls:
             net(x)
-        lists.append(draws.calls)
+        lists.append(calls)
     assert [draw.module for draw in lists[0]] == ["layer.1", "", ""]
     assert lists[0] == lists[1]
     assert all(a.numbers != b.numbers for a, b in zip(lists[0], lists[2], strict=True))
@@ -63,6 +62,6 @@ def test_every_draw_is_seen_with_its_module_and_the_numbers_it_took() -> None:
 
 def test_watching_leaves_no_hooks_behind() -> None:
     net = Net()
-    with RecordRandomCalls(net, torch.device("cpu")).watching():
+    with record_random_calls(net, torch.device("cpu")):
         net(torch.randn(4, 8))
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
