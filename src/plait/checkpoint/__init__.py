@@ -1,4 +1,4 @@
-"""Checkpoints: logical names and whole shapes on disk, any layout in memory."""
+"""Checkpoints: logical names and global shapes on disk, any sharding in memory."""
 
 from typing import TYPE_CHECKING
 

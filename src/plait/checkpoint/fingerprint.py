@@ -1,4 +1,4 @@
-"""A number for the values of tensors that does not depend on how they are spread."""
+"""A hash of the values of tensors that does not depend on how they are sharded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 
 def fingerprint(pieces: Sequence[HeldPiece], channel: Channel) -> str:
-    """Of all tensors that the ranks hold together; `held` has each piece on one rank only. Every rank must call it.
+    """Return the hash of all tensors of all ranks; each piece must be in the `pieces` of one rank only. Collective.
 
-    Every element adds a number made of its bits and its place in the whole; sums do not mind who adds.
+    Every element adds a number made of its bits and its index in the whole tensor, so the order of adding is free.
     """
     total = 0
     for held in pieces:
@@ -30,7 +30,7 @@ def fingerprint(pieces: Sequence[HeldPiece], channel: Channel) -> str:
 
 
 def _sum(held: HeldPiece, seed: int) -> int:
-    """The sum over one piece, in parts that fit into a little memory."""
+    """Return the sum over one piece, computed in chunks to bound the memory."""
     piece, flat = held.piece, held.tensor.reshape(-1)
     strides = [math.prod(piece.whole[dim + 1 :]) for dim in range(len(piece.whole))]
     total = 0
@@ -43,7 +43,7 @@ def _sum(held: HeldPiece, seed: int) -> int:
 
 
 def _global_indices(local: Tensor, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Numbers of elements in the whole tensor, from their numbers in a piece of it."""
+    """Return the indices of elements in the whole tensor, from their indices in a piece of it."""
     index = torch.zeros_like(local)
     for first, length, stride in reversed(list(zip(start, shape, strides, strict=True))):
         index += (local % length + first) * stride

@@ -1,4 +1,4 @@
-"""The `checkpoints` folder of a run: names, links, and what is kept."""
+"""The `checkpoints` folder of a run: names of checkpoints, links to them, and which are kept."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _STEP = re.compile(r"step-(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """All checkpoints of one run. Links: `latest`, and `best` where there is one."""
+    """All checkpoints of one run, with a link `latest`, and a link `best` where a metric is watched."""
 
     root: Path
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step belongs."""
+        """Return the path of the checkpoint of a step."""
         return self.root / f"step-{step:08d}"
 
     def complete(self) -> list[Path]:
-        """The complete checkpoints, in the order in which they were saved.
+        """Return the complete checkpoints, in the order in which they were saved.
 
-        That is not the order of their steps where a run went back to an earlier checkpoint and on from there.
+        That is not the order of their steps where a run was resumed from an earlier checkpoint.
         """
         if not self.root.is_dir():
             return []
@@ -35,15 +35,15 @@ class CheckpointFolder:
         return sorted(checkpoints, key=lambda path: (saved_at(path), path.name))
 
     def newest(self, before: int | None = None) -> Path | None:
-        """The newest complete checkpoint, of step `before` or earlier where that is given.
+        """Return the newest complete checkpoint, of step `before` or earlier where that is given.
 
-        Links are not trusted: a kill may have come before they moved.
+        Links are not followed: the process may have been killed before it moved them.
         """
         complete = [path for path in self.complete() if before is None or _step_of(path) <= before]
         return complete[-1] if complete else None
 
     def find(self, wanted: str) -> Path | None:
-        """`auto`: the newest of this run, if any. Anything else: that folder, or the newest inside it."""
+        """Return the newest checkpoint of this run for `auto`; else `wanted`, or the newest checkpoint inside it."""
         if wanted == "auto":
             return self.newest()
         path = Path(wanted)
@@ -56,7 +56,7 @@ class CheckpointFolder:
         raise no_checkpoint_at(wanted)
 
     def candidates(self, wanted: str) -> list[Path]:
-        """Every checkpoint that `find` would choose from."""
+        """Return every checkpoint that `find` would choose from."""
         if wanted == "auto":
             return self.complete()
         path = Path(wanted)
@@ -65,14 +65,14 @@ class CheckpointFolder:
         return CheckpointFolder(path).complete() or CheckpointFolder(path / "checkpoints").complete()
 
     def link(self, name: str, target: Path) -> None:
-        """Point a link at a checkpoint, in one step."""
+        """Point a link at a checkpoint, atomically."""
         temporary = self.root / f".{name}.{os.getpid()}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target.name)
         os.replace(temporary, self.root / name)
 
     def prune(self, keep: int, keep_every: int | None = None) -> None:
-        """Remove all but the newest `keep`; what `best` points at and every `keep_every`-th step stay besides."""
+        """Remove all but the newest `keep`, the target of `best`, and every `keep_every`-th step."""
         best = self.root / "best"
         kept = {best.resolve().name} if best.exists() else set()
         for path in self.complete()[:-keep]:
@@ -81,7 +81,7 @@ class CheckpointFolder:
                 remove_checkpoint(path)
 
     def sweep(self) -> None:
-        """Remove what an interrupted save left behind, and put back what it had moved aside."""
+        """Remove the leftovers of an interrupted save, and restore the checkpoint that it was replacing."""
         if not self.root.is_dir():
             return
         for path in self.root.glob(".step-*.old.tmp"):
@@ -89,7 +89,7 @@ class CheckpointFolder:
             if is_complete(path) and not is_complete(home):
                 os.replace(path, home)
         for path in self.root.glob(".*"):
-            # Links that were about to become `latest` or `best`, and what nodes show each other (`disks`).
+            # Links that were to become `latest` or `best`, and the files of `find_disks`.
             if path.is_symlink() or path.name.startswith(".seen-"):
                 path.unlink(missing_ok=True)
         for path in list(self.root.iterdir()):
@@ -118,7 +118,7 @@ def _step_of(path: Path) -> int:
 
 def no_checkpoint_at(wanted: str) -> CheckpointError:
     """Return the error for a path without a checkpoint."""
-    from plait.checkpoint.convert.detect import kind_of  # late: it knows this module
+    from plait.checkpoint.convert.detect import kind_of  # that module imports this one
 
     format = kind_of(Path(wanted))
     if format not in (None, "plait"):

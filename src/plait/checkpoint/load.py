@@ -1,4 +1,4 @@
-"""Read a checkpoint into tensors of any layout."""
+"""Read a checkpoint into tensors of any sharding."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from plait.checkpoint.tensorfile import digest
 from plait.distributed import World
 from plait.errors import CheckpointError
 
-# Where a checkpoint and a model do not agree: all of it, in one table.
+# Every difference between the tensors of a checkpoint and those of a model, in one table.
 
 
 _SHOWN = 16
-"""Rows of the table: the whole message has to fit on a screen."""
+"""Rows of the table, so that the message fits on a screen."""
 
 
 class Mismatch(NamedTuple):
-    """A tensor's name, its shape in the checkpoint and its shape in the model; `-` where there is none."""
+    """A tensor's name, its shape in the checkpoint and its shape in the model; `-` where it is absent."""
 
     name: str
     saved: str
@@ -37,7 +37,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatches(index: Index, shapes: Mapping[str, tuple[int, ...]], ignore: Iterable[str] = ()) -> list[Mismatch]:
-    """Every tensor that is on one side only or has two shapes; `shapes` are those of the model.
+    """Return every tensor that is on one side only or has two shapes; `shapes` are those of the model.
 
     Entries of the checkpoint whose names start with one of `ignore` may be left unread.
     """
@@ -55,8 +55,8 @@ def mismatches(index: Index, shapes: Mapping[str, tuple[int, ...]], ignore: Iter
 
 
 def table(rows: list[Mismatch]) -> str:
-    """The mismatches, as lines of text."""
-    # What the optimizer keeps follows the parameters: it is news only where they are right.
+    """Return the mismatches as lines of text."""
+    # Optimizer state follows the parameters, so it is shown only where all of them match.
     rows = [row for row in rows if row.name.startswith("model.")] or rows
     shown = [Mismatch("tensor", "in the checkpoint", "in the model"), *rows[:_SHOWN]]
     name_width, saved_width = max(len(row.name) for row in shown), max(len(row.saved) for row in shown)
@@ -67,7 +67,7 @@ def table(rows: list[Mismatch]) -> str:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns (`model.head.*`) fits a name."""
+    """Whether one of the patterns (`model.head.*`) matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -76,7 +76,7 @@ _Result = TypeVar("_Result")
 
 
 class LoadRegion(NamedTuple):
-    """A rectangle that is to be read: where it lies in a stored piece, and where it goes."""
+    """A region of a stored piece, from index `low` to `high`, and the tensor that it is read into."""
 
     stored: StoredPiece
     dtype: torch.dtype
@@ -86,11 +86,11 @@ class LoadRegion(NamedTuple):
 
 
 Fetch = Callable[[list[LoadRegion]], AbstractContextManager[Mapping[str, Path]]]
-"""Gets hold of the files that are needed and not in the checkpoint's folder: their names, and where they are."""
+"""Provides the files that are needed and not in the checkpoint's folder: their paths, by name."""
 
 
 def nothing_to_fetch(regions: list[LoadRegion]) -> AbstractContextManager[Mapping[str, Path]]:
-    """All files are in the folder."""
+    """Fetch no file: all of them are in the checkpoint's folder."""
     return nullcontext({})
 
 
@@ -103,11 +103,11 @@ def load_into(
     partial: Iterable[str] = (),
     fetch: Fetch = nothing_to_fetch,
 ) -> list[Mismatch]:
-    """Fill the tensors from a checkpoint; each rank reads, and checks, only what its part needs.
+    """Fill the tensors from a checkpoint; each rank reads and verifies only what its shards need.
 
     Strict: every name must be on both sides, with the same shape. Entries of the checkpoint whose names start
-    with one of `ignore` may be left unread; a tensor that fits one of the patterns of `partial` may differ, and
-    is then left as it is. Returns what was left out by those patterns. If one rank finds damage, all raise.
+    with one of `ignore` may be left unread; a tensor that matches one of the patterns of `partial` may differ, and
+    is then left unchanged. Returns the mismatches that those patterns allowed. If one rank finds damage, all raise.
     """
     left_out = check_shapes(checkpoint, _shapes(tensors, world), ignore=ignore, partial=partial)
     skipped = {row.name for row in left_out}
@@ -128,7 +128,7 @@ def load_into(
 
 
 def _shapes(tensors: Mapping[str, Entry], world: World) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of all tensors: ranks of a pipeline have others, and what an optimizer keeps may be on one."""
+    """Return the global shapes of the tensors of all ranks: pipeline stages and optimizer states differ by rank."""
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if world.size == 1:
         return mine
@@ -138,13 +138,13 @@ def _shapes(tensors: Mapping[str, Entry], world: World) -> dict[str, tuple[int, 
 def check_shapes(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], *, ignore: Iterable[str], partial: Iterable[str]
 ) -> list[Mismatch]:
-    """The mismatches that the patterns of `partial` allow; any other is an error, as is a pattern that fits nothing."""
+    """Return the mismatches that `partial` allows; any other is an error, as is a pattern that matches no tensor."""
     patterns = tuple(partial)
     names = shapes.keys() | checkpoint.index.tensors.keys()
     idle = [pattern for pattern in patterns if not any(matches(name, (pattern,)) for name in names)]
     if idle:
         raise CheckpointError(
-            f"checkpoint.partial: {', '.join(map(repr, idle))} fits no tensor of {checkpoint.folder} or of the model; "
+            f"checkpoint.partial: {', '.join(map(repr, idle))} matches no tensor of {checkpoint.folder} or the model; "
             "names look like `model.<parameter>` and `optim.<parameter>.<key>`"
         )
     rows = mismatches(checkpoint.index, shapes, ignore)
@@ -152,13 +152,13 @@ def check_shapes(
     if wrong:
         raise CheckpointError(
             f"{checkpoint.folder} does not fit this model:\n{table(wrong)}\n"
-            "what may differ can be named: `checkpoint.partial: [pattern, …]`"
+            "to allow differences, name the tensors: `checkpoint.partial: [pattern, …]`"
         )
     return rows
 
 
 def regions_to_read(index: Index, pieces: Iterable[HeldPiece]) -> list[LoadRegion]:
-    """What has to be read, and from where, to fill what this rank holds."""
+    """Return the regions of stored pieces that fill the pieces of this rank."""
     regions = []
     for held in pieces:
         piece, record = held.piece, index.tensors[held.piece.name]
@@ -183,12 +183,12 @@ def regions_to_read(index: Index, pieces: Iterable[HeldPiece]) -> list[LoadRegio
                 )
             )
         if covered != held.tensor.numel():
-            raise CheckpointError(f"the pieces of {piece.name} in the checkpoint do not make up the whole tensor")
+            raise CheckpointError(f"the pieces of {piece.name} in the checkpoint do not cover the whole tensor")
     return regions
 
 
 def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
-    """Compare every byte with what was written; ranks share the work, and all raise if one finds damage.
+    """Compare every byte with its checksum; ranks share the work, and all raise if one finds damage.
 
     Without a world this process does all of it.
     """
@@ -216,7 +216,7 @@ def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
 
 
 def _head(path: Path) -> bytes:
-    """What a file's own digest is of: the head of a file of tensors, all of any other."""
+    """Return the bytes that a file's own digest covers: the header of a safetensors file, all of any other."""
     if path.suffix != ".safetensors":
         return path.read_bytes()
     with path.open("rb") as file:
@@ -229,7 +229,7 @@ def _copy(reader: PieceReader, region: LoadRegion) -> str | None:
 
 
 def _read_later(reader: PieceReader, index: Index, held: HeldPiece) -> str | None:
-    """Read one that training holds in another form, and let it have it; what is wrong with it."""
+    """Read a tensor that training holds in another form, and hand it over; returns what is wrong, if anything."""
     assert held.deferred is not None
     for rows in held.rows_at_once():
         strip = held.piece.rows(rows.start, rows.stop)
@@ -257,7 +257,7 @@ def _raise_together(folder: Path, problems: list[str], world: World | None) -> N
 
 
 def entries(index: Index, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes of the entries under a prefix, which is taken off their names."""
+    """Return the shapes and dtypes of the entries under a prefix, which is removed from their names."""
     return {
         name.removeprefix(prefix): (torch.Size(record.shape), record.dtype)
         for name, record in index.tensors.items()

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: `manifest.json`, written last."""
+"""The two JSON files of a checkpoint: `index.json`, where each tensor lies, and `manifest.json`, written last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.checkpoint.tensorfile import BLOCK, DTYPES, Slot, digest
 from plait.config import parse_json
 from plait.errors import CheckpointError
 
-# What lies where in a checkpoint: `index.json`.
+# `index.json`: the position of every tensor.
 
 
 INDEX_NAME = "index.json"
@@ -34,11 +34,11 @@ class StoredPiece(NamedTuple):
     """Index, in the whole tensor, of its first element."""
     shape: tuple[int, ...]
     digests: tuple[str, ...]
-    """Of every block; see `tensorfile.BLOCK`."""
+    """One for each block; see `tensorfile.BLOCK`."""
 
 
 class TensorRecord(NamedTuple):
-    """A tensor by its whole shape, and the pieces that make it up."""
+    """A tensor's global shape, and the pieces that it is stored in."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Index:
 
     @classmethod
     def of(cls, written: Iterable[tuple[Piece, StoredPiece]]) -> Index:
-        """From what all ranks wrote."""
+        """Build the index from what all ranks wrote."""
         about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         pieces: dict[str, list[StoredPiece]] = {}
         for piece, stored in written:
@@ -64,7 +64,7 @@ class Index:
         )
 
     def text(self) -> str:
-        """As it stands in the file."""
+        """Return the content of the file."""
         content = {
             name: {
                 "dtype": str(record.dtype).removeprefix("torch."),
@@ -77,9 +77,9 @@ class Index:
 
     @classmethod
     def parse(cls, content: bytes, sizes: Mapping[str, int]) -> Index:
-        """From the file's content, beside files of these `sizes`. Raises `ValueError` where it is malformed.
+        """Read the file's content; `sizes` are those of the other files. Raises `ValueError` where it is malformed.
 
-        Each tensor must be made up of its pieces exactly, and each piece must lie within one of the files:
+        The pieces of each tensor must cover it exactly, and each piece must lie within one of the files:
         see [Note: pieces that do not fit together].
         """
         match parse_json(content):
@@ -88,7 +88,7 @@ class Index:
         raise ValueError("expected an object with `tensors`")
 
     def slots(self) -> dict[str, dict[str, Slot]]:
-        """For each file what its head must say: the pieces in it, by their names there."""
+        """Return for each file what its header must contain: the positions of its pieces, by their names there."""
         slots: dict[str, dict[str, Slot]] = {}
         for name, record in self.tensors.items():
             for stored in record.pieces:
@@ -110,12 +110,12 @@ def _record(name: str, fields: Any, sizes: Mapping[str, int]) -> TensorRecord:
         case _:
             raise ValueError(f"{name} is described by {fields!r:.80}, expected dtype, shape and pieces")
     if math.prod(max(length, 1) for length in whole) * dtype.itemsize >= 1 << 63:
-        raise ValueError(f"{name} has the shape {whole}, which no memory holds")
+        raise ValueError(f"{name} has the shape {whole}, which is too large for any memory")
     record = TensorRecord(dtype, whole, tuple(_stored(name, piece, dtype, whole, sizes) for piece in pieces))
     if reason := coverage_problem(
         [(piece.start, piece.shape) for piece in record.pieces if 0 not in piece.shape], whole
     ):
-        raise ValueError(f"the pieces of {name} do not make up its shape {whole}: {reason}")
+        raise ValueError(f"the pieces of {name} do not cover its shape {whole}: {reason}")
     return record
 
 
@@ -154,12 +154,12 @@ def _are_lengths(values: Sequence[Any]) -> bool:
 
 
 # [Note: pieces that do not fit together]
-# Digests say that bytes are what was written. They do not say that they belong to this place of this tensor: an index
-# whose pieces overlap, leave a hole or point at the bytes of another tensor would be loaded without a complaint. So
-# the index is checked when it is read: cut along one dimension after the other, every place of a tensor must be in one
-# piece. And when a file is opened, its own head must name the same tensors with the same shapes at the same bytes.
+# Digests prove that bytes are what was written, not that they belong to this place of this tensor: an index whose
+# pieces overlap, leave a gap or point at the bytes of another tensor would be loaded without an error. So the index is
+# checked when it is read: cut along one dimension after the other, every element of a tensor must be in one piece. And
+# when a file is opened, its own header must name the same tensors with the same shapes at the same bytes.
 def coverage_problem(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
-    """Why rectangles (first index, shape) do not cover a whole exactly once; None where they do."""
+    """Return why slices (first index, shape) do not cover a tensor exactly once; None where they do."""
     if 0 in whole:
         return None
     if not pieces:
@@ -192,37 +192,37 @@ class FileRecord:
 
     bytes: int
     digest: str
-    """Of a file of tensors: of its head, for the blocks have their own. Of any other: of all of it."""
+    """Of a safetensors file: of its header, as the blocks have their own. Of any other: of all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A folder without a manifest is no checkpoint; one with it is complete."""
+    """The content of `manifest.json`. A folder with it is a complete checkpoint; without it, it does not count."""
 
     step: int
     world_size: int
     files: dict[str, FileRecord]
     state: dict[str, Any]
-    """Everything that is no tensor: counters, schedule, data position, hook state, config."""
+    """Everything other than tensors: counters, schedule, data position, hook state, config."""
     versions: dict[str, str]
     saved_at: float
-    """Seconds since 1970 (`save_time`): of two checkpoints the later one is the newer, whatever their steps."""
+    """Seconds since 1970 (`save_time`): the checkpoint saved later counts as newer, whatever its step."""
     format: int = FORMAT
 
     @property
     def bytes(self) -> int:
-        """The size of all files that it names."""
+        """The total size of all files that it names."""
         return sum(record.bytes for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write it with a digest of its own, and make sure that it is on the disk."""
+        """Write it with a digest of its own, and sync it to the disk."""
         content = json.loads(json.dumps(asdict(self)))  # as a reader will see it: texts as keys, lists for tuples
         write_text(folder / MANIFEST_NAME, json.dumps({**content, "digest": _digest(content)}, indent=1))
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: where it is, what it says about itself, and what lies where in it."""
+    """A complete checkpoint: its folder, its manifest and its index."""
 
     folder: Path
     manifest: Manifest
@@ -230,17 +230,17 @@ class Checkpoint:
 
 
 def is_outside(folder: Path, name: str) -> bool:
-    """Whether a file of a folder is a link to somewhere else."""
+    """Whether a file of a folder is a link to another folder."""
     return (folder / name).resolve().parent != folder.resolve()
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has a manifest. One that may not be looked into is an error, for nobody knows what it has."""
+    """Whether a folder has a manifest. A folder that cannot be read is an error, as its content is unknown."""
     try:
         return (folder / MANIFEST_NAME).exists()
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be looked into: {error.strerror}; let this user read it, or move it away"
+            f"{folder} cannot be read: {error.strerror}; let this user read it, or move it away"
         ) from error
 
 
@@ -250,7 +250,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint at {folder}: no such folder")
     if not is_complete(folder):
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST_NAME}, which is written last")
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST_NAME}, which is written last"
+        )
     try:
         raw = parse_json(path.read_bytes())
         if raw["format"] != FORMAT:
@@ -265,7 +267,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read what a checkpoint says about itself; its tensors stay on the disk."""
+    """Read the manifest and the index of a checkpoint; its tensors stay on the disk."""
     manifest = read_manifest(folder)
     path = folder / INDEX_NAME
     if out := [name for name in (MANIFEST_NAME, INDEX_NAME) if is_outside(folder, name)]:
@@ -284,7 +286,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _manifest(raw: dict[str, Any]) -> Manifest:
-    """From what was read. Raises `ValueError` where a field is not what it should be."""
+    """Build the manifest from parsed JSON. Raises `ValueError` where a field is invalid."""
     files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
     for name, record in files.items():
         if name in ("", ".", "..", MANIFEST_NAME) or any(sign in name for sign in "/\\\0"):
@@ -328,11 +330,11 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "config.optim.type": lambda value: value is None or isinstance(value, str),
     "frozen.names": lambda value: value is None or (isinstance(value, list) and all(isinstance(n, str) for n in value)),
 }
-"""What every reader of a checkpoint takes for granted; each may be absent, and is then asked for by who needs it."""
+"""Types that every reader relies on; each key may be absent, and is then checked where it is needed."""
 
 
 def _at(state: dict[str, Any], key: str) -> Any:
-    """The value under a dotted key; its sections were looked at before it."""
+    """Return the value under a dotted key, whose sections were checked before it."""
     *sections, name = key.split(".")
     for section in sections:
         state = state.get(section) or {}
@@ -340,7 +342,7 @@ def _at(state: dict[str, Any], key: str) -> Any:
 
 
 def saved_at(folder: Path) -> float:
-    """When a checkpoint was saved; of one that is damaged or cannot be read, what its file system says."""
+    """Return when a checkpoint was saved; of a damaged or unreadable one, the time of its file."""
     path = folder / MANIFEST_NAME
     try:
         return float(parse_json(path.read_bytes())["saved_at"])
@@ -349,26 +351,26 @@ def saved_at(folder: Path) -> float:
 
 
 def save_time(root: Path) -> float:
-    """Now, but later than every checkpoint in the folder.
+    """Return the time now, but later than that of every checkpoint in the folder.
 
-    A clock that was set back, or another host's, would otherwise make the new one the oldest, and the first to go.
+    A clock that was set back, or another host's, would otherwise make the new one the oldest, which is removed first.
     """
     last = max((saved_at(path.parent) for path in root.glob(f"step-*/{MANIFEST_NAME}")), default=0.0)
     return max(time.time(), math.nextafter(last, math.inf))
 
 
 def remedy(damaged: Path) -> str:
-    """What to do about a damaged checkpoint: the newest of those saved before it is offered."""
+    """Return what to do about a damaged checkpoint: resume from the newest of those saved before it."""
     moment = saved_at(damaged) if is_complete(damaged) else float("inf")
     others = [path.parent for path in damaged.parent.glob(f"step-*/{MANIFEST_NAME}") if path.parent != damaged]
     before = [path for path in others if not path.is_symlink() and saved_at(path) < moment]
     if not before:
         return "there is no checkpoint before it"
-    return f"the one before it can go on: `checkpoint.resume: {max(before, key=saved_at)}`"
+    return f"resume from the one before it: `checkpoint.resume: {max(before, key=saved_at)}`"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, and make sure that it is on the disk."""
+    """Write a file, and sync it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

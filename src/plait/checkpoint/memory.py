@@ -1,6 +1,6 @@
-"""What a rank's checkpoints take of its host's memory beside the state itself, known before there is one.
+"""Host memory that saving and loading take beside the state itself, computed beforehand for the memory plan.
 
-Writing and reading take their numbers of threads from here, and the rooms that are counted are theirs.
+Saving and loading take their thread counts from here, and the buffers that are counted are theirs.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from plait.checkpoint.tensorfile import BLOCK
 from plait.distributed import is_sharded, to_local
 
 WRITERS = 4
-"""Threads of a rank, where there are cores for them: one waits for the disk while another computes digests."""
+"""Threads of a rank where there are cores for them: one waits for the disk while another computes digests."""
 READERS = 8
 
 
 class SavedTensor(NamedTuple):
-    """What a checkpoint holds of one tensor, as far as it decides how much memory that takes."""
+    """The facts of a tensor that decide how much memory saving and loading it take."""
 
     bytes: float
-    """Of this rank's part."""
+    """Of this rank's shard."""
     holders: int
-    """Ranks that hold the same part, of which one writes it."""
+    """Ranks that hold the same shard, of which one writes it."""
     on_device: bool = False
     contiguous: bool = True
-    """Whether its bytes can be read to where they belong without a stop in between."""
+    """Whether its bytes can be read straight into it, without a buffer."""
 
 
 class CheckpointMemory(NamedTuple):
-    """Bytes."""
+    """Bytes of host memory that saving and loading take."""
 
     written: float
-    """What this rank writes."""
+    """The bytes that this rank writes."""
     copied: float
-    """For a copy of that, which a save in the background makes and keeps."""
+    """The copy of these, which a save in the background makes and keeps."""
     writing: float
-    """For blocks on their way from a device to a file."""
+    """Buffers for blocks on their way from a device to a file."""
     reading: float
-    """For groups of blocks on their way from a file to a device, or to memory that is not in one row."""
+    """Buffers for groups of blocks on their way from a file to a device, or to memory that is not contiguous."""
 
 
 def thread_count(most: int, *, cores: int, ranks: int) -> int:
-    """How many threads a rank has for it, on a host with so many cores and ranks."""
+    """Return how many threads each rank uses, at most `most`, on a host with so many cores and ranks."""
     return max(1, min(most, cores // ranks))
 
 
 def saved_tensor(tensor: Tensor, ranks: int) -> SavedTensor:
-    """What a checkpoint of `ranks` ranks that all have this tensor, or a part of it, holds of it."""
+    """Describe a tensor that `ranks` ranks have whole or sharded."""
     local = to_local(tensor.detach())
     shards = 1
     if is_sharded(tensor):
@@ -62,7 +62,7 @@ def saved_tensor(tensor: Tensor, ranks: int) -> SavedTensor:
 
 
 def checkpoint_memory(tensors: Sequence[SavedTensor], *, cores: int, ranks: int, background: bool) -> CheckpointMemory:
-    """What checkpoints of these tensors take, on a host with so many cores and ranks.
+    """Return the memory that saving and loading these tensors take on a host with so many cores and ranks.
 
     Of what several ranks hold each writes about as much as any other, see `pieces.assign_writes`. What is read was
     written by ranks that held the same parts: other parts have to be cut out, which takes `reading` on any device.

@@ -1,4 +1,4 @@
-"""A checkpoint whose files lie on several nodes: found together, and fetched from each other where needed."""
+"""Checkpoints of `checkpoint.node_local`: each node has the files of its ranks, and fetches others where needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from plait.errors import CheckpointError
 
 
 class _Copy(NamedTuple):
-    """What one node has of one checkpoint."""
+    """The files of one checkpoint that one node has."""
 
     manifest: Manifest
     files: frozenset[str]
-    """Those of its files that are there in full length."""
+    """The files that are there and have their full length."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class NodeLocalCheckpoint:
 
     @cached_property
     def _head_ends(self) -> dict[str, int]:
-        """Where the head of each file ends, and its first tensor begins."""
+        """The byte at which the header of each file ends and its first tensor begins."""
         head_ends: dict[str, int] = {}
         for record in self.checkpoint.index.tensors.values():
             for stored in record.pieces:
@@ -51,7 +51,7 @@ class NodeLocalCheckpoint:
 
     @contextmanager
     def fetch(self, regions: list[LoadRegion]) -> Iterator[Mapping[str, Path]]:
-        """Bring what this rank needs and its node does not have from a node that has it; see `load.Fetch`."""
+        """Copy the bytes that this rank needs and its node lacks from a node that has them; see `load.Fetch`."""
         folder, rank = self.checkpoint.folder, self.channel.rank
         sizes = {name: record.bytes for name, record in self.checkpoint.manifest.files.items()}
         absent = [region for region in regions if not _is_whole(folder / region.stored.file, sizes)]
@@ -67,7 +67,7 @@ class NodeLocalCheckpoint:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _exchange(self, missing: list[tuple[str, int, int]], scratch: Path) -> None:
-        # All ranks walk through the same list, so that every send meets its receive.
+        # All ranks iterate over the same list, so that every send has its receive.
         buffer = torch.empty(BLOCK, dtype=torch.uint8)
         for target, wanted in enumerate(self.channel.all_gather(missing)):
             for name, begin, end in wanted:
@@ -86,7 +86,7 @@ class NodeLocalCheckpoint:
 def find_node_local(
     folder: CheckpointFolder, wanted: str, channel: Channel, disks: Disks
 ) -> NodeLocalCheckpoint | None:
-    """The newest checkpoint of which the nodes together have every file. Every rank must call it."""
+    """Return the newest checkpoint of which the nodes together have every file. Collective."""
     copies = channel.all_gather(_copies(folder, wanted) if disks.is_lead else {})
     manifests = {name: saved.manifest for copy in copies for name, saved in copy.items()}
     if not manifests:
@@ -104,18 +104,18 @@ def find_node_local(
         lacking[name] = sorted(manifest.files.keys() - owners.keys())
         if lacking[name]:
             continue
-        # A rank's own folder has the name of the others', under its own root, whether there is something in it or not.
+        # A rank's own folder has the same name as the others', under its own root, whether or not it exists.
         paths = {path.name: path for path in folder.candidates(wanted)} if disks.is_lead else {}
         path = paths.get(name, folder.path_of(manifest.step))
         opened = _open_at(owners[index_file.INDEX_NAME], path, channel)
         leading_path = channel.all_gather(path)[disks.lead]
         return NodeLocalCheckpoint(Checkpoint(leading_path, opened.manifest, opened.index), owners, channel)
     lines = "\n  ".join(f"{name}: no node has {', '.join(files)}" for name, files in lacking.items())
-    raise CheckpointError(f"of no checkpoint at {wanted!r} all files are there:\n  {lines}")
+    raise CheckpointError(f"no checkpoint at {wanted!r} has all of its files:\n  {lines}")
 
 
 def _open_at(home: int, path: Path, channel: Channel) -> Checkpoint:
-    """What the rank that has the index says a checkpoint holds. Every rank must call it."""
+    """Return the checkpoint as opened by the rank `home`, which has its index. Collective."""
     opened_here: list[Checkpoint] = []
     failure = attempt(lambda: opened_here.append(open_checkpoint(path))) if channel.rank == home else None
     raise_on_all_ranks(channel, failure, "the checkpoint cannot be opened")
@@ -140,7 +140,7 @@ def _is_whole(path: Path, sizes: Mapping[str, int]) -> bool:
 
 
 def _range(region: LoadRegion) -> tuple[str, int, int]:
-    """The bytes of its file that a part is read from."""
+    """Return the file, and the range of its bytes, that a region is read from."""
     stored, size = region.stored, torch.Size(region.stored.shape).numel() * region.dtype.itemsize
     begin, end = blocks_of(stored, size, *ByteRange(stored, region.dtype.itemsize, region.low, region.high).bytes)
     return stored.file, stored.begin + begin, stored.begin + end
@@ -149,7 +149,7 @@ def _range(region: LoadRegion) -> tuple[str, int, int]:
 def _read_range(path: Path, at: int, into: torch.Tensor) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
-        read_all(file, view_bytes(into), at)  # what is wrong with it, the reader on the other side finds out
+        read_all(file, view_bytes(into), at)  # the receiving rank verifies it
     finally:
         os.close(file)
 

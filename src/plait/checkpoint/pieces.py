@@ -1,4 +1,4 @@
-"""Which rectangles of which tensors this rank holds, and which of them it writes."""
+"""Which slices of which tensors this rank holds, and which of them it writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.checkpoint.tensorfile import BLOCK
 from plait.distributed import Channel, is_sharded
 
 STRIP = 4 * BLOCK
-"""Bytes of a tensor that is made or taken apart a few rows at a time, in one go."""
+"""Bytes that are converted at once of a tensor that is made or read a few rows at a time."""
 
 
 # Tensors of a checkpoint that training holds in another form, such as moments in 8 bits.
@@ -46,7 +46,7 @@ Entry = Tensor | Later
 
 
 class Piece(NamedTuple):
-    """A rectangle of a tensor, in words that travel cheaply between ranks."""
+    """A slice of a tensor, described so that it is cheap to send between ranks."""
 
     name: str
     dtype: torch.dtype
@@ -56,11 +56,11 @@ class Piece(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a file: the tensor's own where it is all of it, else with its first index."""
+        """Its name in a file: the tensor's own where the piece is all of it, else with its first index."""
         return self.name if self.shape == self.whole else f"{self.name}@{','.join(map(str, self.start))}"
 
     def rows(self, begin: int, end: int) -> Piece:
-        """Some of its rows."""
+        """Return the piece of its rows `begin` to `end`."""
         start, shape = self.start, self.shape
         return self._replace(start=(start[0] + begin, *start[1:]), shape=(end - begin, *shape[1:]))
 
@@ -72,11 +72,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldPiece:
-    """A piece, and the memory in which this rank holds it."""
+    """A piece, and the tensor in which this rank holds it."""
 
     piece: Piece
     tensor: Tensor
-    """Without memory where there is a `deferred`."""
+    """On the meta device where there is a `deferred`."""
     deferred: Later | None = None
 
     def strips(self) -> Iterator[Tensor]:
@@ -95,14 +95,14 @@ class HeldPiece:
 
 
 def held_pieces(entries: Mapping[str, Entry]) -> list[HeldPiece]:
-    """What this rank holds of each tensor; a rank without a share of a tensor holds no piece of it."""
+    """Return what this rank holds of each tensor; a rank without a shard of a tensor holds no piece of it."""
     held = _held({name: entry.like if isinstance(entry, Later) else entry for name, entry in entries.items()})
     pairs = ((piece, entries[piece.piece.name]) for piece in held)
     return [_held_later(piece.piece, entry) if isinstance(entry, Later) else piece for piece, entry in pairs]
 
 
 def _held_later(piece: Piece, later: Later) -> HeldPiece:
-    """The same piece of a tensor that is not there yet."""
+    """Return the same piece of a tensor that is made when it is written."""
     piece = piece._replace(dtype=later.dtype)
     return HeldPiece(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)
 
@@ -143,7 +143,7 @@ def _held_shards(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
 
 
 class WriteAssignment:
-    """Decides which rank writes a piece that several of them hold. The decision is kept while nothing changes."""
+    """Decides which rank writes a piece that several ranks hold; kept while the pieces stay the same."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -151,7 +151,7 @@ class WriteAssignment:
         self._mine: list[int] = []
 
     def mine(self, held: Sequence[HeldPiece]) -> list[HeldPiece]:
-        """The pieces that this rank writes; together the ranks write every piece once. Every rank must call it."""
+        """Return the pieces that this rank writes; the ranks together write every piece once. Collective."""
         pieces = [piece.piece for piece in held]
         if self._channel.any(pieces != self._known):
             gathered = self._channel.gather(pieces)
@@ -161,7 +161,7 @@ class WriteAssignment:
 
 
 def assign_writes(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
-    """For each rank, the numbers of those of its pieces that it writes; each rank gets about as many bytes."""
+    """Return for each rank the indices of its pieces that it writes, so that all write about as many bytes."""
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     for rank, pieces in enumerate(held):
         for index, piece in enumerate(pieces):
@@ -185,25 +185,25 @@ def assign_writes(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
     return [sorted(numbers) for numbers in mine]
 
 
-# A copy of this rank's pieces in host memory, so that training goes on while they are written.
+# A copy of this rank's pieces in host memory, so that training continues while they are written.
 
 
 def copy_bytes(size: float, *, pinned: bool) -> float:
-    """Memory for a copy of so many bytes: what torch pins comes in powers of two."""
+    """Return the memory of a copy of so many bytes: torch pins powers of two."""
     return 1 << (int(size) - 1).bit_length() if pinned and size else size
 
 
 class Staging:
-    """Memory that is taken at the first copy and kept for the next: as much as this rank writes, no more.
+    """Host buffers that are allocated at the first copy and reused for the next: as much as this rank writes.
 
-    Of tensors on a GPU the copies are pinned, so that they go at the full speed of the bus.
+    Buffers for tensors on a GPU are pinned, so that copies run at the full speed of the bus.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, pieces: Sequence[HeldPiece]) -> list[HeldPiece]:
-        """The same pieces, in host memory. When it returns, the originals may change."""
+        """Return the same pieces in host memory. After that the originals may change."""
         device = None
         copies = []
         for held in pieces:

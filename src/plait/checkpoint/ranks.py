@@ -1,4 +1,4 @@
-"""Work of which every rank does its share: if one of them fails, all raise the same error."""
+"""Collective work on files: if one rank fails, all raise the same error; and which ranks see the same folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.errors import CheckpointError, PlaitError
 
 
 def attempt(action: Callable[[], Any]) -> str | None:
-    """Do something; the reason if it fails, with its traceback where it is neither the disk's nor the user's doing."""
+    """Call `action`; returns why it failed, if it did, with a traceback unless the cause is the disk or the user."""
     try:
         action()
     except (OSError, PlaitError) as error:
@@ -25,19 +25,19 @@ def attempt(action: Callable[[], Any]) -> str | None:
 
 
 def raise_on_all_ranks(channel: Channel, failure: str | None, what: str) -> None:
-    """Raise on every rank if one has a failure to tell. Every rank must call it."""
+    """Raise a `CheckpointError` with all failures on every rank, if any rank has one. Collective."""
     if not channel.any(failure is not None):
         return
     reasons = [f"rank {rank}: {text}" for rank, text in enumerate(channel.all_gather(failure)) if text is not None]
     raise CheckpointError(f"{what}.\n  " + "\n  ".join(reasons))
 
 
-# Which ranks see the same folder: one on a shared file system, one a node without it.
+# Which ranks see the same folder: all on a shared file system, those of one node otherwise.
 
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """Of the ranks that see the same folder, one is in the lead: it makes, names and removes what lies there."""
+    """Of the ranks that see the same folder, one leads: it makes, renames and removes the files and folders there."""
 
     lead: int
     """The leading rank of this rank's folder."""
@@ -47,7 +47,7 @@ class Disks:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this rank is in the lead."""
+        """Whether this rank leads."""
         return self.rank == self.lead
 
     @property
@@ -57,9 +57,9 @@ class Disks:
 
 
 def find_disks(root: Path, channel: Channel, ranks: Ranks, *, node_local: bool) -> Disks:
-    """Find out by looking, not by being told: a file that one node makes is seen by another, or it is not.
+    """Find out which ranks share the folder, by a file that each node makes and the others look for. Collective.
 
-    Without `node_local`, folders that are not shared are an error. Every rank must call it.
+    Without `node_local`, folders that are not shared are an error.
     """
     if ranks.local_size == ranks.size:  # one machine, one file system
         return Disks(0, (0,), channel.rank)
@@ -79,7 +79,7 @@ def find_disks(root: Path, channel: Channel, ranks: Ranks, *, node_local: bool) 
         mine.unlink(missing_ok=True)
     if None in leads:
         raise CheckpointError(
-            f"rank {leads.index(None)} sees nothing of what its own node writes to {root}; use a folder of its node"
+            f"rank {leads.index(None)} does not see what its own node writes to {root}; use a folder of its node"
         )
     disks = Disks(leads[channel.rank], tuple(sorted(set(leads))), channel.rank)
     if not disks.shared and not node_local:

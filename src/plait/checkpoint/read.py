@@ -1,4 +1,4 @@
-"""Read any rectangle of a stored piece; every block that is read is compared with its digest."""
+"""Read any slice of a stored piece; every block that is read is compared with its digest."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from plait.checkpoint.tensorfile import (
 )
 
 _GROUP = 4 * BLOCK
-"""Bytes read at once where a rectangle has to be cut out of what is read."""
+"""Bytes read at once where a slice has to be copied out of them."""
 READ_BUFFER = _GROUP + 2 * BLOCK
-"""Bytes of memory for that, of each thread: with the rest of the blocks in which it begins and ends."""
+"""Bytes of the buffer for that, one per thread: with the rest of the blocks in which it begins and ends."""
 
 
 class DamagedError(Exception):
-    """A file does not hold what was written; says which and how."""
+    """A file does not hold what was written; the message says which file and what differs."""
 
 
 class ByteRange:
-    """The bytes of a rectangle of a piece, as one range of rows of its first dimension."""
+    """The rows of a piece's first dimension that a slice needs, and their bytes."""
 
     def __init__(self, stored: StoredPiece, itemsize: int, low: Sequence[int], high: Sequence[int]) -> None:
         shape = stored.shape or (1,)
@@ -46,12 +46,12 @@ class ByteRange:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """First byte of the piece that is needed, and the one behind the last."""
+        """The first byte of the piece that is needed, and the end."""
         return self.first * self.row, self.last * self.row
 
 
 def blocks_of(stored: StoredPiece, size: int, begin: int, end: int) -> tuple[int, int]:
-    """The range of bytes, in whole blocks of a piece of `size` bytes, that covers a range."""
+    """Return the range of whole blocks, of a piece of `size` bytes, that covers a range of bytes."""
     assert 0 <= begin <= end <= size, (stored, size, begin, end)
     return begin // BLOCK * BLOCK, min(-(-end // BLOCK) * BLOCK, size)
 
@@ -77,7 +77,7 @@ class PieceReader:
     def copy(
         self, stored: StoredPiece, dtype: torch.dtype, low: Sequence[int], high: Sequence[int], target: Tensor
     ) -> None:
-        """Copy the rectangle from `low` to `high`, in the piece's own indices, into a tensor of its shape."""
+        """Copy the slice from `low` to `high`, in the piece's own indices, into a tensor of its shape."""
         span = ByteRange(stored, dtype.itemsize, low, high)
         if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and span.whole_rows:
             self._straight(stored, span.bytes, _size(stored, dtype), as_bytes(target))
@@ -93,7 +93,7 @@ class PieceReader:
             target[first - span.first : last - span.first].copy_(group[(slice(None), *inner)])
 
     def _straight(self, stored: StoredPiece, wanted: tuple[int, int], size: int, target: memoryview) -> None:
-        """Whole blocks go where they belong without a stop in between."""
+        """Read whole blocks straight into the target, and the first and the last through a buffer."""
         begin, end = wanted
         for block in range(begin // BLOCK * BLOCK, end, BLOCK):
             block_end = min(block + BLOCK, size)
@@ -106,7 +106,7 @@ class PieceReader:
             target[low - begin : high - begin] = buffer[low - block : high - block]
 
     def _group(self, stored: StoredPiece, dtype: torch.dtype, begin: int, end: int, *, pinned: bool) -> Tensor:
-        """The bytes from `begin` to `end`, in memory that the next call of this thread uses again."""
+        """Return the bytes from `begin` to `end`, in a buffer that the next call of this thread overwrites."""
         low, high = blocks_of(stored, _size(stored, dtype), begin, end)
         buffer: Tensor | None = getattr(self._bounce, "buffer", None)
         if buffer is None or buffer.numel() < high - low:
@@ -119,7 +119,7 @@ class PieceReader:
         return buffer[begin - low : end - low]
 
     def check(self, stored: StoredPiece, dtype: torch.dtype) -> None:
-        """Read a whole piece only to compare it."""
+        """Read a whole piece and compare it with its digests."""
         size = _size(stored, dtype)
         buffer = memoryview(bytearray(min(BLOCK, size)))
         for block in range(0, size, BLOCK):
@@ -150,7 +150,7 @@ class PieceReader:
                 if name not in self._elsewhere and is_outside(self._folder, name):
                     raise DamagedError(f"{path} is a link that leads out of the checkpoint; copy the file itself")
                 try:
-                    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # what is no file is not waited for
+                    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
                 except FileNotFoundError as error:
                     raise DamagedError(f"{path} is missing") from error
                 try:
@@ -163,7 +163,7 @@ class PieceReader:
             return self._files[name]
 
     def _compare_head(self, checkpoint: Checkpoint, name: str, file: int) -> None:
-        """The head of a file must be what was written, and say of the file what the index says."""
+        """Refuse a file whose header is not what was written, or names other tensors than the index."""
         path, record = self._path(name), checkpoint.manifest.files[name]
         try:
             head = read_head(file)
@@ -181,7 +181,7 @@ class PieceReader:
             raise DamagedError(f"{path}: its header has {wrong} as {in_file}, but {INDEX_NAME} has it as {in_index}")
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files.values():
             os.close(file)
         self._files = {}
@@ -204,7 +204,7 @@ def _size(stored: StoredPiece, dtype: torch.dtype) -> int:
 
 
 def try_to_read(read: Callable[..., None], *given: Any) -> str | None:
-    """Read something; returns what is wrong with the file, if something is."""
+    """Call `read`; returns what is wrong with the file, if anything."""
     try:
         read(*given)
     except DamagedError as error:

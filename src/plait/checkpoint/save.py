@@ -1,4 +1,4 @@
-"""Write a checkpoint so that a kill at any moment leaves the last good one usable."""
+"""Write a checkpoint so that a kill at any moment leaves the last complete one usable."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Saved:
     path: Path
     bytes: int
     seconds: float
-    """From the call to the end of the writing."""
+    """From the call of `save` to the end of writing."""
     blocked: float
     """How long training waited."""
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run, one at a time. Every rank must make it, and call it in the same order.
+    """Writes the checkpoints of one run, one at a time. Collective: every rank calls its methods in the same order.
 
-    Everything goes to a hidden folder beside the target, reaches the disk, gets its manifest, and only then its
-    name. If one rank fails, all raise, and what was there before is untouched. With `background`, `save` returns
-    once this rank's pieces are copied; the outcome comes from `poll` or `wait`.
+    Everything is written to a hidden folder beside the target and synced, gets its manifest, and is then renamed. If
+    one rank fails, all raise, and the earlier checkpoints are untouched. With `background`, `save` returns once this
+    rank's pieces are copied; the outcome comes from `poll` or `wait`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CheckpointWriter:
         reopen: bool = False,
         storage: StoredCheckpoints | None = None,
     ) -> None:
-        """`reopen`: read every file again after it is written, and compare; `storage`: what keeps copies."""
+        """`reopen`: read every file again after writing, and compare; `storage`: where copies are kept."""
         self._storage = storage
         self._root = root
         self._world = world
@@ -76,7 +76,7 @@ class CheckpointWriter:
 
     @property
     def disks(self) -> Disks:
-        """Who sees which folder; every rank must ask for it first at the same moment."""
+        """Which ranks see which folder; the first access is collective."""
         if self._disks is None:
             self._disks = find_disks(self._root, self.channel, self._world.ranks, node_local=self._node_local)
         return self._disks
@@ -90,7 +90,7 @@ class CheckpointWriter:
         step: int,
         tidy: Callable[[], None] | None = None,
     ) -> Saved | None:
-        """Write a checkpoint; None while it is being written in the background.
+        """Write a checkpoint; returns None while it is written in the background.
 
         `tidy` is called once it is complete, on one rank of each folder.
         """
@@ -120,17 +120,17 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written, or its outcome has not been asked for."""
+        """Whether a checkpoint is being written, or its outcome has not been read."""
         return self._thread is not None
 
     def poll(self) -> Saved | None:
-        """The outcome of a save in the background, if there is one by now."""
+        """Return the outcome of a save in the background if it is complete, else None."""
         if self._thread is None or self._thread.is_alive():
             return None
         return self.wait()
 
     def wait(self) -> Saved | None:
-        """The outcome of a save in the background, once it is over; None if there was none."""
+        """Wait for a save in the background and return its outcome; None if there was none."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -141,7 +141,7 @@ class CheckpointWriter:
         return outcome
 
     def close(self) -> None:
-        """Let go of the channel; whoever wants to know what became of a save in the background calls `wait` first."""
+        """Close the channel. The outcome of a save in the background is dropped: call `wait` before to get it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -151,7 +151,7 @@ class CheckpointWriter:
 def save_checkpoint(
     target: Path, tensors: Mapping[str, Entry], state: Mapping[str, Any], *, step: int, world: World
 ) -> int:
-    """Write one checkpoint and wait for it; returns its size in bytes. Every rank must call it."""
+    """Write one checkpoint and wait for it; returns its size in bytes. Collective."""
     saved = CheckpointWriter(target.parent, world).save(target, tensors, state, step=step)
     assert saved is not None
     return saved.bytes
@@ -165,7 +165,7 @@ def write_single_process(
     *,
     step: int,
 ) -> int:
-    """Write a checkpoint of tensors that are fetched one after another, from one process; returns its size."""
+    """Write a checkpoint from one process, of tensors that are read one after another; returns its size."""
     staging = target.with_name(f".{target.name}.tmp")
     try:
         pieces = [
@@ -186,7 +186,7 @@ def write_single_process(
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What one rank wrote."""
+    """The file that one rank wrote, and the pieces in it."""
 
     file: str
     record: FileRecord
@@ -195,7 +195,7 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One checkpoint on its way to the disk."""
+    """One checkpoint that is being written."""
 
     target: Path
     state: dict[str, Any]
@@ -208,7 +208,7 @@ class _Job:
     tidy: Callable[[], None] | None
 
     def run(self, mine: Sequence[HeldPiece], *, threads: int) -> int:
-        """Write this rank's part and see the whole through; returns its size."""
+        """Write this rank's file and complete the checkpoint with the other ranks; returns its size."""
         channel, staging = self.channel, self.target.with_name(f".{self.target.name}.tmp")
         try:
             needed = sum(piece.piece.bytes for piece in mine)
@@ -232,12 +232,12 @@ class _Job:
             self._lead(lambda: _name(staging, self.target))
         except CheckpointError:
             if self.disks.is_lead:
-                shutil.rmtree(staging, ignore_errors=True)  # on a full disk it would stand in the way of the next one
+                shutil.rmtree(staging, ignore_errors=True)  # on a full disk it would leave no space for the next one
             raise
         if self.storage is not None:
             self._copy_to(self.storage)
         if self.tidy is not None:
-            text = f"{self.target} is saved, but its folder cannot be kept in order"
+            text = f"{self.target} is saved, but older checkpoints could not be removed or links not moved"
             raise_on_all_ranks(channel, attempt(self.tidy) if self.disks.is_lead else None, text)
         return int(channel.broadcast(None if manifest is None else manifest.bytes))
 
@@ -295,11 +295,11 @@ def _write(
 
 
 def _compare(path: Path, written: _Written) -> None:
-    """Open a file again and find in it what was written: the names, the shapes, every block."""
+    """Read a file again and compare names, shapes and every block with what was written."""
     slots = read_slots(path)
     wanted = {piece.key: (piece.dtype, piece.shape) for piece, _ in written.pieces}
     if {key: (slot.dtype, slot.shape) for key, slot in slots.items()} != wanted:
-        raise OSError(f"{path} was written, but does not hold the names and shapes that it should")
+        raise OSError(f"{path} was written, but its header does not have the expected names and shapes")
     with PieceReader(path.parent) as reader:
         for piece, stored in written.pieces:
             reader.check(stored, piece.dtype)
@@ -346,7 +346,7 @@ def _seal(staging: Path, manifest: Manifest | None, text: str | None) -> None:
 
 def _name(staging: Path, target: Path) -> None:
     if target.exists():
-        # The same step, saved again: the old one steps aside until the new one has its name.
+        # The same step, saved again: the old one is renamed until the new one is in place.
         previous = target.with_name(f".{target.name}.old.tmp")
         os.replace(target, previous)
         os.replace(staging, target)

@@ -1,10 +1,10 @@
-"""Where checkpoints are kept besides the `work_dir`: a folder, an object store, whatever can hold files.
+"""Copies of checkpoints outside the `work_dir`: in a folder, an object store, anything that holds files.
 
 [Note: local first]
-A checkpoint is written to the `work_dir` as ever, and then copied: so saving and loading have one format and one code
-for them, training waits for no store (with `checkpoint.async_save`), and what a store lacks (renaming, syncing, writing
-at an offset) is not needed. The manifest is copied last, and is the first to be deleted: in a store too, a folder with
-a manifest is complete, and one without it is nothing.
+A checkpoint is written to the `work_dir` as always, and then copied: so there is one format and one code path for
+saving and loading, training does not wait for the storage (with `checkpoint.async_save`), and features that object
+stores lack (renaming, syncing, writing at an offset) are not needed. The manifest is copied last and deleted first: in
+a storage too, a folder with a manifest is a complete checkpoint, and one without it does not count.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ _MANIFEST = re.compile(rf"(step-\d+)/{re.escape(MANIFEST_NAME)}$")
 
 @runtime_checkable
 class Storage(Protocol):
-    """What `checkpoint.storage` may name. File names are relative, with slashes: `step-00000010/index.json`.
+    """The interface of a `checkpoint.storage`. File names are relative, with slashes: `step-00000010/index.json`.
 
-    It belongs to one run. Made on every rank; called on the first rank of each file system. Errors may be of any kind.
+    It belongs to one run. Constructed on every rank, called on the first rank of each file system; may raise anything.
     """
 
     def write(self, name: str, source: Path) -> None:
-        """Copy a local file there, over one that has the name; it returns once the file is complete."""
+        """Copy a local file to the storage, replacing one of that name; returns once the file is complete."""
 
     def read(self, name: str, target: Path) -> None:
-        """Copy a file from there to a local one."""
+        """Copy a file from the storage to a local one."""
 
     def names(self, prefix: str) -> Iterable[str]:
-        """The names of all files that begin with `prefix`."""
+        """Return the names of all files that begin with `prefix`."""
 
     def delete(self, name: str) -> None:
         """Remove a file."""
 
 
 class AtomicStorage(Storage, Protocol):
-    """A storage in which a folder gets its name at one moment. It says so; without a word it is assumed not to."""
+    """A storage that renames a folder atomically, and declares it by `atomic_rename = True`."""
 
     atomic_rename: ClassVar[bool]
 
     def rename(self, old: str, new: str) -> None:
-        """Give a folder another name; nothing has that name."""
+        """Rename a folder to a name that does not exist."""
 
 
 class FolderStorage:
-    """Another folder, perhaps on another disk."""
+    """Keeps copies in another folder, perhaps on another disk."""
 
     atomic_rename = True
 
@@ -66,7 +66,7 @@ class FolderStorage:
         self._root = root
 
     def write(self, name: str, source: Path) -> None:
-        """Copy a file, to the disk."""
+        """Copy a file and sync it to the disk."""
         target = self._root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
@@ -74,16 +74,16 @@ class FolderStorage:
             os.fsync(file.fileno())
 
     def read(self, name: str, target: Path) -> None:
-        """Copy a file from there."""
+        """Copy a file from the folder."""
         shutil.copyfile(self._root / name, target)
 
     def names(self, prefix: str) -> list[str]:
-        """Every file whose name begins so."""
+        """Return every file whose name begins with `prefix`."""
         files = (path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file())
         return [name for name in files if name.startswith(prefix)]
 
     def delete(self, name: str) -> None:
-        """Remove a file, and its folder with the last one."""
+        """Remove a file, and its folder when it is empty."""
         path = self._root / name
         path.unlink()
         if not any(path.parent.iterdir()):
@@ -95,12 +95,12 @@ class FolderStorage:
 
 
 def folder_storage(config: FolderStorageConfig) -> FolderStorage:
-    """As `checkpoint.storage` describes it."""
+    """Build the storage of a `checkpoint.storage` section of type `folder`."""
     return FolderStorage(Path(config.path))
 
 
 def build_storage(config: StorageConfig | None, folder: CheckpointFolder) -> StoredCheckpoints | None:
-    """What keeps the checkpoints of `folder` besides, as `checkpoint.storage` says; None where it says nothing."""
+    """Build what `checkpoint.storage` names, for the checkpoints of `folder`; None where the section is absent."""
     if config is None:
         return None
     storage = build(config, _KEY, accepts=Storage)
@@ -127,19 +127,19 @@ class StoredCheckpoints:
     # ---- writing: `clear` on one rank, `put` on the first of each file system, `seal` on one rank
 
     def clear(self, target: Path) -> None:
-        """Make way for a checkpoint: no file of an earlier one stays, and no part of one that was interrupted."""
+        """Remove the files of an earlier checkpoint of this name, and those of an interrupted copy."""
         self._remove(self._write_folder(target))
         if not self._renames:
             self._remove(target.name)
 
     def put(self, target: Path) -> None:
-        """Copy the files that this file system has, all but the manifest."""
+        """Copy the files of this file system, except the manifest."""
         for path in sorted(target.iterdir()):
             if path.name != MANIFEST_NAME:
                 self._storage.write(f"{self._write_folder(target)}/{path.name}", path)
 
     def seal(self, target: Path) -> None:
-        """Copy the manifest, once all else is there; only with it a checkpoint is one."""
+        """Copy the manifest once all other files are there; it makes the copy complete."""
         folder = self._write_folder(target)
         there = set(self._storage.names(f"{folder}/"))
         lacking = [name for name in read_manifest(target).files if f"{folder}/{name}" not in there]
@@ -151,7 +151,7 @@ class StoredCheckpoints:
             self._storage.rename(folder, target.name)
 
     def prune(self, keep: int, keep_every: int | None, best: str | None) -> None:
-        """Keep what `CheckpointFolder.prune` would, and nothing that is incomplete."""
+        """Keep what `CheckpointFolder.prune` would, and remove incomplete copies."""
         complete = self._complete()
         newest = sorted(complete, key=lambda name: (complete[name], name))[-keep:]
         for name in {file.partition("/")[0] for file in self._storage.names(".step-")}:
@@ -170,7 +170,7 @@ class StoredCheckpoints:
             self._storage.delete(file)
 
     def _complete(self) -> dict[str, float]:
-        """The complete checkpoints there, and when each was saved."""
+        """Return the complete checkpoints in the storage, and when each was saved."""
         saved_times = {}
         with TemporaryDirectory() as folder:
             for file in list(self._storage.names("step-")):
@@ -182,14 +182,14 @@ class StoredCheckpoints:
     # ---- reading, on the first rank of each file system
 
     def newest(self) -> str | None:
-        """The name of the checkpoint that was saved last."""
+        """Return the name of the checkpoint that was saved last."""
         complete = self._translate_errors(self._complete)
         return max(complete, key=lambda name: (complete[name], name), default=None)
 
     def fetch(self, wanted: str) -> str:
-        """Bring what `checkpoint.resume` names to the folder of the run, if only the storage has it.
+        """Copy the checkpoint that `checkpoint.resume` names to the folder of the run, if only the storage has it.
 
-        Returns what names it there. With `auto` that is the newest, where the folder has none as new.
+        Returns its name there. For `auto` that is the newest, where the folder has none as new.
         """
         complete = self._translate_errors(self._complete)
         if wanted == "auto":
@@ -206,7 +206,7 @@ class StoredCheckpoints:
 
     def _fetch(self, name: str) -> None:
         target = self._folder.root / name
-        unfinished = target.with_name(f".fetched-{name}")  # which `sweep` removes, should this be interrupted
+        unfinished = target.with_name(f".fetched-{name}")  # `sweep` removes it if this is interrupted
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         self._storage.read(f"{name}/{MANIFEST_NAME}", unfinished / MANIFEST_NAME)
@@ -219,7 +219,7 @@ class StoredCheckpoints:
             return question()
         except PlaitError:
             raise
-        except Exception as error:  # whatever a storage of somebody else's raises
+        except Exception as error:  # a user's storage may raise anything
             raise CheckpointError(
-                f"{_KEY} {self._name!r} cannot be read ({type(error).__name__}: {error}); mend it, or leave it out"
+                f"{_KEY} {self._name!r} cannot be read ({type(error).__name__}: {error}); repair or remove it"
             ) from error

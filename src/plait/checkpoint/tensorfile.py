@@ -1,4 +1,4 @@
-"""One safetensors file, written straight from tensors and read in parts, with a digest of every block.
+"""One safetensors file, written straight from tensors and read in slices, with a digest of every block.
 
 The files are ordinary safetensors: any reader of that format opens them. What the library does not do is write a
 file larger than memory piece by piece, or say which of its bytes are damaged.
@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 BLOCK = 16 << 20
-"""Bytes under one digest. A part of a tensor is read and checked without reading the rest."""
+"""Bytes under one digest, so that a slice of a tensor is read and verified without reading the rest."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -40,11 +40,11 @@ _DTYPE_NAMES = {
     torch.complex64: "C64",
 }
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-"""The dtypes that safetensors knows, by its words."""
+"""The dtypes of safetensors, by its names for them."""
 
 
 class Slot(NamedTuple):
-    """Where one tensor lies in a file."""
+    """The position of one tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Slot(NamedTuple):
 def lay_out(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], about: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Slot]]:
-    """The head of a file that is to hold these tensors, and where each of them goes."""
+    """Return the header of a file for these tensors, and the position of each."""
     # Wide dtypes first, so that every tensor is aligned to its own width.
     ordered = sorted(tensors, key=lambda item: -item[1].itemsize)
     fields: dict[str, object] = {} if about is None else {"__metadata__": dict(about)}
@@ -77,7 +77,7 @@ def lay_out(
 
 
 def read_head(file: int) -> bytes:
-    """The head of an open safetensors file: the 8 bytes of its length, and its JSON. Raises `ValueError`."""
+    """Return the header of an open safetensors file: the 8 bytes of its length, and its JSON. Raises `ValueError`."""
     size = os.fstat(file).st_size
     length = os.pread(file, 8, 0)
     count = int.from_bytes(length, "little")
@@ -90,10 +90,10 @@ def read_head(file: int) -> bytes:
 
 
 def slots_in(head: bytes, size: int) -> dict[str, Slot]:
-    """Where the tensors lie in a file of `size` bytes that begins with this head.
+    """Return the positions of the tensors in a file of `size` bytes that begins with this header.
 
-    Raises `ValueError` where its tensors do not fill the file from the end of the head to its own end, each with as
-    many bytes as its shape and dtype take, none over another.
+    Raises `ValueError` unless the tensors fill the file from the end of the header to its own end, each with as many
+    bytes as its shape and dtype take, without overlap.
     """
     try:
         fields = json.loads(head[8:], object_pairs_hook=_once)
@@ -116,7 +116,7 @@ def slots_in(head: bytes, size: int) -> dict[str, Slot]:
 
 
 def read_slots(path: Path) -> dict[str, Slot]:
-    """Where the tensors of a safetensors file lie. Raises `ValueError` where it is malformed."""
+    """Return the positions of the tensors of a safetensors file. Raises `ValueError` where it is malformed."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         return slots_in(read_head(file), os.fstat(file).st_size)
@@ -148,29 +148,29 @@ def _slot(name: str, field: object, head: int) -> Slot:
 
 
 def digest(data: memoryview | bytes) -> str:
-    """The digest of one block: XXH3, 64 bits, in hexadecimal digits."""
+    """Return the digest of one block: XXH3, 64 bits, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return view_bytes(tensor.detach().reshape(-1).view(torch.uint8))
 
 
 def view_bytes(flat: Tensor) -> memoryview:
-    """The memory of a flat CPU tensor of bytes."""
+    """Return the memory of a flat CPU tensor of bytes."""
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def contiguous_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, on its device: its own memory where that is contiguous, else a copy."""
+    """Return the bytes of a tensor, on its device: its own memory where that is contiguous, else a copy."""
     if not tensor.numel():
         return tensor.new_empty(0).view(torch.uint8)
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class TensorFileWriter:
-    """Writes a file whose names and shapes are known beforehand; tensors come in any order, from any thread."""
+    """Writes a file whose names and shapes are known beforehand; tensors may come in any order, from any thread."""
 
     def __init__(
         self,
@@ -229,21 +229,21 @@ class TensorFileWriter:
             del strip, flat, chunk  # or two strips would be held
 
     def _on_host(self, block: Tensor) -> Tensor:
-        """A block on its way from the device; one per thread, so the memory this takes does not grow with the file."""
+        """Copy a block from the device to a pinned buffer, one per thread: memory does not grow with the file."""
         buffer: Tensor | None = getattr(self._bounce, "buffer", None)
         if buffer is None:
             buffer = self._bounce.buffer = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
         return buffer[: block.numel()].copy_(block)
 
     def close(self) -> None:
-        """Force everything to the disk. Call it only when all is written."""
+        """Sync the file to the disk and close it, once all tensors are written."""
         try:
             os.fsync(self._file)
         finally:
             os.close(self._file)
 
     def abandon(self) -> None:
-        """Let go of a file that will not be completed."""
+        """Close a file that will not be completed."""
         os.close(self._file)
 
     def __enter__(self) -> Self:
@@ -257,14 +257,14 @@ class TensorFileWriter:
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:
-    """Write all of `data` from a byte of the file on."""
+    """Write all of `data` at an offset of the file."""
     while len(data):
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written
 
 
 def read_all(file: int, into: memoryview, at: int) -> bool:
-    """Fill `into` from a byte of the file on; whether there was enough to fill it."""
+    """Fill `into` from an offset of the file; returns whether the file was long enough."""
     while len(into):
         count = os.preadv(file, [into], at)
         if count == 0:

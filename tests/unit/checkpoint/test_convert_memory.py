@@ -22,14 +22,14 @@ from torch._subclasses import FakeTensorMode
 with FakeTensorMode():  # one of the writers uses it, and what torch loads for it is no memory of tensors
     torch.empty(1)
 import plait.checkpoint.save
-from plait.checkpoint.convert import Description, convert, open_source, part_for
+from plait.checkpoint.convert import Description, convert, open_source, select_for
 def peak():  # not `getrusage`, which starts from the parent's
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
 before = peak()
 path, target, to = sys.argv[1:]
 with open_source(Path(path)) as source:
-    convert(part_for(source, to, optimizer=False), Path(target), to, description=Description({}))
+    convert(select_for(source, to, optimizer=False), Path(target), to, description=Description({}))
 print(peak() - before)
 """
 

@@ -50,7 +50,7 @@ def test_the_room_works_without_torch_and_pays_for_rich_only_on_a_terminal() -> 
         "import importlib, pkgutil, sys, plait.monitor as room\n"
         "names = [m.name for m in pkgutil.iter_modules(room.__path__, 'plait.monitor.')]\n"
         "[importlib.import_module(name) for name in names if name != 'plait.monitor.progress']\n"
-        "assert len(names) > 10\n"
+        "assert len(names) > 5\n"
         "print(sorted({'torch', 'rich', 'tensorboard', 'wandb'} & set(sys.modules)))\n"
         "import plait.monitor.progress\n"
         "print('torch' in sys.modules)\n"

@@ -1,4 +1,4 @@
-"""Checkpoints of other kinds: opened without executing anything in them, and written, one tensor at a time."""
+"""Checkpoints in other formats: read without executing code in them, and written, one tensor at a time."""
 
 from plait.checkpoint.convert.conversion import (
     FORMATS,

@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint`, as FSDP writes them: model and optimizer, found by their names."""
+"""Folders of `torch.distributed.checkpoint` (DCP), as FSDP writes them: model and optimizer by their names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from plait.checkpoint.manifest import coverage_problem
 from plait.config import is_below, read_json_object
 from plait.errors import CheckpointError
 
-# Pickles without their power: only classes that the caller knows are made, and nothing is called but these.
+# A restricted unpickler: it makes only classes that the caller names, and calls nothing else.
 
 
 Known = Callable[[str, str], Any]
-"""Takes a module and a name, and gives what stands for it, or None where it is unknown."""
+"""Takes a module and a name, and returns the stand-in for it, or None where it is unknown."""
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
@@ -35,14 +35,14 @@ class _RestrictedUnpickler(pickle.Unpickler):
         allowed = self._known(module, name)
         if allowed is None:
             raise CheckpointError(
-                f"{self._path} asks for {module}.{name}, which has no place in such a file; nothing of it was run. "
-                "It was made by something else than it seems, or by somebody with ill intent"
+                f"{self._path} asks for {module}.{name}, which does not belong in such a file; no code of it was run. "
+                "It was not written by DCP, or was manipulated: get it again from its source"
             )
         return allowed
 
 
 def unpickle(path: Path, known: Known) -> Any:
-    """The object in a pickle; names that `known` does not know are a `CheckpointError`, and so is a damaged file."""
+    """Return the object in a pickle; a name that `known` does not know or a damaged file is a `CheckpointError`."""
     try:
         with path.open("rb") as file:
             return _RestrictedUnpickler(file, known, path).load()
@@ -53,7 +53,7 @@ def unpickle(path: Path, known: Known) -> Any:
 
 
 class InertObject:
-    """Stands for an object of a known class: its state, as it was pickled, and no behaviour."""
+    """Stands in for an object of a known class: its state as it was pickled, without its methods."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -65,7 +65,7 @@ class InertObject:
             self.args = state
 
 
-# A folder of `torch.distributed.checkpoint`: which tensors it holds, and these put together from their chunks.
+# A folder of `torch.distributed.checkpoint`: its tensors, each assembled from its chunks.
 
 
 METADATA = ".metadata"
@@ -82,18 +82,18 @@ _CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
-    # Megatron keeps the plans by which ranks wrote, for the next time.
+    # Megatron stores the save plans of its ranks, for the next save.
     f"{_DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
 }
-"""Everything that torch's writer puts into `.metadata`; their contents are read, the classes are not loaded."""
+"""The classes that torch's writer pickles into `.metadata`; their contents are read, the classes are not imported."""
 
 
 class _Index(InertObject):
-    """A key of the table of chunks: the name of a tensor, and where in it a chunk begins."""
+    """A key of the chunk table (`MetadataIndex`): the name of a tensor, and the offset of a chunk in it."""
 
     fqn: str = ""
-    offset: Sequence[int] | None = None  # left out of the file where it is none
+    offset: Sequence[int] | None = None  # absent in the file where it is None
 
     def _key(self) -> tuple[str, tuple[int, ...] | None]:
         return self.fqn, None if self.offset is None else tuple(self.offset)
@@ -125,7 +125,7 @@ def _known(module: str, name: str) -> Any:
 
 
 class Chunks:
-    """The tensors of a folder, under the names that they were saved with."""
+    """The tensors of a DCP folder, under the names that they were saved with."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -134,7 +134,7 @@ class Chunks:
             self._records: dict[str, Any] = metadata.state_dict_metadata
             self._locations = {key._key(): info for key, info in (metadata.storage_data or {}).items()}
             self.paths: Mapping[str, Sequence[Any]] = getattr(metadata, "planner_data", None) or {}
-            """How names were nested, where the writer says so."""
+            """The path of keys of each name, where the writer stored it."""
             described = {name: record for name, record in self._records.items() if hasattr(record, "chunks")}
             self.tensors = {n: TensorEntry(torch.Size(r.size), _dtype(r.properties)) for n, r in described.items()}
             for name, record in described.items():
@@ -144,7 +144,7 @@ class Chunks:
             ]:
                 raise ValueError(f"it names the file {wrong[0]!r}, which is not in this folder")
             if any(_is_bad_range(info) for info in self._locations.values()):
-                raise ValueError("what it says of a file's bytes are no numbers")
+                raise ValueError("an offset or length in a file is not a number")
         except (AttributeError, TypeError, KeyError, ValueError, RuntimeError, OverflowError) as error:
             raise CheckpointError(
                 f"{path / METADATA} does not describe a checkpoint ({error}); copy it again"
@@ -153,7 +153,7 @@ class Chunks:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of everything that was saved, tensors or not."""
+        """The names of everything that was saved, tensors or not."""
         return list(self._records)
 
     @property
@@ -169,7 +169,7 @@ class Chunks:
             raise CheckpointError(f"{self._path} lacks {len(lost)} of its {len(wanted)} files: {shown}; copy them too")
 
     def read(self, stored: str, index: tuple[int, ...] = ()) -> Tensor:
-        """A whole tensor, or what lies at an index of its first dimensions; one chunk is in memory at a time."""
+        """Return a whole tensor, or the part at an index of its first dimensions; one chunk is in memory at a time."""
         entry, chunks = self.tensors[stored], self._records[stored].chunks
         if not index and len(chunks) == 1 and torch.Size(chunks[0].sizes) == entry.shape:
             return self._chunk(stored, chunks[0], entry)
@@ -197,7 +197,7 @@ class Chunks:
         return tensor.detach()
 
     def value(self, stored: str) -> Any:
-        """Something that is no tensor; None where there is no such thing."""
+        """Return a value other than a tensor; None where it is absent."""
         info = self._locations.get((stored, None))
         if info is None or hasattr(self._records.get(stored), "chunks"):
             return None
@@ -217,7 +217,7 @@ class Chunks:
 
 
 def _check_chunks(name: str, record: Any) -> None:
-    """Chunks must make up their tensor exactly. [Note: pieces that do not fit together]"""
+    """Refuse chunks that do not cover their tensor exactly. [Note: pieces that do not fit together]"""
     whole = tuple(record.size)
     pieces = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in record.chunks]
     for start, shape in pieces:
@@ -226,7 +226,7 @@ def _check_chunks(name: str, record: Any) -> None:
         if any(a < 0 or n < 0 or a + n > most for a, n, most in zip(start, shape, whole, strict=True)):
             raise ValueError(f"a chunk of {name} from {start} with the shape {shape} leaves its shape {whole}")
     if reason := coverage_problem([piece for piece in pieces if 0 not in piece[1]], whole):
-        raise ValueError(f"the chunks of {name} do not make up its shape {whole}: {reason}")
+        raise ValueError(f"the chunks of {name} do not cover its shape {whole}: {reason}")
 
 
 def _is_bad_range(info: Any) -> bool:
@@ -234,7 +234,7 @@ def _is_bad_range(info: Any) -> bool:
 
 
 class _FileSection(io.RawIOBase):
-    """A stretch of a file, as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
@@ -261,14 +261,14 @@ class _FileSection(io.RawIOBase):
 def _dtype(properties: Any) -> torch.dtype:
     dtype = properties.args[0] if isinstance(properties.args, tuple) and properties.args else properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype!r} is no dtype")
+        raise TypeError(f"{dtype!r} is not a dtype")
     return dtype
 
 
 class DcpSource(Source):
     """A checkpoint of `torch.distributed.checkpoint`: model and optimizer under the names that torch gives them.
 
-    The folders that Plait itself wrote before it had a format of its own are of this kind too.
+    Plait's own checkpoints before format 2 are in this format too.
     """
 
     kind = "dcp"
@@ -303,11 +303,11 @@ class DcpSource(Source):
         return facts
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor; of its chunks, one is in memory at a time."""
+        """Return one whole tensor; one of its chunks is in memory at a time."""
         return self._chunks.read(self._stored[name])
 
     def _steps(self) -> int | None:
-        """What a number beside the tensors says."""
+        """Return the step count that was saved beside the tensors, if any."""
         for key in STEP_WORDS:
             value = self._chunks.value(key)
             if value is not None:
@@ -315,11 +315,11 @@ class DcpSource(Source):
         return None
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """Do nothing: no file is open between two reads."""
 
 
 def _ours(names: Mapping[str, str | None]) -> dict[str, str]:
-    """Our name → the stored one."""
+    """Map Plait's names to the stored ones."""
     known = {stored: name for stored, name in names.items() if name is not None}
     model = {stored: name for stored, name in known.items() if name.startswith("model.")}
     optim = {stored: name for stored, name in known.items() if name.startswith("optim.")}
@@ -327,7 +327,7 @@ def _ours(names: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _old_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest that Plait wrote beside such a checkpoint."""
+    """Return the manifest that Plait wrote beside such a checkpoint (format 1)."""
     file = path / "manifest.json"
     if not file.is_file():
         return None

@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint of any stage, opened for reading."""
+"""DeepSpeed checkpoints: reading those of any ZeRO stage, writing universal ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.config import read_name
 from plait.errors import CheckpointError
 
-# Which files make up a DeepSpeed checkpoint.
+# The files of a DeepSpeed checkpoint.
 
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -41,11 +41,11 @@ class Files:
 
     @property
     def universal(self) -> Path | None:
-        """The folder of whole parameters, in a universal checkpoint."""
+        """The folder of unsharded parameters, in a universal checkpoint."""
         return self.folder / "zero" if (self.folder / "zero").is_dir() else None
 
     def of_ranks(self, files: dict[int, Path], count: int, what: str) -> list[Path]:
-        """One file from each of `count` ranks; a missing one is named."""
+        """Return one file for each of `count` ranks; a missing one is an error that names it."""
         missing = [rank for rank in range(count) if rank not in files]
         if missing or len(files) != count:
             names = ", ".join(path.name for path in list(files.values())[:8]) or "none"
@@ -64,10 +64,10 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def find_files(path: Path) -> Files:
-    """The files of the checkpoint at `path`: the folder of a tag, or the one above it, which says which is newest."""
+    """Return the files of the checkpoint at `path`: the folder of a tag, or the folder above with `latest` in it."""
     folder = _tag_of(path) or path
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; name the one with `latest` in it, or the folder of a tag")
+        raise CheckpointError(f"{folder} is not a folder; name the one with `latest` in it, or the folder of a tag")
     models: dict[int, Path] = {}
     shards: dict[int, Path] = {}
     for file in sorted(folder.iterdir()):
@@ -86,7 +86,7 @@ def find_files(path: Path) -> Files:
     if not models:
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(
-            f"{folder} is no DeepSpeed checkpoint: there is no *_model_states.pt in it, but {names}. "
+            f"{folder} is not a DeepSpeed checkpoint: it has no *_model_states.pt, but {names}. "
             "Name the folder with `latest` in it, or the folder of a tag"
         )
     return Files(folder, models, shards)
@@ -119,11 +119,11 @@ def _refuse_parallel(file: Path) -> None:
         )
 
 
-# What a DeepSpeed checkpoint holds, one entry at a time.
+# The entries of a DeepSpeed checkpoint, read one at a time.
 
 
 class DeepSpeedEntry(NamedTuple):
-    """One entry: what is known of it, and how its value is put together when it is asked for."""
+    """One tensor: its shape and dtype, and how it is assembled when it is read."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -134,16 +134,16 @@ DeepSpeedEntries = dict[str, DeepSpeedEntry]
 """By the names of a `Source`: `model.<parameter>`, `optim.<parameter>.<key>`."""
 
 Cuts = Callable[[], Iterable[tuple[int, int, int]]]
-"""Where the pieces of one parameter lie, in order: (rank, first element, number of elements)."""
+"""The pieces of one parameter in order: (rank, first element, number of elements)."""
 
 
 def whole(tensor: PickledTensor) -> DeepSpeedEntry:
-    """A tensor that lies in one file as it is."""
+    """Return the entry of a tensor that is whole in one file."""
     return DeepSpeedEntry(tensor.shape, tensor.dtype, tensor.read)
 
 
 def number(value: Any) -> DeepSpeedEntry | None:
-    """A state that is one number, as torch's optimizers keep it; None if it is something else."""
+    """Return the entry of a scalar state, as torch's optimizers keep it; None for another value."""
     if isinstance(value, PickledTensor) and value.numel == 1:
         return DeepSpeedEntry(torch.Size(), value.dtype, lambda: value.read().reshape(()))
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -152,7 +152,7 @@ def number(value: Any) -> DeepSpeedEntry | None:
 
 
 def joined(name: str, shape: torch.Size, flats: Sequence[PickledTensor], cuts: Cuts) -> DeepSpeedEntry:
-    """A tensor whose pieces lie in the flat tensors of several ranks. Only these pieces are read."""
+    """Return the entry of a tensor whose pieces lie in the flat tensors of several ranks; only these are read."""
 
     def read() -> Tensor:
         pieces = list(cuts())
@@ -180,9 +180,9 @@ def flat_group(
     step: Any,
     cuts: Cuts,
 ) -> DeepSpeedEntries:
-    """A parameter and its optimizer state, cut alike from what each rank keeps as one flat tensor.
+    """Return the entries of a parameter and its optimizer state, cut alike from one flat tensor of each rank.
 
-    `states` are the ranks' optimizer states of that tensor; `step` counts where these do not.
+    `states` are the ranks' optimizer states of that tensor; `step` is used where these have none.
     """
     entries = {f"model.{name}": joined(f"model.{name}", shape, masters, cuts)}
     for key, first in states[0].items():
@@ -201,23 +201,24 @@ def flat_group(
     return entries
 
 
-# The layouts of ZeRO: which rank keeps which elements of a parameter.
+# The ZeRO partitions: which rank has which elements of a parameter.
 
 
 Pickled = Mapping[str, Any]
-"""What a file of a checkpoint holds."""
+"""The content of a file of a checkpoint."""
 
 
 def stage_1_and_2(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
-    """Trained parameters of stages 1 and 2.
+    """Return the trained parameters of stages 1 and 2.
 
-    All parameters of a group lie one after the other in a flat tensor, which is cut evenly among the ranks: a
-    boundary may fall into the middle of a parameter. What fills up the end is left off the last rank's part.
+    All parameters of a group are concatenated in a flat tensor, which is partitioned evenly over the ranks: a boundary
+    may be in the middle of a parameter. The padding at the end is not in the last rank's partition.
 
     [Note: addresses that are not trusted]
-    Every rank also notes where in its part each parameter lies (`param_slice_mappings`). With `round_robin_gradients`
-    these addresses are of another order than that of the tensors: DeepSpeed 0.19.8 then gives scrambled values from
-    `safe_get_full_fp32_param`, and `ds_to_universal` writes them. The order of `param_shapes` is right in all cases.
+    Every rank also stores where in its partition each parameter lies (`param_slice_mappings`). With
+    `round_robin_gradients` these addresses have another order than the tensors: DeepSpeed 0.19.8 then returns
+    scrambled values from `safe_get_full_fp32_param`, and `ds_to_universal` writes them. The order of `param_shapes` is
+    right in all cases.
     """
     entries: DeepSpeedEntries = {}
     paddings = shards[0].get("param_alignment_paddings")
@@ -252,7 +253,7 @@ def _step_of_group(shard: Pickled, group: int) -> Any:
 
 
 def _across(begin: int, end: int, length: int) -> Cuts:
-    """From element `begin` to `end` of what the ranks have, `length` elements each."""
+    """Return the pieces from element `begin` to `end` of partitions that have `length` elements each."""
 
     def cuts() -> Iterator[tuple[int, int, int]]:
         at = begin
@@ -266,7 +267,7 @@ def _across(begin: int, end: int, length: int) -> Cuts:
 
 
 def stage_3(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
-    """Trained parameters of stage 3: each one is cut evenly among the ranks, and padded at its end."""
+    """Return the trained parameters of stage 3: each one is partitioned evenly over the ranks and padded."""
     entries: DeepSpeedEntries = {}
     for group, shapes in enumerate(model["param_shapes"]):
         masters = [shard["fp32_flat_groups"][group] for shard in shards]
@@ -296,7 +297,7 @@ def _state_of_subgroup(shard: Pickled, index: int) -> Mapping[str, Any]:
 
 
 def evenly(begin: int, size: int, share: int, ranks: int) -> Cuts:
-    """Every rank has `each` elements from `begin` on, until `size` of them are given out."""
+    """Return the pieces where every rank has `share` elements from `begin` on, `size` in total."""
 
     def cuts() -> Iterator[tuple[int, int, int]]:
         for rank in range(ranks):
@@ -305,16 +306,16 @@ def evenly(begin: int, size: int, share: int, ranks: int) -> Cuts:
     return cuts
 
 
-# A model-states file: the model's own copy of its weights, and what is known of the run.
+# A model-states file: the model's own copy of its weights, and facts about the run.
 
 
 def module_of(model: Pickled) -> dict[str, PickledTensor]:
-    """The model's state dict, as far as it is tensors. At stage 3 the parameters in it are empty."""
+    """Return the tensors of the model's state dict. At stage 3 the parameters in it are empty."""
     return {name: tensor for name, tensor in (model.get("module") or {}).items() if isinstance(tensor, PickledTensor)}
 
 
 def tied_of(model: Pickled) -> dict[str, str]:
-    """Names that mean the same parameter as an earlier one."""
+    """Return the tied parameters: names of the same parameter as an earlier name."""
     shared = model.get("shared_params")
     if shared is not None:
         return dict(shared)
@@ -328,12 +329,12 @@ def tied_of(model: Pickled) -> dict[str, str]:
 
 
 def shapes_of(model: Pickled) -> dict[str, torch.Size]:
-    """The trained parameters, where ZeRO noted them."""
+    """Return the shapes of the trained parameters, where ZeRO stored them."""
     return {name: torch.Size(shape) for group in model.get("param_shapes") or () for name, shape in group.items()}
 
 
 def untrained(models: Sequence[Pickled], trained: Container[str]) -> DeepSpeedEntries:
-    """Buffers and frozen parameters, in the precision that the model has them in.
+    """Return buffers and frozen parameters, in the model's own precision.
 
     `models` are the model-states files of all ranks at stage 3, else the only one.
     """
@@ -363,7 +364,7 @@ def _frozen(name: str, shape: torch.Size, models: Sequence[Pickled]) -> DeepSpee
 
 
 def dtype_of(model: Pickled) -> str:
-    """`fp32`, `bf16` or `fp16`: what the model computed in."""
+    """Return the model's compute dtype: `fp32`, `bf16` or `fp16`."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     buffers = set(model.get("buffer_names") or ())
     dtypes = {tensor.dtype for name, tensor in module_of(model).items() if name not in buffers}
@@ -371,7 +372,7 @@ def dtype_of(model: Pickled) -> str:
 
 
 def scaler_of(optimizer: Any) -> dict[str, float] | None:
-    """The loss scaler's state, in the words of Plait's; None if there is none."""
+    """Return the loss scaler's state under Plait's keys; None if there is none."""
     if not isinstance(optimizer, Mapping):
         return None
     scaler = optimizer.get("loss_scaler")
@@ -383,18 +384,20 @@ def scaler_of(optimizer: Any) -> dict[str, float] | None:
     return {"scale": float(scale), "clean_steps": max(0, int(clean)), "tolerance": int(look("cur_hysteresis", 1))}
 
 
-# Stage 0: whole weights, and an optimizer state that does not say whose it is.
+# Stage 0: unsharded weights, and an optimizer state without parameter names.
 #
 # [Note: whose state is it]
 # At stage 0 DeepSpeed saves `optimizer.state_dict()`, which numbers the parameters in the order in which the optimizer
-# was given them, group after group. Which name has which number is nowhere written. What is known: optimizers are
-# given parameters in the model's order, except that several groups divide it. So a number is matched with a name where
-# that leaves one possibility: in 16-bit runs the fp32 weights must round to the model's, otherwise as many parameters
-# of one shape are in the model as in one group. If it leaves several, nobody may guess, and the caller says it.
+# was given them, group after group; the names are not stored. Optimizers are given parameters in the model's order,
+# except that several groups divide it. So a number is matched with a name where that leaves one possibility: in 16-bit
+# runs the fp32 weights must round to the model's, otherwise the model must have as many parameters of a shape as one
+# group. If several possibilities are left, it is an error, and the caller has to pass the order.
 
 
 def stage_0(model: Pickled, order: Sequence[str] | None) -> DeepSpeedEntries:
-    """Trained parameters of stage 0. `order`: the optimizer's parameters by name, in its order; () leaves it out.
+    """Return the trained parameters of stage 0.
+
+    `order`: the names of the optimizer's parameters, in its order; () leaves out the optimizer state.
 
     [Note: whose state is it]
     """
@@ -428,7 +431,7 @@ def stage_0(model: Pickled, order: Sequence[str] | None) -> DeepSpeedEntries:
 
 
 def _named(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Optimizers that were given names keep them."""
+    """Return the parameter names that the optimizer itself stored, if it was given names."""
     if not all("param_names" in group for group in groups):
         return None
     return [name for group in groups for name in group["param_names"]]
@@ -522,7 +525,7 @@ def _flat(
 def _rounds_to(flat: PickledTensor, begin: int, tensor: PickledTensor) -> bool:
     if begin + tensor.numel > flat.numel:
         return False
-    for count in (min(64, tensor.numel), tensor.numel):  # most of those that do not fit show it at once
+    for count in (min(64, tensor.numel), tensor.numel):  # most of those that differ do so at the beginning
         value = torch.empty(count, dtype=flat.dtype)
         flat.fill(value, begin)
         if not torch.equal(value.to(tensor.dtype), tensor.read().reshape(-1)[:count]):
@@ -534,11 +537,11 @@ def _rounds_to(flat: PickledTensor, begin: int, tensor: PickledTensor) -> bool:
 
 
 FRESH = "plait_fresh"
-"""Marks a state that nobody made: zeros for a parameter that has not been trained, should DeepSpeed train it."""
+"""Marks a state of zeros, of a parameter that has not been trained, in case DeepSpeed trains it."""
 
 
 def universal(folder: Path, model: Pickled, common: Any, besides: Container[str]) -> DeepSpeedEntries:
-    """What lies in the folder `zero`, but for the entries `besides`, which are known better from elsewhere.
+    """Return the entries in the folder `zero`, except `besides`, which the model-states file has in better precision.
 
     `common` is the state of the optimizer as a whole.
     """
@@ -591,10 +594,10 @@ def _step(path: Path, common: Any) -> DeepSpeedEntry | None:
 
 
 class DeepSpeedSource(Source):
-    """What DeepSpeed's `save_checkpoint` wrote, at any stage and on any number of ranks, or `ds_to_universal` made.
+    """A checkpoint of DeepSpeed's `save_checkpoint`, of any stage and number of ranks, or of `ds_to_universal`.
 
-    Weights are the fp32 ones that the optimizer updates; buffers and frozen parameters have no such, and come as the
-    model has them. A parameter with two names appears under the first, and `state["tied"]` has the others.
+    Weights are the fp32 master weights; buffers and frozen parameters have none, and come as the model has them. A
+    parameter with two names appears under the first, and `state["tied"]` has the others.
 
     DeepSpeed need not be installed, and nothing in the files is executed. [Note: inert objects]
     `order` is for stage 0 alone. [Note: whose state is it]
@@ -608,12 +611,12 @@ class DeepSpeedSource(Source):
         first = files.models[min(files.models)]
         model = open_file(first)
         if not isinstance(model, Mapping) or "global_steps" not in model:
-            raise CheckpointError(f"{first} is no model-states file of DeepSpeed: it lacks `global_steps`")
+            raise CheckpointError(f"{first} is not a model-states file of DeepSpeed: it lacks `global_steps`")
         try:
             self._entries, stage, ranks, optimizer = _open(files, model, order)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{files.folder} is laid out in a way that is not known of DeepSpeed: {type(error).__name__} {error}"
+                f"{files.folder} does not have the layout of a DeepSpeed checkpoint: {type(error).__name__} {error}"
             ) from error
         self.entries = {name: TensorEntry(entry.shape, entry.dtype) for name, entry in self._entries.items()}
         steps, dtype = int(model["global_steps"]), dtype_of(model)
@@ -635,18 +638,18 @@ class DeepSpeedSource(Source):
         }
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, in memory of its own."""
+        """Return one whole tensor, in memory of its own."""
         return self._entries[name].read()
 
     def close(self) -> None:
-        """Nothing to do: files are open only while they are read."""
+        """Do nothing: files are open only while they are read."""
 
 
 def _open(files: Files, model: Pickled, order: Sequence[str] | None) -> tuple[DeepSpeedEntries, str, int, Any]:
-    """The parts, the stage, the number of ranks, and the optimizer state that rank 0 saved."""
+    """Return the entries, the stage, the number of ranks, and the optimizer state that rank 0 saved."""
     if files.universal is not None:
         common = _if_there(files.universal / "optimizer_state.pt")
-        # What is not trained lies there too, but in fp32; the model has it as it was.
+        # What is not trained is there too, but in fp32; the model-states file has it in its own precision.
         models = [open_file(files.models[rank]) for rank in sorted(files.models)]
         rest = untrained(models, {f"model.{name}" for name in shapes_of(model)})
         entries = universal(files.universal, model, common, rest)
@@ -682,12 +685,12 @@ def _ranks(optimizer: Pickled) -> int:
 
 
 def _number(value: Any) -> int | None:
-    """The number of an enum's member, which is what it was to be made from."""
+    """Return the number of a pickled enum member, which is the argument it was to be made from."""
     number = value.args[0] if isinstance(value, Inert) and value.args else value
     return number if isinstance(number, int) else None
 
 
-# Write a checkpoint that DeepSpeed resumes from.
+# Writing a universal checkpoint, which DeepSpeed resumes from.
 
 
 WRITTEN_FOR = "0.19.8"
@@ -727,7 +730,7 @@ def write_deepspeed(source: Source, target: Path) -> int:
 
 
 class _Plan:
-    """What a source holds, as DeepSpeed needs to see it."""
+    """The entries of a source by parameter, checked for what DeepSpeed supports."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -769,7 +772,7 @@ class _Plan:
         return next(iter(steps.values()), 0.0)
 
     def files(self, name: str) -> Iterator[tuple[str, Any]]:
-        """The files of one parameter, by the name of the state in it."""
+        """Yield the content of the files of one parameter, each with its name."""
         tensor = self.source.read(f"model.{name}")
         keys = self.keys[name]
         yield "fp32", {"param": _alone(tensor.float() if keys else tensor)}
@@ -778,7 +781,7 @@ class _Plan:
                 if key != "step":
                     yield key, {"param": _alone(self.source.read(f"optim.{name}.{key}").float())}
         elif tensor.is_floating_point():
-            # Frozen, a buffer, or never reached by a gradient: only the run that loads it knows. Zeros take no room.
+            # Frozen, a buffer, or without a gradient so far: only the loading run knows. Expanded zeros take no space.
             for key in _MOMENTS:
                 yield key, {"param": torch.zeros(()).expand(tensor.shape), FRESH: True}
         if tensor.is_floating_point():
@@ -786,7 +789,7 @@ class _Plan:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Without the rest of the storage that it is a view of, which torch.save would write too."""
+    """Return the tensor without the rest of a storage that it is a view of, which torch.save would write too."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -803,10 +806,10 @@ def _write(plan: _Plan, folder: Path) -> None:
 
 
 def _common(plan: _Plan) -> Mapping[str, Any]:
-    """What DeepSpeed reads of the optimizer as a whole.
+    """Return what DeepSpeed reads of the optimizer as a whole.
 
-    What stands in `param_groups` would overwrite the settings of its groups (at stage 3 those of the first group all
-    of them), so nothing does; there are enough of them for any division of the parameters.
+    Settings in `param_groups` would overwrite those of the optimizer's groups (at stage 3 the first group's all of
+    them), so they are empty; there are enough groups for any division of the parameters.
     """
     return {
         "param_groups": [{} for _ in plan.weights],

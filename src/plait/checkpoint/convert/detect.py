@@ -1,4 +1,4 @@
-"""What a path holds."""
+"""Detecting the format of a checkpoint, and opening it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ OPENERS: Mapping[str, str] = MappingProxyType(
         "state dict": "plait.checkpoint.convert.torchfile:StateDictSource",
     }
 )
-"""What opens each kind of folder or file that Plait knows; it comes in as a reader of the user's own does."""
+"""The readers of the formats that Plait knows, loaded in the same way as a user's own reader."""
 _KEY = "--from"
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".th")
 
 
 def open_source(path: Path, reader: str | None = None) -> Source:
-    """Open a checkpoint of any kind; a `CheckpointError` says what was found where it is none.
+    """Open a checkpoint in any format; raises `CheckpointError` where the path does not hold one.
 
-    `reader` names a part of the user's own that reads it; see `Reader`.
+    `reader` names a user-provided reader for it; see `Reader`.
     """
     if not path.exists():
         raise CheckpointError(f"there is nothing at {path}")
@@ -61,7 +61,7 @@ def open_source(path: Path, reader: str | None = None) -> Source:
     newest = _newest_of_run(path)
     if newest is not None:
         return _open("plait" if kind_of(newest) == "plait" else "dcp", newest)
-    raise CheckpointError(f"{path} is no checkpoint: {_contents(path)}. What can be read:\n{UNDERSTOOD}")
+    raise CheckpointError(f"{path} is not a checkpoint: {_contents(path)}. These formats can be read:\n{UNDERSTOOD}")
 
 
 def _open(format: str, path: Path) -> Source:
@@ -70,14 +70,14 @@ def _open(format: str, path: Path) -> Source:
 
 
 class Reader(Protocol):
-    """What `plait convert --from` may name: a function, or a class, that opens a file or folder."""
+    """A user-provided reader for `plait convert --from`: a function or class that opens a file or folder."""
 
     def __call__(self, path: Path, /) -> Source | Mapping[str, Tensor]:
-        """Its tensors as a `Source`, which reads one after another; or, of weights alone, all of them by name."""
+        """Return a `Source`, which reads one tensor after another, or, for weights alone, all tensors by name."""
 
 
 class MappingSource(Source):
-    """Weights that a reader of the user's own returned."""
+    """Weights that a user-provided reader returned as a mapping."""
 
     def __init__(self, path: Path, reader: str, tensors: Mapping[str, Tensor]) -> None:
         self.path, self.kind, self.state = path, reader, {}
@@ -90,7 +90,7 @@ class MappingSource(Source):
         return self._tensors[name].detach().cpu()
 
     def close(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._tensors = {}
 
 
@@ -105,13 +105,13 @@ def _open_with(reader: str, path: Path) -> Source:
 
 
 def kind_of(path: Path) -> str | None:
-    """`plait`, `hf`, `dcp`, `deepspeed`, `megatron` or `torch`, judged by names; None where it looks like none."""
+    """Return the format by file names: `plait`, `hf`, `dcp`, `deepspeed`, `megatron` or `torch`; None for others."""
     if path.is_file():
         return "torch" if path.suffix in (*_TORCH_ENDINGS, ".safetensors") else None
     if is_megatron(path):
-        return "megatron"  # before what its files are
+        return "megatron"  # checked first, as its files may be DCP
     if (path / METADATA).is_file():
-        return "dcp"  # the first format of Plait's own among them
+        return "dcp"  # Plait's format 1 among them
     if (path / MANIFEST).is_file():
         return "plait"
     if is_huggingface(path):
@@ -122,7 +122,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def newest_tag(path: Path, format: str) -> Path | None:
-    """The newest of a folder of tags as DeepSpeed names them; None where there are none, or it is of another kind."""
+    """Return the folder that `latest` names, as DeepSpeed writes it; None without one, or if its format differs."""
     latest = path / "latest"
     tagged = path / read_name(latest, CheckpointError) if latest.is_file() else path
     return tagged if tagged != path and kind_of(tagged) == format else None
@@ -137,7 +137,7 @@ def _open_file(path: Path) -> Source:
         head = file.read(4)
     if path.suffix in _TORCH_ENDINGS or head == b"PK\x03\x04":
         return _open("torch", path)
-    raise CheckpointError(f"{path} is no checkpoint that is known by its name. What can be read:\n{UNDERSTOOD}")
+    raise CheckpointError(f"{path} does not have the name of a checkpoint. These formats can be read:\n{UNDERSTOOD}")
 
 
 def _newest_of_run(path: Path) -> Path | None:

@@ -1,7 +1,7 @@
 """Tensors in one file, by name, read one at a time into memory of their own.
 
-Files are read and not mapped: pages of a mapped file stay with the process until somebody else needs the memory,
-so a conversion would seem to, and under a limit really would, hold all that it has passed.
+Files are read, not memory-mapped: pages of a mapped file count as the process's memory until another process needs it,
+so a conversion would appear to hold, and under a memory limit would hold, everything that it has read.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from plait.checkpoint.convert.source import TensorEntry
 from plait.checkpoint.tensorfile import as_bytes, read_all, read_slots
 from plait.errors import CheckpointError
 
-# A file of `torch.save`, opened without running anything that is in it and without reading its tensors.
+# A file of `torch.save`, opened without executing code in it and without reading its tensors.
 #
-# The unpickler knows containers, and tensors by where they lie. A plain state dict needs nothing else, so there a file
-# that asks for more is refused (`strict`).
+# The unpickler knows containers, and tensors by their position. A plain state dict needs nothing else, so a file that
+# asks for more is refused there (`strict`).
 #
 # [Note: inert objects]
 # DeepSpeed pickles its own objects beside the tensors: loss scalers, enums, addresses of fragments. `torch.load` would
-# either import and build them, which runs whatever a file asks for, or refuse the file. Here every class or function
-# that is not known is replaced by a class that only remembers what was asked of it. So a file opens without the
-# packages that wrote it, and a file that asks for `os.system` gets a note saying so.
+# either import and build them, which executes whatever a file names, or refuse the file. Here every class or function
+# that is not known is replaced by a class that only stores its arguments. So a file opens without the packages that
+# wrote it, and a file that names `os.system` gets an object that does nothing.
 
 
 class Inert:
-    """Something that was not built: the name of its class, the arguments and the state it was to have."""
+    """Stands in for an object that was not built: the name of its class, its arguments and its state."""
 
     known_as = ""
     args: tuple[Any, ...] = ()
@@ -57,10 +57,10 @@ class Inert:
         self.state = state
 
     def __call__(self, *args: Any, **_: Any) -> Inert:
-        """What it would have returned is as inert."""
+        """Return another inert object in place of the result."""
         return Inert(*args)
 
-    # What an unpickler does to subclasses of dict and list.
+    # The methods that an unpickler calls on subclasses of dict and list.
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
@@ -75,18 +75,18 @@ class Inert:
 
 
 def field(thing: Any, key: str, default: Any = None) -> Any:
-    """An attribute of an object that was not built."""
+    """Return an attribute of an inert object."""
     state = thing.state if isinstance(thing, Inert) else None
     return state.get(key, default) if isinstance(state, dict) else default
 
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor, by where it lies in a file."""
+    """A tensor, by its position in a file."""
 
     path: Path
     begin: int
-    """Byte of the file at which its first element is."""
+    """Byte of the file at which its first element lies."""
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -104,7 +104,7 @@ class PickledTensor:
         return flat.as_strided(self.shape, self.stride).contiguous()
 
     def fill(self, into: Tensor, start: int) -> None:
-        """Read as many elements as `into`, which is flat, has room for; the first is number `start` in memory."""
+        """Fill the flat tensor `into` with elements, beginning with number `start` of the storage."""
         if into.numel() == 0:
             return
         try:
@@ -114,7 +114,7 @@ class PickledTensor:
             finally:
                 os.close(file)
         except OSError as error:
-            raise CheckpointError(f"{self.path} can no longer be read: {error.strerror}") from error
+            raise CheckpointError(f"{self.path} cannot be read any more: {error.strerror}") from error
         if not whole:
             raise CheckpointError(f"{self.path} ends in the middle of a tensor; copy it again")
 
@@ -151,7 +151,7 @@ _CONTAINERS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch.torch_version", "TorchVersion"): str,
-    # Named as what a tensor is to become, and never made here.
+    # Named as the type of a tensor, and never made here.
     ("torch", "Tensor"): Inert,
     ("torch.nn.parameter", "Parameter"): Inert,
     ("torch.nn.parameter", "Buffer"): Inert,
@@ -190,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *rest: Any) -> PickledTensor:
         if len(rest) > 2 and rest[2]:
-            raise ValueError(f"it holds a tensor that is not as it lies there: {rest[2]}")
+            raise ValueError(f"it holds a tensor with metadata that changes its values: {rest[2]}")
         if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)) or len(size) != len(
             stride
         ):
@@ -218,31 +218,31 @@ def _call_inner(function: Any, _type: Any, args: tuple[Any, ...], _state: Any) -
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """How the pickles of `torch.save` write bytes."""
+    """Decode bytes as `torch.save` pickles them."""
     return text.encode(encoding)
 
 
 def asks_for(path: Path, what: str) -> CheckpointError:
-    """What to say of a file that wants something imported or called."""
+    """Return the error for a file that names something to import or call."""
     return CheckpointError(
-        f"{path} asks for {what}, and from a checkpoint no code is executed; nothing of it was run. "
-        "If you trust it, load it with the program that wrote it, and save its state dict alone"
+        f"{path} asks for {what}, but no code from a checkpoint is executed. If you trust the file, load it with the "
+        "program that wrote it, and save its state dict alone"
     )
 
 
 def open_file(path: Path, *, strict: bool = False) -> Any:
-    """What a file holds, each tensor as a `Stored`. [Note: inert objects]
+    """Return the content of a file, with a `PickledTensor` for each tensor. [Note: inert objects]
 
-    `strict`: something that is neither a container nor a tensor is an error, and no inert object.
+    `strict`: anything that is neither a container nor a tensor is an error, not an inert object.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
             if any(record.compress_type != zipfile.ZIP_STORED for record in records.values()):
-                raise ValueError("it is compressed, as torch.save never does")
+                raise ValueError("it is compressed, unlike files of torch.save")
             order = archive.read(records["byteorder"]).decode() if "byteorder" in records else "little"
             if order != sys.byteorder:
-                raise ValueError(f"its numbers are {order}-endian, and this machine's are not")
+                raise ValueError(f"its byte order is {order}-endian, this machine's is not")
             offsets = {
                 name.removeprefix("data/"): (data_begins(file, record.header_offset), record.file_size)
                 for name, record in records.items()
@@ -256,9 +256,9 @@ def open_file(path: Path, *, strict: bool = False) -> Any:
 
 
 def data_begins(file: BinaryIO, header: int) -> int:
-    """Where the bytes of a record of an archive begin, whose header begins at `header`.
+    """Return the offset of the bytes of a zip record whose header begins at `header`.
 
-    The header's own length stands in the header alone, and not in the directory at the end of the archive.
+    The length of the header is stored in the header alone, not in the directory at the end of the archive.
     """
     file.seek(header + 26)
     lengths = file.read(4)
@@ -271,13 +271,13 @@ def _unreadable(path: Path, error: Exception) -> str:
     if not path.exists():
         return f"{path} is missing; {path.parent} holds {some or 'no .pt file'}"
     return (
-        f"{path} ({path.stat().st_size} bytes) cannot be read: {type(error).__name__}: {error}. It is damaged, or was "
-        f"not written to its end: copy it again{f'. Found beside it: {some}' if some else ''}"
+        f"{path} ({path.stat().st_size} bytes) cannot be read: {type(error).__name__}: {error}. It is damaged or "
+        f"incomplete: copy it again{f'. Found beside it: {some}' if some else ''}"
     )
 
 
 class SafetensorsFile:
-    """A safetensors file, of any writer."""
+    """A safetensors file, written by any program."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -286,7 +286,7 @@ class SafetensorsFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from error
+            raise CheckpointError(f"{path} is not a complete safetensors file ({error}); copy it again") from error
         self.entries = {name: TensorEntry(torch.Size(slot.shape), slot.dtype) for name, slot in self._slots.items()}
         self._file = os.open(path, os.O_RDONLY)
 
@@ -296,35 +296,35 @@ class SafetensorsFile:
         return read_bytes(self._file, slot.begin, TensorEntry(torch.Size(slot.shape), slot.dtype), self.path)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._file)
 
 
 FileTensor = PickledTensor | Tensor
-"""A tensor of a file of `torch.save`: where it lies, or, in the oldest format, itself."""
+"""A tensor of a file of `torch.save`: its position, or, in the format before torch 1.6, the tensor itself."""
 
 
 class TorchFile:
-    """A file of `torch.save`, whose tensors are found, not loaded. No pickle in it is executed."""
+    """A file of `torch.save`, whose tensors are located but not loaded. No code in it is executed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.content = open_file(path, strict=True) if zipfile.is_zipfile(path) else load_values(path)
-        """What was saved, with a `Found` in place of each tensor."""
+        """What was saved, with a `FileTensor` in place of each tensor."""
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """Do nothing: no file is open between two reads."""
 
 
 def read_file_tensor(tensor: FileTensor) -> Tensor:
-    """The values of a tensor."""
+    """Return the tensor with its values."""
     return tensor.detach() if isinstance(tensor, Tensor) else tensor.read()
 
 
 def load_values(path: Path) -> Any:
-    """All of a file of `torch.save` that holds numbers, texts and tensors. One that asks for code is refused by name.
+    """Load a file of `torch.save` with numbers, texts and tensors. One that names code to run is refused.
 
-    The format from before torch 1.6, which was no archive, can only be loaded so.
+    The format before torch 1.6, which is not a zip archive, can only be loaded in this way.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -335,16 +335,16 @@ def load_values(path: Path) -> Any:
 
 
 def refusal(path: Path, error: Exception, what: str = "it") -> CheckpointError:
-    """What to say where torch did not open a file, or a part of one."""
+    """Return the error for a file, or an entry `what` of it, that torch did not load."""
     match = re.search(r"GLOBAL (\S+)", str(error))
     if match:
         return asks_for(path, match[1])
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return CheckpointError(f"{path}: {what} is not whole, or not of torch.save ({first}); copy it again")
+    return CheckpointError(f"{path}: {what} is incomplete, or not of torch.save ({first}); copy it again")
 
 
 def tensors_in(content: Any) -> list[FileTensor]:
-    """Every tensor in nested containers."""
+    """Return every tensor in nested containers."""
     if isinstance(content, FileTensor):
         return [content]
     if isinstance(content, Mapping):
@@ -355,8 +355,8 @@ def tensors_in(content: Any) -> list[FileTensor]:
 
 
 def read_bytes(file: int, begin: int, entry: TensorEntry, path: Path) -> Tensor:
-    """A tensor whose bytes lie in a file from `begin` on."""
-    if begin < 0 or begin + entry.bytes > os.fstat(file).st_size:  # looked at before there is memory for it
+    """Read a tensor whose bytes lie in a file from `begin` on."""
+    if begin < 0 or begin + entry.bytes > os.fstat(file).st_size:  # checked before memory is allocated
         raise CheckpointError(f"{path} is truncated: it ends before byte {begin + entry.bytes}; copy it again")
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     if entry.bytes and not read_all(file, as_bytes(tensor), begin):
