@@ -1,4 +1,4 @@
-"""One optimizer step through another library, told and saved as every engine's is."""
+"""The base of engines that another library runs: the model is built, stepped and saved as under Plait's own engine."""
 
 from __future__ import annotations
 
@@ -40,41 +40,39 @@ from plait.errors import TrainingError
 from plait.launch import Phase
 from plait.optim import GroupSpec, OptimizerGroup, build_optimizer, split_groups
 
-# A whole model with values, as another library wants to be given it.
-
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model, and what a library that takes it over will no longer tell."""
+    """A full model with values, and what cannot be read from it any more once a library has wrapped it."""
 
     module: nn.Module
     groups: list[GroupSpec]
     blanks: dict[str, Tensor]
-    """Every parameter's whole shape, under its name, without memory."""
+    """Every parameter's global shape, by name, as meta tensors."""
     trained: list[str]
     buffers: list[str]
-    """Those that a checkpoint holds."""
+    """The names of the persistent buffers."""
     originals: dict[str, Tensor]
-    """What is rounded or not trained: the values from before, on the host."""
+    """The original values of parameters that are cast or not trained, on the host."""
 
     def optimizer(self, config: RunConfig) -> torch.optim.Optimizer:
-        """The optimizer of the run over the module's parameters, without any state yet."""
+        """Return the optimizer of the run over the module's parameters, without state."""
         params = named_parameters(self.module)
         master_weights = [
             OptimizerGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in self.groups
         ]
         optimizer = build_optimizer(config.optim, master_weights)
-        optimizer.state.clear()  # the library exchanges the parameters, and what is kept for these would stay for ever
+        optimizer.state.clear()  # the library replaces the parameters, and the state of these would never be freed
         return optimizer
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's parameters under their own names, whatever a library wrapped around its parts."""
+    """Return a module's parameters by their original names, without the prefixes of FSDP wrappers."""
     return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
 
 
 def build_whole(given: Preparation) -> Built:
-    """Make the model on the host, with the values that it has under every other engine."""
+    """Build the full model on the host, with the same values as under every other engine."""
     config, world, policy, host = given.config, given.world, given.policy, torch.device("cpu")
     if config.deterministic:
         make_deterministic()
@@ -107,21 +105,18 @@ def build_whole(given: Preparation) -> Built:
     )
 
 
-# The global mean, where another library owns the backward pass.
-
-
 class EvenNormalizer(LossNormalizer):
     """Divides by the count that a step has if all its micro-batches are like the first.
 
-    Then nothing is left to correct for one micro-batch a step, or equal ones; the native engine can afford a power of
-    two, since there a correction costs nothing.
+    Then one micro-batch per step, or equal ones, need no correction; the native engine uses a power of two, since there
+    a correction is free.
     """
 
     def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
         return max(self._count(weight) * micro_batches, 1.0)
 
     def _count(self, weight: Tensor | float) -> float:
-        """What one micro-batch of every rank counts."""
+        """Return the weight of one micro-batch, summed over all ranks."""
         count = torch.as_tensor(weight, dtype=self._dtype, device=self._device).reshape(1).clone()
         if self._group is not None:
             dist.all_reduce(count, group=self._group)
@@ -129,9 +124,9 @@ class EvenNormalizer(LossNormalizer):
 
 
 class StepNormalizer(EvenNormalizer):
-    """Divides by the count of each step, which ranks agree on before its backward pass.
+    """Divides by the count of each step, which is summed over ranks before the backward pass.
 
-    For a library whose gradients cannot be corrected afterwards, and which takes one micro-batch a step.
+    For a library whose gradients cannot be corrected afterwards, and which takes one micro-batch per step.
     """
 
     def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
@@ -139,7 +134,7 @@ class StepNormalizer(EvenNormalizer):
         return self._count(weight) or 1.0
 
     def finish(self) -> StepLoss:
-        """What the step's loss adds up to; the next one has a count of its own."""
+        """Return the step's summed loss, and forget the count."""
         sums = super().finish()
         self._divisor = None
         return sums
@@ -149,7 +144,7 @@ class StepNormalizer(EvenNormalizer):
 
 
 class ForeignStates(ABC):
-    """The fp32 weights and optimizer states of a library, read and written whole, parameter by parameter."""
+    """The fp32 weights and optimizer states of a library, read and written as full tensors, one by one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """`optimizer` is the torch optimizer inside the library's."""
@@ -157,34 +152,34 @@ class ForeignStates(ABC):
 
     @abstractmethod
     def home(self, param: Any) -> Tensor:
-        """The tensor under which the torch optimizer keeps the state of a parameter, perhaps with others'."""
+        """Return the tensor that the torch optimizer updates for a parameter; several parameters may share it."""
 
     @abstractmethod
     def read(self, param: Any, key: str | None) -> Tensor:
-        """The whole fp32 weight, or the whole state called `key`."""
+        """Return the full fp32 weight, or the full state `key`."""
 
     @abstractmethod
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """Set what `read` reads, from a whole tensor."""
+        """Set what `read` returns, from a full tensor."""
 
     def write_computing(self, param: Any, whole: Tensor) -> None:
-        """Set the values that the model computes with, which may be rounded."""
+        """Set the model's own weights, which may have a smaller dtype."""
         param.data.copy_(whole)
 
-    def publish(self) -> None:  # noqa: B027  # where what is written computes
-        """Bring what computes up to date with the weights."""
+    def publish(self) -> None:  # noqa: B027  # nothing to do if the written weights are the model's own
+        """Update the model's own weights from the fp32 weights."""
 
     def state(self, param: Any) -> dict[str, Any]:
-        """What the torch optimizer keeps for a parameter, by name."""
+        """Return the torch optimizer's state for a parameter, by name."""
         state: dict[str, Any] = self.optimizer.state.get(self.home(param), {})
         return state
 
     def keys(self, param: Any) -> list[str]:
-        """Names of the states that are tensors."""
+        """Return the names of the states that are tensors."""
         return [key for key, value in self.state(param).items() if isinstance(value, Tensor)]
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
-        """Make room for a state: one as large as the parameter (`whole`), or of `shape` for all at the same home."""
+        """Allocate a state: as large as the optimizer's tensor (`whole`), or of `shape`, shared by its parameters."""
         home = self.home(param)
         fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         device = home.device if whole or fused else torch.device("cpu")
@@ -192,46 +187,46 @@ class ForeignStates(ABC):
         self.optimizer.state[home].setdefault(key, zeros)
 
     def _scalar(self, param: Any, key: str | None) -> Tensor | None:
-        """A state that is one for all at the same home, such as `step`."""
+        """Return a scalar state, such as `step`; None for others."""
         value = None if key is None else self.state(param)[key]
         return value if isinstance(value, Tensor) and value.ndim == 0 else None
 
 
 class PlainStates(ForeignStates):
-    """Every rank has all; where weights are rounded, the fp32 ones lie beside."""
+    """Every rank has everything; cast weights have fp32 master weights."""
 
     def __init__(self, optimizer: Optimizer, masters: Mapping[int, Tensor]) -> None:
-        """`masters` holds the fp32 weights of rounded parameters, by the parameter's `id`."""
+        """`masters` holds the fp32 weights of cast parameters, by the parameter's `id`."""
         super().__init__(optimizer)
         self._masters = masters
 
     def home(self, param: Any) -> Tensor:
-        """The fp32 weights, or the parameter."""
+        """Return the fp32 weights, or the parameter."""
         home: Tensor = self._masters.get(id(param), param)
         return home
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Every rank has it whole: nothing is gathered."""
+        """Return the rank's own tensor: nothing is gathered."""
         value: Tensor = self.home(param) if key is None else self.state(param)[key]
         return value.detach()
 
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
-        """Copy it in place; also, rounded, into what computes."""
+        """Copy into the fp32 weights or state, and into the model's own weights."""
         self.read(param, key).copy_(whole)
         if key is None and id(param) in self._masters:
             self.write_computing(param, whole)
 
 
-# Wholes that the ranks share out among them, so that no checkpoint needs one rank to hold everything.
+# Full tensors that are sharded over ranks for a checkpoint, so that no rank needs to hold everything.
 #
 # [Note: states by way of full tensors]
-# Other libraries lay out their states as they like: flat buffers, chunks, parts that begin in the middle of a row. A
-# checkpoint wants names and whole shapes. So each tensor is made whole, one at a time, and each rank keeps the same
-# part of it that `fully_shard` would give it. Reading a checkpoint goes the same way back.
+# Other libraries have their own layouts: flat buffers, chunks, shards that begin in the middle of a row. A checkpoint
+# needs names and global shapes. So the full tensors are gathered one at a time, and each rank keeps the shard that
+# `fully_shard` would give it. Loading goes the same way back.
 
 
 def share_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """This rank's part of a tensor that every rank has, as a DTensor of its own memory; alone, a copy of it."""
+    """Return this rank's shard of a tensor that every rank has, as a DTensor of its own memory; alone, a copy."""
     if mesh is None or whole.ndim == 0:
         return whole.detach().clone()
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -241,7 +236,7 @@ def share_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def as_share(shard: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """A part as `share_of` cuts it, as the whole that it belongs to; `whole` need not have values."""
+    """Return a local shard, split as by `share_of`, as a DTensor of the shape of `whole`, which needs no values."""
     if mesh is None or whole.ndim == 0:
         return shard
     from torch.distributed.tensor import DTensor, Shard
@@ -258,7 +253,7 @@ def _strides(whole: Tensor) -> tuple[int, ...]:
 
 
 class ForeignEngine(SteppingEngine):
-    """Trains with another library. What is common to all of them; a subclass knows its library's steps and states."""
+    """Trains with another library. A subclass implements its library's backward, update and states."""
 
     def __init__(
         self,
@@ -269,9 +264,9 @@ class ForeignEngine(SteppingEngine):
         *,
         normalizer: type[LossNormalizer] = EvenNormalizer,
     ) -> None:
-        """`called` is what the library wants to be called for a forward pass.
+        """`called` is the library's wrapper that runs a forward pass.
 
-        `normalizer` divides losses: as the native engine does it, where a correction of the gradients costs nothing.
+        `normalizer` divides losses; the native engine's, if a correction of the gradients is free.
         """
         config, world = given.config, given.world
         self.model = built.module
@@ -306,22 +301,22 @@ class ForeignEngine(SteppingEngine):
         self._after_step = getattr(built.module, "after_step", None)
         self.model.train()
 
-    # ---- what a library does in its own way
+    # ---- implemented per library
 
     @abstractmethod
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        """Backward through a loss that is this rank's part of the global mean; `last` of a step."""
+        """Backward through a loss that is this rank's share of the global mean; `last` of a step."""
 
     @abstractmethod
     def _update(self, correction: float) -> tuple[float, bool]:
-        """Update with the gradients times `correction`; their norm before clipping, and whether it was left out."""
+        """Update with the gradients times `correction`; return their norm before clipping, and whether it skipped."""
 
     def _scaler_state(self) -> dict[str, float] | None:
-        """The loss scaler's state, in the native engine's words."""
+        """Return the loss scaler's state, under the native engine's keys."""
         return None
 
     def _restore_scaler(self, state: Mapping[str, float]) -> None:
-        """Go on from it."""
+        """Set the loss scaler's state."""
 
     # ---- one step
 
@@ -361,7 +356,7 @@ class ForeignEngine(SteppingEngine):
     def _count_skip(self, skipped: bool) -> None:
         scaler = self._scaler_state()
         if skipped and scaler is not None and scaler["scale"] > self._lowest_scale:
-            return  # an overflow is part of the search for a scale, which ends by itself
+            return  # an overflow is part of finding a scale, which ends by itself
         if not skipped:
             self.skips.in_a_row = 0
             return
@@ -392,7 +387,7 @@ class ForeignEngine(SteppingEngine):
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """The logical state: `model.<name>`, `optim.<name>.<key>`. Every rank must ask."""
+        """Return the logical state: `model.<name>`, `optim.<name>.<key>`. Every rank must call it."""
         weights = self._share_weights()
         tensors = {f"model.{name}": weights.get(name, self._frozen.get(name)) for name in self._built.blanks}
         buffers = dict(self.model.named_buffers())
@@ -409,7 +404,7 @@ class ForeignEngine(SteppingEngine):
 
     @torch.no_grad()
     def state_loaded(self) -> None:
-        """What `state_tensors` handed out last was written to: give it to the library."""
+        """Write the tensors of the last `state_tensors`, which were written to, back to the library."""
         for name in self._built.trained:
             param = self._params[name]
             if (weight := self._state.get(f"model.{name}")) is not None:
@@ -423,25 +418,25 @@ class ForeignEngine(SteppingEngine):
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """This rank's part of each trained weight: a copy, until `weights_changed`. Every rank must ask."""
+        """Return this rank's shard of each trained weight: copies, until `weights_changed`. Every rank must call it."""
         self._weights = self._share_weights()
         return {name: to_local(share) for name, share in self._weights.items()}
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """Somebody wrote into what `weights` handed out last. Every rank must ask."""
+        """Write the tensors of the last `weights` back to the library. Every rank must call it."""
         for name, share in self._weights.items():
             self._states.write(self._params[name], None, _whole(share))
         self._states.publish()
         self._weights = {}
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
-        """A tensor shaped like this rank's part of a weight, as the logical whole."""
+        """Return a tensor shaped like this rank's shard of a weight as a global tensor."""
         return as_share(local, self._built.blanks[name], self._mesh)
 
     @torch.no_grad()
     def restore_originals(self) -> None:
-        """Give the library the fp32 values that it was handed rounded; forget them."""
+        """Give the library the fp32 values of parameters that were cast; free them."""
         rounded = [name for name in self._built.trained if name in self._built.originals]
         for name in rounded:
             self._states.write(self._params[name], None, self._built.originals[name].to(self.world.device))
@@ -455,7 +450,7 @@ class ForeignEngine(SteppingEngine):
         return {name: self._built.originals[name].to(self.world.device) for name in names}
 
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make room for the optimizer state that a checkpoint is about to fill."""
+        """Allocate the optimizer state that a checkpoint is about to fill."""
         for entry, (shape, dtype) in shapes.items():
             name, _, key = entry.rpartition(".")
             if name in self._params:
@@ -463,28 +458,28 @@ class ForeignEngine(SteppingEngine):
                 self._states.allocate(self._params[name], key, shape, dtype, whole=whole)
 
     def state(self) -> dict[str, Any]:
-        """The state that is numbers, not tensors."""
+        """Return the state that is not tensors."""
         return {"steps": self.steps, **self.skips.state(), "scaler": self._scaler_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from what `state` returned."""
         self.steps = int(state["steps"])
         self.skips.restore(state)
         if state["scaler"] is not None:
             self._restore_scaler(state["scaler"])
 
     def parameter_count(self) -> tuple[int, int]:
-        """How many numbers the whole model has, and how many of them are trained."""
+        """Return the parameter counts of the full model: all, and trained."""
         sizes = {name: blank.numel() for name, blank in self._built.blanks.items()}
         return sum(sizes.values()), sum(sizes[name] for name in self._built.trained)
 
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that are not trained."""
+        """Return the names of the parameters that are not trained."""
         return frozenset(self._built.blanks) - frozenset(self._built.trained)
 
 
 class _Row(nn.Module):
-    """A library's wrapper around a row of layers: of a micro-batch it gets the first part, as the row itself would."""
+    """A library's wrapper around an `nn.Sequential`: it receives the first value of a micro-batch, as that would."""
 
     def __init__(self, called: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calling the model: inputs moved and cast, under the run's precision, compiled where that works."""
+"""The forward pass: inputs are moved and cast, and the model is called under autocast, compiled if that works."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from plait.distributed import first_input, undo_compile
 from plait.errors import ModelError
 from plait.precision import Policy, cast_floats
 
-# Bringing inputs to the device.
-#
-# [Note: copies on a line of their own] The host is a step ahead of the device. A copy in the line of the device's work
-# would begin when that work is done; on a line of its own it begins at once, and a batch has come before the device
-# asks for it. A copy from memory that is not pinned makes the host wait for the line that it is in; this one is empty.
+# [Note: copies on their own stream] The host is a step ahead of the device. A copy on the stream of the device's work
+# would begin when that work is done; on its own stream it begins at once, and a batch arrives before the device needs
+# it. A copy from memory that is not pinned makes the host wait for its stream; this one is empty.
 
 
 class InputMover:
-    """Brings whatever a batch is made of to one device."""
+    """Moves the tensors of a batch, however nested, to one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, value: Any) -> Any:
-        """The same structure with every tensor on the device."""
+        """Return the same structure with every tensor on the device."""
         moved: list[Tensor] = []
         result = self._move(value, moved)
         if moved and self._stream is not None:
             work = torch.cuda.current_stream(self._device)
             work.wait_stream(self._stream)
             for tensor in moved:
-                tensor.record_stream(work)  # it was made on the other line, which must not use its memory again yet
+                tensor.record_stream(work)  # it was allocated on the copy stream, which must not reuse its memory yet
         return result
 
     def _move(self, value: Any, moved: list[Tensor]) -> Any:
@@ -62,12 +60,12 @@ class InputMover:
 # Which fields of a micro-batch the model is called with; a `loss_fn` sees all of them.
 #
 # [Note: what goes to the model]
-# Data of torch come as `(x, y)`: the model takes `x`, the loss compares its output with `y`. `model_inputs` says which
-# fields are the model's. Without that word, and with a `loss_fn` that can use the rest, the signature of `forward`
-# decides where it leaves no doubt: fields of a mapping that `forward` has no parameter for are the loss's, and so are
-# values of a row beyond those that it requires. What would change how the model reads its input (a mask, positions) is
-# never left out by guessing, nor is an optional parameter filled with what may be a target, unless it is named as one
-# (`labels=None`): both are errors that log what to write.
+# torch's datasets yield `(x, y)`: the model takes `x`, the loss compares its output with `y`. `model_inputs` names the
+# model's fields. Without it, and with a `loss_fn` that can use the rest, the signature of `forward` decides if it is
+# unambiguous: fields of a mapping without a parameter in `forward` belong to the loss, and so do values of a tuple
+# beyond the required ones. Fields that change how the model reads its input (a mask, positions) are never dropped by
+# guessing, and an optional parameter is not filled with a possible target, unless its name says so (`labels=None`):
+# both are errors that say what to write.
 
 
 Select = Callable[[Any], Any]
@@ -76,11 +74,11 @@ Select = Callable[[Any], Any]
 _OF_THE_LOSS = ("label", "target", "loss", "weight")
 _HOW_TO_READ = ("mask", "position", "document", "segment", "token_type", "seqlens")
 _SEAM = "hidden"
-"""The parameter through which a pipeline hands activations on; no field of a micro-batch."""
+"""The parameter through which pipeline stages pass activations; not a field of a micro-batch."""
 
 
 def select_inputs(model: nn.Module, wanted: int | Sequence[str] | None, *, has_loss: bool) -> Select | None:
-    """What picks the model's fields, as `model_inputs` or the signature of `forward` says; None: it gets all."""
+    """Return what selects the model's fields, by `model_inputs` or the signature of `forward`; None: all fields."""
     if isinstance(wanted, int):
         return lambda inputs: _first(inputs, wanted)
     if wanted is not None:
@@ -95,7 +93,7 @@ def select_inputs(model: nn.Module, wanted: int | Sequence[str] | None, *, has_l
 
 
 class _BySignature:
-    """Reads off the parameters of `forward` what of a micro-batch is for the loss alone."""
+    """Selects the model's fields by the parameters of `forward`; the others are for the loss."""
 
     def __init__(self, model: str, parameters: Mapping[str, inspect.Parameter]) -> None:
         self._model = model
@@ -120,7 +118,7 @@ class _BySignature:
             return inputs
         left = [key for key in inputs if key not in self._names]
         if any(marker in key for key in left if not _is_of_loss(key) for marker in _HOW_TO_READ):
-            return inputs  # refused where the model is called
+            return inputs  # refused when the model is called
         return {key: value for key, value in inputs.items() if key in self._names}
 
     def _of_row(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -129,7 +127,7 @@ class _BySignature:
             return inputs
         beyond = self._optional[: count - self._required]
         if len(beyond) == count - self._required and all(_is_of_loss(name) for name in beyond):
-            return inputs  # the model wants the targets, too
+            return inputs  # the model takes the targets, too
         if self._optional:
             most = self._required + len(self._optional)
             raise ModelError(
@@ -183,7 +181,7 @@ LogFunction = Callable[[str], None]
 
 
 class Forward:
-    """The model as the engine calls it. What a call needs is decided once, not on every step."""
+    """Calls the model. What a call needs is decided once, not on every step."""
 
     def __init__(
         self,
@@ -197,9 +195,9 @@ class Forward:
         select: Select | None = None,
         log: LogFunction,
     ) -> None:
-        """`cut` makes this rank's part of a micro-batch, where ranks share one; `before` is done before each call.
+        """`cut` returns this rank's shard of a micro-batch that ranks share; `before` is called before each call.
 
-        `select` picks what of a micro-batch the model gets; see `fields`.
+        `select` selects the model's fields of a micro-batch; see `select_inputs`.
         """
         self._model = model
         self._move = InputMover(device) if device.type != "cpu" else None
@@ -210,13 +208,13 @@ class Forward:
         self._before = before
         self._select = select
         self._log = log
-        # An `nn.Sequential` takes one argument. A pipeline calls it with the first part of a micro-batch, and so do we.
+        # An `nn.Sequential` takes one argument. A pipeline calls it with the first value of a micro-batch; so do we.
         self._is_row = type(model).forward is nn.Sequential.forward
         self.plain = self._move is None and self._context is None and cut is None and not compiled and before is None
-        """Whether nothing has to be done to inputs, nor around a call."""
+        """Whether inputs are passed on unchanged, and nothing is done around a call."""
 
     def ready(self, inputs: Any) -> Any:
-        """Inputs on the device, in the compute format; of a micro-batch that ranks share, this rank's part."""
+        """Return inputs on the device, in the compute dtype; of a micro-batch that ranks share, this rank's shard."""
         if self._cut is not None:
             inputs = self._cut(inputs)
         if self._move is not None:
@@ -224,17 +222,17 @@ class Forward:
         return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
 
     def of_model(self, inputs: Any) -> Any:
-        """What of a micro-batch's inputs the model is called with."""
+        """Return the inputs that the model is called with."""
         return inputs if self._select is None else self._select(inputs)
 
     def context(self) -> AbstractContextManager[Any]:
-        """The context for a forward pass that a pipeline runs. What must be done before the pass is done here."""
+        """Return the context for a forward pass that a pipeline runs, after calling `before`."""
         if self._before is not None:
             self._before()
         return nullcontext() if self._context is None else self._context
 
     def __call__(self, inputs: Any) -> Any:
-        """What the model says to inputs that are ready: a mapping or a row of arguments, or the only one."""
+        """Return the model's outputs for inputs that are ready: a mapping or sequence of arguments, or a single one."""
         if self._select is not None:
             inputs = self._select(inputs)
         if self._is_row:
@@ -256,7 +254,7 @@ class Forward:
             raise
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the model says to arguments that are ready."""
+        """Return the model's outputs for arguments that are ready."""
         if self.plain:
             return self._model(*args, **kwargs)
         if self._before is not None:
@@ -277,7 +275,7 @@ class Forward:
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)  # what the backend raised, where it was the backend
             reason = next((line for line in str(cause).splitlines() if line.strip()), "")
-            self._log(f"torch.compile gave up, training goes on without it: {type(cause).__name__}: {reason}")
+            self._log(f"torch.compile failed, training continues without it: {type(cause).__name__}: {reason}")
             undo_compile(compiled)
             return self.call(args, kwargs)
         self._compiled = compiled
@@ -285,7 +283,7 @@ class Forward:
 
 
 def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelError | None:
-    """What is wrong where a model's `forward` does not take what a micro-batch has; None where it does."""
+    """Return the error if a model's `forward` does not take a micro-batch's fields; None if it does."""
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)
@@ -296,7 +294,7 @@ def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     name, takes = type(model).__name__.removeprefix("FSDP"), ", ".join(signature.parameters) or "nothing"
     unknown = [key for key in kwargs if key not in signature.parameters]
     if unknown:
-        remedy = "Let `forward` take them, leave them out of the data, or log with `model_inputs` what the model gets"
+        remedy = "Let `forward` take them, leave them out of the data, or name the model's fields in `model_inputs`"
         if set(unknown) <= {"positions", "document_ids"}:
             remedy += ": with `data.document_mask: false` nothing says where a document begins"
         return ModelError(f"{name}.forward takes {takes}, and a micro-batch has {', '.join(unknown)} too. {remedy}")

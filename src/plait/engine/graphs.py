@@ -1,14 +1,14 @@
-"""Forward and backward pass recorded as a CUDA graph, so that no Python stands between their kernels.
+"""Forward and backward pass captured as a CUDA graph, without Python between their kernels.
 
-[Note: a pass that repeats itself] A small model keeps its device waiting: a kernel takes less time than Python needs to
-ask for the next one. Recorded, all kernels of both passes are asked for at once. A recording reads its inputs where the
-first ones lay, so each micro-batch is copied there, and leaves its gradients where the first ones were. It holds for
-inputs of one kind: other shapes, and other numbers that are no tensors, have a recording of their own. Whatever
-Python does on the way (a branch, a count, a hook) was done when it was recorded, and is not done again.
+[Note: a pass that repeats itself] A small model is launch-bound: a kernel takes less time than Python needs to launch
+the next one. A graph launches all kernels of both passes at once. It reads its inputs from static tensors, into which
+each micro-batch is copied, and writes its gradients to static tensors. A graph is for one input signature: other
+shapes, and other values that are not tensors, have a graph of their own. What Python does on the way (a branch, a
+count, a hook) was done during capture, and is not repeated.
 
-The first steps of each kind are not recorded: libraries choose their kernels and set themselves up in those. They run
-on the stream that will be recorded, where autograd then finds everything that it keeps. Where nobody asked for a
-recording, steps are as they would be without one until it is known that it pays. [See `starving`]
+The first steps of each signature are not captured: libraries choose and initialize their kernels in those. They run on
+the stream of the capture, where autograd keeps its buffers. Unless `strategy.graphs` asks for it, steps run as without
+graphs until the model is known to be launch-bound (`LaunchBoundDetector`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from plait.kernels import record, recording_stream
 from plait.monitor import MessageEvent
 from plait.torch_internals import forward_hooks, is_hooked, tree_flatten, tree_unflatten
 
-# Does a device wait for Python? Found out on the way, without waiting for the device.
-
 
 IGNORED_STEPS = 3
-"""Steps that show nothing: kernels are chosen, built and loaded in those."""
+"""First steps, which are not looked at: kernels are chosen, built and loaded in those."""
 OBSERVED_STEPS = 8
-"""Steps in a row after which the device must have had nothing left to do."""
+"""Steps in a row in which the device must have been idle."""
 MAX_MEMORY_SHARE = 0.4
-"""Of the device's memory, what a run may have taken: recorded passes keep as much for themselves."""
+"""The largest share of the device's memory that a run may use: captured passes take as much again."""
 
 
 class LaunchBoundDetector:
-    """Looks at the first steps: was the device done with a step's passes when the host came with the next step?
+    """Checks in the first steps whether the device is done with a step's passes when the host begins the next step.
 
-    A device that is busy is about a step behind its host. One that waits for Python, or for data, is not.
+    A busy device is about a step behind its host. One that waits for Python, or for data, is not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,10 +50,10 @@ class LaunchBoundDetector:
         self._steps = 0
         self._mark: torch.cuda.Event | None = None
         self.launch_bound: bool | None = None
-        """None as long as it is not known."""
+        """None until it is known."""
 
     def passes_begin(self) -> None:
-        """Look whether the device is done with those before."""
+        """Check whether the device is done with the passes before."""
         if self.launch_bound is not None:
             return
         self._steps += 1
@@ -66,7 +64,7 @@ class LaunchBoundDetector:
                 self.launch_bound = self._has_memory()
 
     def passes_end(self) -> None:
-        """Both were asked for."""
+        """Record an event after both passes were launched."""
         if self.launch_bound is None:
             self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._mark.record(torch.cuda.current_stream(self._device))
@@ -78,7 +76,7 @@ class LaunchBoundDetector:
 
 
 def is_watched(modules: list[nn.Module]) -> bool:
-    """Whether somebody wants to be told of passes, as no recording would."""
+    """Whether modules have hooks, which a graph would not call."""
     return any(map(is_hooked, modules))
 
 
@@ -86,21 +84,21 @@ Passes = Callable[[Any, float, Tensor | float | None], WeightedLoss]
 """Both passes over inputs of so many samples, the loss multiplied by a scale; returns the loss, detached."""
 
 Recording = Literal["always", "where it pays"]
-"""`where it pays`: nobody asked for it. Not before the device was seen to wait; without a word where it cannot be."""
+"""`where it pays`: not configured; captured only if launch-bound, and without a message if that fails."""
 
 WARM_UP = 3
-"""Steps of each kind before one is recorded. They count like any other."""
+"""Steps of each signature before the capture. They train like any other."""
 MAX_RECORDINGS = 8
-"""Kinds of inputs that are recorded; each keeps a gradient for every parameter."""
+"""Signatures that are captured; each keeps a gradient for every parameter."""
 MAX_AUTO_RECORDINGS = 2
-"""The same where nobody asked: whole batches, and the rest of an epoch."""
+"""The same if not configured: full batches, and the rest of an epoch."""
 CONSTANTS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
-"""What inputs may hold besides tensors."""
+"""Types that inputs may hold besides tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedPasses:
-    """Both passes over inputs of one kind, and the tensors that they read and write."""
+    """The graph of both passes for one signature, and the static tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
@@ -108,10 +106,10 @@ class CapturedPasses:
     loss: WeightedLoss
     gradients: list[tuple[nn.Parameter, Tensor]]
     notify_collector: Callable[[], None]
-    """Lets whoever collects gradients know that there are some."""
+    """Tells the gradient collector that gradients exist."""
 
     def replay(self, inputs: list[Tensor], scale: float | None) -> WeightedLoss:
-        """Do both passes over these inputs."""
+        """Run both passes over these inputs."""
         for static, tensor in zip(self.inputs, inputs, strict=True):
             static.copy_(tensor, non_blocking=True)
         if self.scale is not None and scale is not None:
@@ -124,7 +122,7 @@ class CapturedPasses:
 
 
 class RecordedPasses:
-    """Both passes of steps with one micro-batch: done as they are at first, then repeated from a recording."""
+    """Both passes of steps with one micro-batch: run eagerly at first, then replayed from a graph."""
 
     def __init__(
         self,
@@ -135,7 +133,7 @@ class RecordedPasses:
         recording: Recording,
         log: LogFunction,
     ) -> None:
-        """`gradients`: what collects them, if anything does; of one process."""
+        """`gradients`: the gradient collector, if any, of one process."""
         self._passes = passes
         self._gradients = gradients
         self._modules = list(model.modules())
@@ -150,7 +148,7 @@ class RecordedPasses:
 
     @property
     def asked_for(self) -> bool:
-        """Whether the user did."""
+        """Whether the user configured it."""
         return self._launch_bound is None
 
     def __call__(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
@@ -167,7 +165,7 @@ class RecordedPasses:
         leaves, tree = tree_flatten(inputs)
         other = next((leaf for leaf in leaves if not _is_plain(leaf) and not isinstance(leaf, CONSTANTS)), None)
         if self._on and other is not None:
-            self._give_up(f"micro-batches hold a {type(other).__name__}, which is no plain tensor, number or text")
+            self._give_up(f"micro-batches hold a {type(other).__name__}, which is not a plain tensor, number or string")
         if not self._on:
             return self._run_passes(inputs, samples, scale)
         if (
@@ -187,7 +185,7 @@ class RecordedPasses:
                 return self._run_passes(inputs, samples, scale)
             try:
                 recorded = self._recordings[signature] = self._record(leaves, tree, samples, scale)
-            except Exception as error:  # whatever is wrong with the inputs themselves comes up again right away
+            except Exception as error:  # an error in the inputs is raised again by the eager passes
                 self._give_up(_first_line(error))
                 return self._run_passes(inputs, samples, scale)
         return recorded.replay(tensors, scale)
@@ -196,7 +194,7 @@ class RecordedPasses:
         full = len(self._recordings) == (MAX_RECORDINGS if self.asked_for else MAX_AUTO_RECORDINGS)
         if full and self.asked_for and not self._warned:
             self._warned = True
-            self._log(f"strategy.graphs: {MAX_RECORDINGS} kinds of micro-batches are recorded, further ones are not")
+            self._log(f"strategy.graphs: {MAX_RECORDINGS} kinds of micro-batches are captured, further ones are not")
         return full
 
     def _run_passes(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
@@ -205,7 +203,7 @@ class RecordedPasses:
 
     @contextmanager
     def _on_recording_stream(self) -> Iterator[None]:
-        """What is done here is done on the stream of recordings, behind all work so far, before all that follows."""
+        """Run the block on the capture stream, after all work so far and before all that follows."""
         if not self._on or self._device.type != "cuda":
             yield
             return
@@ -217,7 +215,7 @@ class RecordedPasses:
         current.wait_stream(recording)
 
     def _record(self, leaves: list[Any], tree: Any, samples: float, scale: float | None) -> CapturedPasses:
-        """Record both passes; nothing is computed yet, and gradients are left where a replay will write them."""
+        """Capture both passes; nothing is computed yet, and gradients are the tensors that replays will write."""
         self._release_cached_memory()
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         factor = None if scale is None else torch.empty((), device=self._device)
@@ -226,7 +224,7 @@ class RecordedPasses:
         graph = record(lambda: losses.append(self._passes(tree_unflatten(static, tree), samples, factor)), pool_of)
         self._facts = self._recorded_facts()
         if not self.asked_for and not self._recordings:
-            message = "the device waits for Python: both passes are recorded from now on (strategy.graphs: auto)"
+            message = "the device waits for Python: both passes are captured from now on (strategy.graphs: auto)"
             self._log(MessageEvent(message))
         return CapturedPasses(
             graph,
@@ -238,8 +236,8 @@ class RecordedPasses:
         )
 
     def _release_cached_memory(self) -> None:
-        """Give back what the steps before kept for themselves: a recording has memory of its own."""
-        gc.collect()  # also, nothing may be freed while the device is recorded that it has yet to be asked about
+        """Release the memory cached by the steps before: a graph has its own memory."""
+        gc.collect()  # also, nothing may be freed during the capture that would query the device
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -248,18 +246,18 @@ class RecordedPasses:
         self._on = False
         self._recordings.clear()
         for param in self._parameters():
-            param.grad = None  # perhaps half recorded
+            param.grad = None  # perhaps partly captured
         if self._gradients is not None:
-            self._gradients.finish()  # forgets whose gradients it was told of meanwhile
+            self._gradients.finish()  # forgets the gradients that it collected meanwhile
         if self.asked_for:
-            message = f"strategy.graphs is on, but the passes cannot be recorded: {reason}. Training goes on without it"
+            message = f"strategy.graphs is on, but the passes cannot be captured: {reason}. Training continues without"
             self._log(message)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (param for module in self._modules for param in module._parameters.values() if param is not None)
 
     def _recorded_facts(self) -> list[Hashable]:
-        """What a recording takes for granted: modes, who listens, what is trained, and where everything lies."""
+        """Return what a graph depends on: modes, hooks, trained parameters, and the addresses of all tensors."""
         facts: list[Hashable] = []
         for module in self._modules:
             facts.append((module.training, *forward_hooks(module)))
@@ -273,7 +271,7 @@ class RecordedPasses:
 
 
 def _no_collector() -> None:
-    """Gradients are found where they are, on the parameters."""
+    """Nothing to notify: gradients are read from the parameters."""
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -281,14 +279,14 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _signature(leaf: Any) -> Hashable:
-    """What a recording knows of an input for good. `1`, `1.0` and `True` are equal, and not the same."""
+    """Return the part of an input that a graph is captured for. `1`, `1.0` and `True` are equal, and not the same."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return type(leaf), leaf
 
 
 def _first_line(error: BaseException) -> str:
-    """Of the error that came first: the end of a recording that failed raises another one."""
+    """Return the first line of the original error: the end of a failed capture raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)

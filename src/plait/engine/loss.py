@@ -1,4 +1,4 @@
-"""From whatever a model returns to a loss with a weight, and from that to a global mean."""
+"""Read a weighted loss from a model's outputs, and normalize it by the global number of targets."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 def described_loss(config: RunConfig) -> LossFunction | None:
-    """The function that `train.loss` names; None where the model's local_mean result is learned."""
+    """Return the function that `train.loss` names; None if the model returns its loss itself."""
     return None if config.train.loss is None else function(config.train.loss, "train.loss", "outputs", "batch")
 
 
 class WeightedLoss(NamedTuple):
-    """A loss and its weight: a sum over `weight` targets, or a mean that counts `weight` times."""
+    """A loss and its weight: a sum over `weight` targets, or a mean with the weight `weight`."""
 
     value: Tensor
     weight: Tensor | float
     is_mean: bool
 
     def mean(self) -> Tensor:
-        """The mean over this micro-batch."""
+        """Return the mean over this micro-batch."""
         if self.is_mean:
             return self.value
-        # No target at all: a loss of zero, not zero by zero.
+        # Without any target the loss is zero, not 0 / 0.
         weight = self.weight
         return self.value / (torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1.0)
 
     def total(self) -> Tensor:
-        """The sum over this micro-batch."""
+        """Return the sum over this micro-batch."""
         return self.value * self.weight if self.is_mean else self.value
 
 
 def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunction | None) -> WeightedLoss:
-    """Find the loss in a model's output.
+    """Return the weighted loss of a micro-batch, read from the model's outputs.
 
-    A `LossTerm` is a sum with its count. A scalar is a mean, and counts as often as the micro-batch has
-    samples. A filler (no samples) counts for nothing, but keeps its graph, so that its backward pass takes
-    part in every collective.
+    A `LossTerm` is a sum with its count. A scalar is a mean, weighted by the number of samples in the micro-batch. A
+    filler (no samples) has weight zero, but keeps its graph, so that its backward pass takes part in every collective.
     """
     result = outputs if loss_function is None else loss_function(outputs, inputs)
     if isinstance(result, Mapping):
@@ -78,7 +77,7 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
 
 
 class StepLoss(NamedTuple):
-    """A step's loss over all micro-batches and ranks; perhaps still on its way from the device."""
+    """A step's loss over all micro-batches and ranks; possibly still being computed on the device."""
 
     total: Tensor
     """The sum of the loss; without a divisor, its mean."""
@@ -86,27 +85,27 @@ class StepLoss(NamedTuple):
     flag: Tensor | bool
     """Whether some rank has set `LossNormalizer.flag`."""
     divisor: float | None
-    """What the gradients were divided by; None where that was the count itself."""
+    """What the gradients were divided by; None if that was the count itself."""
     local_mean: Tensor | None = None
-    """This rank's mean, told instead of the common one. It decides nothing: other ranks have another."""
+    """This rank's mean, reported instead of the global one. It decides nothing, since ranks have different ones."""
 
     def mean(self) -> Tensor:
-        """The mean loss."""
+        """Return the mean loss."""
         if self.local_mean is not None:
             return self.local_mean
         return self.total if self.divisor is None else self.total / self._some_count()
 
     def correction(self) -> Tensor | float:
-        """What the gradients are still to be multiplied by."""
+        """Return the factor that the gradients must still be multiplied by."""
         return 1.0 if self.divisor is None else self.divisor / self._some_count()
 
     def _some_count(self) -> Tensor:
         assert isinstance(self.count, Tensor)
-        # No target at all: loss and gradients are zero, whatever they are divided by.
+        # Without any target, loss and gradients are zero, whatever they are divided by.
         return torch.where(self.count > 0, self.count, 1.0)
 
     def read(self) -> tuple[float, float, bool]:
-        """The mean loss, the number of targets, and the flag. Waits for the device."""
+        """Return the mean loss, the number of targets, and the flag. Waits for the device."""
         count = float(self.count)
         if self.local_mean is not None or self.divisor is None:
             return float(self.mean()), count, bool(self.flag)
@@ -117,17 +116,17 @@ class LossNormalizer:
     """Divides by the number of targets over all micro-batches and ranks.
 
     [Note: dividing before the count is known]
-    The count is known after the last forward pass; most backward passes are over by then. So they are divided
-    by a power of two near the count, which costs no precision, and the optimizer is told the exact rest
-    (`correction`). With one process and one micro-batch the count is known, and nothing is left to correct.
-    The sum over ranks is on its way while the last backward pass runs.
+    The count is known after the last forward pass, when most backward passes are over. So losses are divided by a power
+    of two near the count, which costs no precision, and the optimizer applies the exact remaining factor
+    (`correction`). With one process and one micro-batch the count is known, and no correction is needed. The all-reduce
+    of the counts overlaps with the last backward pass.
 
-    In fp16 it still decides which gradients overflow. So there each step has the power of two near the count of the
-    step before, which is the same in every layout and goes into checkpoints; only the first of a run has a guess.
+    In fp16 the divisor still decides which gradients overflow. So there each step uses the power of two near the count
+    of the step before, which is the same in every layout and is saved; only the first step of a run uses an estimate.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, counts: bool = True) -> None:
-        """`counts`: whether this rank's losses count; not where another rank has the same ones."""
+        """`counts`: whether this rank's losses are summed; not if another rank has the same ones."""
         self._group = group
         self._counts = counts
         self._device = device
@@ -138,10 +137,10 @@ class LossNormalizer:
         self._work: dist.Work | None = None
         self._exact = False
         self.flag = False
-        """Set on any rank, it comes back from `finish` on every rank: it travels with the loss."""
+        """If set on any rank, `finish` returns it on every rank: it is all-reduced with the loss."""
 
     def add(self, loss: WeightedLoss, *, micro_batches: int) -> None:
-        """Take note of one micro-batch's loss, before its backward pass."""
+        """Add one micro-batch's loss, before its backward pass."""
         self._exact = micro_batches == 1 and self._group is None
         if self._divisor is None and not self._exact:
             self._divisor = self._choose_divisor(loss.weight, micro_batches)
@@ -151,37 +150,37 @@ class LossNormalizer:
 
     @property
     def divisor(self) -> float | None:
-        """What gradients are divided by before the count is known; None where nobody had to choose."""
+        """What gradients are divided by before the count is known; None if the count was known."""
         return self._divisor
 
     def expect(self, count: float) -> None:
-        """Take a guess at this rank's targets of a step, where it may not see any. Every rank must do so."""
+        """Estimate this rank's targets per step, for ranks that may see no loss. Every rank must call it."""
         if self._divisor is None:
             self._divisor = self._choose_divisor(count, 1)
 
     def learn(self, count: float) -> None:
-        """Divide the next step by about as many targets as there were in this one, however the guess came about."""
+        """Divide the next step by about as many targets as there were in this one."""
         if count > 0:
             self._divisor = _power_of_two(count)
 
     def add_nothing(self) -> None:
-        """Take part in a step whose losses other ranks have."""
+        """Take part in the all-reduce of a step whose losses other ranks have."""
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
         self._sum(zero, zero)
 
     def scaled(self, loss: WeightedLoss) -> Tensor:
-        """The loss of a micro-batch divided as its backward pass needs it."""
+        """Return the loss of a micro-batch to call backward on."""
         if self._exact:
             return loss.mean()
         assert self._divisor is not None
         return loss.value * (loss.weight / self._divisor if loss.is_mean else 1.0 / self._divisor)
 
     def scaled_mean(self, mean: Tensor) -> Tensor:
-        """What to call backward on, given the mean of the micro-batch that was added last."""
+        """Return the loss to call backward on, from the mean of the micro-batch that was added last."""
         return self.scaled(WeightedLoss(mean, self._losses[-1].weight, is_mean=True))
 
     def finish(self) -> StepLoss:
-        """What the step's loss adds up to, over all micro-batches and ranks."""
+        """Return the step's loss, summed over all micro-batches and ranks."""
         losses, self._losses = self._losses, []
         if self._exact:
             flag, self.flag = self.flag, False
@@ -205,18 +204,18 @@ class LossNormalizer:
         for loss in self._losses:
             total = total + loss.total().to(self._dtype)
             count = count + loss.weight
-        # A number is filled in, not copied from the host: the device would have to be waited for.
+        # A number is filled in, not copied from the host: a copy would wait for the device.
         known = not isinstance(count, Tensor)
         self._sum(total, torch.full_like(total, count) if known else count.to(total.device, self._dtype))
 
     def _sum(self, total: Tensor, count: Tensor) -> None:
         flag = torch.full((), float(self.flag), dtype=self._dtype, device=total.device)
-        self.flag = False  # it is on its way; set from now on, it is meant for the next step
+        self.flag = False  # if set from now on, it belongs to the next step
         self._box = torch.stack((total, count, flag)) if self._counts else torch.stack((total * 0, count * 0, flag))
         if self._group is not None:
             self._work = dist.all_reduce(self._box, group=self._group, async_op=True)
 
 
 def _power_of_two(count: float) -> float:
-    """The nearest one."""
+    """Return the nearest power of two."""
     return float(2.0 ** round(math.log2(max(count, 1.0))))

@@ -1,4 +1,4 @@
-"""An engine for loops that compute the loss themselves: forward, backward and step, each called by the user."""
+"""Engines for loops that call forward, backward and step themselves, and compute the loss outside of the engine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from plait.torch_internals import foreach_add_, mark_stepped
 
 
 class ManualEngine(NativeEngine):
-    """What the loops of other frameworks need: any call of the model, any scalar as a loss.
+    """The engine under the loops of other frameworks: any call of the model, any scalar as a loss.
 
-    A loss is this rank's mean over one micro-batch. It is divided by `accumulation`, and gradients are averaged
-    over the ranks with other data, as DistributedDataParallel does it: each micro-batch counts alike, whatever it
-    holds. `train_step` stays, and counts targets.
+    A loss is this rank's mean over one micro-batch. It is divided by `accumulation`, and gradients are averaged over
+    the ranks with other data, as in DistributedDataParallel: each micro-batch has the same weight, whatever it holds.
+    `train_step` still weights by targets.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,12 +40,12 @@ class ManualEngine(NativeEngine):
 
     @property
     def optimizer(self) -> Optimizer:
-        """What updates the weights; a user's own where one was given."""
+        """The optimizer; the user's own if one was given."""
         return self.updater.optimizer
 
     @property
     def optimizer_type(self) -> str:
-        """The class of a user's own optimizer; else as `config.optim` says."""
+        """The class name of a user's own optimizer; else as `config.optim` says."""
         optimizer_class = type(self.optimizer)
         return super().optimizer_type if optimizer_class.__module__.startswith("plait.") else optimizer_class.__name__
 
@@ -55,7 +55,7 @@ class ManualEngine(NativeEngine):
         return self.updater.scaler
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model: arguments on the device, in the compute format; in whatever mode the model is."""
+        """Call the model, in its current mode, with the arguments moved to the device and cast."""
         if self._staged is not None:
             raise TrainingError(
                 "a model spread by strategy.layout.pp cannot be called by itself: a pipeline has several micro-batches "
@@ -73,24 +73,23 @@ class ManualEngine(NativeEngine):
             self._unsharded.reshard()
 
     def allow_submodule_calls(self) -> None:
-        """At stage 3: let parts of the model be called by themselves, too, and methods that go through them."""
+        """At stage 3, let submodules of the model be called directly, and methods that call them."""
         if hasattr(self.model, "unshard"):
             add_fsdp_roots(self.model, self.master_weights.settle)
 
     def backward(self, loss: Tensor, *, last: bool | None = None, retain_graph: bool = False) -> None:
         """Backward through the mean loss of one micro-batch.
 
-        `last` says whether `step` follows, so that gradients are reduced meanwhile; absent: after `accumulation`
-        of them.
+        `last`: `step` follows, so gradients are reduced in this pass; absent: true for every `accumulation`-th pass.
         """
         if loss.ndim != 0:
             raise TrainingError(
-                f"backward wants a scalar loss, not a tensor of shape {tuple(loss.shape)}: take its mean"
+                f"backward needs a scalar loss, not a tensor of shape {tuple(loss.shape)}: take its mean"
             )
         if self._reduced and self._gradients is not None:
             raise TrainingError(
-                "backward was called again after the last micro-batch of a step: its gradients are summed over ranks "
-                "already. Add the losses and call backward once, or set the number of micro-batches to accumulate"
+                "backward was called again after the last micro-batch of a step, whose gradients are already summed "
+                "over ranks. Add the losses and call backward once, or set the number of micro-batches to accumulate"
             )
         self._complete = False
         self.updater.forget_norm()
@@ -118,9 +117,9 @@ class ManualEngine(NativeEngine):
         return bool(self._losses)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Complete the step's gradients and clip them in the `step` that follows; returns their norm before.
+        """Complete the step's gradients and clip them in the `step` that follows; return their norm before clipping.
 
-        A number on the device, as torch's own function gives it. Whoever prints it waits for it, the step does not.
+        The norm is a tensor on the device, as from torch's own function: reading it waits, the step does not.
         """
         self.updater.clip_norm = clip_limit("max_norm", max_norm)
         self._finish_gradients()
@@ -134,7 +133,7 @@ class ManualEngine(NativeEngine):
         if not self._losses:
             raise TrainingError("step was called without a backward pass before it")
         self._finish_gradients()
-        # What is decided for all ranks is decided from the norm, which is the same on all of them.
+        # Decisions for all ranks depend on the norm, which is the same on all of them.
         nothing = torch.zeros((), device=self.world.device)
         count = float(len(self._losses) * self.world.layout.replicas)
         losses, self._losses = self._losses, []
@@ -149,8 +148,8 @@ class ManualEngine(NativeEngine):
         if not self._complete:
             if not self._reduced and self._gradients is not None:
                 raise TrainingError(
-                    f"step was called after {len(self._losses)} backward passes, none of which was the last one of a "
-                    f"step; `accumulation` is {self.accumulation}"
+                    f"step was called after {len(self._losses)} backward passes, none of which was marked as the last "
+                    f"of a step; `accumulation` is {self.accumulation}"
                 )
             self._complete_gradients()
         self._complete = True
@@ -163,43 +162,40 @@ class ManualEngine(NativeEngine):
 
 
 def clip_limit(name: str, limit: float) -> float:
-    """What gradients are cut down to: torch would turn them around at a negative limit, and erase them at 0 or NaN."""
+    """Return `limit`; refuse limits with which torch would flip the sign of gradients (< 0) or erase them (0, NaN)."""
     if not limit > 0.0:
-        raise TrainingError(f"{name}={limit!r}: gradients are clipped to a number above 0; leave the call out for none")
+        raise TrainingError(f"{name}={limit!r}: the clipping limit must be above 0; leave the call out to not clip")
     return float(limit)
 
 
 def prepare_manual(given: Preparation) -> ManualEngine:
-    """Make a model ready for a loop of the user's own."""
+    """Prepare a model for a custom loop."""
     if given.config.strategy.layout.cp > 1:
         raise ConfigError(
             Problem(
                 "strategy.layout.cp",
-                "cuts each sequence, and only a step that sees the whole micro-batch can do that",
+                "shards each sequence, which needs the whole micro-batch at once",
                 "Use `train_step`, or leave it out.",
             )
         )
     return prepare_native(given, ManualEngine)
 
 
-# An engine for scripts that call backward whenever they like, and throw gradients away.
-
-
 class LoopEngine(ManualEngine):
     """A manual engine for scripts that were written for DistributedDataParallel.
 
-    Such scripts may call backward several times before a step, each time complete; sum one loss over several
-    models; or forget about gradients. None of that costs anything where it is not done.
+    Such scripts may call backward several times before a step, each time with a reduction; sum one loss over several
+    models; or discard gradients. None of this costs anything unless it is used.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kept: list[Tensor] = []
-        """Gradients of earlier complete backward passes of this step."""
+        """Reduced gradients of earlier backward passes of this step."""
         self._default_clip_value = self.updater.clip_value
 
     def begin_backward(self, *, last: bool) -> None:
-        """Expect gradients of one backward pass; `last`: complete ones, which a step may follow."""
+        """Expect the gradients of one backward pass; `last`: they are reduced, and a step may follow."""
         if self._reduced and self._gradients is not None:
             self._keep()
         if self._gradients is not None:
@@ -209,11 +205,11 @@ class LoopEngine(ManualEngine):
         self.updater.forget_norm()
 
     def end_backward(self, loss: Tensor) -> None:
-        """The backward pass is over."""
+        """Record the loss of a completed backward pass."""
         self._losses.append(loss)
 
     def _keep(self) -> None:
-        """Lay the complete gradients aside, so that further ones can be summed over the ranks alone."""
+        """Save the reduced gradients, so that further ones are reduced separately."""
         self._finish_gradients()
         self._kept = [grad.clone() for grad in self.master_weights.gather_gradients()]
         self.master_weights.clear_gradients()
@@ -226,7 +222,7 @@ class LoopEngine(ManualEngine):
             self._kept = []
 
     def discard(self) -> None:
-        """Forget the gradients since the last step. Every rank must do it."""
+        """Discard the gradients since the last step. Every rank must call it."""
         if self._losses and self._gradients is not None:
             self._gradients.before_backward(last=True)
             self._gradients.finish()

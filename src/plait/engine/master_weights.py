@@ -1,11 +1,10 @@
-"""What the optimizer sees: plain fp32 tensors, whatever the model computes with.
+"""Master weights: the tensors that the optimizer updates, plain and fp32, whatever the model computes with.
 
 [Note: the optimizer sees local tensors]
-Most optimizers work element by element, so a shard is as good to them as the whole. They get this rank's
-part as a plain tensor that shares its storage with the model's DTensor: no dispatch through DTensor on any
-of their operations, and fused kernels work as they do on one process. Optimizers that look at a whole
-parameter (LAMB, Adafactor, Muon) get the DTensor itself, or, where they know nothing of ranks, all of it as a plain
-tensor on the rank that updates it: see `optim.kinds`.
+Most optimizers are elementwise, so a shard is enough for them. They get this rank's shard as a plain tensor that shares
+its storage with the model's DTensor: their operations do not dispatch through DTensor, and fused kernels work as in one
+process. Optimizers over whole parameters (LAMB, Adafactor, Muon) get the DTensor itself; those that know nothing of
+ranks get the full parameter as a plain tensor, on the rank that updates it: see `ParamForm` in `optim.base`.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    """The parameters that are trained, and their names, in the order of the model."""
+    """Return the names and the parameters that are trained, in the order of the model."""
     pairs = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     if not pairs:
         raise ModelError(
-            "no parameter that this rank holds has requires_grad: there is nothing to train. In a pipeline every rank "
-            "needs one: train one in each stage, or name other layers in strategy.pipeline.split"
+            "no parameter of this rank has requires_grad: there is nothing to train. In a pipeline every rank needs a "
+            "trainable parameter: train one in each stage, or name other layers in strategy.pipeline.split"
         )
     return [name for name, _ in pairs], [param for _, param in pairs]
 
@@ -54,20 +53,20 @@ class MasterWeights(ABC):
     """The trainable parameters by name, each with the tensor that the optimizer updates in its place."""
 
     norm_group: dist.ProcessGroup | None = None
-    """Over which ranks the squares of local gradients add up to the whole."""
+    """The ranks over which the squared norms of local gradients are summed."""
     shows_gradients: ClassVar[bool] = True
-    """Whether a step's gradients are all there at once, once they are complete."""
+    """Whether all gradients of a step exist at the same time, once they are complete."""
     norm_weights: list[float] | None = None
-    """How much each of them counts; see `optim.grad_norm`."""
+    """The weight of each gradient in that sum; see `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
-    """Parameters that do not train and are rounded for computing: what they were before."""
+    """The original values of parameters that are cast for computing and do not train."""
     owned: OwnedParams | None = None
-    """Whole parameters for an optimizer that knows nothing of ranks, each on the rank that updates it."""
+    """Full parameters for an optimizer that knows nothing of ranks, each on the rank that updates it."""
     before_forward: Callable[[], None] | None = None
-    """What must be done before each call of the model, where that cannot be left to the model's own hooks."""
+    """Called before each call of the model, for what cannot be done in module hooks."""
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], *, elementwise: bool = True) -> None:
-        """`elementwise`: the optimizer is content with this rank's part of a parameter."""
+        """`elementwise`: the optimizer gets this rank's shard of a parameter."""
         self.names = list(names)
         self.params = list(params)
         self._elementwise = elementwise
@@ -77,14 +76,14 @@ class MasterWeights(ABC):
     def _make_tensors(self) -> list[nn.Parameter]: ...
 
     def _optimizer_param(self, tensor: Tensor) -> nn.Parameter:
-        """What the optimizer sees of a parameter, or of the fp32 weights behind it."""
+        """Return what the optimizer gets for a parameter, or for its fp32 weights."""
         if self._elementwise and is_sharded(tensor):
             with torch.no_grad():
                 return nn.Parameter(tensor.to_local())
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
     def use_owned_params(self) -> None:
-        """Give the optimizer whole parameters: see [Note: one owner a parameter]. Every rank must call it."""
+        """Give the optimizer full parameters: see [Note: one owner per parameter]. Every rank must call it."""
         if any(is_sharded(tensor) for tensor in self.tensors):
             from plait.optim import OwnedParams
 
@@ -92,11 +91,11 @@ class MasterWeights(ABC):
 
     @property
     def updated(self) -> Sequence[nn.Parameter | None]:
-        """For each parameter the tensor that the optimizer has of it; None where another rank updates it."""
+        """For each parameter the tensor that the optimizer has; None if another rank updates it."""
         return self.tensors if self.owned is None else self.owned.updated
 
     def gathered(self, *, gradients: bool = False) -> AbstractContextManager[None]:
-        """While this lasts, what the optimizer has is what the model has; at the end it is the other way round.
+        """Within the block, the optimizer's tensors have the model's current weights; at its end the model gets them.
 
         Every rank must enter it.
         """
@@ -104,77 +103,77 @@ class MasterWeights(ABC):
 
     @abstractmethod
     def gather_gradients(self) -> list[Tensor]:
-        """Give every view its gradient of this step; returns this rank's part of each, as plain tensors."""
+        """Set the gradients of the optimizer's tensors; return this rank's shard of each, as plain tensors."""
 
     def rounded_params(self) -> dict[Tensor, Tensor]:
-        """For each updated tensor, the parameter that `publish` rounds it into.
+        """Return for each updated tensor the parameter that `publish` rounds it into.
 
-        An optimizer that goes element by element may write it there itself. Empty where nothing is rounded.
+        An elementwise optimizer may write it there itself. Empty if nothing is rounded.
         """
         return {}
 
-    def publish(self) -> None:  # noqa: B027  # most master_weights share storage with the model
-        """Bring the model's parameters up to date with the updated tensors."""
+    def publish(self) -> None:  # noqa: B027  # most share storage with the model
+        """Copy the updated tensors to the model's parameters."""
 
-    def settle(self) -> None:  # noqa: B027  # most updates are made when they return
+    def settle(self) -> None:  # noqa: B027  # most updates are complete when they return
         """Wait until the model has the weights of the last update."""
 
     def publish_frozen(self) -> None:
-        """Bring the model up to date with `frozen`, which only loading changes."""
+        """Copy `frozen`, which only loading changes, to the model."""
         with torch.no_grad():
             for param, whole in self.frozen.items():
                 param.copy_(whole)
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of this step."""
+        """Free the gradients of this step."""
         for param in self.params:
             param.grad = None
 
     @property
     def in_buckets(self) -> bool:
-        """Whether gradients are collected in buckets, where `gradient_of` finds them."""
+        """Whether gradients are collected in buckets, from which `gradient_of` returns them."""
         return False
 
     def gradient_of(self, name: str) -> Tensor:
-        """This rank's part of a gradient, where it is collected."""
-        raise NotImplementedError("only gradients in buckets have a place of their own")
+        """Return this rank's gradient, a view of its bucket."""
+        raise NotImplementedError("only gradients in buckets are views of a bucket")
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient of this step, while there is one."""
+        """Return the gradient of this step; None if it has none (any more)."""
         return self.tensors[index].grad
 
     def readable(self) -> AbstractContextManager[None]:
-        """While this lasts, the tensors and the optimizer's state can be read, wherever they live."""
+        """Within the block, the tensors and the optimizer's state can be read, wherever they are stored."""
         return nullcontext()
 
     def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
-        """Make room for optimizer state of the shapes of the master_weights, where that is not ordinary memory.
+        """Allocate optimizer states of the parameters' shapes in files, if they are stored in files.
 
-        Returns for which master_weights that was done.
+        Returns the indices of the parameters for which that was done.
         """
         return frozenset()
 
     def local(self, index: int) -> Tensor:
-        """This rank's part of one tensor."""
+        """Return this rank's shard of one tensor."""
         return to_local(self.tensors[index])
 
     def logical(self, index: int, local: Tensor) -> Tensor:
-        """Wrap a local tensor, shaped like this view, as the whole that it is a part of."""
+        """Return a local tensor, shaped like the optimizer's tensor, as a global tensor."""
         return dtensor_like(local, self.params[index])
 
 
 class DirectParams(MasterWeights):
-    """One process, no smaller format: the parameters themselves."""
+    """One process, and no smaller dtype: the parameters themselves."""
 
     def _make_tensors(self) -> list[nn.Parameter]:
         return self.params
 
     def gather_gradients(self) -> list[Tensor]:
-        """Each parameter's own gradient."""
+        """Return each parameter's own gradient."""
         grads = []
         for param in self.params:
             if param.grad is None:
-                # Took no part in this step. A gradient of zero, as on many ranks, where another may have used it.
+                # Unused in this step: a zero gradient, as on several ranks, where another may have used it.
                 param.grad = torch.zeros_like(param)
             grads.append(param.grad)
         return grads
@@ -193,7 +192,7 @@ class BucketParams(MasterWeights):
         *,
         elementwise: bool = True,
     ) -> None:
-        """`masters` holds, for each parameter in a smaller format, its fp32 weights; None for the others."""
+        """`masters` holds, for each parameter in a smaller dtype, its fp32 weights; None for the others."""
         self.frozen = frozen
         self._buckets = buckets
         self._masters = masters
@@ -211,10 +210,10 @@ class BucketParams(MasterWeights):
         ]
 
     def gather_gradients(self) -> list[Tensor]:
-        """Each view's place in a bucket."""
+        """Return views of the buckets, cast to the optimizer's dtype."""
         grads = []
         for index, tensor in enumerate(self.tensors):
-            # Where gradients are summed in a smaller format, the optimizer still wants its own.
+            # Gradients may be summed in a smaller dtype than the optimizer's.
             local = self._buckets.view_of(index).to(tensor.dtype)
             tensor.grad = local if self._elementwise else dtensor_like(local, tensor)
             grads.append(local)
@@ -226,24 +225,24 @@ class BucketParams(MasterWeights):
         return True
 
     def gradient_of(self, name: str) -> Tensor:
-        """This rank's part of a gradient, where it is collected."""
+        """Return this rank's gradient, a view of its bucket."""
         return self._buckets.view_of(self.names.index(name))
 
     def clear_gradients(self) -> None:
-        """Forget the wholes and the parts."""
+        """Free the gradients of the parameters and of the optimizer's tensors."""
         super().clear_gradients()
         for tensor in self.tensors:
             tensor.grad = None
 
     def rounded_params(self) -> dict[Tensor, Tensor]:
-        """The parameters behind which fp32 weights are updated."""
+        """Return the model's cast parameter for each fp32 weight."""
         if not self._elementwise:
             return {}
         masters = [tensor for tensor, master in zip(self.tensors, self._masters, strict=True) if master is not None]
         return {tensor: param for tensor, (param, _) in zip(masters, self._copied, strict=True)}
 
     def publish(self) -> None:
-        """Round the fp32 weights to what the model computes with."""
+        """Round the fp32 weights into the model's parameters."""
         if self._copied:
             params, tensors = zip(*self._copied, strict=True)
             with torch.no_grad():
@@ -251,15 +250,15 @@ class BucketParams(MasterWeights):
 
 
 class ShardedParams(MasterWeights):
-    """Parameters of which some are spread over ranks, and whose gradients are complete: this rank's part of each."""
+    """Parameters of which some are sharded, and whose gradients are already reduced: this rank's shard of each."""
 
     def _make_tensors(self) -> list[nn.Parameter]:
         return [self._optimizer_param(param) for param in self.params]
 
     def gather_gradients(self) -> list[Tensor]:
-        """This rank's part of each gradient."""
+        """Return this rank's shard of each gradient."""
         grads = []
-        with torch.no_grad():  # lets to_local return the part itself, without recording anything
+        with torch.no_grad():  # lets to_local return the shard itself, without an autograd node
             for param, tensor in zip(self.params, self.tensors, strict=True):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
@@ -269,19 +268,16 @@ class ShardedParams(MasterWeights):
         return grads
 
     def clear_gradients(self) -> None:
-        """Forget the wholes and the parts."""
+        """Free the gradients of the parameters and of the optimizer's tensors."""
         super().clear_gradients()
         for tensor in self.tensors:
             tensor.grad = None
 
 
-# One process with fp32 weights behind smaller ones, and an optimizer that does everything in one pass.
-
-
 class RoundedParams(MasterWeights):
-    """The optimizer sees the fp32 weights; it finds small gradients on the parameters, and writes those itself.
+    """One process with cast weights and the one-pass optimizer, which reads their gradients and writes them itself.
 
-    See `optim.one_pass` and `parallel.single`.
+    See `optim.fused_adam` and `OwnGradients` in `distributed`.
     """
 
     def __init__(
@@ -292,7 +288,7 @@ class RoundedParams(MasterWeights):
         masters: Sequence[Tensor | None],
         frozen: Mapping[nn.Parameter, Tensor],
     ) -> None:
-        """`masters` holds, for each parameter in a smaller format, its fp32 weights; None for the others."""
+        """`masters` holds, for each parameter in a smaller dtype, its fp32 weights; None for the others."""
         self.frozen = frozen
         self._gradients = gradients
         self._masters = masters
@@ -305,7 +301,7 @@ class RoundedParams(MasterWeights):
         ]
 
     def gather_gradients(self) -> list[Tensor]:
-        """The gradients as the backward pass left them, or their sums."""
+        """Return the gradients as the backward pass computed them, or their sums over micro-batches."""
         grads = []
         for index, tensor in enumerate(self.tensors):
             grad = self._gradients.of(index)
@@ -315,36 +311,33 @@ class RoundedParams(MasterWeights):
         return grads
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient of this step, while there is one."""
+        """Return the gradient of this step; None if it has none (any more)."""
         return self._gradients.of(index)
 
     def clear_gradients(self) -> None:
-        """Forget gradients and sums."""
+        """Free gradients and sums."""
         super().clear_gradients()
         self._gradients.clear()
         for tensor in self.tensors:
             tensor.grad = None
 
     def rounded_params(self) -> dict[Tensor, Tensor]:
-        """The parameters behind which fp32 weights are updated."""
+        """Return the model's cast parameter for each fp32 weight."""
         return {tensor: param for tensor, param in zip(self.tensors, self.params, strict=True) if tensor is not param}
 
     def publish(self) -> None:
-        """Round the fp32 weights to what the model computes with."""
+        """Round the fp32 weights into the model's parameters."""
         if rounded_params := self.rounded_params():
             with torch.no_grad():
                 foreach_copy_([*rounded_params.values()], [*rounded_params])
 
 
-# Parameters that several ranks hold alike: what the optimizer sees of them, and how their gradients are summed.
-
-
 def replicate(
     given: Preparation, module: nn.Module, *, elementwise: bool, leaves: bool
 ) -> tuple[Gradients | None, MasterWeights]:
-    """What collects the gradients of a model at ZeRO stage 0, if anything has to, and the master weights.
+    """Return the gradient collector of a model at ZeRO stage 0, if one is needed, and its master weights.
 
-    `leaves`: gradients may stay what the backward pass makes them, where that is exact.
+    `leaves`: gradients may stay as the backward pass computes them, if that is exact.
     """
     layout, policy = given.world.layout, given.policy
     rounds = policy.mixed and policy.master
@@ -355,7 +348,7 @@ def replicate(
             return None, ShardedParams(names, params, elementwise=elementwise)
         return None, DirectParams(names, params)
     masters = [rounded.get(param) for param in params]
-    # A checkpoint holds them as they were, on every layout alike.
+    # A checkpoint holds their original values, in every layout.
     frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
     alone = leaves and layout.size == 1 and given.config.train.clip_value is None
     if alone and is_one_pass(given.config.optim, [rounded.get(param, param) for param in params]):
@@ -366,9 +359,9 @@ def replicate(
 
 
 def make_buckets(given: Preparation, params: list[nn.Parameter]) -> GradientBuckets:
-    """Buckets that sum each gradient over the ranks that see other data. Every rank must make them."""
+    """Return buckets that sum each gradient over the ranks with other data. Every rank must call it."""
     world, policy = given.world, given.policy
-    # Both groups are made here, on every rank: a stage of a pipeline may have no experts, where another has some.
+    # Both groups are created on every rank: one pipeline stage may have experts, and another none.
     dense = world.group("dp_replicate", "dp_shard", "ep", "cp")
     of_experts = world.group("dp_replicate", "dp_shard", "cp")
     return GradientBuckets(
@@ -380,5 +373,5 @@ def make_buckets(given: Preparation, params: list[nn.Parameter]) -> GradientBuck
 
 
 def _is_expert(param: nn.Parameter) -> bool:
-    """Whether a parameter is one of the experts that ranks share out among them."""
+    """Whether a parameter belongs to experts that are sharded over ranks."""
     return is_sharded(param) and any(name in ("ep", "ep_tp") for name in param.device_mesh.mesh_dim_names or ())

@@ -1,4 +1,4 @@
-"""The native engine: one optimizer step, on any layout."""
+"""The native engine: one optimizer step with plain PyTorch, on any layout."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ if TYPE_CHECKING:
     from plait.distributed import Bubble, Pipeline
     from plait.engine.parallelize import StagedSteps
 
-# Which module first made a number that is not finite.
-
 
 class NonFiniteSource(NamedTuple):
-    """What a rank found. The smallest one of all ranks says most: outputs come before gradients."""
+    """Where a rank found the first non-finite number; the smallest of all is reported: outputs before gradients."""
 
     order: int
     what: str
@@ -46,10 +44,10 @@ class NonFiniteSource(NamedTuple):
 def find_non_finite(
     model: nn.Module, master_weights: MasterWeights, forward_again: Callable[[], Any], norms: Tensor | None = None
 ) -> NonFiniteSource:
-    """The first module whose output is not finite, or else the last parameter whose gradient is not.
+    """Return the first module whose output is not finite, or else the last parameter whose gradient is not.
 
-    Runs the forward pass once more under observation; with sharded parameters every rank must call it. `norms` are
-    those of the gradients, where these are gone.
+    Runs the forward pass again with hooks; with sharded parameters every rank must call it. `norms` are those of the
+    gradients, if these have been freed.
     """
     names: list[str] = []
 
@@ -69,7 +67,7 @@ def find_non_finite(
             hook.remove()
     if names:
         return NonFiniteSource(0, f"the output of {names[0]}")
-    # The backward pass meets the last parameters first, so the last bad gradient is the first one made.
+    # The backward pass computes the gradients of the last parameters first, so the last bad one came first.
     gradients = (
         [master_weights.gradient(index) for index in range(len(master_weights.names))]
         if norms is None
@@ -82,7 +80,7 @@ def find_non_finite(
 
 
 def first_of(sources: Sequence[NonFiniteSource]) -> str:
-    """What says most of what the ranks found, and where there are several, which of them found it."""
+    """Return the most informative source of all ranks, and the ranks that found it."""
     first = min(sources)
     ranks = [rank for rank, culprit in enumerate(sources) if culprit == first]
     if len(sources) == 1:
@@ -101,18 +99,18 @@ def _finite(value: Any) -> bool:
 
 
 class FinishedStep(NamedTuple):
-    """A step that was taken, and what there is to explain it by."""
+    """A completed step, and what is needed to explain why it was skipped."""
 
     result: StepResult
     step: int
     again: Callable[[], Any]
     """Repeats its last forward pass."""
     norms: Tensor | None
-    """The norm of each gradient, where the gradients themselves will be gone."""
+    """The norm of each gradient, if the gradients themselves will have been freed."""
 
 
 class NativeEngine(SteppingEngine):
-    """Trains with plain PyTorch. What is spread how was decided in `prepare`; here it only runs."""
+    """Trains with plain PyTorch. `prepare` has applied every technique to the model; this class runs the steps."""
 
     def __init__(
         self,
@@ -134,9 +132,9 @@ class NativeEngine(SteppingEngine):
         select: Select | None = None,
         log: LogFunction,
     ) -> None:
-        """`recording`: when both passes of a step are recorded and repeated; see `recorded`.
+        """`recording`: when both passes of a step are captured as a CUDA graph; see `engine.graphs`.
 
-        `select` picks what of a micro-batch the model gets; see `fields`.
+        `select` selects the model's fields of a micro-batch; see `engine.forward`.
         """
         self.model = model
         self.world = world
@@ -151,7 +149,7 @@ class NativeEngine(SteppingEngine):
         self._loss_function = loss_function
         self._staged = staged
         self._scales = scales
-        # Ranks along `tp` compute the same losses; they are counted once. In a pipeline, the last stage has them.
+        # Ranks along `tp` compute the same losses, which are counted once. In a pipeline, the last stage has them.
         self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
         self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
         self._forward = Forward(
@@ -169,14 +167,14 @@ class NativeEngine(SteppingEngine):
             self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, recording, log)
         self._log = log
         self._compares = world.layout.tp > 1 and master_weights.shows_gradients
-        """Whether gradients are still to be compared between the ranks that should have the same ones."""
+        """Whether gradients are still to be compared between tensor-parallel ranks that should have the same ones."""
         self._last_batch: Any = None
         self._pending_step: FinishedStep | None = None
-        """The latest step, where its numbers have yet to come."""
+        """The latest step, if its numbers have not been read yet."""
         self._peers = world.group("dp_replicate", "dp_shard", "ep", "cp")
-        """The ranks that see other data for the same parameters."""
+        """The ranks with other data for the same parameters."""
         self.on_phase: Callable[[Phase], None] = ignore_phase
-        """Is told what this rank begins to do."""
+        """Called with each phase that this rank enters."""
         modules = [model] if staged is None else [stage.module for stage in staged.pipeline.stages]
         self._after_step: list[Any] = [module.after_step for module in modules if hasattr(module, "after_step")]
         model.train()
@@ -199,7 +197,7 @@ class NativeEngine(SteppingEngine):
     def _train_staged(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
         self._last_batch = micro_batches[-1]
         given = [inputs_and_samples(batch) for batch in micro_batches]
-        if len(given) < self.accumulation:  # the last step of an epoch may be short: the rest are fillers
+        if len(given) < self.accumulation:  # the last step of an epoch may be short: fillers complete it
             given += [(given[0][0], 0)] * (staged.at_least(len(given)) - len(given))
         ready = [self._forward.ready(inputs) for inputs, _ in given]
         scaler = self.updater.scaler
@@ -222,7 +220,7 @@ class NativeEngine(SteppingEngine):
         self._normalizer.add(loss, micro_batches=1)
 
     def _both_passes(self, inputs: Any, samples: float, scale: Tensor | float | None) -> WeightedLoss:
-        """Forward and backward over the only micro-batch of one process, whose count is that of the step."""
+        """Forward and backward over the only micro-batch of one process, whose weight is that of the step."""
         loss = self._read_loss(self._forward(inputs), inputs, samples)
         self._backward(loss.mean(), scale, last=True)
         weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
@@ -241,8 +239,8 @@ class NativeEngine(SteppingEngine):
         loss = read_loss(outputs, inputs, samples, self._loss_function)
         if loss.is_mean and self.world.layout.cp > 1:
             raise ModelError(
-                "the model returned a mean over its tokens, but each rank of strategy.layout.cp has another number of "
-                "them: return a LossTerm(sum, count)"
+                "the model returned a mean over its tokens, but the ranks of strategy.layout.cp have different numbers "
+                "of tokens: return a LossTerm(sum, count)"
             )
         return loss
 
@@ -272,7 +270,7 @@ class NativeEngine(SteppingEngine):
     def _update(self, sums: StepLoss) -> StepResult:
         self.on_phase(Phase.STEP)
         result = self.updater.apply(sums, self.steps)
-        if self.updater.scaler is not None:  # whose numbers are here already: the scale depends on them
+        if self.updater.scaler is not None:  # then the numbers were read already: the scale depends on them
             self._normalizer.learn(result.targets)
         done = None
         if result.asynchronous or result.skipped or self.skips.in_a_row:
@@ -286,26 +284,26 @@ class NativeEngine(SteppingEngine):
         if self._scales is not None:
             self._scales.after_step(self._peers)
         self.steps += 1
-        if result.asynchronous:  # the one before, now that the device has this one to do
+        if result.asynchronous:  # read the step before, now that this one is queued on the device
             self.settle()
             self._pending_step = done
         self.on_phase(Phase.IDLE)
         return result
 
     def settle(self) -> None:
-        """Wait for the step under way, and report it if it was skipped. Every rank must do so."""
+        """Wait for the pending step, and report it if it was skipped. Every rank must call it."""
         if self._pending_step is not None:
             done, self._pending_step = self._pending_step, None
             self._handle_skip(done)
 
     def _handle_skip(self, done: FinishedStep) -> None:
-        """Count a step that was skipped, and log so. [Note: one step behind]"""
+        """Count and log the step if it was skipped. [Note: one step behind]"""
         if not done.result.skipped:
             self.skips.in_a_row = 0
             return
         scaler = self.updater.scaler
         if scaler is not None and not scaler.at_minimum:
-            return  # an overflow is part of the search for a scale, which ends by itself
+            return  # an overflow is part of finding a scale, which ends by itself
         sources = self.world.gather(find_non_finite(self.model, self.master_weights, done.again, done.norms))
         self._unsharded.reshard()
         seen = f"{first_of(sources)}{self.describe_samples(done.step)}"
@@ -314,19 +312,19 @@ class NativeEngine(SteppingEngine):
         self.skips.add(done.step, f"; first seen in {seen}", scale=scale)
 
     def _repeat_forward(self) -> Callable[[], Any]:
-        """What repeats the latest forward pass."""
+        """Return a function that repeats the latest forward pass."""
         batch = self._last_batch
         return lambda: self._answer(self._forward.ready(inputs_and_samples(batch)[0]))
 
     def _answer(self, ready: Any) -> Any:
-        """What the model says; in a pipeline, None on ranks without the last stage."""
+        """Return the model's outputs; in a pipeline, None on ranks without the last stage."""
         if self._staged is None:
             return self._forward(ready)
         with self._forward.context():
             return self._staged.answer(self._forward.of_model(ready))
 
     def keep_unsharded(self) -> None:
-        """Below stage 3: have whole weights between steps, too. Every rank must call it."""
+        """Keep unsharded weights between steps, too, below stage 3. Every rank must call it."""
         self._unsharded.keep()
 
     def _refresh_unsharded(self) -> None:
@@ -336,7 +334,7 @@ class NativeEngine(SteppingEngine):
 
     @contextmanager
     def sharded_params_registered(self) -> Iterator[None]:
-        """While this lasts, the model holds parts, even if somebody called it past the engine, as `generate` does."""
+        """Within the block, the modules hold sharded parameters, even after direct calls of the model (`generate`)."""
         if not self._within_step:
             self._unsharded.reshard()
         with self._unsharded.shards_shown():
@@ -344,22 +342,22 @@ class NativeEngine(SteppingEngine):
 
     @property
     def _within_step(self) -> bool:
-        """Whether gradients are being collected: until they are, whole weights are to stay."""
+        """Whether gradients are being accumulated: until the step, unsharded weights stay."""
         return False
 
     def __call__(self, batch: Any) -> Tensor:
-        """Forward one micro-batch; returns its mean loss."""
+        """Forward one micro-batch; return its mean loss."""
         if self._staged is not None:
             raise TrainingError(
-                "engine(batch) cannot be used with strategy.layout.pp: a pipeline has several micro-batches under way; "
+                "engine(batch) cannot be used with strategy.layout.pp: a pipeline runs several micro-batches at once; "
                 "call engine.train_step(micro_batches)"
             )
         if self._recorded is not None and self._recorded.asked_for:
             raise TrainingError(
-                "engine(batch) cannot be used with strategy.graphs, which records forward and backward pass as one; "
+                "engine(batch) cannot be used with strategy.graphs, which captures forward and backward pass as one; "
                 "call engine.train_step(micro_batches)"
             )
-        self._recorded = None  # this loop asks for passes one by one
+        self._recorded = None  # this loop calls the passes one by one
         return super().__call__(batch)
 
     def sync_buffers(self) -> None:
@@ -389,47 +387,47 @@ class NativeEngine(SteppingEngine):
             self._unsharded.reshard()
 
     def bubble(self) -> Bubble | None:
-        """How idle the ranks of this rank's pipeline were; None where there is none."""
+        """Return how idle the ranks of this rank's pipeline were; None without a pipeline."""
         return None if self._staged is None else self._staged.pipeline.bubble()
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """This rank's part of a pipeline, where there is one."""
+        """This rank's pipeline stages; None without a pipeline."""
         return None if self._staged is None else self._staged.pipeline
 
     @property
     def gradients(self) -> Gradients | None:
-        """What collects the gradients of a step; None where autograd's own are all there is."""
+        """The gradient collector; None if gradients are simply those of autograd."""
         return self._gradients
 
     # ---- state
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The logical state: `model.<name>`, `optim.<name>.<key>`."""
+        """Return the logical state: `model.<name>`, `optim.<name>.<key>`."""
         with self.sharded_params_registered():
             return state.collect(self.model, self.master_weights, self.updater.optimizer)
 
     def weight_of(self, param: nn.Parameter) -> Tensor:
-        """What the logical state has of one parameter, which may itself be without memory, or be updated just now."""
+        """Return the fp32 weights of one parameter, which may itself have no memory, or a pending update."""
         return state.weight(self.master_weights, param)
 
     def state_entries(self) -> dict[str, Entry]:
-        """The same for whoever saves or loads it: what is in another form while it trains stays in that."""
+        """Return the same for saving and loading: packed 8-bit states stay packed until they are read."""
         with self.sharded_params_registered():
             return state.collect_entries(self.model, self.master_weights, self.updater.optimizer)
 
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make room for the optimizer state that a checkpoint is about to fill."""
+        """Allocate the optimizer state that a checkpoint is about to fill."""
         state.allocate(self.master_weights, self.updater.optimizer, shapes)
 
     def state_loaded(self) -> None:
-        """Bring the model up to date with freshly loaded weights."""
+        """Update the model from the loaded weights."""
         self.master_weights.publish()
         self.master_weights.publish_frozen()
         self._refresh_unsharded()
 
     def state(self) -> dict[str, Any]:
-        """The state that is numbers, not tensors. Every rank must ask."""
+        """Return the state that is not tensors. Every rank must call it."""
         self.settle()
         scaler = self.updater.scaler
         values: dict[str, Any] = {
@@ -444,20 +442,20 @@ class NativeEngine(SteppingEngine):
         return values if self._scales is None else {**values, "fp8": {"peaks": self._peaks(self._scales)}}
 
     def _numbers(self) -> list[dict[str, Any] | None]:
-        """What the optimizer of each rank keeps besides tensors."""
+        """Return what the optimizer of each rank keeps besides tensors."""
         if is_builtin(self.updater.optimizer):
             return []
         mine = self.updater.numbers.state(self._updated())
         return self.world.gather(mine)
 
     def _updated(self) -> list[tuple[str, Tensor]]:
-        """What this rank's optimizer updates, by name."""
+        """Return the tensors that this rank's optimizer updates, by name."""
         pairs = zip(self.master_weights.names, self.master_weights.updated, strict=True)
         return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """While this lasts, the model has the weights to evaluate, save and generate with."""
+        """Within the block, the model has the weights to evaluate, save and generate with."""
         self.settle()
         with self.updater.evaluation_weights() as changed:
             if changed:
@@ -467,12 +465,12 @@ class NativeEngine(SteppingEngine):
             self._refresh_unsharded()
 
     def _peaks(self, scales: EarlierScales) -> dict[str, Any]:
-        """What scales of 8-bit numbers are made from, of the whole model."""
+        """Return the fp8 amax histories of the full model."""
         states = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
         return {name: numbers for state in states for name, numbers in state.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from what `state` returned."""
         self._pending_step = None
         self.steps = int(state["steps"])
         self.skips.restore(state)
@@ -487,25 +485,25 @@ class NativeEngine(SteppingEngine):
             self._scales.restore((state.get("fp8") or {"peaks": {}})["peaks"])
 
     def parameter_count(self) -> tuple[int, int]:
-        """How many numbers the whole model has, and how many of them are trained."""
+        """Return the parameter counts of the full model: all, and trained."""
         sizes = {name: (param.numel(), param.requires_grad) for name, param in self.model.named_parameters()}
         if self.world.layout.pp > 1:
             sizes = {name: entry for rank_sizes in self.world.gather(sizes) for name, entry in rank_sizes.items()}
         return sum(size for size, _ in sizes.values()), sum(size for size, trained in sizes.values() if trained)
 
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters that are not trained."""
+        """Return the names of the parameters that are not trained."""
         return frozenset(name for name, _ in self.model.named_parameters()) - frozenset(self.master_weights.names)
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that the optimizer updates, this rank's part of each, as plain tensors."""
+        """Return the weights that the optimizer updates: this rank's shard of each, as plain tensors."""
         return {name: self.master_weights.local(index).detach() for index, name in enumerate(self.master_weights.names)}
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
-        """A tensor shaped like this rank's part of a weight, as the logical whole."""
+        """Return a tensor shaped like this rank's shard of a weight as a global tensor."""
         return self.master_weights.logical(self.master_weights.names.index(name), local)
 
     def weights_changed(self) -> None:
-        """Bring the model up to date with `weights`."""
+        """Update the model after the tensors of `weights` were written to."""
         self.master_weights.publish()
         self._refresh_unsharded()

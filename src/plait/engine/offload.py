@@ -1,4 +1,4 @@
-"""How the weights of a model are taken away from its device while it is being made."""
+"""Offloading in the native engine: master weights in host memory or files, and how `prepare` moves them there."""
 
 from __future__ import annotations
 
@@ -46,14 +46,12 @@ from plait.optim import (
     updates_on_device,
 )
 
-# Weights whose update is computed away from the device: what the optimizer sees of them, and who decides a step.
-
 
 class OffloadedParams(MasterWeights):
-    """The optimizer sees tensors in host memory or in files, one for this rank's part of each parameter.
+    """Master weights in host memory or in files, one tensor for this rank's shard of each parameter.
 
-    Gradients come as they are made (`StreamedGradients`), from buckets that sum them over ranks, or, where neither is
-    given, from the parameters once they are complete.
+    Gradients arrive as they are computed (`StreamedGradients`), from buckets that sum them over ranks, or, without
+    either, from the parameters once they are complete.
     """
 
     shows_gradients = False
@@ -79,7 +77,7 @@ class OffloadedParams(MasterWeights):
         return self.store.masters
 
     def gather_gradients(self) -> list[Tensor]:
-        """See that all gradients are on their way; they are not for others to touch, so none is returned."""
+        """Queue all gradients for the copy to the host; returns none, since the queue owns them."""
         if not self._streamed and not self._gathered:
             with torch.no_grad():
                 for index, param in enumerate(self.params):
@@ -94,38 +92,38 @@ class OffloadedParams(MasterWeights):
 
     @property
     def in_buckets(self) -> bool:
-        """Only where parameters are replicated."""
+        """Only if parameters are replicated."""
         return self.buckets is not None
 
     def gradient_of(self, name: str) -> Tensor:
-        """This rank's part of a gradient, where it is collected."""
+        """Return this rank's gradient, a view of its bucket."""
         assert self.buckets is not None
         return self.buckets.view_of(self.names.index(name))
 
     def gradient(self, index: int) -> Tensor | None:
-        """The gradient of this step, while there is one."""
+        """Return the gradient of this step; None if it has none (any more)."""
         return self.store.gradient_queue.of(index)
 
     def clear_gradients(self) -> None:
-        """Forget those of a step that was skipped; an update has taken the others."""
+        """Free the gradients of a skipped step; an update frees the others."""
         super().clear_gradients()
         self.store.gradient_queue.drop()
         self._gathered = False
 
     def norms(self) -> list[Tensor]:
-        """The norm of each gradient."""
+        """Return the norm of each gradient."""
         return self.store.gradient_queue.norms()
 
     def publish(self) -> None:
-        """Bring the model up to date with the masters, which somebody has set."""
+        """Copy the masters, which were set from outside, to the model."""
         self.store.publish()
 
     def settle(self) -> None:
-        """Wait for the update under way."""
+        """Wait for the pending update."""
         self.store.settle()
 
     def publish_frozen(self) -> None:
-        """Bring the model up to date with what does not train, wherever its weights live."""
+        """Copy the frozen weights to the model, wherever these are stored."""
         stream = self.store.stream
         with torch.no_grad():
             for param, whole in self.frozen.items():
@@ -136,21 +134,21 @@ class OffloadedParams(MasterWeights):
                     stream.put(location, to_local(whole).to(param.dtype))
 
     def local(self, index: int) -> Tensor:
-        """This rank's part of one tensor; one in a file as memory of the file."""
+        """Return this rank's shard of one tensor; one in a file as a memory map."""
         return self.store.weight(index)
 
     def readable(self) -> AbstractContextManager[None]:
-        """Masters and states are ordinary tensors meanwhile."""
+        """Within the block, masters and states can be read."""
         return self.store.readable()
 
     def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
-        """Files for the states that a checkpoint is about to fill; returns whose that are."""
+        """Create files for the states that a checkpoint is about to fill; return the indices of these parameters."""
         self.store.allocate_states(wanted)
         return frozenset(index for index in wanted if self.store.in_files(index))
 
 
 class OffloadedUpdater(Updater):
-    """Decides as every updater does, and lets the update go on while training does."""
+    """Decides as `Updater` does, and starts an update that runs while training continues."""
 
     _master_weights: OffloadedParams
 
@@ -166,7 +164,7 @@ class OffloadedUpdater(Updater):
 
 
 class Offloading:
-    """Takes the weights of a model away from the device while it is being made."""
+    """Moves the weights of a model to the host or to files while `prepare` builds it."""
 
     def __init__(self, given: Preparation) -> None:
         config, world, policy = given.config, given.world, given.policy
@@ -179,7 +177,7 @@ class Offloading:
         self._world = world
         self._log = given.log
         self.rounds = policy.mixed and policy.master
-        """Whether the model computes with weights in a smaller format."""
+        """Whether the model computes with weights of a smaller dtype."""
         self._policy = policy
         self._unsharded: dict[str, Tensor] = {}
         self._kept: dict[nn.Parameter, Tensor] = {}
@@ -188,28 +186,28 @@ class Offloading:
         self._streams = CopyStreams(world.device, fake=world.fake)
         self._stream = _param_stream(config, self._streams)
         self.take_params = None if self._stream is None else self._stream.take
-        """What takes the weights of a unit away, where they do not live on the device."""
+        """Takes over the weights of a wrapped module that do not stay on the device; None if all stay."""
 
     def set_aside(self, module: nn.Module) -> None:
-        """Remember the values of a model that came with them, before they are rounded or taken away."""
+        """Keep the values of a model that came with values, before they are cast or moved."""
         if self.rounds or self._stream is not None:
             self._unsharded |= {name: param.data for name, param in module.named_parameters() if not param.is_meta}
 
     def take_aside(self, stage_module: nn.Module) -> None:
-        """Keep what was set aside, now that each rank has its part of the parameters."""
+        """Store what was set aside, now that parameters are sharded."""
         if self._stream is not None and self._unsharded:
             for wrapped in [wrapped for wrapped in stage_module.modules() if hasattr(wrapped, "unshard")]:
                 self._stream.take(wrapped)
         for name, param in stage_module.named_parameters():
             if name in self._unsharded:
                 whole = self._unsharded.pop(name)
-                # Of layers that were spread before, each rank has set a part aside, and sharding has cut it again.
+                # Tensor-parallel layers were already sharded when they were set aside, and FSDP sharded them again.
                 self.keep(param, whole.full_tensor() if is_sharded(whole) else whole)
 
     def keep(self, param: nn.Parameter, whole: Tensor) -> bool:
-        """Take the fp32 values of a parameter, and keep this rank's part; see `materialize.Keep`.
+        """Store this rank's shard of the fp32 values of a parameter; see `materialize.Keep`.
 
-        Returns whether the parameter itself can do without them.
+        Returns whether the parameter itself does not need them.
         """
         location = None if self._stream is None else self._stream.location_of(param)
         with torch.no_grad():
@@ -226,7 +224,7 @@ class Offloading:
         return location is not None
 
     def open(self, model: nn.Module, units: Sequence[Sequence[WrapUnit]]) -> None:
-        """Make the places for the trained weights of a model; whatever was kept before moves there."""
+        """Allocate the store of a model's trained weights, and move the values kept so far into it."""
         names, params = trainable(model)
         offload = self._config.strategy.offload
         with torch.no_grad():
@@ -260,7 +258,7 @@ class Offloading:
                 self.store.keep(self._index_of[param], self._kept.pop(param))
 
     def _on_device(self) -> bool:
-        """Whether the device computes the update; all ranks must do the same, for some may hold the same weights."""
+        """Whether the device computes the update; the same on all ranks, since some may hold the same weights."""
         world = self._world
         mine = updates_on_device(
             self._config,
@@ -301,16 +299,14 @@ class Offloading:
             }
         self._kept = {}
         inner: Gradients | None = combine_collectors(collectors) if collectors else buckets
-        # In a pipeline, stages that share a weight add up its gradients first, and look for them in the parameters.
+        # In a pipeline, stages that share a weight first sum its gradients, which they read from the parameters.
         streamed = buckets is None and self._world.layout.pp == 1
         master_weights = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets)
         if compiled or self._config.strategy.forward_prefetch:
-            master_weights.before_forward = (
-                store.settle
-            )  # inside compiled code, or of units gathered ahead, nobody can wait
+            master_weights.before_forward = store.settle  # compiled code and prefetched modules have no hook to wait in
         else:
-            for shard, mine in zip(stage_modules, units, strict=True):
-                self._wait_by_unit(shard, mine, params)
+            for module, mine in zip(stage_modules, units, strict=True):
+                self._wait_by_unit(module, mine, params)
         if not streamed:
             return inner if buckets is None else Settled(buckets, store), master_weights
         collector = StreamedGradients(store.gradient_queue, self._sum_dtype, inner)
@@ -321,7 +317,7 @@ class Offloading:
         return collector, master_weights
 
     def _buckets(self, params: list[nn.Parameter]) -> GradientBuckets | None:
-        """What sums gradients over replicas, and over stages that share a weight; None where nothing is summed."""
+        """Return what sums gradients over replicas, and over stages that share a weight; None if nothing is summed."""
         layout = self._world.layout
         if layout.replicas == 1 and layout.pp == 1:
             return None
@@ -331,7 +327,7 @@ class Offloading:
         return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype
 
     def _wait_by_unit(self, module: nn.Module, units: Sequence[WrapUnit], params: Sequence[nn.Parameter]) -> None:
-        """Let the forward pass wait for the weights of each unit when it comes to the unit."""
+        """Let the forward pass of each wrapped module wait for its weights."""
         index_of = {id(param): index for index, param in enumerate(params)}
         inside: set[int] = set()
         for unit in units:
@@ -353,17 +349,14 @@ class Offloading:
 
 
 class Settled:
-    """Buckets of gradients that an update may still be reading when the next backward pass wants to fill them.
-
-    So that pass waits for the update first.
-    """
+    """Gradient buckets that a pending update may still read: the next backward pass waits for the update first."""
 
     def __init__(self, buckets: GradientBuckets, store: Offload) -> None:
         self._buckets = buckets
         self._store = store
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch. Its forward pass is over: the weights must stay what they were in it."""
+        """Prepare for one micro-batch, after the pending update."""
         self._store.finish()
         self._buckets.before_backward(last=last)
 
@@ -382,12 +375,12 @@ def _param_stream(config: RunConfig, streams: CopyStreams) -> ParamStream | None
 
 
 def offload_folder(config: RunConfig) -> Path:
-    """Where files of this run lie."""
+    """Return the folder of this run's offload files."""
     path = config.strategy.offload.path
     return Path(config.work_dir) / "offload" if path is None else Path(path)
 
 
 def _order(params: Sequence[nn.Parameter], units: Sequence[WrapUnit]) -> list[int]:
-    """The order in which the forward pass wants them: those of no unit first, since all of it may use them."""
+    """Return the order in which the forward pass uses parameters: first those outside of wrapped modules."""
     sample_unit = {id(param): number for number, unit in enumerate(units) for param in unit.module.parameters()}
     return sorted(range(len(params)), key=lambda index: (sample_unit.get(id(params[index]), -1), index))

@@ -1,7 +1,7 @@
-"""How a model is taken apart over the axes of a layout. Each technique is called from here, and knows no other.
+"""Apply the axes of a layout to a model. Each technique is called from here, and knows no other.
 
 [Note: techniques are imported where they are used]
-Most of them bring DTensor, which a run that does not spread its model never needs: [Note: DTensor is loaded late].
+Most of them import DTensor, which a run without sharding never needs: [Note: DTensor is loaded late].
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from plait.distributed import Stage
 
 Stages = Sequence["Stage"]
-"""The pipeline stages of this rank; none where there is no pipeline."""
+"""The pipeline stages of this rank; empty without a pipeline."""
 
 _MOSTLY_WHOLE = 0.5
-"""Above this share of whole parameters tensor parallelism is not what somebody expects who asks for it."""
+"""Above this share of replicated parameters, tensor parallelism has hardly an effect."""
 _ONE_MESSAGE = 25 << 20
-"""Bytes: as much as DistributedDataParallel sends at once."""
+"""Bytes: the bucket size of DistributedDataParallel."""
 
 
 def refuse_hooks(given: Preparation, module: nn.Module, *, whole_steps: bool = True) -> None:
-    """Refuse gradient hooks where they would not see the gradient of a step.
+    """Refuse gradient hooks that would not receive the gradient of a step.
 
-    [Note: what a gradient hook may see] A hook gets what one backward pass gives on one rank. Only where that is the
-    step's gradient, divided by the step's number of targets, does the hook do the same as in a plain loop.
-    Without `whole_steps`, a loop of the user's own sums as many micro-batches as it likes.
+    [Note: what a gradient hook may see] A hook receives the gradient of one backward pass on one rank. It does the same
+    as in a plain loop only if that is the step's gradient, divided by the step's number of targets. Without
+    `whole_steps`, a custom loop accumulates as many micro-batches as it likes.
     """
     config, world = given.config, given.world
     accumulation = given.accumulation if whole_steps else 1
@@ -74,14 +74,14 @@ def refuse_hooks(given: Preparation, module: nn.Module, *, whole_steps: bool = T
         return
     for name, hook in gradient_hooks(module).items():
         raise ModelError(
-            f"the parameter {name!r} has a gradient hook ({hook}), which would not see the step's whole gradient: "
-            f"{reason}. Write what it does into the forward pass (`weight * mask + (weight * (1 - mask)).detach()` for "
-            "a mask), or train on one process with one micro-batch per step, without offload and graphs"
+            f"the parameter {name!r} has a gradient hook ({hook}), which would not receive the step's full gradient: "
+            f"{reason}. Do it in the forward pass instead (`weight * mask + (weight * (1 - mask)).detach()` for a "
+            "mask), or train on one process with one micro-batch per step, without offload and graphs"
         )
 
 
 def refuse_exchange(given: Preparation, module: nn.Module) -> None:
-    """Refuse a model that would keep the parameters from before they are exchanged for others."""
+    """Refuse a model that holds other references to parameters that are about to be replaced."""
     world, strategy = given.world, given.config.strategy
     layout = world.layout
     sharded = strategy.stage > 0 and world.size > 1
@@ -92,8 +92,8 @@ def refuse_exchange(given: Preparation, module: nn.Module) -> None:
         shared = find_shared_storage(module, buffers=False)
         if shared is not None:
             raise ModelError(
-                f"{shared[0]!r} and {shared[1]!r} share their memory without being one tensor, and would become two: "
-                "register one of them, and take the other from it in the forward pass"
+                f"{shared[0]!r} and {shared[1]!r} share memory without being the same tensor, and would be separated: "
+                "register one of them, and derive the other from it in the forward pass"
             )
 
 
@@ -116,9 +116,9 @@ def _refuse_references(module: nn.Module) -> None:
 
 
 def split_stages(given: Preparation, module: nn.Module) -> Stages:
-    """This rank's stages of a pipeline; none where there is no pipeline. The module is reduced to the last of them.
+    """Return this rank's pipeline stages; empty without a pipeline. The module is reduced to the last of them.
 
-    Where each of them will be sharded, a weight that two of them hold is a tensor of each.
+    If stages will be sharded, a weight that two of them share becomes one tensor in each.
     """
     config, world, sharded = given.config, given.world, given.sharded
     group = world.group("pp")
@@ -129,12 +129,12 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
     if world.layout.ep > 1:
         from plait.distributed import check_experts
 
-        check_experts(module, world.layout.ep)  # while it is whole: a stage may have none
+        check_experts(module, world.layout.ep)  # on the full model: a stage may have no experts
     options = config.strategy.pipeline
     costs = None
     if options.split == "time":
         if given.example is None:
-            message = "'time' needs one micro-batch to measure, and there is none"
+            message = "'time' needs one micro-batch to measure, and none is given"
             remedy = "Pass example=… to plait.prepare, or write `split: parameters`."
             raise ConfigError(Problem("strategy.pipeline.split", message, remedy))
         costs = broadcast_costs(measure_layers(module, given.example, device=world.device), world.device, group)
@@ -147,15 +147,17 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
         costs=costs,
     )
     twice = plan.twice_on_a_rank() if sharded else []
-    if twice and config.strategy.offload.on:  # said by every rank, or those without it would wait for the others
-        message = f"{options.schedule} puts two stages on one rank that both hold {twice[0]}, which offload knows once"
+    if twice and config.strategy.offload.on:  # raised by every rank, or the others would wait
+        message = (
+            f"{options.schedule} puts two stages that share {twice[0]} on one rank, which offload does not support"
+        )
         remedy = "Leave strategy.offload out, or use another schedule, such as interleaved_1f1b."
         raise ConfigError(Problem("strategy.pipeline.schedule", message, remedy))
     return make_stages(plan, world.coordinate("pp"), one_copy=not sharded)
 
 
 def join_stages(stage_modules: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
-    """Several stages of this rank as one module. What two of them hold is one tensor, unless they are sharded."""
+    """Return several stages of this rank as one module. Shared weights are one tensor, unless stages are sharded."""
     from plait.distributed import tie_stages
 
     if not sharded:
@@ -166,7 +168,7 @@ def join_stages(stage_modules: Sequence[nn.Module], *, sharded: bool) -> nn.Modu
 def staged_steps(
     given: Preparation, stages: Stages, collectors: Sequence[Gradients], master_weights: MasterWeights
 ) -> StagedSteps:
-    """What runs the stages; every rank must make it."""
+    """Return what runs the stages; every rank must call it."""
     from plait.distributed import Pipeline, make_table
 
     config, world = given.config, given.world
@@ -174,18 +176,18 @@ def staged_steps(
     assert group is not None
     count = options.micro_batches or config.batch.accumulation
     if count is not None and isinstance(options.schedule, CustomPipelineSchedule):
-        make_table(options.schedule, world.layout.pp, count)  # looks through it, before the first step
-    # Recomputation runs a block again in its backward pass; in halves it would run twice.
+        make_table(options.schedule, world.layout.pp, count)  # checks the schedule before the first step
+    # Recomputation runs a block again in its backward pass; with a split backward it would run twice.
     splits = config.strategy.recompute.mode == "none"
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
-    # Only sharded stages have collectors of their own; buckets listen to the parameters, whichever stage they are in.
+    # Only sharded stages have collectors of their own; buckets hook the parameters of all stages.
     of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=bool(collectors))}
     find = (lambda _stage, name: master_weights.gradient_of(name)) if master_weights.in_buckets else None
     return StagedSteps(pipeline, of_stage, find)
 
 
 def shard_module(given: Preparation, module: nn.Module, units: list[WrapUnit], experts: list[nn.Module]) -> Gradients:
-    """Shard a model, or a stage of one, as the ZeRO stage says."""
+    """Shard a model, or a pipeline stage, with `fully_shard`, as the ZeRO stage says; return its collector."""
     from plait.distributed import fsdp
 
     config, world = given.config, given.world
@@ -197,7 +199,7 @@ def shard_module(given: Preparation, module: nn.Module, units: list[WrapUnit], e
     if world.layout.ep * world.layout.tp > 1:
         from plait.distributed import expert_placement
 
-        # Made on every rank: a stage of a pipeline may have no experts, where another has some.
+        # Created on every rank: one pipeline stage may have experts, and another none.
         peers = world.sharding_mesh("dp_shard", "cp")
         shared = fsdp.ExpertModules(experts, peers, expert_placement(peers.shape[-1]))
     mesh = world.sharding_mesh("dp_shard", "ep", "cp")
@@ -214,7 +216,7 @@ def shard_module(given: Preparation, module: nn.Module, units: list[WrapUnit], e
 
 
 def carry_attributes(module: nn.Module, attributes: Attributes) -> None:
-    """Let the whole parameters that a sharded model gathers have the attributes of those that they stand for."""
+    """Give the unsharded parameters of a sharded model the attributes of the original parameters."""
     if attributes:
         from plait.distributed import fsdp
 
@@ -222,7 +224,7 @@ def carry_attributes(module: nn.Module, attributes: Attributes) -> None:
 
 
 def _shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
-    """Along which dimension to shard a parameter over a mesh, where tensor parallelism may have cut it already."""
+    """Return the function that chooses the dim to shard a parameter along that tensor parallelism may have sharded."""
     from torch.distributed.tensor import Shard
 
     from plait.distributed import sharding_dim
@@ -232,9 +234,9 @@ def _shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
 
 
 def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
-    """Whether a model is so small that gathering it at once costs less than unit by unit.
+    """Whether a model is so small that one all-gather costs less than one per wrapped module.
 
-    Below stage 3 all of it is whole during a step anyway, so units only decide how many messages there are.
+    Below stage 3 all parameters are unsharded during a step anyway; wrapping decides only the number of messages.
     """
     strategy = config.strategy
     as_asked = "wrap" in strategy.model_fields_set or strategy.forward_prefetch or strategy.backward_prefetch
@@ -244,7 +246,7 @@ def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
 
 
 def rebind_initializer(initializer: Initializer, module: nn.Module) -> Initializer:
-    """An initializer of a model, as that of a part or a copy of it."""
+    """Return an initializer of a model as that of a stage or a copy of it."""
     if isinstance(initializer, InitializerChain):
         return InitializerChain(
             rebind_initializer(initializer.first, module), rebind_initializer(initializer.second, module)
@@ -252,7 +254,7 @@ def rebind_initializer(initializer: Initializer, module: nn.Module) -> Initializ
     if isinstance(initializer, Replay):
         return initializer.onto(module)
     owner = getattr(initializer, "__self__", None)
-    # Sharding gives a module a class of its own, derived from the one it had.
+    # `fully_shard` gives a module a class derived from its own.
     alike = isinstance(module, type(owner)) or isinstance(owner, type(module))
     if isinstance(owner, nn.Module) and owner is not module and alike:
         return getattr(module, initializer.__name__)  # type: ignore[no-any-return]
@@ -263,7 +265,7 @@ Cut = Callable[[Any], Any]
 
 
 def apply_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[Cut | None, list[nn.Module]]:
-    """Spread layers, sequences and experts over ranks; returns what cuts a micro-batch, and what holds experts."""
+    """Apply tensor, context and expert parallelism; return what shards a micro-batch, and the expert modules."""
     strategy, world = given.config.strategy, given.world
     tensor, context = world.submesh("tp"), world.submesh("cp")
     cut: Cut | None = None
@@ -318,11 +320,8 @@ def _log_replicated_share(module: nn.Module, ranks: int, log: Callable[[str], No
         )
 
 
-# Steps of a model whose layers follow each other over ranks.
-
-
 ReadLoss = Callable[[Any, int], WeightedLoss]
-"""(the model's answer, the number of the micro-batch) → its loss."""
+"""(the model's outputs, the index of the micro-batch) → its loss."""
 
 
 class StageSet(nn.Module):
@@ -333,12 +332,12 @@ class StageSet(nn.Module):
         self.parts = nn.ModuleList(stage_modules)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of all stages; those that hold layers of several stages come once for each."""
+        """Yield the modules of all stages; containers with layers of several stages once per stage."""
         for stage_module in self.parts:
             yield from stage_module.named_modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """A module of the first stage that has it."""
+        """Return a module of the first stage that has it."""
         *others, last = self.parts
         for stage_module in others:
             with suppress(AttributeError):
@@ -346,7 +345,7 @@ class StageSet(nn.Module):
         return last.get_submodule(target)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all stages; one that two of them hold comes once, as the first has it."""
+        """Yield the parameters of all stages; a shared one once, from the first stage."""
         seen = set[str]()
         for stage_module in self.parts:
             for name, param in stage_module.named_parameters(*args, **kwargs):
@@ -355,12 +354,12 @@ class StageSet(nn.Module):
                 seen.add(name)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of all stages."""
+        """Yield the buffers of all stages."""
         for stage_module in self.parts:
             yield from stage_module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The tensors of all stages."""
+        """Return the tensors of all stages."""
         backwards = list(self.parts)[::-1]  # what two of them hold is the first one's
         return {
             name: value
@@ -370,19 +369,19 @@ class StageSet(nn.Module):
 
 
 class StagedSteps:
-    """Runs micro-batches through a pipeline, and sees to their losses."""
+    """Runs micro-batches through a pipeline, and adds up their losses."""
 
     def __init__(self, pipeline: Pipeline, collectors: Mapping[int, Gradients], find_gradient: TensorOf | None) -> None:
-        """`collectors`: by stage, what collects its gradients, where that wants to be told of each pass.
+        """`collectors`: by stage, the gradient collectors that must be prepared for each backward pass.
 
-        `find_gradient` finds a gradient that is not in its parameter's `.grad`.
+        `find_gradient` returns a gradient that is not in its parameter's `.grad`.
         """
         self.pipeline = pipeline
         self._collectors = collectors
         self._find_gradient = find_gradient
 
     def at_least(self, count: int) -> int:
-        """As many micro-batches, or the next larger number that the schedule can work with."""
+        """Return `count`, or the next larger number of micro-batches that the schedule supports."""
         while not is_legal(self.pipeline.schedule, self.pipeline.ranks, count):
             count += 1
         return count
@@ -395,7 +394,7 @@ class StagedSteps:
         normalizer: LossNormalizer,
         scale: Callable[[Tensor], Tensor],
     ) -> None:
-        """Forward and backward over all micro-batches of a step; `inputs` is what of each the model gets."""
+        """Forward and backward over all micro-batches of a step; `inputs` are the model's fields of each."""
         count = len(ready)
         normalizer.expect(_targets(ready[0]) * count)
 
@@ -413,18 +412,18 @@ class StagedSteps:
             normalizer.add_nothing()
 
     def finish(self) -> None:
-        """Add up the gradients of weights that several stages hold."""
+        """Sum the gradients of weights that several stages share."""
         self.pipeline.tied.sum(self._find_gradient)
 
     def answer(self, ready: Any) -> Any:
-        """What the model says to one micro-batch, where the last stage is; None elsewhere."""
+        """Return the model's outputs for one micro-batch on ranks with the last stage; None elsewhere."""
         self.pipeline.tied.refresh()
         answers = self.pipeline.forward([ready])
         return answers[0] if answers else None
 
 
 def _targets(inputs: Any) -> int:
-    """About how many targets a micro-batch has: as many as its largest tensor of whole numbers, or its first's rows."""
+    """Estimate the targets of a micro-batch: the elements of its largest integer tensor, or the rows of its first."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     whole = [leaf.numel() for leaf in tensors if not leaf.is_floating_point()]
     return max(whole, default=len(tensors[0]) if tensors else 1)

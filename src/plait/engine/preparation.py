@@ -1,4 +1,4 @@
-"""What `prepare` is given, and how it changes from step to step: one frozen record each."""
+"""What `prepare` is given: one frozen record, the same for every engine."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ModelSource = nn.Module | Callable[[], nn.Module] | None
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long the run is, as far as it is known."""
+    """The length of the run, as far as it is known."""
 
     total_steps: int | None = None
     steps_per_epoch: int | None = None
 
     def schedule(self, config: RunConfig, base_lr: float | None = None, optimizer: Optimizer | None = None) -> Schedule:
-        """The run's schedule over this length; `base_lr` where that is not `optim.lr`."""
+        """Return the run's schedule over this length; `base_lr` replaces `optim.lr`."""
         base_lr = config.optim.lr if base_lr is None else base_lr
         if base_lr is None:
-            message = f"strategy.engine: {config.strategy.engine} needs to know the rate"
+            message = f"strategy.engine: {config.strategy.engine} needs the learning rate"
             raise ConfigError(Problem("optim.lr", message, "Write it."))
         return build_schedule(
             config.schedule,
@@ -45,21 +45,21 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A model that is to be made ready for training, and everything that engines ask about that. The same for all."""
+    """A model to prepare for training, and everything that engines need for it."""
 
     config: RunConfig
     world: World
     _: KW_ONLY
     model: ModelSource = None
-    """A module, a function that makes one, or None where `config.model` describes it."""
+    """A module, a function that builds one, or None if `config.model` describes it."""
     optimizer: OptimizerSource | None = None
-    """A user's own, over the parameters of that module; None: as `config.optim` says."""
+    """The user's own, over the parameters of that module; None: as `config.optim` says."""
     loss_function: LossFunction | None = None
     length: Length = Length()
     accumulation: int = 1
     """Micro-batches per step."""
     example: Any = None
-    """The inputs of one micro-batch; only `recompute: auto` and `pipeline.split: time` look at it."""
+    """The inputs of one micro-batch; only `recompute: auto` and `pipeline.split: time` need it."""
     log: LogFunction = print
 
     @property
@@ -69,7 +69,7 @@ class Preparation:
 
     @property
     def policy(self) -> Policy:
-        """The number formats of the run."""
+        """The dtypes of the run."""
         return make_policy(self.config.precision)
 
     @property
@@ -80,5 +80,5 @@ class Preparation:
         return strategy.stage > 0 and (shards > 1 or strategy.offload.params != "none")
 
     def schedule(self) -> Schedule:
-        """The learning-rate schedule over the run's length."""
+        """Return the learning-rate schedule over the run's length."""
         return self.length.schedule(self.config)

@@ -1,7 +1,7 @@
 """All techniques on one page, in the order in which they must be applied.
 
 build on meta → pipeline stages → tensor and sequence → context → experts → recompute → compile → shard or
-replicate → give values → optimizer
+replicate → initialize → optimizer
 
 `docs/architecture.md` says why in this order; the numbers below are those of its list.
 """
@@ -95,58 +95,58 @@ from plait.precision import Fp8Linear, LossScaler, scale_by_earlier_steps
 
 @dataclass(frozen=True, slots=True)
 class StageModel:
-    """The model, or one of the pipeline stages of it that this rank holds."""
+    """The model, or one of this rank's pipeline stages."""
 
     module: nn.Module
     units: list[WrapUnit] = field(default_factory=list)
-    """The submodules that are handled as one (step 4)."""
+    """The FSDP wrap units: submodules that are sharded, recomputed and compiled as one (step 4)."""
     experts: list[nn.Module] = field(default_factory=list)
     """The modules that hold experts (step 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """How far a model has come. Each step of `prepare_native` takes one, and returns the next."""
+    """A model in preparation. Each step of `prepare_native` takes one, and returns the next."""
 
     given: Preparation
     whole_steps: bool
-    """Whether the engine trains whole steps; other loops may look at gradients, and sum as many as they like."""
+    """Whether the engine runs whole steps; custom loops may read gradients, and accumulate as many as they like."""
 
     # ---- from step 1 on
     module: nn.Module
-    """The whole model; in a pipeline, reduced to the last stage (step 2), and then this rank's stages (step 8)."""
+    """The full model; in a pipeline, reduced to the last stage (step 2), and then this rank's stages (step 8)."""
     initializer: Initializer | None
-    """What gives the model its values; None where it has them already."""
+    """Initializes the model; None if it has values already."""
     attributes: Attributes
-    """What an author put on parameters."""
+    """Attributes that the model's code set on parameters."""
     wrapped_optimizer: WrappedOptimizer | None
     """The user's own optimizer."""
     specs: Sequence[GroupSpec]
     """The parameter groups, by name."""
     skeleton: nn.Module
-    """The whole model, whose names and shapes a folder of pretrained weights is compared with."""
+    """The full model, whose names and shapes a folder of pretrained weights must match."""
     counted: WholeModel | None
-    """What the whole model keeps for its backward pass, where `recompute: auto` needs to know."""
+    """The activations of the full model, if `recompute: auto` needs them."""
     select: Select | None
-    """What picks the model's fields of a micro-batch."""
+    """Selects the model's fields of a micro-batch."""
 
     # ---- from step 2, 3 and 4 on
     stages: Stages = ()
     parts: tuple[StageModel, ...] = ()
     cut: Cut | None = None
-    """What cuts a micro-batch for this rank of `cp`."""
+    """Shards a micro-batch for this rank of `cp`."""
     fp8_layers: Mapping[str, Fp8Linear] = field(default_factory=dict)
 
     # ---- from step 6, 7 and 9 on
     compiled: Sequence[nn.Module] = ()
     offloading: Offloading | None = None
     collectors: Sequence[Gradients] = ()
-    """What collects the gradients of each sharded part."""
+    """The gradient collectors of the sharded modules."""
     gradients: Gradients | None = None
 
     @property
     def param_form(self) -> ParamForm:
-        """What the optimizer is given of each parameter."""
+        """In which form the optimizer gets each parameter."""
         return (
             param_form_of(self.given.config.optim)
             if self.wrapped_optimizer is None
@@ -155,17 +155,17 @@ class Assembly:
 
     @property
     def elementwise(self) -> bool:
-        """Whether the optimizer may be given a part of each parameter."""
+        """Whether the optimizer gets a shard of each parameter."""
         return self.param_form == "shards"
 
     @property
     def leaves(self) -> bool:
-        """Whether gradients may stay what one backward pass made them."""
+        """Whether gradients may stay as one backward pass computed them."""
         return self.whole_steps and self.wrapped_optimizer is None and self.given.accumulation == 1 and not self.stages
 
     @property
     def units(self) -> list[list[WrapUnit]]:
-        """Those of each part."""
+        """The wrap units of each stage."""
         return [stage.units for stage in self.parts]
 
 
@@ -177,7 +177,7 @@ def prepare_native(given: Preparation) -> NativeEngine: ...
 @overload
 def prepare_native(given: Preparation, engine: type[AnyEngine]) -> AnyEngine: ...
 def prepare_native(given: Preparation, engine: type[NativeEngine] = NativeEngine) -> NativeEngine:
-    """Make a model ready to train with plain PyTorch, by an engine of this class."""
+    """Prepare a model for training with plain PyTorch, by an engine of this class."""
     model = _build(given, whole_steps=engine is NativeEngine)  # 1
     model = _split_into_stages(model)  # 2
     model = _spread(model)  # 3
@@ -190,7 +190,7 @@ def prepare_native(given: Preparation, engine: type[NativeEngine] = NativeEngine
 
 
 def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
-    """1. Build the model, on the meta device where that can be."""
+    """1. Build the model, on the meta device if possible."""
     config, world, policy = given.config, given.world, given.policy
     check_graphs(config, ranks=world.size, accumulation=given.accumulation, whole_steps=whole_steps)
     if config.deterministic:
@@ -208,10 +208,10 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, given.device)
     wrapped_optimizer = _wrap_optimizer(given, module)
-    # Of the whole model: a pattern may fit what only other ranks will hold.
+    # Of the full model: a pattern may match parameters that only other ranks will hold.
     specs = split_groups(module, config.optim) if wrapped_optimizer is None else wrapped_optimizer.specs
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
-    use_fp8_at_the_head(module, config)  # of the whole model: one stage of several has it
+    use_fp8_at_the_head(module, config)  # in the full model: only one stage will have the head
     counted = count_whole(given, module)
     return Assembly(
         given, whole_steps, module, initializer, attributes, wrapped_optimizer, specs, skeleton, counted, select
@@ -219,21 +219,21 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
 
 
 def _split_into_stages(model: Assembly) -> Assembly:
-    """2. In a pipeline, keep this rank's stages; everything below is done to each as if it were a model."""
+    """2. In a pipeline, keep this rank's stages; everything below is applied to each as if it were a model."""
     stages = split_stages(model.given, model.module)
     modules = [stage.module for stage in stages] or [model.module]
     return replace(model, stages=stages, parts=tuple(StageModel(module) for module in modules))
 
 
 def _spread(model: Assembly) -> Assembly:
-    """3. Spread layers, sequences and experts over ranks."""
+    """3. Apply tensor, context and expert parallelism."""
     results = [apply_axes(model.given, stage.module, stage=bool(model.stages)) for stage in model.parts]
     parts = [replace(stage, experts=experts) for stage, (_, experts) in zip(model.parts, results, strict=True)]
     return replace(model, parts=tuple(parts), cut=results[0][0])
 
 
 def _find_wrap_units(model: Assembly) -> Assembly:
-    """4. Find what is handled as one, and exchange layers for faster ones."""
+    """4. Find the wrap units, and replace layers by faster ones."""
     given, fp8_layers = model.given, dict[str, Fp8Linear]()
     stage_models = [
         replace(stage, units=find_wrap_units(stage.module, given.config.strategy.wrap)) for stage in model.parts
@@ -246,7 +246,7 @@ def _find_wrap_units(model: Assembly) -> Assembly:
 
 
 def _recompute(model: Assembly) -> Assembly:
-    """5. Tiles, recompute, offload of activations: each replaces the `forward` of layers or units."""
+    """5. Sequence tiling, recompute, activation offload: each replaces the `forward` of layers or wrap units."""
     given, strategy = model.given, model.given.config.strategy
     late_gradients = model.leaves and not given.sharded and gradients_come_late(given)
     modules = [stage.module for stage in model.parts]
@@ -255,7 +255,7 @@ def _recompute(model: Assembly) -> Assembly:
         tile_sequence(stage.module, strategy.tiles)
         if apply_recompute(stage.units, strategy.recompute, levels=chosen):
             train_without_caches(stage.module)
-        # Around recomputing, whose inputs travel.
+        # Around recomputation, whose inputs are offloaded.
         offload_activations(stage.units, strategy.offload.activations, given.device)
     return model
 
@@ -269,11 +269,11 @@ def _compile(model: Assembly) -> Assembly:
     for stage in model.parts:
         reason = compile.reason_not_to_compile(settings, given.device)
         if reason is not None:
-            given.log(f"strategy.compile is on, but {reason}: training goes on without it")
+            given.log(f"strategy.compile is on, but {reason}: training continues without it")
             continue
         stage_settings = settings
         if stage_settings.scope == "auto" and stage.units and given.config.precision.fp8.recipe != "none":
-            # A whole model of written-out roundings takes minutes to compile; equal blocks are compiled once.
+            # A full model with explicit fp8 casts takes minutes to compile; equal blocks are compiled once.
             stage_settings = stage_settings.model_copy(update={"scope": "block"})
         sharded = given.sharded or bool(model.stages)
         compiled += compile.compile_wrapped_modules(stage.module, stage.units, stage_settings, sharded=sharded)
@@ -281,7 +281,7 @@ def _compile(model: Assembly) -> Assembly:
 
 
 def _shard_and_give_values(model: Assembly) -> Assembly:
-    """7. Cast and shard; 8. give storage and values. Part by part, so that no more than one is whole at a time."""
+    """7. Cast and shard; 8. allocate and initialize. Stage by stage, so that only one is unsharded at a time."""
     given, initializer, attributes = model.given, model.initializer, model.attributes
     config, policy, device = given.config, given.policy, given.device
     collectors: list[Gradients] = []
@@ -303,7 +303,7 @@ def _shard_and_give_values(model: Assembly) -> Assembly:
         restore_attributes(module, attributes)
         if offloading is not None:
             offloading.take_aside(module)
-            if len(model.parts) == 1:  # else parts may come to share parameters yet
+            if len(model.parts) == 1:  # else stages may still share parameters
                 offloading.open(module, model.units)
         if initializer is not None:
             materialize.initialize(
@@ -321,7 +321,7 @@ def _shard_and_give_values(model: Assembly) -> Assembly:
 
 
 def _make_views(model: Assembly) -> tuple[Assembly, MasterWeights]:
-    """9. Views: what the optimizer sees. Replicated parameters get their gradient buckets."""
+    """9. Create the master weights, and the gradient buckets of replicated parameters."""
     given, offloading, collectors = model.given, model.offloading, model.collectors
     master_weights: MasterWeights
     gradients: Gradients | None
@@ -343,14 +343,14 @@ def _make_views(model: Assembly) -> tuple[Assembly, MasterWeights]:
 
 
 def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeEngine]) -> NativeEngine:
-    """10. Optimizer, schedule and scaler, over the tensors as they finally are; and the engine that has them."""
+    """10. Create the optimizer, schedule and scaler, over the final tensors; and the engine."""
     given, config, world = model.given, model.given.config, model.given.world
     staged = staged_steps(given, model.stages, model.collectors, master_weights) if model.stages else None
     weigh_norms(master_weights, world, model.stages)
     with master_weights.gathered():
         optimizer = _optimizer(model, master_weights)
     _try_out(model, optimizer, master_weights)
-    seed_everything(config.seed, world.rank // world.layout.tp)  # those along `tp` must drop the same elements
+    seed_everything(config.seed, world.rank // world.layout.tp)  # tensor-parallel ranks share their dropout masks
     if isinstance(master_weights, OffloadedParams):
         master_weights.store.attach(optimizer)
     updater = (Updater if model.offloading is None else OffloadedUpdater)(
@@ -383,7 +383,7 @@ def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeE
 
 
 def _made_already(config: CustomOptim, world: World) -> Optimizer:
-    """The optimizer that a script made over the parameters of the model that it gives."""
+    """Return the optimizer object that a script created over the parameters of its model."""
     for key in ("lr", "weight_decay", "no_decay", *config.arguments):
         if key in config.model_fields_set or key in config.arguments:
             message = f"a {type(config.given).__name__} that is made already takes no arguments"
@@ -417,7 +417,7 @@ def _wrap_optimizer(given: Preparation, module: nn.Module) -> WrappedOptimizer |
 
 
 def _optimizer(model: Assembly, master_weights: MasterWeights) -> Optimizer:
-    """The optimizer over the master_weights: the user's own where one was given, else as `config.optim` says."""
+    """Return the optimizer over the master weights: the user's own if given, else as `config.optim` says."""
     config = model.given.config
     by_name = {
         name: tensor
@@ -446,7 +446,7 @@ def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OptimizerRate
 
 
 def _try_out(model: Assembly, optimizer: Optimizer, master_weights: MasterWeights) -> None:
-    """Find out whether an optimizer that nobody knows is right for this layout; a plan has no values to try it on."""
+    """Check whether a user-provided optimizer is correct in this layout; a plan has no values to check it on."""
     config, world, wrapped_optimizer = model.given.config, model.given.world, model.wrapped_optimizer is not None
     if is_builtin(optimizer) or world.fake:
         return
@@ -466,7 +466,7 @@ def _try_out(model: Assembly, optimizer: Optimizer, master_weights: MasterWeight
 
 
 def _recording(model: Assembly) -> Recording | None:
-    """Whether both passes of a step are recorded: not on other devices, and not by a plan."""
+    """Return when both passes of a step are captured as a CUDA graph; None: never, as on the CPU and in a plan."""
     given, config = model.given, model.given.config
     described = given.model is None and given.loss_function is None
     by_itself = model.whole_steps and can_capture(
@@ -477,7 +477,7 @@ def _recording(model: Assembly) -> Recording | None:
     if given.device.type == "cuda":
         return "where it pays" if by_itself else "always"
     if not by_itself:
-        given.log("strategy.graphs is on, but there is no CUDA device: training goes on without it")
+        given.log("strategy.graphs is on, but there is no CUDA device: training continues without it")
     return None
 
 
@@ -485,5 +485,5 @@ def _offloading(model: Assembly) -> Offloading | None:
     if not model.given.config.strategy.offload.on:
         return None
     if not model.elementwise:
-        raise ModelError("strategy.offload updates weights in parts, and this optimizer looks at whole parameters")
+        raise ModelError("strategy.offload updates shards of parameters, and this optimizer needs whole parameters")
     return Offloading(model.given)

@@ -1,4 +1,4 @@
-"""A step as micro-batches in a row, and the same in the hands of people who keep their own loop."""
+"""A step as a sequence of micro-batches, for `train_step` and for custom loops."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class SteppingEngine(Engine):
 
     @abstractmethod
     def _forward_loss(self, batch: Any) -> WeightedLoss:
-        """What the model says to one micro-batch."""
+        """Forward one micro-batch; return its weighted loss."""
 
     @abstractmethod
     def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
-        """Backward through a loss that is this rank's part of the global mean; `last` of a step."""
+        """Backward through a loss that is this rank's share of the global mean; `last` of a step."""
 
     @abstractmethod
     def _finish_step(self) -> StepResult:
-        """Update with what was accumulated."""
+        """Update with the accumulated gradients."""
 
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
         """One optimizer step over this rank's micro-batches."""
@@ -45,14 +45,14 @@ class SteppingEngine(Engine):
             self._begin_backward(self._normalizer.scaled(loss), last=index == count)
         return self._finish_step()
 
-    # ---- for people who keep their own loop
+    # ---- for custom loops
 
     def __call__(self, batch: Any) -> Tensor:
-        """Forward one micro-batch; returns its mean loss."""
+        """Forward one micro-batch; return its mean loss."""
         if self._awaits_backward:
             raise TrainingError(
                 "engine(batch) was called twice without engine.backward(loss) in between; "
-                "engine.evaluate_micro_batch(batch) looks at a loss without training on it"
+                "engine.evaluate_micro_batch(batch) computes a loss without training on it"
             )
         if self._pending == self.accumulation:
             raise TrainingError(
@@ -91,9 +91,9 @@ class SteppingEngine(Engine):
 
 
 def ignore_phase(phase: Phase) -> None:
-    """Nobody wants to know what a rank begins to do."""
+    """The default of `Engine.on_phase`: do nothing."""
 
 
 def inputs_and_samples(batch: Any) -> tuple[Any, int]:
-    """What the model is called with, and how many samples that is; a bare batch counts as one."""
+    """Return the inputs of a micro-batch and its number of samples; a plain batch counts as one."""
     return (batch.inputs, batch.samples) if type(batch) is MicroBatch else (batch, 1)

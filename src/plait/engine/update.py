@@ -38,19 +38,16 @@ from plait.torch_internals import foreach_mul_
 if TYPE_CHECKING:
     from plait.distributed import Stage
 
-# StepNumbers that a device tells later, so that the host need not wait for them.
-#
 # [Note: one step behind] A device works through a queue, and a host that waits for a number leaves that queue empty.
-# So a step's numbers are copied to the host behind the step's work, and looked at when the next step is in the queue:
-# the device always has something to do, and the host is at most one step ahead, which bounds the memory that is in
-# use for steps under way. Nothing of a step's outcome depends on the delay: whether a step is skipped is decided on
-# the device itself. What waits one step is what people hear of it: the report of a skipped step, the end of a run that
-# skipped too many, and a request to stop. fp16 with its loss scale waits in the step, since the next step's loss is
-# multiplied by what comes of this one.
+# So a step's numbers are copied to the host behind the step's work, and read when the next step is queued: the device
+# always has work, and the host is at most one step ahead, which bounds the memory of pending steps. The result of a
+# step does not depend on the delay: whether it is skipped is decided on the device. Only reports come one step later:
+# that a step was skipped, the end of a run that skipped too many, and a request to stop. fp16 with a loss scale waits
+# in the step, since the next step's scale depends on this one.
 
 
 class AsyncHostCopy:
-    """A few numbers under way from a device to the host. To make one waits for nothing."""
+    """A few numbers that are copied from a device to the host asynchronously."""
 
     def __init__(self, numbers: Sequence[Tensor | float], device: torch.device) -> None:
         on_device = [
@@ -66,7 +63,7 @@ class AsyncHostCopy:
             self._come.record()
 
     def read(self) -> list[float]:
-        """The numbers. Waits until they have come, without keeping a core busy."""
+        """Return the numbers; waits for the copy without keeping a core busy."""
         if self._come is not None:
             self._come.synchronize()
         numbers: list[float] = self._host.tolist()
@@ -74,7 +71,7 @@ class AsyncHostCopy:
 
 
 class Updater:
-    """Applies one step's gradients. Every decision is made from numbers that are equal on all ranks."""
+    """Applies one step's gradients. Every decision depends on numbers that are equal on all ranks."""
 
     def __init__(
         self,
@@ -87,7 +84,7 @@ class Updater:
         device: torch.device,
         planned: bool = False,
     ) -> None:
-        """`planned`: tensors have no values, and nothing may look at any."""
+        """`planned`: tensors are fake, and values cannot be read."""
         self.optimizer = optimizer
         self.schedule = schedule
         self.scaler = scaler
@@ -98,12 +95,12 @@ class Updater:
         self._device = device
         self._fused = supports_grad_scale(optimizer)
         self.stays_on_device = device.type == "cuda"
-        """Whether a step is decided by the device itself where the optimizer can, so that the host need not wait."""
+        """Whether the device decides if a step is skipped, given a fused optimizer, so that the host need not wait."""
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
         self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
         self.numbers = OptimizerRecord(optimizer)
-        """What the optimizer keeps besides tensors."""
+        """The optimizer's state besides tensors."""
         if isinstance(schedule, Schedule) and schedule.moves_momentum:
             self.numbers.scheduled = frozenset({"betas", "momentum"})
         self._planned = planned
@@ -112,12 +109,12 @@ class Updater:
         self.train()
         self._weights: Tensor | None = None
         self._measured: Tensor | float | None = None
-        """The norm of this step's gradients, scaled as they are, where it was asked for already; on the device, where
-        that decides."""
+        """The norm of this step's gradients, with the loss scale, if it was measured already; on the device if that
+        decides."""
         self.updated: bool | Tensor = True
-        """Whether the latest step changed the weights; on the device, where that decided it."""
+        """Whether the latest step changed the weights; on the device if that decided it."""
         self.norms: Tensor | None = None
-        """The norm of each of its gradients, where the device has them."""
+        """The norm of each of its gradients, if the device decided."""
 
     @property
     def _folds_scale(self) -> bool:
@@ -129,7 +126,7 @@ class Updater:
         return self.stays_on_device and self._folds_scale
 
     def train(self) -> None:
-        """Have the optimizer show the weights that it trains, where it has others to use."""
+        """Switch an optimizer with two modes to the weights that it trains."""
         if self._two_modes:
             self._evaluating = False
             self._switch("train")
@@ -141,9 +138,9 @@ class Updater:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[bool]:
-        """While this lasts, the model has the weights to evaluate and save, where the optimizer tells them apart.
+        """Within the block, the model has the weights to evaluate and save, if the optimizer has two modes.
 
-        Says whether that changed anything. Every rank must enter it.
+        Yields whether that changed anything. Every rank must enter it.
         """
         changes = self._two_modes and not self._evaluating
         if not changes:
@@ -154,13 +151,13 @@ class Updater:
         try:
             yield True
         finally:
-            if self._evaluating:  # else a checkpoint was taken up meanwhile
+            if self._evaluating:  # else a checkpoint was loaded meanwhile
                 self.train()
 
     def measure_norm(self) -> Tensor:
-        """The norm of the step's gradients, unscaled; they must be complete.
+        """Return the norm of the step's gradients, without the loss scale; they must be complete.
 
-        On the device, and nobody waits for it where the device decides what becomes of the step.
+        The norm is a tensor on the device; nothing waits for it if the device decides whether the step is skipped.
         """
         grads = self._master_weights.gather_gradients()
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
@@ -171,11 +168,11 @@ class Updater:
         return torch.full((), self._measured * scale, dtype=torch.float32, device=self._device)
 
     def forget_norm(self) -> None:
-        """The gradients have changed since it was measured."""
+        """Discard the measured norm: the gradients have changed."""
         self._measured = None
 
     def apply(self, sums: StepLoss, step: int) -> StepResult:
-        """Update the weights with the gradients of a step whose loss adds up to `sums`."""
+        """Update the weights with the gradients of a step whose summed loss is `sums`."""
         grads = self._master_weights.gather_gradients()
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
@@ -189,7 +186,7 @@ class Updater:
         return result
 
     def _apply_on_host(self, grads: list[Tensor], sums: StepLoss, scale: float, lr: float) -> StepResult:
-        """The host looks at the norm, decides, and updates."""
+        """Read the norm on the host, decide, and update."""
         loss, targets, stop = sums.read()
         factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
         norm = (self._norm(grads) if self._measured is None else float(self._measured)) * factor
@@ -203,7 +200,7 @@ class Updater:
         return grad_norm(grads, self._master_weights.norm_group, self._master_weights.norm_weights)
 
     def _clipped(self, norm: float, factor: float) -> float:
-        """The factor of all gradients, clipping included."""
+        """Return the factor of all gradients, clipping included."""
         if self.clip_norm is not None and norm > self.clip_norm:
             return factor * (self.clip_norm / (norm + 1e-6))
         return factor
@@ -220,7 +217,7 @@ class Updater:
         self._update()
 
     def _apply_on_device(self, grads: list[Tensor], sums: StepLoss, factor: Tensor | float, lr: float) -> StepResult:
-        """The same without waiting for the device: the kernel itself skips an update. [Note: one step behind]"""
+        """Update without waiting for the device: the fused kernel itself skips an update. [Note: one step behind]"""
         skips, measured = self._skips, self._measured
         factor = factor * sums.correction()
         norm = (measured if isinstance(measured, Tensor) else self._norm_on_device(grads)) * factor
@@ -250,13 +247,13 @@ class Updater:
         return whole_norm(self.norms, self._master_weights.norm_group, self._norm_weights())
 
     def _norm_weights(self) -> Tensor | None:
-        """How much each norm counts, on the device: taken there once."""
+        """Return the weights of the norms, as a tensor on the device."""
         if self._weights is None and self._master_weights.norm_weights is not None:
             self._weights = torch.tensor(self._master_weights.norm_weights, dtype=torch.float64, device=self._device)
         return self._weights
 
     def _step(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Step a fused optimizer, which divides each gradient by `scale` as it reads it: no pass of its own."""
+        """Step a fused optimizer, which divides gradients by `scale` as it reads them, without a pass of its own."""
         optimizer: Any = self.optimizer
         if scale is not None and found_inf is None:
             found_inf = torch.zeros((), device=self._device)
@@ -279,16 +276,15 @@ class Updater:
             self._master_weights.publish()
 
 
-# How the squares of all ranks' gradients add up to one norm, on any layout.
-#
-# Each rank adds the squares of its parts, divided by the number of ranks that hold the same part. A weight that two
-# pipeline stages share counts where the first of them holds it. So one all-reduce over all ranks is always right.
+# The gradient norm in any layout: each rank adds the squares of its shards, divided by the number of ranks that hold
+# the same shard. A weight that two pipeline stages share counts in the first of them. So one all-reduce over all ranks
+# is always right.
 
 
 def weigh_norms(master_weights: MasterWeights, world: World, stages: Sequence[Stage]) -> None:
-    """Tell the master_weights over which ranks the squares are summed, and how much each of this rank's counts."""
+    """Set over which ranks squared norms are summed, and with which weight each of this rank's gradients counts."""
     layout = world.layout
-    if layout.tp == layout.ep == layout.pp == 1:  # every part is on one rank only, or every rank has all of them
+    if layout.tp == layout.ep == layout.pp == 1:  # every shard is on one rank only, or every parameter on all ranks
         spread = any(is_sharded(param) for param in master_weights.params)
         master_weights.norm_group = world.group("dp_shard", "cp") if spread else None
         return
@@ -302,14 +298,14 @@ def weigh_norms(master_weights: MasterWeights, world: World, stages: Sequence[St
 
 
 _UNLIKE = 0.05
-"""By how much of its norm a gradient may differ between ranks that compute the same: kernels add in any order."""
+"""Share of its norm by which a gradient may differ between ranks that compute the same: sums are not ordered."""
 
 
 def refuse_unlike_gradients(master_weights: MasterWeights, world: World) -> bool:
-    """Refuse parameters that each rank along `tp` holds whole, and of which each has another gradient.
+    """Refuse parameters that are replicated along `tp` and have different gradients on the ranks.
 
-    The plan has missed such a parameter: ranks would update it differently, and drift apart. Returns whether there
-    was something to compare; gradients that are not finite tell nothing. Every rank must call it.
+    The tensor plan has missed such a parameter: ranks would update it differently. Returns whether the comparison was
+    conclusive; gradients that are not finite cannot be compared. Every rank must call it.
     """
     group = world.group("tp")
     assert group is not None
@@ -331,8 +327,8 @@ def refuse_unlike_gradients(master_weights: MasterWeights, world: World) -> bool
     if unlike:
         raise ModelError(
             f"the gradient of {unlike[0]!r} ({len(unlike)} such parameters) differs between the ranks of "
-            "strategy.layout.tp: each has computed a part of it, and the tensor plan gives its module no word; write "
-            "one in strategy.tensor.plan, such as `inner` where every rank uses the whole parameter, or set "
+            "strategy.layout.tp: each has computed a partial sum, and the tensor plan has no style for its module; "
+            "write one in strategy.tensor.plan, such as `inner` if every rank uses the full parameter, or set "
             "strategy.layout.tp: 1"
         )
     return True
@@ -343,7 +339,7 @@ def _lies_along(param: nn.Parameter, axis: str) -> bool:
 
 
 def _shard_count(param: nn.Parameter) -> int:
-    """Into how many parts a parameter is cut."""
+    """Return into how many shards a parameter is split."""
     if not is_sharded(param):
         return 1
     cut = zip(param.device_mesh.shape, param.placements, strict=True)

@@ -1,13 +1,13 @@
-"""Whole parameters, each on one of the ranks that hold its parts, for optimizers that know nothing of ranks.
+"""Full parameters for optimizers that cannot work on shards.
 
-[Note: one owner a parameter] An optimizer that treats parameters one by one does the same for each of them whatever
-others there are. So the parameters are shared out: the parts of one, and of its gradient, go to the rank that owns it,
-which updates it as one process would, and sends the parts back. What the optimizer keeps for it is on that rank alone,
-so a rank has its share of the states, as at ZeRO stage 1. Where a parameter is cut over several axes of the mesh, or
-unevenly, every rank that holds a part gathers all of it, and does the same.
+[Note: one owner per parameter] An optimizer that treats parameters one by one updates each in the same way whatever
+others there are. So each parameter is assigned to one of the ranks that shard it: the shards of the parameter and of
+its gradient are sent to this owner, which updates it as one process would, and sends the shards back. Its optimizer
+state is on that rank only, so each rank has its share of the states, as at ZeRO stage 1. A parameter that is sharded
+over several mesh axes, or unevenly, is gathered by every rank that holds a shard, and updated by all of them.
 
-The whole tensors stay allocated between steps: what holds the optimizer may look at them. They have the weights of
-the last update; `gathered` brings those of now.
+The full tensors stay allocated between steps, since whatever holds the optimizer may read them. They have the weights
+of the last update; `gathered` brings the current ones.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from plait.distributed import dtensor_like, to_local
 from plait.errors import ModelError
 
-# How a parameter is spread over ranks, for the optimizers that must see more than one shard.
-#
 # [Note: what an optimizer may be given]
-# A parameter is a plain tensor, whole on every rank, or a DTensor cut into rows over one mesh axis, as
-# `fully_shard` does it: rank r has rows r·k to (r+1)·k with k = ⌈rows/ranks⌉, so the last ranks may have
-# fewer rows or none. Other mesh axes may only replicate. Maths happens on local tensors; only sums and
-# whole-matrix work travel, in one collective for all parameters of an axis.
+# Optimizers over DTensors (LAMB, Adafactor, Muon) get plain tensors, replicated on every rank, or DTensors sharded by
+# rows over one mesh axis, as by `fully_shard`: rank r has rows r·k to (r+1)·k with k = ⌈rows/ranks⌉, so the last ranks
+# may have fewer rows or none. Other mesh axes may only replicate. They compute on local tensors; only sums and work on
+# full matrices communicate, in one collective for all parameters of an axis.
 
 
 @dataclass(frozen=True, slots=True)
 class RowSharding:
-    """Whose rows are whose: a tensor of shape `whole`, cut along its first dim over one mesh axis."""
+    """How a tensor of shape `whole` is sharded along its first dim over one mesh axis."""
 
     mesh: DeviceMesh
     axis: int
@@ -44,7 +42,7 @@ class RowSharding:
 
     @property
     def key(self) -> Hashable:
-        """Equal for tensors that are spread over the same ranks."""
+        """Equal for tensors that are sharded over the same ranks."""
         return (self.mesh, self.axis)
 
     @property
@@ -54,34 +52,34 @@ class RowSharding:
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among them."""
         return self.mesh.get_local_rank(self.axis)
 
     def counts(self) -> list[int]:
-        """How many rows each rank has."""
+        """Return the number of rows of each rank."""
         ranks, rows = self.mesh.size(self.axis), self.whole[0]
         share = -(-rows // ranks)
         return [max(0, min(share, rows - rank * share)) for rank in range(ranks)]
 
     def numels(self) -> list[int]:
-        """How many elements each rank has."""
+        """Return the number of elements of each rank."""
         width = self.whole[1:].numel()
         return [count * width for count in self.counts()]
 
     def zero_padded(self, local: Tensor) -> Tensor:
-        """A whole tensor of zeros, but for this rank's rows: summed over ranks, it is complete."""
+        """Return a full tensor with this rank's rows, and zeros elsewhere: summed over ranks, it is complete."""
         full = local.new_zeros((self.whole[0], *local.shape[1:]))
         self.take(full).copy_(local)
         return full
 
     def take(self, full: Tensor) -> Tensor:
-        """The view of a whole tensor that holds this rank's rows."""
+        """Return the view of a full tensor that holds this rank's rows."""
         counts, rank = self.counts(), self.rank
         return full.narrow(0, sum(counts[:rank]), counts[rank])
 
 
 def row_sharding(tensor: Tensor) -> RowSharding | None:
-    """How a tensor is cut; None where this rank has it whole."""
+    """Return how a tensor is sharded; None if this rank has all of it; refuse other shardings."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
@@ -92,14 +90,14 @@ def row_sharding(tensor: Tensor) -> RowSharding | None:
         return None
     if len(cut) > 1 or tensor.placements[cut[0]] != Shard(0):
         raise ModelError(
-            f"a parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}; this optimizer "
-            "works on parameters cut along their first dim over one mesh axis. Use AdamW for this layout."
+            f"a parameter of shape {tuple(tensor.shape)} has the placements {tensor.placements}; this optimizer "
+            "supports parameters sharded along their first dim over one mesh axis. Use AdamW for this layout."
         )
     return RowSharding(mesh, cut[0], tensor.shape)
 
 
 def group_by_sharding(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], RowSharding | None]]:
-    """The tensors in lists that are spread over the same ranks, each with the rows of its first tensor."""
+    """Group tensors by the ranks that shard them; each group comes with the sharding of its first tensor."""
     buckets: dict[Hashable, tuple[list[Tensor], RowSharding | None]] = {}
     for tensor in tensors:
         rows = row_sharding(tensor)
@@ -108,7 +106,7 @@ def group_by_sharding(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Row
 
 
 def sum_over_shards(tensors: Sequence[Tensor], rows: Sequence[RowSharding | None]) -> list[Tensor]:
-    """Each tensor summed over the ranks its `rows` name, with one all-reduce for each mesh axis."""
+    """Return each tensor summed over the ranks of its sharding, with one all-reduce per mesh axis."""
     result = list(tensors)
     buckets: dict[Hashable, list[int]] = {}
     for index, where in enumerate(rows):
@@ -125,19 +123,16 @@ def sum_over_shards(tensors: Sequence[Tensor], rows: Sequence[RowSharding | None
     return result
 
 
-# Work that needs whole matrices, shared out: each is brought together on one rank only.
-
-
 Work = Callable[[Tensor], Tensor]
-"""Takes a whole tensor and gives one of the same shape and dtype."""
+"""From a full tensor to one of the same shape and dtype."""
 
 
 def map_full(work: Work, tensors: Sequence[Tensor], rows: Sequence[RowSharding | None]) -> list[Tensor]:
-    """`work` on every tensor as a whole; each rank gets the rows of the results that are its own.
+    """Apply `work` to every tensor in full; return this rank's rows of the results.
 
-    A tensor that is whole here is worked on here. The others of a mesh axis go, in one all-to-all, to the
-    ranks that work on them, and come back in a second one: every rank does a share of the work, and no
-    rank ever holds more than its share of the whole tensors.
+    Replicated tensors are computed on every rank. Sharded tensors of a mesh axis are sent, in one all-to-all, to the
+    ranks that compute them, and come back in a second one: every rank does a share of the work, and holds only its
+    share of the full tensors.
     """
     results: dict[int, Tensor] = {}
     buckets: dict[Hashable, list[tuple[int, RowSharding]]] = {}
@@ -154,7 +149,7 @@ def map_full(work: Work, tensors: Sequence[Tensor], rows: Sequence[RowSharding |
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """A rank for each cost, so that the sums are close: the largest first, to the least loaded."""
+    """Return a rank for each cost, so that the sums are balanced: the largest first, to the least loaded rank."""
     loads = [0.0] * ranks
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -193,19 +188,19 @@ def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[RowSharding])
 
 
 def _cost(shape: torch.Size) -> float:
-    # A product with the smaller Gram matrix: elements × the shorter side.
+    # Newton–Schulz multiplies by the smaller Gram matrix: elements × the shorter side.
     return float(shape.numel() * min(shape[0], shape[1:].numel()))
 
 
 @dataclass(slots=True)
 class _ShardedParam:
-    """A parameter that is cut along one dimension over one axis of the mesh."""
+    """A parameter that is sharded along one dim over one mesh axis."""
 
     index: int
     dim: int
     owner: int = 0
     sizes: list[int] = field(default_factory=list)
-    """Of each rank's part along `dim`."""
+    """The size of each rank's shard along `dim`."""
 
     def shape_on(self, rank: int, whole: torch.Size) -> torch.Size:
         return torch.Size((*whole[: self.dim], self.sizes[rank], *whole[self.dim + 1 :]))
@@ -213,7 +208,7 @@ class _ShardedParam:
 
 @dataclass(slots=True)
 class _OwnerBucket:
-    """The parameters whose parts the same ranks hold, in the order of their owners."""
+    """The parameters that the same ranks shard, in the order of their owners."""
 
     group: dist.ProcessGroup
     rank: int
@@ -222,13 +217,13 @@ class _OwnerBucket:
 
 
 class OwnedParams:
-    """The parameters that an optimizer updates on this rank, as plain tensors; see [Note: one owner a parameter]."""
+    """The full parameters that an optimizer updates on this rank; see [Note: one owner per parameter]."""
 
     def __init__(self, tensors: Sequence[nn.Parameter]) -> None:
-        """`tensors` are those of all ranks, in the same order on each; some of them DTensors."""
+        """`tensors` are the parameters, in the same order on all ranks; some of them DTensors."""
         self._tensors = list(tensors)
         self.updated: list[nn.Parameter | None] = []
-        """For each of them what the optimizer gets; None where another rank updates it."""
+        """For each of them the optimizer's tensor; None if another rank updates it."""
         self._replicated: list[int] = []
         buckets: dict[Hashable, _OwnerBucket] = {}
         for index, tensor in enumerate(tensors):
@@ -243,7 +238,7 @@ class OwnedParams:
             bucket.cuts.sort(key=lambda cut: cut.owner)
 
     def _assign(self, index: int, tensor: nn.Parameter, buckets: dict[Hashable, _OwnerBucket]) -> nn.Parameter | None:
-        """Say where a parameter is whole; None where that is yet to be shared out."""
+        """Return the optimizer's tensor of a parameter; None for one that will be assigned to an owner."""
         if not isinstance(tensor, DTensor):
             return tensor
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -267,9 +262,9 @@ class OwnedParams:
 
     @contextmanager
     def gathered(self, *, gradients: bool = False) -> Iterator[None]:
-        """Bring the weights, and the step's gradients, to where they are updated; the weights go back at the end.
+        """Send the weights, and with `gradients` the step's gradients, to their owners; at the end send weights back.
 
-        Every rank must call it.
+        Every rank must enter it.
         """
         with torch.no_grad():
             self._collect(gradients=gradients)
@@ -318,11 +313,11 @@ class OwnedParams:
 
     def _grad(self, index: int) -> Tensor:
         tensor = self._tensors[index]
-        assert tensor.grad is not None  # the views give each one
+        assert tensor.grad is not None  # `gather_gradients` sets each one
         return to_local(tensor.grad)
 
     def _to_owners(self, bucket: _OwnerBucket, shards: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The whole tensors that this rank owns, of everybody's parts; by the index of the parameter."""
+        """Return the full tensors that this rank owns, by the index of the parameter, from the shards of all ranks."""
         cuts, rank, ranks = bucket.cuts, bucket.rank, bucket.ranks
         mine = [cut for cut in cuts if cut.owner == rank]
         send = torch.cat([shard.reshape(-1) for shard in shards])
@@ -357,7 +352,7 @@ class OwnedParams:
         return cut.shape_on(rank, self._tensors[cut.index].shape).numel()
 
     def _numels(self, bucket: _OwnerBucket) -> list[list[int]]:
-        """What each rank has of the parameters of each owner."""
+        """Return for each rank and owner how many elements of the owner's parameters the rank holds."""
         return [
             [sum(self._numel(cut, rank) for cut in bucket.cuts if cut.owner == to) for to in range(bucket.ranks)]
             for rank in range(bucket.ranks)
