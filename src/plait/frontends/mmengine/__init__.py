@@ -1,6 +1,6 @@
-"""MMEngine's vocabulary on Plait's native engine: `from plait.frontends.mmengine import FlexibleRunner, Runner`.
+"""MMEngine's API on Plait's engine: `from plait.frontends.mmengine import FlexibleRunner, Runner`.
 
-Its rooms have MMEngine's names (`runner`, `model`, `evaluator`, `hooks`, `optim`, `registry`, `config`, `dataset`,
+Its modules have MMEngine's names (`runner`, `model`, `evaluator`, `hooks`, `optim`, `registry`, `config`, `dataset`,
 `dist`), so that a script changes its imports and nothing else.
 """
 

@@ -1,4 +1,4 @@
-"""A configuration: what a file says, with changes from the command line."""
+"""`Config`: configuration files, with overrides from the command line."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pprint import pformat
-from typing import Any, NoReturn
+from typing import Any
 
 from plait.config import choose, load_module, parse_text, text_of
 from plait.errors import ConfigError, Problem
 
-# `--cfg-options key=value …`: changes of a configuration, from the command line.
+# `--cfg-options key=value …`: overrides from the command line.
 
 
 class DictAction(Action):
-    """For argparse: gathers `key=value` pairs in a dict. `a=1,2` and `a=[1,2]` are lists, `a="(1,2)"` a tuple."""
+    """For argparse: collects `key=value` pairs in a dict. `a=1,2` and `a=[1,2]` are lists, `a="(1,2)"` a tuple."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
-        """Take the pairs of one flag; those of several flags add up."""
+        """Add the pairs of one flag to those of earlier ones."""
         pairs = dict(getattr(namespace, self.dest, None) or {})
         for pair in [values] if isinstance(values, str) else values:
             key, equals, text = pair.partition("=")
             if not equals or not key:
-                raise ArgumentError(self, f"{pair!r} is no `key=value`")
+                raise ArgumentError(self, f"{pair!r} is not `key=value`")
             pairs[key] = value_of(text)
         setattr(namespace, self.dest, pairs)
 
 
 def value_of(text: str) -> Any:
-    """A number, truth value, None, list or tuple where the text is one; the text otherwise."""
+    """Return the number, bool, None, list or tuple that a text is; otherwise the text."""
     text = text.strip()
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
@@ -51,7 +51,7 @@ def value_of(text: str) -> Any:
 
 
 def _split_items(text: str) -> list[str]:
-    """Cut at commas that are in no bracket."""
+    """Split at commas outside brackets."""
     items, depth = [""], 0
     for sign in text:
         depth += (sign in "[(") - (sign in "])")
@@ -62,15 +62,15 @@ def _split_items(text: str) -> list[str]:
     return [item for item in items if item.strip()]
 
 
-# Dicts with attributes, and how one is put over another.
+# Dicts with attributes, and merging them.
 
 
 DELETE = "_delete_"
-"""A dict with this key replaces the one below it, rather than being put over it."""
+"""A dict with this key replaces the one it would be merged into."""
 
 
 class ConfigDict(dict[str, Any]):
-    """A dict whose keys are attributes too, as are those of the dicts in it."""
+    """A dict whose keys are attributes too, also those of nested dicts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -93,27 +93,27 @@ class ConfigDict(dict[str, Any]):
         del self[name]
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """Set a missing key; returns its value."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As of a dict."""
+        """Set several keys."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
     def copy(self) -> ConfigDict:
-        """As of a dict: what lies in it is shared."""
+        """Return a shallow copy."""
         return ConfigDict(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain dicts."""
+        """Return plain dicts."""
         return {key: plain(value) for key, value in self.items()}
 
 
 def wrapped(value: Any) -> Any:
-    """Plain dicts anywhere in a value as ConfigDicts."""
+    """Return a value with nested dicts as ConfigDicts."""
     if type(value) is dict:
         return ConfigDict(value)
     if type(value) in (list, tuple):
@@ -122,7 +122,7 @@ def wrapped(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The opposite of `wrapped`."""
+    """Return a value with nested ConfigDicts as dicts: the opposite of `wrapped`."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -131,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def merge(over: Mapping[str, Any], below: Mapping[str, Any], *, path: str = "") -> dict[str, Any]:
-    """`over` put over `below`: dicts key by key, everything else replaced."""
+    """Return `below` with `over` merged into it: dicts key by key, everything else replaced."""
     result = dict(below)
     for key, value in over.items():
         key_path = f"{path}.{key}" if path else str(key)
@@ -145,25 +145,22 @@ def merge(over: Mapping[str, Any], below: Mapping[str, Any], *, path: str = "") 
         elif old is None or isinstance(old, Mapping) or value.get(DELETE, False):
             result[key] = _without_delete_keys(value)
         else:
-            message = f"a dict is put over {old!r}, which is none"
-            raise ConfigError(Problem(key_path, message, f"Write `{DELETE}=True` into it to replace that."))
+            message = f"a dict cannot be merged into {old!r}"
+            raise ConfigError(Problem(key_path, message, f"Add `{DELETE}=True` to the dict to replace the value."))
     return result
 
 
 def _merge_items(over: Mapping[str, Any], below: list[Any] | tuple[Any, ...], path: str) -> Any:
-    """`{'0': …}` put over a list: by index."""
+    """Merge `{'0': …}` into a list, by index."""
     items = list(below)
     for key, value in over.items():
         if int(key) >= len(items):
-            _no_item(path, key, len(items))
+            problem = f"there are {len(items)} items"
+            raise ConfigError(Problem(f"{path}.{key}", problem, f"Count from 0 to {len(items) - 1}."))
         old = items[int(key)]
         both = isinstance(value, Mapping) and isinstance(old, Mapping)
         items[int(key)] = merge(value, old, path=f"{path}.{key}") if both else value
     return type(below)(items)
-
-
-def _no_item(path: str, key: str, count: int) -> NoReturn:
-    raise ConfigError(Problem(f"{path}.{key}", f"there are {count} items", f"Count from 0 to {count - 1}."))
 
 
 def _without_delete_keys(value: Any) -> Any:
@@ -172,10 +169,10 @@ def _without_delete_keys(value: Any) -> Any:
     return value
 
 
-# Reading a configuration file, and those that it is based on.
+# Reading a configuration file and its base files.
 #
-# A file of Python is run; its variables are the configuration. `_base_` names the files that it builds on, and what
-# those define may be used as `_base_.model.depth`, or in the older form `{{_base_.model.depth}}`.
+# A Python file is run; its variables are the configuration. `_base_` names the base files, whose values may be
+# referred to as `_base_.model.depth`, or in the older form `{{_base_.model.depth}}`.
 
 
 BASE = "_base_"
@@ -185,17 +182,17 @@ _ENVIRONMENT_REFERENCE = re.compile(r"\{\{\s*\$(\w+)")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The variables of a file, put over those of its bases."""
+    """Return the variables of a file, merged into those of its base files."""
     return _read(path.expanduser().resolve(), ())
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path in above:
         cycle = " → ".join(file.name for file in (*above, path))
-        raise ConfigError(Problem(BASE, f"the files are based on each other: {cycle}", "Leave one of them out."))
+        raise ConfigError(Problem(BASE, f"circular base files: {cycle}", "Leave one of them out."))
     if not path.is_file():
         by = f"the base of {above[-1].name}, " if above else ""
-        raise ConfigError(Problem(BASE if above else "config", f"{by}{str(path)!r} is no file", "Check the name."))
+        raise ConfigError(Problem(BASE if above else "config", f"{by}{str(path)!r} is not a file", "Check the name."))
     text = _substituted(path)
     tree, bases = _parse(path, text)
     below: dict[str, Any] = {}
@@ -204,7 +201,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         both = sorted(below.keys() & variables.keys())
         if both:
             names = ", ".join(f"`{name}`" for name in both)
-            message = f"{names} of {Path(base).name} stands in another of the files that {path.name} is based on, too"
+            message = f"{names} of {Path(base).name} is also in another base file of {path.name}"
             raise ConfigError(Problem(BASE, message, "Leave one of them out."))
         below.update(variables)
     variables_here = _variables(path, tree, below) if tree is not None else _data(path, text)
@@ -214,7 +211,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 def _substituted(path: Path) -> str:
     text = text_of(path)
     if match := _ENVIRONMENT_REFERENCE.search(text):
-        message = f"{path.name} asks for the environment variable {match[1]!r}; what a run does is not decided there"
+        message = f"{path.name} reads the environment variable {match[1]!r}, which is not supported"
         raise ConfigError(Problem("config", message, "Pass it on the command line: --cfg-options key=value."))
     values = {
         "fileDirname": path.parent.as_posix(),
@@ -226,18 +223,18 @@ def _substituted(path: Path) -> str:
 
 
 def _parse(path: Path, text: str) -> tuple[ast.Module | None, list[str]]:
-    """The program without its `_base_`, and what that named."""
+    """Return the program without its `_base_`, and the base files."""
     if path.suffix != ".py":
         named = _data(path, text).get(BASE, [])
         return None, [named] if isinstance(named, str) else list(named)
     if "read_base" in text:
-        message = f"{path.name} uses `read_base`, MMEngine's newer form of inheritance, which is not read here"
+        message = f"{path.name} uses `read_base`, which is not supported"
         raise ConfigError(Problem(BASE, message, f"Write `{BASE} = ['base.py']`."))
     try:
         tree = ast.parse(_BASE_REFERENCE.sub(lambda match: match[2], text), str(path))
     except SyntaxError as error:
         message = f"{path.name}, line {error.lineno}: {error.msg}"
-        raise ConfigError(Problem("config", message, "It is read as Python.")) from None
+        raise ConfigError(Problem("config", message, "Correct the Python file.")) from None
     bases: list[str] = []
     kept: list[ast.stmt] = []
     for statement in tree.body:
@@ -255,18 +252,18 @@ def _literal(path: Path, node: ast.expr) -> list[str]:
     try:
         named = ast.literal_eval(node)
     except ValueError:
-        message = f"{path.name} computes it, and it must be known before the file is run"
-        raise ConfigError(Problem(BASE, message, "Write a text, or a list of them.")) from None
+        message = f"{path.name} computes it, but it is read before the file is run"
+        raise ConfigError(Problem(BASE, message, "Write a string, or a list of strings.")) from None
     return [named] if isinstance(named, str) else [str(name) for name in named]
 
 
 def _variables(path: Path, tree: ast.Module, below: dict[str, Any]) -> dict[str, Any]:
     space: dict[str, Any] = {"__file__": str(path), "__name__": path.stem, BASE: ConfigDict(below)}
     try:
-        exec(compile(tree, str(path), "exec"), space)  # noqa: S102  # the user's own file, which he names
+        exec(compile(tree, str(path), "exec"), space)  # noqa: S102  # the user's own file
     except Exception as error:
-        message = f"{path.name} fails when it is run: {type(error).__name__}: {error}"
-        raise ConfigError(Problem("config", message, "It is run as Python.")) from error
+        message = f"{path.name} failed: {type(error).__name__}: {error}"
+        raise ConfigError(Problem("config", message, "Correct the Python file.")) from error
     unwanted = types.ModuleType | types.FunctionType | type
     return {key: value for key, value in space.items() if not key.startswith("_") and not isinstance(value, unwanted)}
 
@@ -276,15 +273,15 @@ def _data(path: Path, text: str) -> dict[str, Any]:
         content = parse_text(path, text)
         content = {} if content is None else content
     else:
-        message = f"{path.name} has the ending {path.suffix!r}"
-        raise ConfigError(Problem("config", message, "Files end in .py, .yaml, .yml or .json."))
+        message = f"{path.name} has the suffix {path.suffix!r}"
+        raise ConfigError(Problem("config", message, "Use .py, .yaml, .yml or .json."))
     if not isinstance(content, dict):
-        raise ConfigError(Problem("config", f"{path.name} holds no keys", "Write `key: value`."))
+        raise ConfigError(Problem("config", f"{path.name} is not a mapping", "Write `key: value`."))
     return content
 
 
 class Config:
-    """A tree of keys that are attributes as well."""
+    """A configuration whose keys are attributes as well; has the methods of a dict."""
 
     _tree: ConfigDict
 
@@ -294,7 +291,7 @@ class Config:
 
     @classmethod
     def fromfile(cls, filename: str | Path, import_custom_modules: bool = True) -> Config:
-        """Read a file of Python, YAML or JSON, and those that it is based on."""
+        """Read a Python, YAML or JSON file and its base files."""
         tree = read_file(Path(filename))
         wanted = tree.get("custom_imports")
         if import_custom_modules and wanted:
@@ -303,11 +300,11 @@ class Config:
 
     @property
     def filename(self) -> str | None:
-        """The file that it was read from."""
+        """The file that the configuration was read from."""
         return vars(self)["_filename"]  # type: ignore[no-any-return]
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
-        """Put changes over it; the keys are dotted paths (`optim_wrapper.optimizer.lr`)."""
+        """Merge changes into it; the keys are dotted paths (`optim_wrapper.optimizer.lr`)."""
         nested: dict[str, Any] = {}
         for path, value in options.items():
             *names, last = path.split(".")
@@ -316,20 +313,20 @@ class Config:
                 node = node.setdefault(key, {})
             node[last] = value
         if not allow_list_keys and any(key.isdigit() for path in options for key in path.split(".")):
-            raise ConfigError(Problem("cfg-options", "a list is changed by index", "Say `allow_list_keys=True`."))
+            raise ConfigError(Problem("cfg-options", "changes a list by index", "Set `allow_list_keys=True`."))
         vars(self)["_tree"] = ConfigDict(merge(nested, self._tree))
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain dicts."""
+        """Return plain dicts."""
         return self._tree.to_dict()
 
     @property
     def pretty_text(self) -> str:
-        """The configuration as a file of Python would say it."""
+        """The configuration as a Python file."""
         return "".join(f"{key} = {pformat(plain(value), width=100)}\n" for key, value in self._tree.items())
 
     def dump(self, file: str | Path | None = None) -> str | None:
-        """Write it as Python, YAML or JSON, as the name ends; without a name, return it."""
+        """Write it as Python, YAML or JSON, by the suffix of the file; without a file, return it as Python."""
         if file is None:
             return self.pretty_text
         path = Path(file)
@@ -344,24 +341,8 @@ class Config:
         path.write_text(text, encoding="utf-8")
         return None
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
-        return self._tree.get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """As of a dict."""
-        return self._tree.pop(key, *default)
-
-    def keys(self) -> Any:
-        """As of a dict."""
-        return self._tree.keys()
-
-    def items(self) -> Any:
-        """As of a dict."""
-        return self._tree.items()
-
     def copy(self) -> Config:
-        """Another one with the same content."""
+        """Return a shallow copy."""
         return Config(self._tree, self.filename)
 
     def __getattr__(self, name: str) -> Any:
@@ -392,7 +373,7 @@ class Config:
 
 
 def as_config(given: Any) -> Config:
-    """A configuration from a dict, or from MMEngine's own class."""
+    """Return a configuration from a dict, or from MMEngine's own class."""
     if isinstance(given, Config):
         return given
     tree = given.to_dict() if hasattr(given, "to_dict") else given
@@ -400,7 +381,7 @@ def as_config(given: Any) -> Config:
 
 
 def _import(imports: str | list[str], allow_failed_imports: bool = False) -> None:
-    """Load the modules whose classes the configuration names."""
+    """Import the modules whose classes the configuration names."""
     for name in [imports] if isinstance(imports, str) else imports:
         try:
             load_module(name, key="custom_imports")

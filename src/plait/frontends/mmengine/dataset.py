@@ -1,4 +1,4 @@
-"""Samplers, and how samples become a batch."""
+"""Collate functions, samplers and data loaders."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from plait.errors import ConfigError, DataError, Problem
 from plait.frontends.mmengine.dist import get_dist_info, get_rank, get_world_size, sync_random_seed
 from plait.frontends.mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, check_arguments
 
-# How a list of samples becomes a batch.
+# Collate functions.
 
 
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
-    """Turn a list of samples inside out; what the samples are made of stays in lists, unstacked."""
+    """Transpose a list of samples into a sample of lists, without stacking."""
     return _transpose(data_batch, lambda leaves: leaves)
 
 
 @FUNCTIONS.register_module()
 def default_collate(data_batch: Sequence[Any]) -> Any:
-    """Turn a list of samples inside out, and stack tensors, arrays and numbers."""
+    """Transpose a list of samples, and stack tensors, arrays and numbers."""
     return _transpose(data_batch, _stacked)
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:
-    # MMEngine's data elements carry what belongs to one sample; they stay in a list.
+    # MMEngine's data elements hold the data of one sample; they stay in a list.
     elements = any(base.__name__ == "BaseDataElement" for base in type(leaves[0]).__mro__)
     return leaves if elements or leaves[0] is None else stack(list(leaves))
 
 
-def _transpose(batch: Sequence[Any], finish: Callable[[Sequence[Any]], Any]) -> Any:
+def _transpose(batch: Sequence[Any], collate: Callable[[Sequence[Any]], Any]) -> Any:
     first = batch[0]
     if isinstance(first, str | bytes):
         return batch
     if isinstance(first, Mapping):
-        return {key: _transpose([sample[key] for sample in batch], finish) for key in first}
+        return {key: _transpose([sample[key] for sample in batch], collate) for key in first}
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_transpose(column, finish) for column in zip(*batch, strict=True)))
+        return type(first)(*(_transpose(column, collate) for column in zip(*batch, strict=True)))
     if isinstance(first, Sequence):
         sizes = sorted({len(sample) for sample in batch})
         if len(sizes) > 1:
-            raise DataError(f"the samples of one batch have {sizes[0]} to {sizes[-1]} parts; give all equally many")
-        return [_transpose(column, finish) for column in zip(*batch, strict=True)]
-    return finish(batch)
+            raise DataError(f"the samples of a batch have {sizes[0]} to {sizes[-1]} fields; all must have equally many")
+        return [_transpose(column, collate) for column in zip(*batch, strict=True)]
+    return collate(batch)
 
 
-# Which rank sees which sample, and when.
+# Samplers: the order of samples, and their distribution over ranks.
 
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(Sampler[int]):
-    """One pass over the data set an epoch: every n-th sample of one order, which seed and epoch decide."""
+    """One pass over the data set per epoch: of n ranks, each takes every n-th sample of an order by seed and epoch."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None, round_up: bool = True) -> None:
         self.rank, self.world_size = get_dist_info()
@@ -82,26 +82,26 @@ class DefaultSampler(Sampler[int]):
             order = torch.randperm(count, generator=generator).tolist()
         else:
             order = list(range(count))
-        if self.round_up and count:  # ranks must see equally many, so the first ones come again
+        if self.round_up and count:  # the first samples are repeated, so that ranks have equally many
             order = (order * math.ceil(self.total_size / count))[: self.total_size]
         begin, self._skipped = self._skipped, 0
         return iter(order[self.rank : self.total_size : self.world_size][begin:])
 
     def skip(self, samples: int) -> None:
-        """Begin the next pass after so many samples of this rank."""
+        """Skip so many samples of this rank in the next pass."""
         self._skipped = samples
 
     def __len__(self) -> int:
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Go on with the order of another epoch."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
 @DATA_SAMPLERS.register_module()
 class InfiniteSampler(Sampler[int]):
-    """Passes without end, for loops that count iterations."""
+    """Endless passes over the data set, for loops by iteration."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
         self.rank, self.world_size = get_dist_info()
@@ -121,24 +121,24 @@ class InfiniteSampler(Sampler[int]):
         return islice(self._order(), self.rank + begin * self.world_size, None, self.world_size)
 
     def skip(self, samples: int) -> None:
-        """Begin after so many samples of this rank."""
+        """Skip so many samples of this rank."""
         self._skipped = samples
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """There are no epochs."""
+        """Do nothing: there are no epochs."""
 
 
-# Random numbers of the processes that load data.
+# Random state of data loader workers.
 
 
 @FUNCTIONS.register_module()
 def worker_init_fn(
     worker_id: int, num_workers: int, rank: int, seed: int, disable_subprocess_warning: bool = False
 ) -> None:
-    """Give each worker of each rank a seed of its own."""
+    """Seed a worker; each worker of each rank has a different seed."""
     worker_seed = (num_workers * rank + worker_id + seed) % 2**32
     random.seed(worker_seed)
     np.random.seed(worker_seed)
@@ -147,11 +147,11 @@ def worker_init_fn(
         warnings.simplefilter("ignore")
 
 
-# From `train_dataloader=dict(dataset=…, sampler=…, batch_size=…)` to a loader.
+# `train_dataloader=dict(dataset=…, sampler=…, batch_size=…)`.
 
 
 class FirstOf:
-    """The first samples of a data set; what else it has is the data set's own."""
+    """The first samples of a data set, with its other attributes."""
 
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset = dataset
@@ -170,7 +170,7 @@ class FirstOf:
 def build_dataloader(
     cfg: Any, *, seed: int | None = None, diff_rank_seed: bool = False, start_method: str | None = None
 ) -> Any:
-    """A loader from its description; one that is a loader already stays as it is."""
+    """Return the loader that a dict describes; a loader as it is."""
     if not isinstance(cfg, Mapping):
         return cfg
     options = dict(cfg)
@@ -187,14 +187,14 @@ def build_dataloader(
     if workers and start_method is not None:
         options.setdefault("multiprocessing_context", start_method)
     check_arguments("dataloader", DataLoader, options)
-    # A generator of its own: starting a pass draws a number, which must not come out of the model's dropout.
+    # A separate generator: starting a pass draws a number, which must not change the dropout of the model.
     options.setdefault("generator", torch.Generator().manual_seed(seed or 0))
     return DataLoader(dataset, collate_fn=collate, worker_init_fn=init, **chosen, **options)
 
 
 def _dataset(options: dict[str, Any]) -> Any:
     if "dataset" not in options:
-        raise ConfigError(Problem("dataloader.dataset", "there is none", "Give a data set, or a dict with a type."))
+        raise ConfigError(Problem("dataloader.dataset", "is missing", "Set a data set, or a dict with a type."))
     dataset = DATASETS.build(options.pop("dataset"))
     if hasattr(dataset, "full_init"):
         dataset.full_init()
@@ -207,7 +207,7 @@ def _dataset(options: dict[str, Any]) -> Any:
 def _sampler(options: dict[str, Any], dataset: Any, seed: int | None) -> Any:
     sampler = options.pop("sampler", None)
     if sampler is None and options.get("batch_sampler") is None:
-        message = "there is none, and without one every rank would see the same samples"
+        message = "is missing: without a sampler every rank would see the same samples"
         remedy = "Write sampler=dict(type='DefaultSampler', shuffle=True)."
         raise ConfigError(Problem("dataloader.sampler", message, remedy))
     return DATA_SAMPLERS.build(sampler, default_args={"dataset": dataset, "seed": seed})
@@ -224,13 +224,13 @@ def _worker_init(options: dict[str, Any], workers: int, seed: int | None) -> Any
 
 
 def _function(given: Any, key: str) -> Any:
-    """A function, by itself or as a dict with its name and options."""
+    """Return a function given as such, or as a dict with its name and options."""
     if isinstance(given, Mapping):
         options = dict(given)
         target = options.pop("type", None)
         function = FUNCTIONS.get(target) if isinstance(target, str) else target
         given = partial(function, **options) if options and callable(function) else function
     if not callable(given):
-        message = f"{given!r} is no function"
-        raise ConfigError(Problem(f"dataloader.{key}", message, "Give one, or a dict with its name as `type`."))
+        message = f"{given!r} is not a function"
+        raise ConfigError(Problem(f"dataloader.{key}", message, "Set a function, or a dict with its name as `type`."))
     return given

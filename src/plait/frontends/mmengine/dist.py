@@ -1,4 +1,4 @@
-"""Who am I among the ranks? For code that has no runner at hand."""
+"""Rank, world size and collectives, for code without a runner."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ T = TypeVar("T")
 
 
 def get_rank() -> int:
-    """Rank of this process; 0 where there is one process."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def get_world_size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def get_dist_info() -> tuple[int, int]:
-    """Rank and number of processes."""
+    """Return the rank and the number of processes."""
     return get_rank(), get_world_size()
 
 
 def is_distributed() -> bool:
-    """Whether there are several processes that know each other."""
+    """Whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -44,7 +44,7 @@ def barrier() -> None:
 
 
 def master_only(function: Callable[..., T]) -> Callable[..., T | None]:
-    """A function that only rank 0 calls; the others get None."""
+    """Return a function that runs on rank 0 only; other ranks return None."""
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> T | None:
@@ -54,16 +54,16 @@ def master_only(function: Callable[..., T]) -> Callable[..., T | None]:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     if not is_distributed():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Every rank's value, in rank order."""
+    """Return every rank's value, in rank order."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * get_world_size()
@@ -72,17 +72,12 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def sync_random_seed() -> int:
-    """A seed that nobody chose, the same on every rank."""
+    """Return a random seed, the same on every rank."""
     return broadcast_object(int(np.random.randint(2**31)))
 
 
 def collect_results(results: list[Any], size: int) -> list[Any]:
-    """Every rank's results in the order in which the samples were dealt out, without those that were dealt twice."""
-    results_of_ranks = all_gather_object(results)
-    dealt = [
-        rank_results[index]
-        for index in range(max(map(len, results_of_ranks)))
-        for rank_results in results_of_ranks
-        if index < len(rank_results)
-    ]
-    return dealt[:size]
+    """Return every rank's results in the order of the samples, without those of repeated samples."""
+    by_rank = all_gather_object(results)
+    rounds = range(max(map(len, by_rank)))
+    return [of_rank[index] for index in rounds for of_rank in by_rank if index < len(of_rank)][:size]

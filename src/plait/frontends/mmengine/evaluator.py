@@ -1,4 +1,4 @@
-"""Metrics over a whole data set, whatever the number of ranks."""
+"""Metrics over a whole data set, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from plait.errors import ConfigError, DataError, Problem
 from plait.frontends.mmengine.dist import broadcast_object, collect_results, is_main_process
 from plait.frontends.mmengine.registry import EVALUATOR, METRICS
+from plait.precision import map_tensors
 
 
 class BaseMetric(ABC):
-    """Gathers something of every batch in `results`, and makes numbers of all of it at the end."""
+    """Collects results of every batch, and computes metrics of all of them at the end."""
 
     default_prefix: str | None = None
 
     def __init__(self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None) -> None:
-        """`collect_device` and `collect_dir` are accepted; results travel through the process group in any case."""
+        """`collect_device` and `collect_dir` have no effect: results are gathered through the process group."""
         if collect_device not in ("cpu", "gpu"):
             raise ConfigError(Problem("metric.collect_device", f"{collect_device!r}", "Write 'cpu' or 'gpu'."))
         self.collect_device = collect_device
@@ -30,23 +29,23 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def process(self, data_batch: Any, data_samples: Sequence[Any]) -> None:
-        """Append what is wanted of one batch to `results`, one entry a sample or one a batch."""
+        """Append the results of one batch to `results`, one entry per sample or one per batch."""
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Names and numbers, from the results of all ranks."""
+        """Return metrics by name, from the results of all ranks."""
 
     def evaluate(self, size: int) -> dict[str, float]:
-        """The metrics of a data set of `size` samples; every rank must ask, and gets the same."""
-        results = collect_results(_on_host(self.results), size)
+        """Return the metrics of a data set of `size` samples, the same on every rank. Every rank must call it."""
+        results = collect_results(map_tensors(lambda tensor: tensor.detach().cpu(), self.results), size)
         self.results.clear()
         metrics = self.compute_metrics(results) if is_main_process() else None
         if metrics is not None and self.prefix:
             metrics = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
-        answer = broadcast_object(metrics)
-        if not isinstance(answer, Mapping):
-            raise DataError(f"{type(self).__name__}.compute_metrics returned a {type(answer).__name__}: return a dict")
-        return dict(answer)
+        metrics = broadcast_object(metrics)
+        if not isinstance(metrics, Mapping):
+            raise DataError(f"{type(self).__name__}.compute_metrics returned a {type(metrics).__name__}: return a dict")
+        return dict(metrics)
 
 
 @EVALUATOR.register_module()
@@ -60,7 +59,7 @@ class Evaluator:
 
     @property
     def dataset_meta(self) -> dict[str, Any] | None:
-        """What the data set says about itself."""
+        """The metainfo of the data set."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -70,25 +69,25 @@ class Evaluator:
             metric.dataset_meta = value
 
     def process(self, data_samples: Sequence[Any], data_batch: Any = None) -> None:
-        """Show one batch and its predictions to every metric."""
+        """Pass one batch and its predictions to every metric."""
         samples = [sample.to_dict() if is_element(sample) else sample for sample in data_samples]
         for metric in self.metrics:
             metric.process(data_batch, samples)
 
     def evaluate(self, size: int) -> dict[str, float]:
-        """All metrics; two of the same name are an error."""
+        """Return all metrics; raises if two have the same name."""
         metrics: dict[str, float] = {}
         for metric in self.metrics:
             for name, value in metric.evaluate(size).items():
                 if name in metrics:
-                    message = f"two metrics are called {name!r}"
+                    message = f"two metrics have the name {name!r}"
                     raise ConfigError(Problem("evaluator.prefix", message, "Give them different prefixes."))
                 metrics[name] = value
         return metrics
 
 
 def build_evaluator(evaluator: Any) -> Any:
-    """An evaluator from a metric, a list of them, dicts of either, or an evaluator."""
+    """Return an evaluator from a metric, a list of metrics, dicts of either, or an evaluator."""
     if isinstance(evaluator, Mapping) and "metrics" in evaluator:
         return EVALUATOR.build({"type": "Evaluator", **evaluator})
     if not isinstance(evaluator, Mapping | list | tuple) and hasattr(evaluator, "metrics"):
@@ -97,17 +96,5 @@ def build_evaluator(evaluator: Any) -> Any:
 
 
 def is_element(sample: Any) -> bool:
-    """Whether it is one of MMEngine's data elements, which carry what belongs to one sample."""
+    """Whether a sample is one of MMEngine's data elements."""
     return any(base.__name__ == "BaseDataElement" for base in type(sample).__mro__)
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_host(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_on_host(item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_on_host(item) for item in value)
-    return value

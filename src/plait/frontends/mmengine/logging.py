@@ -1,4 +1,4 @@
-"""What a run remembers of its numbers, and the log that it writes."""
+"""The message hub, which holds the values of a run, and its logger."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from plait.errors import ConfigError, Problem
 
 _REMEMBERED = 1_000_000
 _SAVED = 1000
-"""Of each scalar, so many of the latest values go into a checkpoint: enough for any usual window."""
+"""Latest values of each scalar that a checkpoint stores."""
 
 
 class HistoryBuffer:
-    """The values of one scalar, with how many each counts for.
+    """The values of one scalar, and the count of each.
 
-    The latest may still be on its way from a device. Who asks waits for it, and so does who adds the next one: by then
-    the device has gone on. [Note: one step behind]
+    The latest value may still be on a device: reading it waits, and so does adding the next one, when the device has
+    long computed it. [Note: one step behind]
     """
 
     def __init__(self, log_history: list[float] | None = None, count_history: list[int] | None = None) -> None:
         self._values: deque[float] = deque(log_history or (), maxlen=_REMEMBERED)
         self._counts: deque[int] = deque(count_history or [1] * len(self._values), maxlen=_REMEMBERED)
-        self._coming: tuple[Callable[[], float], int] | None = None
+        self._pending: tuple[Callable[[], float], int] | None = None
 
     @property
     def data(self) -> tuple[list[float], list[int]]:
@@ -38,10 +38,10 @@ class HistoryBuffer:
         return list(self._values), list(self._counts)
 
     def update(self, value: float | Callable[[], float], count: int = 1) -> None:
-        """Add a value, or what waits for one."""
+        """Add a value, or a function that waits for one."""
         self._settle()
         if callable(value):
-            self._coming = value, count
+            self._pending = value, count
         else:
             self._add(value, count)
 
@@ -50,32 +50,32 @@ class HistoryBuffer:
         self._counts.append(count)
 
     def _settle(self) -> None:
-        if self._coming is not None:
-            (read, count), self._coming = self._coming, None
+        if self._pending is not None:
+            (read, count), self._pending = self._pending, None
             self._add(read(), count)
 
     def current(self) -> float:
-        """The latest value."""
+        """Return the latest value."""
         self._settle()
         if not self._values:
-            raise ConfigError(Problem("log_processor", "nothing was recorded yet", "Log after the first iteration."))
+            raise ConfigError(Problem("log_processor", "there is no value yet", "Log after the first iteration."))
         return self._values[-1]
 
     def mean(self, window_size: int | None = None) -> float:
-        """The mean of the latest values."""
+        """Return the mean of the latest values."""
         values, counts = self._window(window_size)
         return sum(v * c for v, c in zip(values, counts, strict=True)) / sum(counts)
 
     def max(self, window_size: int | None = None) -> float:
-        """The largest of the latest values."""
+        """Return the largest of the latest values."""
         return max(self._window(window_size)[0])
 
     def min(self, window_size: int | None = None) -> float:
-        """The smallest of the latest values."""
+        """Return the smallest of the latest values."""
         return min(self._window(window_size)[0])
 
     def statistics(self, method_name: str, window_size: int | None = None) -> float:
-        """`mean`, `max`, `min` or `current`."""
+        """Return `mean`, `max`, `min` or `current`."""
         if method_name not in ("mean", "max", "min", "current"):
             remedy = "Write mean, max, min or current."
             raise ConfigError(Problem("log_processor.custom_cfg.method_name", f"{method_name!r}", remedy))
@@ -92,7 +92,7 @@ class HistoryBuffer:
 
 
 class MessageHub:
-    """The numbers and words that the parts of a run share. One a run; hooks find it at `runner.message_hub`."""
+    """Scalars and other values that the parts of a run share: `runner.message_hub`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -101,43 +101,43 @@ class MessageHub:
         self._not_resumed: set[str] = set()
 
     def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
-        """Add a value to a scalar's history: a number, a tensor, or what returns a number when it is asked."""
+        """Add a value to a scalar's history: a number, a tensor, or a function that returns a number."""
         self._mark(key, resumed)
         self.log_scalars.setdefault(key, HistoryBuffer()).update(_number(value), count)
 
     def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Add several; a dict with `value` and `count` says how many a value counts for."""
+        """Add several values; a dict with `value` and `count` sets the count of a value."""
         for key, value in log_dict.items():
             pair = value if isinstance(value, Mapping) else {"value": value}
             self.update_scalar(key, pair["value"], pair.get("count", 1), resumed)
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set a word."""
+        """Set a value that is not a scalar."""
         self._mark(key, resumed)
         self.runtime_info[key] = value
 
     def pop_info(self, key: str, default: Any = None) -> Any:
-        """Take a word out."""
+        """Remove a value; returns it, or `default`."""
         return self.runtime_info.pop(key, default)
 
     def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Set several words."""
+        """Set several values."""
         for key, value in info_dict.items():
             self.update_info(key, value, resumed)
 
     def get_scalar(self, key: str) -> HistoryBuffer:
-        """The history of a scalar."""
+        """Return the history of a scalar."""
         return self.log_scalars[key]
 
     def get_info(self, key: str, default: Any = None) -> Any:
-        """A word, or `default`."""
+        """Return a value, or `default`."""
         return self.runtime_info.get(key, default)
 
     def _mark(self, key: str, resumed: bool) -> None:
         (self._not_resumed.discard if resumed else self._not_resumed.add)(key)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint carries: the latest values of each scalar, and the words that JSON can hold."""
+        """Return what a checkpoint stores: the latest values of each scalar, and other values that JSON can hold."""
         scalars = {
             key: [values[-_SAVED:] for values in buffer.data]
             for key, buffer in self.log_scalars.items()
@@ -151,14 +151,14 @@ class MessageHub:
         return {"log_scalars": scalars, "runtime_info": info}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore what `state_dict` returned."""
         for key, (values, counts) in state.get("log_scalars", {}).items():
             self.log_scalars[key] = HistoryBuffer(values, counts)
         self.runtime_info.update(state.get("runtime_info", {}))
 
 
 def _number(value: Any) -> float | Callable[[], float]:
-    """A number; where a device has it, what waits for it: the device need not."""
+    """Return a number, or for a tensor on a device a function that waits for it."""
     if isinstance(value, Tensor) and value.is_cuda:
         arriving = AsyncHostCopy((value.detach().reshape(()),), value.device)
         return lambda: arriving.read()[0]
@@ -168,8 +168,8 @@ def _number(value: Any) -> float | Callable[[], float]:
 
 
 def make_logger(level: int | str, file: Path | None, *, is_main: bool) -> logging.Logger:
-    """A log of its own: rank 0 speaks from `level` on, the others when something is wrong."""
-    # Not from `getLogger`: that one is shared by all runs of a process, and would write into every run's file.
+    """Return the logger of a run: rank 0 logs from `level` on, other ranks errors only."""
+    # Not by `getLogger`: runs of a process would share it, and write to each other's files.
     if isinstance(level, str):
         numbers = logging.getLevelNamesMapping()
         if level.upper() not in numbers:
@@ -186,7 +186,7 @@ def make_logger(level: int | str, file: Path | None, *, is_main: bool) -> loggin
 
 
 class _LogFile(logging.Handler):
-    """Appends lines to a file, which is open only meanwhile: a runner need not be closed."""
+    """Appends lines to a file that is open only while it writes: a runner need not be closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _LogFile(logging.Handler):
         self.setFormatter(_formatter("%Y/%m/%d %H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append one line."""
+        """Append a line."""
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(self.format(record) + "\n")

@@ -1,4 +1,4 @@
-"""Models that know their own steps."""
+"""Data preprocessors, and models with their own train, validation and test step."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch.nn import functional as F
 from plait.errors import ConfigError, DataError, ModelError, Problem
 from plait.frontends.mmengine.registry import MODELS
 
-# What happens to a batch between the loader and the model.
+# Data preprocessors, between loader and model.
 
 
 @MODELS.register_module()
 class BaseDataPreprocessor(nn.Module):
-    """Moves a batch to the device where this module is."""
+    """Moves a batch to the device of this module."""
 
     _device_marker: Tensor
 
     def __init__(self, non_blocking: bool | None = False) -> None:
         super().__init__()
         self._non_blocking = bool(non_blocking)
-        # It goes where the model goes, and no checkpoint holds it.
+        # Moves with the model, and is not in checkpoints.
         self.register_buffer("_device_marker", torch.empty(0), persistent=False)
 
     @property
     def device(self) -> torch.device:
-        """Where batches go."""
+        """The device that batches are moved to."""
         return self._device_marker.device
 
     def cast_data(self, data: Any) -> Any:
-        """Anything with tensors in it, with those on the device."""
+        """Return nested data with its tensors on the device."""
         if isinstance(data, Mapping):
             return {key: self.cast_data(item) for key, item in data.items()}
         if isinstance(data, str | bytes) or data is None:
@@ -43,18 +43,18 @@ class BaseDataPreprocessor(nn.Module):
             return type(data)(*(self.cast_data(item) for item in data))
         if isinstance(data, Sequence):
             return type(data)(self.cast_data(item) for item in data)  # type: ignore[call-arg]
-        if hasattr(data, "to") and callable(data.to):  # tensors, and elements that carry some
+        if hasattr(data, "to") and callable(data.to):  # tensors, and data elements
             return data.to(self.device, non_blocking=self._non_blocking)
         return data
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """The batch as the model takes it."""
+        """Return the batch on the device."""
         return self.cast_data(data)
 
 
 @MODELS.register_module()
 class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Normalises images, swaps their colours, and pads them to one batch."""
+    """Normalizes images, swaps their channels, and pads them to one batch."""
 
     mean: Tensor
     std: Tensor
@@ -75,13 +75,13 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
                 Problem("data_preprocessor.bgr_to_rgb", "and `rgb_to_bgr` are both set", "Leave one out.")
             )
         if (mean is None) != (std is None):
-            raise ConfigError(Problem("data_preprocessor.mean", "it goes with `std`", "Give both, or neither."))
+            raise ConfigError(Problem("data_preprocessor.mean", "goes with `std`", "Set both, or neither."))
         self._normalize = mean is not None and std is not None
         if mean is not None and std is not None:
             for key, values in (("mean", mean), ("std", std)):
                 if len(values) not in (1, 3):
                     message = f"{list(values)} has {len(values)} values"
-                    raise ConfigError(Problem(f"data_preprocessor.{key}", message, "Give one, or one a channel."))
+                    raise ConfigError(Problem(f"data_preprocessor.{key}", message, "Set one, or one per channel."))
             self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
             self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
         self._swap = bgr_to_rgb or rgb_to_bgr
@@ -89,7 +89,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_value = pad_value
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """A dict whose `inputs` are one normalised and padded batch."""
+        """Return a dict whose `inputs` are one normalized and padded batch."""
         data = self.cast_data(data)
         images = data["inputs"]
         if isinstance(images, Tensor):
@@ -109,7 +109,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
 
 def stack_batch(images: Sequence[Tensor], pad_size_divisor: int = 1, pad_value: float = 0) -> Tensor:
-    """Images (channels, height, width) as one batch, padded at the right and the bottom."""
+    """Stack images (channels, height, width) to one batch, padded at the right and the bottom."""
 
     def up(size: int) -> int:
         return -(-size // pad_size_divisor) * pad_size_divisor
@@ -121,27 +121,27 @@ def stack_batch(images: Sequence[Tensor], pad_size_divisor: int = 1, pad_value: 
     return torch.stack(padded)
 
 
-# A model that knows how to train, validate and test itself on one batch.
+# Models.
 
 
 class BaseModule(nn.Module):
-    """A module whose weights are given by `init_weights`, once, before training starts."""
+    """A module with `init_weights`, which is called once before training."""
 
     def __init__(self, init_cfg: Any = None) -> None:
         super().__init__()
         if init_cfg is not None:
-            message = f"{init_cfg!r}: initializers by description are not part of this front end"
+            message = f"{init_cfg!r}: initializer configurations are not supported"
             raise ConfigError(Problem("model.init_cfg", message, "Override `init_weights`, or use `load_from`."))
         self.init_cfg = None
         self._is_init = False
 
     @property
     def is_init(self) -> bool:
-        """Whether the weights were given."""
+        """Whether `init_weights` was called."""
         return self._is_init
 
     def init_weights(self) -> None:
-        """Give weights to the modules inside; override it to give them to this one."""
+        """Initialize the child modules; override it to initialize this one."""
         if self._is_init:
             return
         self._is_init = True
@@ -151,7 +151,7 @@ class BaseModule(nn.Module):
 
 
 class BaseModel(BaseModule):
-    """The root of a model: `forward(..., mode)` answers with losses, predictions or tensors, as `mode` says."""
+    """A whole model: `forward(..., mode)` returns losses, predictions or tensors."""
 
     def __init__(self, data_preprocessor: Any = None, init_cfg: Any = None) -> None:
         super().__init__(init_cfg)
@@ -160,7 +160,7 @@ class BaseModel(BaseModule):
         self.data_preprocessor = MODELS.build(data_preprocessor)
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Forward, backward and, when its turn has come, the update; returns what is to be logged."""
+        """Run forward, backward and, if accumulation is complete, the update; returns the values to log."""
         with optim_wrapper.optim_context(self):
             data = self.data_preprocessor(data, True)
             losses = self._run_forward(data, mode="loss")
@@ -169,15 +169,15 @@ class BaseModel(BaseModule):
         return log_vars
 
     def val_step(self, data: Any) -> Any:
-        """Predictions for the evaluator."""
+        """Return predictions for the evaluator."""
         return self._run_forward(self.data_preprocessor(data, False), mode="predict")
 
     def test_step(self, data: Any) -> Any:
-        """Predictions for the evaluator."""
+        """Return predictions for the evaluator."""
         return self._run_forward(self.data_preprocessor(data, False), mode="predict")
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of everything with `loss` in its name, and the mean of each for the log."""
+        """Return the sum of the values with `loss` in their names, and the mean of each value for the log."""
         means: dict[str, Tensor] = {}
         for name, value in losses.items():
             tensors = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, list | tuple) else []
@@ -191,23 +191,23 @@ class BaseModel(BaseModule):
         summed = [value for name, value in means.items() if "loss" in name]
         if not summed:
             raise ModelError(
-                f"{type(self).__name__} returned {', '.join(means) or 'nothing'} in mode 'loss', and no name has "
-                "`loss` in it: there is nothing to minimise"
+                f"{type(self).__name__} returned {', '.join(means) or 'nothing'} in mode 'loss', and no name "
+                "contains `loss`: return a loss to minimize"
             )
         total = sum(summed[1:], summed[0])
         return total, {"loss": total, **{name: value for name, value in means.items() if name != "loss"}}
 
     def _run_forward(self, data: Any, mode: str) -> Any:
-        """Call the model with a batch; the runner puts the engine's own call in place of this one."""
+        """Call the model with a batch; the runner replaces this by a call of the engine."""
         return call_with(self, data, mode)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Losses in mode `loss`, predictions in mode `predict`, anything in mode `tensor`."""
+        """Return losses in mode `loss`, predictions in mode `predict`, anything in mode `tensor`."""
 
 
 def call_with(call: Any, data: Any, mode: str) -> Any:
-    """Call a model with a batch: a dict by name, a list or tuple in order."""
+    """Call a model with a batch: a dict as keyword arguments, a list or tuple as positional ones."""
     if isinstance(data, Mapping):
         return call(**data, mode=mode)
     if isinstance(data, list | tuple):

@@ -1,9 +1,9 @@
-"""Registries: from `dict(type='Name', …)` to an object.
+"""Registries, which build objects from `dict(type='Name', …)`.
 
 [Note: registries are tables of names]
-A registry is filled when a module is imported, by a decorator at a class. That is state of a module, which Plait has
-nowhere else; here it is what scripts of MMEngine are written with. A registry only ever maps names to classes: no
-run keeps anything in one, and two runs in one process do not meet in it.
+A registry is filled by decorators when a module is imported. That is module state, which Plait avoids elsewhere; here
+scripts of MMEngine need it. A registry maps names to classes and nothing else, so that runs in one process do not
+share state through it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Registry:
-    """Names of one kind of thing, and the classes or functions that they stand for.
+    """Classes and functions of one kind by name.
 
-    A name that is not registered here is looked up in MMEngine's registry of the same kind where MMEngine is loaded,
-    and a dotted one is imported.
+    A name that is not registered here is looked up in MMEngine's registry of the same kind, if MMEngine is imported,
+    and a dotted name is imported.
     """
 
     def __init__(self, name: str, *, root: str | None = None) -> None:
-        """`root` is what MMEngine calls this registry."""
+        """`root` is MMEngine's name of the registry."""
         self.name = name
         self._root = root
         self._table: dict[str, Callable[..., Any]] = {}
@@ -53,20 +53,20 @@ class Registry:
     def _register(self, target: Callable[..., Any], names: list[str], force: bool) -> Callable[..., Any]:
         for name in names or [target.__name__]:
             if not force and self._table.get(name, target) is not target:
-                message = f"{name!r} is registered already, as {_qualified_name(self._table[name])}"
-                raise ConfigError(Problem(self.name, message, "Choose another name, or say `force=True`."))
+                message = f"{name!r} is already registered, as {_qualified_name(self._table[name])}"
+                raise ConfigError(Problem(self.name, message, "Choose another name, or set `force=True`."))
             self._table[name] = target
         return target
 
     def get(self, key: str) -> Callable[..., Any]:
-        """What a name stands for."""
+        """Return what is registered under a name; raises if nothing is."""
         target = self.find(key)
         if target is None:
             raise ConfigError(Problem(f"{self.name}.type", f"{key!r} is not registered", choose(key, self, "name")))
         return target
 
     def find(self, key: str) -> Callable[..., Any] | None:
-        """What a name stands for; None where nobody knows it."""
+        """Return what is registered under a name; None if nothing is."""
         plain = key.rpartition(".")[2] if key.startswith(("mmengine.", "plait.")) else key
         if plain in self._table:
             return self._table[plain]
@@ -76,7 +76,7 @@ class Registry:
         return _import_target(key) if "." in key else None
 
     def build(self, cfg: Any, default_args: Mapping[str, Any] | None = None, **more: Any) -> Any:
-        """The object that a dict with a `type` describes; what is an object already stays as it is."""
+        """Build the object that a dict with a `type` describes; an object is returned as it is."""
         if not isinstance(cfg, Mapping):
             return cfg
         options = {**(default_args or {}), **more, **cfg}
@@ -86,15 +86,13 @@ class Registry:
             message = f"{dict(cfg)!r} has no `type`"
             raise ConfigError(Problem(self.name, message, f"The names are {', '.join(self)}."))
         if isinstance(target, type) and target.__module__.startswith("mmengine."):
-            target = self._table.get(
-                target.__name__, target
-            )  # MMEngine's own class: what it is called here does the work
+            target = self._table.get(target.__name__, target)  # this front end's class of the same name
         maker = self.get(target) if isinstance(target, str) else target
         if not callable(maker):
-            raise ConfigError(Problem(f"{self.name}.type", f"{target!r} is no class and no name", "Give one of them."))
+            raise ConfigError(Problem(f"{self.name}.type", f"{target!r} is not a class or a name", "Set one."))
         check_arguments(f"{self.name}.{_name(maker)}", maker, cfg)
         accepted = _accepted(maker)
-        if accepted is not None:  # of the defaults, those that it knows
+        if accepted is not None:  # defaults that it does not take are dropped
             options = {key: value for key, value in options.items() if key in accepted or key in cfg}
         return maker(**options)
 
@@ -109,7 +107,7 @@ class Registry:
 
 
 def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]) -> None:
-    """One error for every key of `cfg` that `maker` does not take."""
+    """Raise a `ConfigError` with every key of `cfg` that `maker` does not take."""
     accepted = _accepted(maker)
     if accepted is None:
         return
@@ -125,14 +123,14 @@ def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]
 
 
 def _accepted(maker: Callable[..., Any]) -> list[str] | None:
-    """The names of its arguments; None where it takes any."""
+    """Return the names of its arguments; None if it takes any."""
     is_ours = isinstance(maker, type) and maker.__module__.startswith("plait.frontends.mmengine.")
     if not is_ours:
         return _named(maker)[0]
     names: list[str] = []
     hidden = ("self", *getattr(maker, "fixed", ()))
     for cls in maker.__mro__:  # type: ignore[attr-defined]
-        # The classes here hand what they do not name to the class that they are made from.
+        # The classes of this package pass other arguments on to their base class.
         if cls is object or "__init__" not in vars(cls):
             continue
         _, more, named = _named(vars(cls)["__init__"])
@@ -143,10 +141,10 @@ def _accepted(maker: Callable[..., Any]) -> list[str] | None:
 
 
 def _named(maker: Any) -> tuple[list[str] | None, bool, list[str]]:
-    """The names that it takes, or None where it takes any; whether it does; and the names in any case."""
+    """Return the names that it takes, or None if it takes any; whether it does; and its named arguments."""
     try:
         parameters = inspect.signature(maker).parameters.values()
-    except (TypeError, ValueError):  # some classes of C say nothing
+    except (TypeError, ValueError):  # some C classes have no signature
         return None, True, []
     names = [
         parameter.name
@@ -158,7 +156,7 @@ def _named(maker: Any) -> tuple[list[str] | None, bool, list[str]]:
 
 
 def _import_target(key: str) -> Callable[..., Any] | None:
-    """What a dotted name stands for; None where there is no such thing. A module that fails says why."""
+    """Import what a dotted name refers to; None if it does not exist. Errors of its module are raised."""
     module, _, attribute = key.rpartition(".")
     try:
         target = load_code(f"{module}:{attribute}", key="type")
@@ -180,10 +178,10 @@ def _name(target: Any) -> str:
 
 
 class RunnerRegistry(Registry):
-    """Builds a runner from a whole configuration, whose `runner_type` names it."""
+    """Builds the runner that `runner_type` of a configuration names."""
 
     def build(self, cfg: Any, default_args: Mapping[str, Any] | None = None, **more: Any) -> Any:
-        """A runner by its `from_cfg`."""
+        """Return the runner of a configuration, by its `from_cfg`."""
         maker: Any = self.get(cfg.get("runner_type", "Runner"))
         return maker.from_cfg(cfg)
 

@@ -1,4 +1,4 @@
-"""Where numbers go besides the log: MMEngine's back ends, as sinks of Plait's monitor."""
+"""The visualizer: MMEngine's backends as sinks of Plait's monitor."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _EVENT_KINDS = {"train": EventKind.TRAIN, "val": EventKind.VALIDATE, "test": Eve
 
 
 class ScalarsFile:
-    """`vis_data/scalars.json`: one JSON object a line, as MMEngine's tools read it."""
+    """`vis_data/scalars.json`: one JSON object per line, as MMEngine's tools read it."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "scalars.json"
 
     def write(self, event: Event) -> None:
-        """Add a line with the event's numbers."""
+        """Append a line with the values of an event."""
         if event.kind in _EVENT_KINDS.values():
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**scalars(event), "step": event.step}) + "\n")
 
     def close(self) -> None:
-        """It is open only while a line is written."""
+        """Do nothing: the file is open only while a line is written."""
 
 
 @VISBACKENDS.register_module(name="LocalVisBackend")
 def local_backend(save_dir: Path, work_dir: Path) -> list[Sink]:
-    """The file that MMEngine writes, and the record that `plait report` reads."""
+    """Return sinks for MMEngine's file, and for the record that `plait report` reads."""
     return [ScalarsFile(save_dir / "vis_data"), JsonlSink(work_dir, 0)]
 
 
 @VISBACKENDS.register_module(name="TensorboardVisBackend")
 def tensorboard_backend(save_dir: Path, work_dir: Path) -> list[Sink]:
-    """Curves for TensorBoard."""
+    """Return a sink for TensorBoard."""
     from plait.monitor import TensorBoardSink
 
     return [TensorBoardSink(save_dir / "vis_data")]
@@ -47,20 +47,20 @@ def tensorboard_backend(save_dir: Path, work_dir: Path) -> list[Sink]:
 
 @VISBACKENDS.register_module(name="WandbVisBackend")
 def wandb_backend(save_dir: Path, work_dir: Path, init_kwargs: Mapping[str, Any] | None = None) -> list[Sink]:
-    """Curves for Weights & Biases; of `init_kwargs`, the `project`."""
+    """Return a sink for Weights & Biases; of `init_kwargs`, only `project` is supported."""
     from plait.monitor import WandbSink
 
     given = dict(init_kwargs or {})
     project = given.pop("project", None)
     if given:
-        message = f"{', '.join(given)}: wandb's other settings are its own"
-        raise ConfigError(Problem("vis_backends.init_kwargs", message, "Set them as wandb does (WANDB_… variables)."))
+        message = f"{', '.join(given)}: only `project` is supported"
+        raise ConfigError(Problem("vis_backends.init_kwargs", message, "Set WANDB_… environment variables."))
     return [WandbSink(work_dir, project)]
 
 
 @VISUALIZERS.register_module()
 class Visualizer:
-    """Hands numbers to its back ends; on rank 0 only."""
+    """Passes values to its backends, on rank 0 only."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Visualizer:
         work_dir: Path | None = None,
         is_main: bool = True,
     ) -> None:
-        """`save_dir` and the rest come from the runner."""
+        """The runner passes `save_dir`, `work_dir` and `is_main`."""
         self.name = name
         self.dataset_meta: dict[str, Any] | None = None
         self._backends = list(vis_backends) if vis_backends is not None else [{"type": "LocalVisBackend"}]
@@ -83,7 +83,7 @@ class Visualizer:
         self._monitor: Monitor | None = None
 
     def open(self) -> Monitor:
-        """Open the back ends, unless they are open."""
+        """Open the backends, if they are not; returns the monitor."""
         if self._monitor is None:
             folders = self._folders
             sinks = [] if folders is None else [sink for backend in self._backends for sink in _sinks(backend, folders)]
@@ -91,16 +91,16 @@ class Visualizer:
         return self._monitor
 
     def add_scalars(self, scalar_dict: Mapping[str, Any], step: int = 0, mode: str = "train", **_: Any) -> None:
-        """Numbers of one moment."""
+        """Write the values of a step."""
         data = dict(scalar_dict) if mode == "train" else {"metrics": dict(scalar_dict)}
         self.open().emit(Event(_EVENT_KINDS[mode], step, int(scalar_dict.get("epoch", 0)), data))
 
     def add_scalar(self, name: str, value: Any, step: int = 0, **_: Any) -> None:
-        """One number."""
+        """Write one value."""
         self.add_scalars({name: float(value)}, step)
 
     def close(self) -> None:
-        """Close the back ends; what comes later opens them again."""
+        """Close the backends; the next value opens them again."""
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -108,26 +108,26 @@ class Visualizer:
 
 def _sinks(backend: Any, folders: Mapping[str, Path]) -> list[Sink]:
     if not isinstance(backend, Mapping):
-        return [backend]  # a sink of the user's own
+        return [backend]  # a user's sink
     made = VISBACKENDS.build(backend, default_args=folders)
     return list(made) if isinstance(made, list) else [made]
 
 
 def _check(backend: Any) -> None:
-    """What is wrong with the description of a back end shows before any is opened."""
+    """Raise if the description of a backend is wrong, before any is opened."""
     if not isinstance(backend, Mapping):
         return
     backend_type = backend.get("type")
     backend_type = getattr(backend_type, "__name__", backend_type)
     if backend_type not in tuple(VISBACKENDS):
-        message = f"{backend_type!r} is no back end that numbers can go to here"
-        remedy = f"Write one of {', '.join(VISBACKENDS)}, or give an object with `write(event)` and `close()`."
+        message = f"{backend_type!r} is not supported"
+        remedy = f"Write one of {', '.join(VISBACKENDS)}, or pass an object with `write(event)` and `close()`."
         raise ConfigError(Problem("vis_backends.type", message, remedy))
     check_arguments(f"vis_backends.{backend_type}", VISBACKENDS.get(str(backend_type)), backend)
 
 
 def build_visualizer(cfg: Any, *, save_dir: Path, work_dir: Path, is_main: bool) -> Any:
-    """A visualizer from its description; one that is one already stays as it is."""
+    """Return the visualizer that a dict describes; a visualizer as it is."""
     if cfg is not None and not isinstance(cfg, Mapping):
         return cfg
     defaults = {"type": "Visualizer", "save_dir": save_dir, "work_dir": work_dir, "is_main": is_main}

@@ -1,4 +1,4 @@
-"""Optimizers, their wrappers, and schedules of their parameters."""
+"""Optimizers, optim wrappers and parameter schedules."""
 
 from plait.frontends.mmengine.optim.optimizers import (
     AmpOptimWrapper,

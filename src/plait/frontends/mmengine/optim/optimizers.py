@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's own, and those that other engines made popular."""
+"""Optimizers by name, and optim wrappers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def HybridAdam(  # noqa: N802  # it stands for a class
 ) -> Optimizer:
     """ColossalAI's and DeepSpeed's Adam: torch's AdamW, or Adam where `adamw_mode` is off.
 
-    Where the states lie is the strategy's business; of the options, those that ask for another result or place are
-    refused.
+    The strategy decides where states are stored; options that ask for another result or place are refused.
     """
     refused = {
         "bias_correction": not bias_correction,
@@ -50,7 +49,7 @@ def HybridAdam(  # noqa: N802  # it stands for a class
         "fp32_optimizer_states": not fp32_optimizer_states,
     }
     problems = [
-        Problem(f"optimizer.{key}", "torch's Adam, which trains here, has no such option", "Leave it out.")
+        Problem(f"optimizer.{key}", "torch's Adam has no such option", "Leave it out.")
         for key, wanted in refused.items()
         if wanted
     ]
@@ -60,21 +59,21 @@ def HybridAdam(  # noqa: N802  # it stands for a class
     return cls(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-# What a model's `train_step` gets in its hands: context, backward and update, done by the engine.
+# Optim wrappers: context, backward and update for a model's `train_step`, by the engine.
 
 
 class BaseOptimWrapper:
-    """An optimizer and how often, how clipped and in which format it steps."""
+    """An optimizer with its gradient accumulation, clipping and precision."""
 
     precision: dict[str, Any] | None = None
-    """The section `precision` that this wrapper asks for; None: it asks for nothing."""
+    """The section `precision` of this wrapper; None: it sets nothing."""
 
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
     ) -> None:
         whole = isinstance(accumulative_counts, int) and not isinstance(accumulative_counts, bool)
         if not whole or accumulative_counts < 1:
-            message = f"{accumulative_counts!r} is no number of batches"
+            message = f"{accumulative_counts!r} is not a number of batches"
             raise ConfigError(Problem("optim_wrapper.accumulative_counts", message, "Write 1 or more."))
         self.optimizer = optimizer
         self.clip = read_clip(clip_grad)
@@ -85,34 +84,34 @@ class BaseOptimWrapper:
         self._engine: ManualEngine | None = None
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.last_result: StepResult | None = None
-        """What the latest update did; None before the first one."""
-        # With groups of their own rates, the log and the schedules also follow the rate of the whole.
+        """The result of the latest update; None before the first."""
+        # With several groups, the log and the schedules also have the settings of the whole optimizer.
         several = len(optimizer.param_groups) > 1
         self.base_param_settings = {"params": [], **optimizer.defaults} if several else None
 
     # ---- between the model and the engine
 
     def attach(self, engine: ManualEngine, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """From here on the engine does the work; `context` makes what a forward pass runs under."""
+        """Attach the engine; `context` returns the precision context of a forward pass."""
         self._engine, self._context = engine, context
 
     @property
     def engine(self) -> ManualEngine:
-        """The engine; there is one once the runner has prepared the model."""
+        """The engine; raises before the runner has prepared the model."""
         if self._engine is None:
-            raise TrainingError("the optim wrapper has no engine yet: it gets one from the runner, in `train()`")
+            raise TrainingError("the optim wrapper has no engine yet: the runner attaches one in `train()`")
         return self._engine
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """What a forward pass runs under: the formats of the run's precision."""
+        """Run a forward pass in the precision of the run."""
         with self._context():
             yield
 
     def update_params(
         self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Backward through a loss and, when as many batches as are to be accumulated are through, update."""
+        """Backward through a loss, and update if accumulation is complete."""
         self.backward(self.scale_loss(loss))
         if self.should_update():
             self.step(**(step_kwargs or {}))
@@ -124,16 +123,16 @@ class BaseOptimWrapper:
         self._inner_count += 1
 
     def step(self) -> None:
-        """Update with what backward passes have gathered."""
+        """Update with the accumulated gradients."""
         self.last_result = self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Accepted where scripts call it: the update forgets its gradients itself."""
+        """Do nothing: the update itself discards gradients."""
 
     # ---- counting
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Count from here on; the last batches of a run are a step too, though there be fewer of them."""
+        """Set the count of batches; the last batches of a run are an update too, even if there are fewer."""
         self._inner_count, self._max_counts = init_counts, max_counts
 
     @property
@@ -143,31 +142,31 @@ class BaseOptimWrapper:
 
     @property
     def accumulative_counts(self) -> int:
-        """Batches of one update."""
+        """Batches per update."""
         return self._counts
 
     def should_update(self) -> bool:
-        """Whether the batch just done completes an update."""
+        """Whether the last batch completes an update."""
         return self._completes(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Whether the batch that comes now completes an update."""
+        """Whether the next batch completes an update."""
         return self._completes(self._inner_count + 1)
 
     def _completes(self, count: int) -> bool:
         return count % self._counts == 0 or count == self._max_counts
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss divided by the batches of its update."""
+        """Return the loss divided by the batches of its update."""
         rest = self._max_counts % self._counts if self._max_counts > 0 else 0
         factor = rest if rest and self._inner_count >= self._max_counts - rest else self._counts
         return loss if factor == 1 else loss / factor
 
-    # ---- the optimizer's own words
+    # ---- attributes of the optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups; where there are several, the settings of the whole come last."""
+        """The optimizer's groups; if there are several, the settings of the whole come last."""
         extra = [] if self.base_param_settings is None else [self.base_param_settings]
         return [*self.optimizer.param_groups, *extra]
 
@@ -177,24 +176,24 @@ class BaseOptimWrapper:
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Learning rates by name, one a group."""
+        """Return learning rates by name, one per group."""
         base = {} if self.base_param_settings is None else {"base_lr": [float(self.base_param_settings["lr"])]}
         return {**base, "lr": [float(group["lr"]) for group in self.optimizer.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Momenta, one a group; the first of two where the optimizer has betas."""
+        """Return momenta, one per group; the first beta if the optimizer has betas."""
         groups = self.optimizer.param_groups
         return {"momentum": [float(g["momentum"] if "momentum" in g else g.get("betas", (0.0,))[0]) for g in groups]}
 
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper(BaseOptimWrapper):
-    """Training in the format of the parameters."""
+    """Training in the dtype of the parameters."""
 
 
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(BaseOptimWrapper):
-    """Mixed precision: parameters and activations in a smaller format, fp32 weights for the optimizer."""
+    """Mixed precision: 16-bit parameters and activations, fp32 weights for the optimizer."""
 
     def __init__(
         self,
@@ -203,18 +202,18 @@ class AmpOptimWrapper(BaseOptimWrapper):
         use_fsdp: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`use_fsdp` is accepted: one scaler serves every strategy."""
+        """`use_fsdp` has no effect: every strategy uses the same scaler."""
         super().__init__(**kwargs)
         name = str(dtype).removeprefix("torch.") if dtype is not None else None
         formats = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", None: "autocast"}
         if name not in formats:
-            message = f"{name!r} is no format of mixed precision"
+            message = f"{name!r} is not a dtype of mixed precision"
             raise ConfigError(Problem("optim_wrapper.dtype", message, "Write 'float16', 'bfloat16' or 'float32'."))
         self.precision = {"compute": formats[name], "scaler": read_scale(loss_scale)}
 
 
 def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
-    """The keys of the section `train` that a `clip_grad` stands for."""
+    """Return the keys of the section `train` that a `clip_grad` stands for."""
     if clip_grad is None:
         return {}
     path = "optim_wrapper.clip_grad"
@@ -228,12 +227,12 @@ def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
         raise ConfigError(Problem(path, f"{dict(clip_grad)} has no `{theirs}`", f"Write dict({theirs}=1.0)."))
     limit = options.pop(theirs)
     if isinstance(limit, bool) or not isinstance(limit, float | int) or not limit > 0.0:
-        message = f"{limit!r}: gradients are clipped to a number above 0"
+        message = f"{limit!r} is not a number above 0"
         raise ConfigError(Problem(f"{path}.{theirs}", message, f"Write dict({theirs}=1.0), or leave clip_grad out."))
     if float(options.pop("norm_type", 2)) != 2.0:
-        message = f"{clip_grad['norm_type']!r}: gradients are measured by their 2-norm"
+        message = f"{clip_grad['norm_type']!r}: only the 2-norm is supported"
         raise ConfigError(Problem(f"{path}.norm_type", message, "Leave it out."))
-    options.pop("error_if_nonfinite", None)  # a step that is not finite is skipped on every rank, and told
+    options.pop("error_if_nonfinite", None)  # a step that is not finite is skipped on every rank and logged
     options.pop("foreach", None)
     if options:
         unknown = ", ".join(options)
@@ -242,9 +241,9 @@ def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def read_scale(loss_scale: str | float | Mapping[str, Any]) -> dict[str, Any]:
-    """The section `precision.scaler` that a `loss_scale` stands for."""
+    """Return the section `precision.scaler` that a `loss_scale` stands for."""
     path = "optim_wrapper.loss_scale"
-    # GradScaler halves at once, and doubles after 2000 clean steps.
+    # torch's GradScaler: halves at once, doubles after 2000 finite steps.
     usual: dict[str, Any] = {"initial_power": 16, "window": 2000, "hysteresis": 1, "minimum": 2.0**-24}
     if loss_scale == "dynamic":
         return usual
@@ -267,32 +266,32 @@ def read_scale(loss_scale: str | float | Mapping[str, Any]) -> dict[str, Any]:
 def _power_of_two(value: float, path: str) -> int:
     power = round(torch.tensor(float(value)).log2().item())
     if 2.0**power != value or power < 0:
-        raise ConfigError(Problem(path, f"{value!r} is no power of two", "Write one, for example 65536."))
+        raise ConfigError(Problem(path, f"{value!r} is not a power of two", "Write one, for example 65536."))
     return power
 
 
-# The wrappers that go with a strategy, and the answer to one that cannot be had.
+# Wrappers for certain strategies, and refusals of unsupported wrappers.
 
 
 @OPTIM_WRAPPERS.register_module()
 class DeepSpeedOptimWrapper(BaseOptimWrapper):
-    """For `DeepSpeedStrategy`, which says itself how many batches are accumulated and how gradients are clipped."""
+    """For `DeepSpeedStrategy`, whose configuration sets gradient accumulation and clipping."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
 
     def accumulate(self, counts: int) -> None:
-        """As the strategy's `gradient_accumulation_steps` says."""
+        """Set the batches per update, from `gradient_accumulation_steps` of the strategy."""
         self._counts = counts
 
     def initialize_count_status(self, model: Any, init_counts: int, max_counts: int) -> None:
-        """Count from here on. As in DeepSpeed, batches that are left over at the end update nothing."""
+        """Set the count of batches. As in DeepSpeed, an incomplete update at the end is dropped."""
         self._inner_count = init_counts
 
 
 @OPTIM_WRAPPERS.register_module()
 class ColossalAIOptimWrapper(BaseOptimWrapper):
-    """For `ColossalAIStrategy`, which says itself in which format is trained."""
+    """For `ColossalAIStrategy`, which sets the precision itself."""
 
     def __init__(self, optimizer: Optimizer, accumulative_counts: int = 1) -> None:
         super().__init__(optimizer, accumulative_counts)
@@ -300,20 +299,20 @@ class ColossalAIOptimWrapper(BaseOptimWrapper):
 
 @OPTIM_WRAPPERS.register_module(name="ApexOptimWrapper")
 def refuse_apex(**options: Any) -> NoReturn:
-    """Apex is over: NVIDIA itself points to torch's own mixed precision."""
+    """Refuse Apex, which NVIDIA has replaced by torch's mixed precision."""
     message = "ApexOptimWrapper needs NVIDIA Apex's amp, which is no longer maintained"
     raise ConfigError(Problem("optim_wrapper.type", message, "Write type='AmpOptimWrapper': the same, by torch."))
 
 
 @OPTIM_WRAPPERS.register_module(name="OptimWrapperDict")
 def refuse_several(**options: Any) -> NoReturn:
-    """The engine updates the parameters of one model with one optimizer."""
-    message = "several optimizers for one model are not trained here"
+    """Refuse several optimizers for one model."""
+    message = "several optimizers for one model are not supported"
     remedy = "Use one optimizer with `paramwise_cfg=dict(custom_keys=…)` for different rates."
     raise ConfigError(Problem("optim_wrapper.type", message, remedy))
 
 
-# From `optim_wrapper=dict(type=…, optimizer=dict(…), paramwise_cfg=…)` to a wrapper.
+# `optim_wrapper=dict(type=…, optimizer=dict(…), paramwise_cfg=…)`.
 
 
 _NORMS = (AnyBatchNorm, AnyInstanceNorm, nn.GroupNorm, nn.LayerNorm)
@@ -330,13 +329,13 @@ _PARAMWISE = (
 
 
 def build_optim_wrapper(cfg: Any, model: nn.Module, *, default: str = "OptimWrapper") -> BaseOptimWrapper:
-    """The wrapper that `cfg` describes, over the parameters of a model; `default` is its type where none is named."""
+    """Return the wrapper that `cfg` describes, over the parameters of a model; `default` is its default type."""
     if isinstance(cfg, BaseOptimWrapper):
         return cfg
     if isinstance(cfg, Optimizer):
         return OptimWrapper(optimizer=cfg)
     if not isinstance(cfg, Mapping):
-        message = f"a {type(cfg).__name__} is no optim wrapper"
+        message = f"a {type(cfg).__name__} is not an optim wrapper"
         remedy = "Give a dict, an OptimWrapper of plait.frontends.mmengine, or a torch optimizer."
         raise ConfigError(Problem("optim_wrapper", message, remedy))
     options = {"type": default, **cfg}
@@ -349,16 +348,14 @@ def build_optim_wrapper(cfg: Any, model: nn.Module, *, default: str = "OptimWrap
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor:
-    """One group of all parameters, or one group each where `paramwise_cfg` gives some their own rate or decay."""
+    """Makes one group of all parameters, or with `paramwise_cfg` one group per parameter."""
 
     def __init__(self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None) -> None:
         self.optim_wrapper_cfg = dict(optim_wrapper_cfg)
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
         self.paramwise_cfg = dict(paramwise_cfg or {})
         if self.optimizer_cfg is None:
-            raise ConfigError(
-                Problem("optim_wrapper.optimizer", "there is none", "Write optimizer=dict(type='AdamW').")
-            )
+            raise ConfigError(Problem("optim_wrapper.optimizer", "is missing", "Write optimizer=dict(type='AdamW')."))
         unknown = [key for key in self.paramwise_cfg if key not in _PARAMWISE]
         if unknown:
             path = "optim_wrapper.paramwise_cfg"
@@ -367,20 +364,20 @@ class DefaultOptimWrapperConstructor:
             )
 
     def __call__(self, model: nn.Module) -> BaseOptimWrapper:
-        """The wrapper over a model's parameters."""
+        """Return the wrapper over a model's parameters."""
         optimizer = self.optimizer_cfg
         if isinstance(optimizer, Mapping):
             params: Any = list(self.groups(model)) if self.paramwise_cfg else list(model.parameters())
             optimizer = OPTIMIZERS.build(optimizer, default_args={"params": params})
         made = OPTIM_WRAPPERS.build(self.optim_wrapper_cfg, default_args={"optimizer": optimizer})
         if not isinstance(made, BaseOptimWrapper):
-            message = f"a {type(made).__name__} drives the parameters itself, and here the engine does"
+            message = f"a {type(made).__name__} updates parameters itself, which only the engine may"
             remedy = "Derive it from plait.frontends.mmengine.OptimWrapper."
             raise ConfigError(Problem("optim_wrapper.type", message, remedy))
         return made
 
     def groups(self, model: nn.Module) -> Iterator[dict[str, Any]]:
-        """A group for each trainable parameter, with what `paramwise_cfg` says of it."""
+        """Yield a group for each trainable parameter, with its settings of `paramwise_cfg`."""
         seen: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():
             for name, param in module.named_parameters(recurse=False):
@@ -392,7 +389,7 @@ class DefaultOptimWrapperConstructor:
         given = self.paramwise_cfg
         custom: Mapping[str, Mapping[str, Any]] = given.get("custom_keys", {})
         full = f"{prefix}.{name}" if prefix else name
-        # The longest key that fits counts; of equally long ones the first in the alphabet.
+        # The longest matching key is used; of equally long ones the first in alphabetical order.
         for key in sorted(sorted(custom), key=len, reverse=True):
             if key in full:
                 return self._custom(custom[key], key)
@@ -426,7 +423,7 @@ class DefaultOptimWrapperConstructor:
 
     def _base(self, what: str, key: str) -> float:
         if not isinstance(self.optimizer_cfg, Mapping) or what not in self.optimizer_cfg:
-            message = f"it multiplies the optimizer's `{what}`, which is not given"
+            message = f"multiplies the optimizer's `{what}`, which is not set"
             raise ConfigError(
                 Problem(f"optim_wrapper.paramwise_cfg.{key}", message, f"Write optimizer=dict({what}=…).")
             )
@@ -434,7 +431,7 @@ class DefaultOptimWrapperConstructor:
 
 
 def scale_rates(runner: Any, wrapper: Any, cfg: Mapping[str, Any]) -> None:
-    """Scale learning rates by the batch of all ranks, over the one for which they were chosen."""
+    """Scale learning rates by the total batch size over `base_batch_size`."""
     unknown = [key for key in cfg if key not in ("base_batch_size", "enable")]
     if unknown:
         remedy = "The keys are base_batch_size and enable."
@@ -442,8 +439,8 @@ def scale_rates(runner: Any, wrapper: Any, cfg: Mapping[str, Any]) -> None:
     if not cfg.get("enable", False):
         return
     if "base_batch_size" not in cfg:
-        remedy = "Write the batch of all ranks for which the rate was chosen."
-        raise ConfigError(Problem("auto_scale_lr.base_batch_size", "there is none", remedy))
+        remedy = "Write the total batch size that the learning rate was tuned for."
+        raise ConfigError(Problem("auto_scale_lr.base_batch_size", "is missing", remedy))
     ratio = runner.batch_total / float(cfg["base_batch_size"])
     for group in wrapper.param_groups:
         group["lr"] = group["lr"] * ratio

@@ -1,4 +1,4 @@
-"""The schedules by name, each for the learning rate and most for the momentum."""
+"""Parameter schedules by name, for the learning rate and most for the momentum too."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, ClassVar, Self, TypeVar
 from plait.errors import ConfigError, Problem
 from plait.frontends.mmengine.registry import PARAM_SCHEDULERS
 
-# What every schedule of an optimizer's parameter has in common.
+# The base class of schedules.
 #
-# A schedule multiplies or moves the value that is there, step by step, so that several may act on one parameter in
-# turn: a warm-up from 0 to 500, a decay from 500 on.
+# A schedule changes the current value step by step, so that several may act on one parameter in turn: a warm-up from 0
+# to 500, a decay from 500 on.
 
 
 INF = int(1e9)
 
 
 class ParamScheduler:
-    """Sets `param_name` of every group of an optimizer, from `begin` to `end`, by epochs or by iterations."""
+    """Sets `param_name` of every group of an optimizer, from `begin` to `end`, by epoch or by iteration."""
 
     need_val_args: ClassVar[bool] = False
     """Whether it steps after a validation, with its metrics."""
     counts: ClassVar[tuple[str, ...]] = ("begin", "end")
-    """Arguments that count steps, and become iterations where epochs are turned into them."""
+    """Arguments that count steps, for `build_iter_from_epoch`."""
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Arguments that the class gives itself, and a description does not."""
+    """Arguments that the class sets itself, and a configuration may not."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ParamScheduler:
                 group.setdefault(initial, read(group, param_name))
             elif initial not in group:
                 message = f"{last_step}, but group {index} of the optimizer has no `{initial}`"
-                remedy = "Leave last_step out: a checkpoint brings the position of the schedule."
+                remedy = "Leave last_step out: checkpoints hold the position of the schedule."
                 raise ConfigError(Problem("param_scheduler.last_step", message, remedy))
         self.base_values = [group[initial] for group in optimizer.param_groups]
         self.last_step = last_step
@@ -68,15 +68,15 @@ class ParamScheduler:
         self.step()
 
     def _start(self) -> None:
-        """Prepare what the first value needs."""
+        """Compute what the first value needs."""
 
     @classmethod
     def build_iter_from_epoch(
         cls, optimizer: Any, *, epoch_length: int | None = None, by_epoch: bool = True, **kw: Any
     ) -> Self:
-        """The same schedule, described in epochs and stepping with every iteration."""
+        """Return a schedule that is configured in epochs and steps with every iteration."""
         if not by_epoch or not epoch_length:
-            message = "only a schedule by epochs, over epochs of a known length, can become one by iterations"
+            message = "needs a schedule by epoch, and a known epoch length"
             raise ConfigError(Problem("param_scheduler.convert_to_iter_based", message, "Leave it out."))
         for key in cls.counts:
             if kw.get(key) is not None and kw[key] != INF:
@@ -85,7 +85,7 @@ class ParamScheduler:
         return cls(optimizer, **{**kw, "by_epoch": False})
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Go one step on."""
+        """Step once."""
         self._global_step += 1
         if self.begin <= self._global_step < self.end:
             self.last_step += 1
@@ -96,19 +96,19 @@ class ParamScheduler:
                     print(f"{type(self).__name__}: {self.param_name} of group {index} is {value:.4e}")
 
     def _value(self, group: dict[str, Any], value: float, base: float) -> float:
-        """The next value of a group, whose value is `value` and was `base` in the beginning."""
+        """Return the next value of a group, from its current and its initial value."""
         raise NotImplementedError
 
     def get_last_value(self) -> list[float]:
-        """The values of all groups."""
+        """Return the values of all groups."""
         return [read(group, self.param_name) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, for a checkpoint."""
+        """Return the position of the schedule."""
         return {"last_step": self.last_step, "global_step": self._global_step, "base_values": list(self.base_values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.last_step, self._global_step = int(state["last_step"]), int(state["global_step"])
         self.base_values = list(state["base_values"])
 
@@ -119,21 +119,21 @@ class ParamScheduler:
 
 
 def read(group: Mapping[str, Any], name: str) -> float:
-    """A parameter of a group; the momentum of an optimizer with betas is the first of them."""
+    """Return a parameter of a group; the momentum of an optimizer with betas is the first beta."""
     if name == "momentum" and "momentum" not in group:
         return float(group["betas"][0])
     return float(group[name])
 
 
 def write(group: dict[str, Any], name: str, value: float) -> None:
-    """The opposite of `read`."""
+    """Set what `read` returns."""
     if name == "momentum" and "momentum" not in group:
         group["betas"] = (value, *group["betas"][1:])
     else:
         group[name] = value
 
 
-# The schedules that go one way.
+# Monotonic schedules.
 
 
 class ConstantParamScheduler(ParamScheduler):
@@ -230,7 +230,7 @@ class CosineAnnealingParamScheduler(ParamScheduler):
         self,
         optimizer: Any,
         param_name: str,
-        T_max: int | None = None,  # noqa: N803  # its name everywhere
+        T_max: int | None = None,  # noqa: N803  # MMEngine's and torch's name
         eta_min: float | None = None,
         eta_min_ratio: float | None = None,
         **kwargs: Any,
@@ -247,32 +247,32 @@ class CosineAnnealingParamScheduler(ParamScheduler):
         step, total = self.last_step, self.T_max
         if step == 0:
             return value
-        if (step - 1 - total) % (2 * total) == 0:  # the turn at the bottom, where the ratio has no value
+        if (step - 1 - total) % (2 * total) == 0:  # at the minimum the ratio is undefined
             return value + (base - low) * (1 - math.cos(math.pi / total)) / 2
         ratio = (1 + math.cos(math.pi * step / total)) / (1 + math.cos(math.pi * (step - 1) / total))
         return ratio * (value - low) + low
 
 
 def share(key: str, value: float) -> float:
-    """A number from 0 to 1; anything else is an error, as it is in MMEngine."""
+    """Return a number from 0 to 1; raises for anything else."""
     if not 0.0 <= value <= 1.0:
         raise ConfigError(Problem(f"param_scheduler.{key}", f"{value!r}", "Write a number from 0 to 1."))
     return value
 
 
 def lowest(eta_min: float | None, ratio: float | None) -> tuple[float, float | None]:
-    """Where a cosine ends: a value, or a share of the first one."""
+    """Return the final value of a cosine, and the ratio to the first value if that is given instead."""
     if eta_min is not None and ratio is not None:
         message = "and `eta_min_ratio` are both given"
         raise ConfigError(Problem("param_scheduler.eta_min", message, "Leave one of them out."))
     return eta_min or 0.0, ratio
 
 
-# The schedules that turn: cosines with restarts, one cycle, and the one that waits for a plateau.
+# Cosine with restarts, one cycle, reduce on plateau.
 
 
 class CosineRestartParamScheduler(ParamScheduler):
-    """Half cosines one after another, each from its share of the first value down to `eta_min`."""
+    """Half cosines one after another, each from its weight times the first value down to `eta_min`."""
 
     counts = ("begin", "end", "periods")
 
@@ -288,7 +288,7 @@ class CosineRestartParamScheduler(ParamScheduler):
     ) -> None:
         if len(periods) != len(restart_weights):
             message = f"{len(restart_weights)} weights for {len(periods)} periods"
-            raise ConfigError(Problem("param_scheduler.restart_weights", message, "Give one a period."))
+            raise ConfigError(Problem("param_scheduler.restart_weights", message, "Give one weight per period."))
         self.eta_min, self.eta_min_ratio = lowest(eta_min, eta_min_ratio)
         self.periods, self.restart_weights = list(periods), list(restart_weights)
         self._period_ends = list(accumulate(periods))
@@ -307,7 +307,7 @@ class CosineRestartParamScheduler(ParamScheduler):
 
 
 class OneCycleParamScheduler(ParamScheduler):
-    """Up from a fraction of `eta_max` to it, and down to almost nothing."""
+    """From a fraction of `eta_max` up to it, and down to almost 0."""
 
     counts = ("begin", "end", "total_steps")
 
@@ -328,7 +328,7 @@ class OneCycleParamScheduler(ParamScheduler):
             message = f"{anneal_strategy!r}"
             raise ConfigError(Problem("param_scheduler.anneal_strategy", message, "Write 'cos' or 'linear'."))
         if param_name != "lr":
-            message = f"{param_name!r}: one cycle is for learning rates only"
+            message = f"{param_name!r}: one cycle is for the learning rate only"
             raise ConfigError(Problem("param_scheduler.param_name", message, "Write 'lr'."))
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps <= 0):
             message = f"{total_steps!r}"
@@ -338,7 +338,7 @@ class OneCycleParamScheduler(ParamScheduler):
         self.three_phase, self._cosine = three_phase, anneal_strategy == "cos"
         peaks = _one_per_group(optimizer, "eta_max", eta_max)
         if any(peak <= 0.0 for peak in peaks):
-            message = f"{eta_max!r}: nothing would be learned"
+            message = f"{eta_max!r} is not above 0"
             raise ConfigError(Problem("param_scheduler.eta_max", message, "Write the highest learning rate."))
         if kwargs.get("last_step", -1) == -1:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -357,7 +357,7 @@ class OneCycleParamScheduler(ParamScheduler):
 
     def _value(self, group: dict[str, Any], value: float, base: float) -> float:
         if self.last_step > self.total_steps:
-            message = f"{self.total_steps}, but the schedule has come to step {self.last_step + 1}"
+            message = f"{self.total_steps}, but the schedule is at step {self.last_step + 1}"
             remedy = "Write the steps of the whole run, or an `end` for the schedule."
             raise ConfigError(Problem("param_scheduler.total_steps", message, remedy))
         begin = 0.0
@@ -369,11 +369,11 @@ class OneCycleParamScheduler(ParamScheduler):
                     return last + (first - last) / 2.0 * (1 + math.cos(math.pi * progress))
                 return first + (last - first) * progress
             begin = end
-        raise AssertionError("the last phase takes what is left")
+        raise AssertionError("unreachable: the last phase has no end")
 
 
 class ReduceOnPlateauParamScheduler(ParamScheduler):
-    """`factor` times the value when a metric of the validation no longer gets better."""
+    """`factor` times the value when a validation metric no longer improves."""
 
     need_val_args: ClassVar[bool] = True
 
@@ -407,13 +407,13 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
         self.cooldown, self._sign = cooldown, 1.0 if rule == "less" else -1.0
         self._threshold, self._relative = threshold, threshold_rule == "rel"
         self._best: float | None = None
-        self._bad = self._resting = 0
+        self._bad = self._cooling = 0
         super().__init__(optimizer, param_name, **kwargs)
         if not self.by_epoch:
-            raise ConfigError(Problem("param_scheduler.by_epoch", "false: it steps after validations", "Leave it out."))
+            raise ConfigError(Problem("param_scheduler.by_epoch", "it steps after validations", "Leave it out."))
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Look at the metrics of a validation."""
+        """Compare the metrics of a validation with the best so far."""
         if metrics is None:
             self._global_step += 1
             return
@@ -428,36 +428,36 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
             self._best, self._bad = value, 0
         else:
             self._bad += 1
-        if self._resting > 0:
-            self._resting, self._bad = self._resting - 1, 0
+        if self._cooling > 0:
+            self._cooling, self._bad = self._cooling - 1, 0
         if self._bad > self.patience:
             for group, least in zip(self.optimizer.param_groups, self.min_value, strict=True):
                 rate = read(group, self.param_name)
                 if rate - (lower := max(rate * self.factor, least)) > self.eps:
                     write(group, self.param_name, lower)
-            self._resting, self._bad = self.cooldown, 0
+            self._cooling, self._bad = self.cooldown, 0
 
     def _margin(self) -> float:
         assert self._best is not None
-        # A share of the best value with its sign, as in MMEngine: a negative one may then be beaten by less.
+        # Relative to the signed best value, as in MMEngine: with a negative best, a worse value may count as better.
         return self._sign * self._best * self._threshold if self._relative else self._threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is."""
-        return {**super().state_dict(), "best": self._best, "bad": self._bad, "resting": self._resting}
+        """Return the position of the schedule, and the best value."""
+        return {**super().state_dict(), "best": self._best, "bad": self._bad, "resting": self._cooling}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore what `state_dict` returned."""
         super().load_state_dict(state)
-        self._best, self._bad, self._resting = state["best"], int(state["bad"]), int(state["resting"])
+        self._best, self._bad, self._cooling = state["best"], int(state["bad"]), int(state["resting"])
 
 
 def _one_per_group(optimizer: Any, key: str, value: float | Sequence[float]) -> list[float]:
-    """A value of each parameter group: a list as it is, a number for all of them."""
+    """Return a value for each parameter group, from one per group or one for all."""
     groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, Sequence) else [value] * groups
     if len(values) == groups - 1 and getattr(optimizer, "base_param_settings", None) is not None:
-        values.append(values[-1])  # the group of an optim wrapper that only shows the rate without multipliers
+        values.append(values[-1])  # `base_param_settings` of an optim wrapper
     if len(values) != groups:
         message = f"{len(values)} values for {groups} parameter groups"
         raise ConfigError(Problem(f"param_scheduler.{key}", message, "Give one per group, or one number for all."))
@@ -468,7 +468,7 @@ S = TypeVar("S", bound=ParamScheduler)
 
 
 def _named_schedule(schedule: type[S], param: str, name: str) -> type[S]:
-    """A schedule that knows which parameter it sets."""
+    """Return a schedule class for one parameter."""
 
     def start(self: S, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         schedule.__init__(self, optimizer, param, *args, **kwargs)
@@ -512,11 +512,11 @@ OneCycleLR = _named_schedule(OneCycleParamScheduler, "lr", "OneCycleLR")
 ReduceOnPlateauLR = _named_schedule(ReduceOnPlateauParamScheduler, "lr", "ReduceOnPlateauLR")
 
 
-# From `param_scheduler` to schedules, and the rates scaled to the size of a batch.
+# `param_scheduler=dict(type=…)`.
 
 
 def build_schedulers(runner: Any, cfg: Any) -> list[Any]:
-    """The schedules of a run, over its optim wrapper."""
+    """Return the schedules of a run, over its optim wrapper."""
     if cfg is None:
         return []
     return [_build(runner, item) for item in (cfg if isinstance(cfg, list | tuple) else [cfg])]
@@ -525,7 +525,7 @@ def build_schedulers(runner: Any, cfg: Any) -> list[Any]:
 def _build(runner: Any, cfg: Any) -> Any:
     if not isinstance(cfg, Mapping):
         if not hasattr(cfg, "step"):
-            message = f"a {type(cfg).__name__} is no schedule"
+            message = f"a {type(cfg).__name__} is not a schedule"
             raise ConfigError(Problem("param_scheduler", message, "Give a dict with its type."))
         return cfg
     options = dict(cfg)
@@ -536,7 +536,7 @@ def _build(runner: Any, cfg: Any) -> Any:
     schedule_type = options.get("type", "")
     cls = PARAM_SCHEDULERS.get(schedule_type) if isinstance(schedule_type, str) else schedule_type
     if not (isinstance(cls, type) and issubclass(cls, ParamScheduler)):
-        message = f"{schedule_type!r} is none of the schedules that know how to go on from a checkpoint"
+        message = f"{schedule_type!r} is not a schedule of this front end"
         raise ConfigError(Problem("param_scheduler.type", message, f"Write one of {', '.join(PARAM_SCHEDULERS)}."))
     if not convert:
         return PARAM_SCHEDULERS.build({**options, "type": cls}, default_args={"optimizer": runner.optim_wrapper})
