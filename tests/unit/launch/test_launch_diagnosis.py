@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.refusals import absent_ranks
+from tests.refusals import missing
 
-from plait.launch.diagnosis import absent_ranks as missing_ranks
-from plait.launch.diagnosis import diagnose, exception_in, failure_page, find_root_cause
+from plait.launch.diagnosis import absent_ranks, diagnose, exception_in, failure_page, find_root_cause
 from plait.launch.heartbeat import Beat, Phase
 from plait.launch.heartbeat_monitor import HeartbeatMonitor
 from plait.launch.job import Job, Node
@@ -72,8 +71,8 @@ TRACE = ["Traceback (most recent call last):", '  File "t.py", line 3, in <modul
 )
 def test_every_end_has_its_own_words(record: RankRecord, names: list[str], remedy: list[str], victim: bool) -> None:
     verdict = diagnose(record)
-    assert not absent_ranks(verdict.what, *names)
-    assert not absent_ranks(verdict.remedy, *remedy)
+    assert not missing(verdict.what, *names)
+    assert not missing(verdict.remedy, *remedy)
     assert ("dmesg" in verdict.remedy) == ("dmesg" in remedy)
     assert verdict.victim == victim
     assert victim or verdict.remedy or record.message
@@ -99,7 +98,7 @@ def test_a_kill_somewhere_on_the_host_counts_only_for_a_rank_that_was_taking_the
 def test_memory_that_grows_from_step_to_step_asks_for_no_smaller_batches(record: RankRecord, names: list[str]) -> None:
     verdict = diagnose(record)
     assert not verdict.full
-    assert not absent_ranks(verdict.what, *names, "3.00 GiB", "step 2", "90")
+    assert not missing(verdict.what, *names, "3.00 GiB", "step 2", "90")
     assert ".detach()" in verdict.remedy
 
 
@@ -157,7 +156,7 @@ def test_a_data_worker_that_ends_is_told_from_its_rank(signal_line: str, group: 
     lines = [*TRACE, f"RuntimeError: DataLoader worker (pid 7) {signal_line}", "", *TRACE]
     kills = {"recent_oom_kills": int(group > 0), "oom_of_group": group == 1}
     verdict = diagnose(ended(1, *lines, "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly", **kills))
-    assert not absent_ranks(verdict.what, "data worker", what)
+    assert not missing(verdict.what, "data worker", what)
     assert remedy in verdict.remedy
     assert ("dmesg" in verdict.remedy) == (remedy == "dmesg")
     assert not verdict.full
@@ -171,7 +170,7 @@ def test_the_first_that_is_nobodys_victim_is_to_blame() -> None:
     record_end(found[1], -signal.SIGTERM, by_us=True)
     assert find_root_cause(found, hung=False).records == (found[2],)
     page = failure_page(found, hung=False, several_hosts=True)
-    assert not absent_ranks(page.splitlines()[2], "rank 2 on h", "SIGKILL")
+    assert not missing(page.splitlines()[2], "rank 2 on h", "SIGKILL")
     assert re.search(r"rank 0\b.*RuntimeError: Connection reset by peer", page)
 
 
@@ -180,7 +179,7 @@ def test_whoever_does_not_wait_is_missing() -> None:
     for record in found:
         beat(record, waits_s=50.0)
     beat(found[2], phase=Phase.FORWARD)
-    absent, why = missing_ranks(found)
+    absent, why = absent_ranks(found)
     assert absent == [found[2]]
     assert "all_reduce of 8" in why
 
@@ -200,7 +199,7 @@ def test_whoever_waits_for_something_else_is_odd() -> None:
     for record in found:
         beat(record, waits_s=50.0)
     beat(found[1], waits_s=50.0, collective="broadcast of 1", step=5)
-    absent, why = missing_ranks(found)
+    absent, why = absent_ranks(found)
     assert absent == [found[1]]
     assert "all_reduce of 8" in why
 
@@ -209,7 +208,7 @@ def test_two_ranks_that_wait_for_each_other_are_not_judged() -> None:
     found = ranks(2)
     beat(found[0], waits_s=50.0)
     beat(found[1], waits_s=50.0, collective="broadcast of 1")
-    assert missing_ranks(found) == ([], "")
+    assert absent_ranks(found) == ([], "")
     assert not re.search(r"^rank \d", failure_page(found, hung=True, several_hosts=False), re.MULTILINE)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.refusals import missing
 
-from plait.launch import membership
+from plait.launch import restart
 from plait.launch.heartbeat import Beat, Phase
 from plait.launch.job import Job, Node
 from plait.launch.records import LaunchOutcome, RankObservation, RankRecord, causes, exit_code, new_records, record_end
@@ -160,7 +160,7 @@ def test_a_lost_host_is_done_without() -> None:
 
 
 def test_too_few_hosts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "WAIT_S", 0.5)
+    monkeypatch.setattr(restart, "WAIT_S", 0.5)
     code, jobs = attempts(crew(1, 1, least=2), lost("h0"))
     assert (code, len(jobs)) == (255, 1)
     code, jobs = attempts(crew(1, 1, least=2, back=True), lost("h0"), killed(("h9", 9)))
