@@ -13,12 +13,12 @@ from plait.launch.job import Job, Node
 JOB = Job(("python", "t.py"), (Node("localhost", (0,)),))
 
 
-def say(desk: Controller, text: bytes) -> None:
-    host, port, _ = desk.job.contact.split(":")
+def say(controller: Controller, text: bytes) -> None:
+    host, port, _ = controller.job.contact.split(":")
     with socket.create_connection((host, int(port))) as line:
         line.sendall(text)
         for _ in range(4):
-            desk.attend(0.05)
+            controller.poll(0.05)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def say(desk: Controller, text: bytes) -> None:
     ],
 )
 def test_a_stranger_who_says_anything_is_hung_up_on(text: bytes) -> None:
-    with Controller(JOB) as desk:
-        say(desk, text)
-        assert not desk.connected
-        host, port, password = desk.job.contact.split(":")
+    with Controller(JOB) as controller:
+        say(controller, text)
+        assert not controller.connected
+        host, port, password = controller.job.contact.split(":")
         with socket.create_connection((host, int(port))) as line:
             line.sendall(json.dumps({"password": password}).encode() + b"\n")
             for _ in range(4):
-                desk.attend(0.05)
-            assert desk.connected
+                controller.poll(0.05)
+            assert controller.connected

@@ -91,10 +91,10 @@ def fleet(job: Job) -> subprocess.Popen[str]:
     commands = [node_words(node) for node in range(len(job.nodes))]
     code = f"""
 import sys
-from plait.launch import fleet
+from plait.launch import multi_host
 from plait.launch.job import Job
-fleet.SAY_S, fleet.GRACE_S = 0.3, 1.0
-sys.exit(fleet.run_multi_host(Job.from_json({job.to_json()!r}), {commands!r}, patience=1.0).code)
+multi_host.FAILURE_WAIT_S, multi_host.GRACE_S = 0.3, 1.0
+sys.exit(multi_host.run_multi_host(Job.from_json({job.to_json()!r}), {commands!r}, stop_grace=1.0).code)
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

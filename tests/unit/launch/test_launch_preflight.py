@@ -251,5 +251,5 @@ def test_hosts_are_asked_about_the_arguments_of_the_program(tmp_path: Path) -> N
 
     preflight(job, reach, code=str(tmp_path), fixed_port=False)
     asked = [ProbeRequest(**json.loads(Path(f"{note}{node}").read_text())) for node in range(2)]
-    assert [tuple(each.argv) for each in asked] == [job.arguments] * 2
+    assert [tuple(each.words) for each in asked] == [job.arguments] * 2
     assert {each.code for each in asked} == {str(tmp_path)}
