@@ -30,7 +30,6 @@ from plait.kernels import record, recording_stream
 from plait.monitor import MessageEvent
 from plait.torch_internals import forward_hooks, is_hooked, tree_flatten, tree_unflatten
 
-
 IGNORED_STEPS = 3
 """First steps, which are not looked at: kernels are chosen, built and loaded in those."""
 OBSERVED_STEPS = 8

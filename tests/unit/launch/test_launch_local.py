@@ -34,7 +34,7 @@ def launcher(command: list[str], count: int) -> subprocess.Popen[str]:
     text = f"""
 import sys
 from plait.launch import local
-local._SAY_S = local._GRACE_S = 0.5  # nobody here has more to say
+local.FAILURE_WAIT_S = local.GRACE_S = 0.5
 sys.exit(local.run_ranks({command!r}, {count}))
 """
     return subprocess.Popen([PYTHON, "-c", text], stderr=subprocess.PIPE, text=True)
