@@ -470,14 +470,22 @@ def refuse(rank: int, size: int, cases: list[tuple[Any, dict[str, Any]]]) -> lis
 def test_what_cannot_be_split_is_refused_before_anything_is_changed(two_ranks: RankPool) -> None:
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "seq_len": SEQ, "layers": 1}
     cases: list[tuple[Any, dict[str, Any], list[str]]] = [
-        (GptConfig(dim=24, heads=3, **sizes), {}, ["2 ranks cannot share 3 attention heads", "sizes that can: 1, 3"]),
+        (GptConfig(dim=24, heads=3, **sizes), {}, ["strategy.layout.tp", "3 attention heads", "2 ranks", "1, 3"]),
         (LlamaConfig(dim=16, heads=2, ffn_dim=33, **sizes), {}, ["33 output features", "33 input features"]),
-        (GptConfig(dim=8, heads=2, vocab_size=1, seq_len=SEQ, layers=1), {}, ["some would have none"]),
+        (
+            GptConfig(dim=8, heads=2, vocab_size=1, seq_len=SEQ, layers=1),
+            {},
+            ["strategy.layout.tp", "1 rows", "2 ranks"],
+        ),
         (Mlp, {}, ["tensor_plan", "strategy.tensor.plan"]),
-        (Mlp, {"plan": {"inner.3": "colwise"}}, ["works on a linear layer", "LayerNorm"]),
-        (Mlp, {"plan": {"inner": "region", "inner.0": "colwise"}}, ["'inner.2', 'inner.3'", "without a word"]),
+        (Mlp, {"plan": {"inner.3": "colwise"}}, ["strategy.tensor.plan", "`colwise`", "LayerNorm"]),
+        (
+            Mlp,
+            {"plan": {"inner": "region", "inner.0": "colwise"}},
+            ["strategy.tensor.plan", "'inner.2', 'inner.3'", "'inner'"],
+        ),
         (Mlp, {"plan": {"fused": "heads"}}, ["head_dim"]),
-        (Mlp, {"plan": {"inner.0": "colwise"}, "sequence": True}, ["names no `block`"]),
+        (Mlp, {"plan": {"inner.0": "colwise"}, "sequence": True}, ["strategy.tensor.sequence_parallel", "`block`"]),
         (Mlp, {"plan": {"inner.0": "colwise"}, "async_tp": True}, ["symmetric memory", "cpu"]),
     ]
     for messages in two_ranks.run(refuse, [case[:2] for case in cases]):

@@ -1,4 +1,7 @@
-"""Tensor and sequence parallelism: applying a plan to a model."""
+"""Tensor parallelism (TP) and sequence parallelism: which style each layer has, and applying it to a model.
+
+The styles themselves (column-wise, row-wise, …) are in `tensor_parallel_styles.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,42 +26,42 @@ from plait.distributed.tensor_parallel_styles import (
     SEQUENCE_KEY,
     Colwise,
     ColwiseGather,
+    DTensorParams,
     HeadParallel,
     KvHeads,
-    OwnRandom,
-    Placed,
     QkvHeads,
+    RankRng,
     Rowwise,
     RowwiseSplit,
     Site,
     Style,
     VocabEmbedding,
     VocabHead,
-    answer_whole,
-    around,
-    drops,
+    draws_random,
     enter_region,
     is_linear,
-    read_shared,
-    while_training,
+    read_replicated,
+    return_full_tensors,
+    training_rng,
+    wrap_forward,
 )
 from plait.errors import ConfigError, ModelError, Problem
 from plait.plugins import call, load
 from plait.torch_internals import enable_async_tensor_parallel
 from plait.transformers_internals import tp_plan
 
-# Collectives that overlap with the matrix products around them (async TP).
+# ---- async TP: collectives that overlap with the matrix products around them
 
 
 ASYNC_KEY = "strategy.tensor.async_tp"
 
 
-def why_no_async(device_type: str, *, sequence: bool) -> str | None:
-    """The reason why async TP cannot work; none where it can."""
+def reason_not_async(device_type: str, *, sequence: bool) -> str | None:
+    """The reason why async TP cannot work; None where it can."""
     if device_type != "cuda":
         return f"it copies between GPUs through symmetric memory, and this run is on {device_type}"
     if not sequence:
-        return "it takes apart the gathers and scatters of sequence parallelism, which is off"
+        return "it splits the collectives of sequence parallelism, which is off"
     if find_spec("triton") is None:
         return "it is a pass of torch.compile's inductor, which needs the package triton"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
@@ -67,12 +70,12 @@ def why_no_async(device_type: str, *, sequence: bool) -> str | None:
 
 
 def enable_async(mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Have compiled blocks split their products into pieces that overlap with the collectives.
+    """Have compiled blocks split their matrix products into pieces that overlap with the collectives.
 
-    The ranks of the group have to reach each other's memory, as GPUs of one host do. It changes code that
-    `torch.compile` makes, so it does nothing for blocks that are not compiled.
+    The ranks of the group need access to each other's memory, as GPUs of one host have. It changes code that
+    `torch.compile` generates, so it does nothing for blocks that are not compiled.
     """
-    reason = why_no_async(mesh.device_type, sequence=sequence)
+    reason = reason_not_async(mesh.device_type, sequence=sequence)
     if reason is not None:
         raise ConfigError(
             Problem(ASYNC_KEY, f"async tensor parallelism cannot work here: {reason}", "Set it to false.")
@@ -80,133 +83,135 @@ def enable_async(mesh: DeviceMesh, *, sequence: bool) -> None:
     enable_async_tensor_parallel(mesh.get_group().group_name)
 
 
-# Between the tensor-parallel regions: activations whole on every rank, or split along the sequence.
+# ---- sequence parallelism: activations between regions, replicated or split along the sequence
 #
 # [Note: where the sequence is split]
 # Sequence parallelism begins where the first block is entered and ends where the last one is left. Embedding, final
-# norm and head see whole sequences, so positions, masks and losses are what they always are, whoever computes them,
-# and so does a pipeline's next stage. Inside, norms, dropout and the residual stream work on parts: a region gathers
-# at its entry and scatters its sum at its exit, which sends as much as the one all-reduce it replaces.
+# norm, head and the next pipeline stage see whole sequences, so positions, masks and losses do not change. Inside,
+# norms, dropout and the residual stream work on parts: a region all-gathers at its entry and reduce-scatters at its
+# exit, which sends as much as the one all-reduce that it replaces.
 
 
 class Region(Style):
-    """A module, such as attention, whose inside is tensor-parallel: its input is brought in once, for all layers."""
+    """A module, such as attention, with tensor-parallel layers: its input enters the region once for all of them."""
 
     def problems(self) -> list[Problem]:
-        """Each rank has a summand of the gradients in here, so nothing may be left to do whole work."""
-        if self.site.split and self._gathers() and drops(self.site.module):
-            message = f"{self.site.name!r} puts features together again and draws random numbers (dropout)"
+        """Each rank has a partial gradient inside, so no layer may compute replicated outputs."""
+        if self.site.split and self._gathers() and draws_random(self.site.module):
+            message = f"{self.site.name!r} all-gathers features and draws random numbers (dropout)"
             return [Problem(SEQUENCE_KEY, message, "Set dropout to 0, or leave sequence parallelism off.")]
-        names = [key for key, part in self.site.module.named_modules() if part._parameters]
-        forgotten = [name for key in names if (name := f"{self.site.name}.{key}".rstrip(".")) not in self._known()]
-        if not forgotten:
+        names = [key for key, submodule in self.site.module.named_modules() if submodule._parameters]
+        missing = [name for key in names if (name := f"{self.site.name}.{key}".rstrip(".")) not in self._known()]
+        if not missing:
             return []
-        message = f"{', '.join(map(repr, forgotten))}: layers of the region {self.site.name!r} without a word"
-        return [Problem(PLAN_KEY, message, "Give each of them a word; `inner` keeps parameters whole.")]
+        message = f"{', '.join(map(repr, missing))}: layers of the region {self.site.name!r} without a style"
+        return [Problem(PLAN_KEY, message, "Give each of them a style; `inner` keeps parameters replicated.")]
 
     def _gathers(self) -> bool:
-        """Whether all ranks do the same work in between, and so must drop the same."""
+        """Whether all ranks do the same work in between, and so need the same dropout."""
         inside = f"{self.site.name}."
-        return any(word == "colwise_gather" and name.startswith(inside) for name, word in self.site.words.items())
+        return any(style == "colwise_gather" and name.startswith(inside) for name, style in self.site.styles.items())
 
     def _known(self) -> set[str]:
-        """Every module that has a word, or lies in an `inner`, which takes all it holds."""
-        words, site = self.site.words, self.site
+        """Every module that has a style, or is inside an `inner`, which includes all its children."""
+        styles, site = self.site.styles, self.site
         held = (
             f"{name}.{key}"
-            for name, word in words.items()
-            if word == "inner" and name.startswith(f"{site.name}.")
+            for name, style in styles.items()
+            if style == "inner" and name.startswith(f"{site.name}.")
             for key, _ in site.module.get_submodule(name[len(site.name) + 1 :]).named_modules()
         )
-        return {name for name, word in words.items() if word not in ("region", "replicate")} | set(held)
+        return {name for name, style in styles.items() if style not in ("region", "replicate")} | set(held)
 
-    def place(self) -> None:
-        """Change the main input, and the random numbers inside."""
+    def parallelize(self) -> None:
+        """Copy the main input to the region, and use random numbers of this rank inside."""
         site = self.site
         context = None
-        # In a split block all random numbers are a rank's own already.
-        if drops(site.module) and not site.split and not self._gathers():
-            # Shared work ends in the row-parallel layer, and so do they: what follows it may be dropped out again.
-            site.random[site.name] = OwnRandom(site.rank)
-            context = while_training(site, site.random[site.name])
-        around(site.module, enter=partial(enter_region, site), context=context)
+        # In a block with a split sequence, random numbers are those of the rank already.
+        if draws_random(site.module) and not site.split and not self._gathers():
+            # They end in the row-parallel layer, as the sharded work does: its output may have dropout, too.
+            site.random[site.name] = RankRng(site.rank)
+            context = training_rng(site, site.random[site.name])
+        wrap_forward(site.module, enter=partial(enter_region, site), context=context)
 
 
 class ResidualBlock(Style):
-    """One layer of the model: the blocks of one list pass the residual stream on to each other."""
+    """One layer of the model: blocks of one list pass the residual stream to each other."""
 
-    def place(self) -> None:
-        """With sequence parallelism, split where the first begins and join where the last ends."""
+    def parallelize(self) -> None:
+        """With sequence parallelism, split before the first block and all-gather after the last."""
         site = self.site
         if not site.sequence:
             return
-        listed = [name for name, word in site.words.items() if word == "block" and _list(name) == _list(site.name)]
-        around(
+        listed = [
+            name for name, style in site.styles.items() if style == "block" and _parent(name) == _parent(site.name)
+        ]
+        wrap_forward(
             site.module,
             enter=self._cut if site.name == listed[0] else None,
             leave=self._join if site.name == listed[-1] else None,
-            context=while_training(site, OwnRandom(site.rank)) if drops(site.module) else None,
+            context=training_rng(site, RankRng(site.rank)) if draws_random(site.module) else None,
         )
 
     def _cut(self, x: Tensor) -> Tensor:
         check_sequence(x.shape[1], self.site.size)
-        return tensor_parallel_styles.cut(x, 1, self.site.group)
+        return tensor_parallel_styles.split(x, 1, self.site.group)
 
     def _join(self, x: Tensor) -> Tensor:
-        return tensor_parallel_styles.join(x, 1, self.site.group)
+        return tensor_parallel_styles.all_gather_replicated(x, 1, self.site.group)
 
 
-class Sequence(Style):
-    """A norm between regions: on a part of the sequence its parameters' gradients are summands."""
+class SequenceSharded(Style):
+    """A norm between regions: on a part of the sequence, its parameters have partial gradients."""
 
-    def place(self) -> None:
-        """Repeat the parameters, where the sequence is split; elsewhere there is nothing to do."""
+    def parallelize(self) -> None:
+        """Replicate the parameters, where the sequence is split; elsewhere there is nothing to do."""
         if self.site.split:
-            _use_for_own_part(self)
+            _replicate_params(self)
 
 
 class Inner(Style):
-    """A module inside a region with parameters that all ranks have, such as a norm of each head."""
+    """A module inside a region with replicated parameters, such as a norm of each head."""
 
-    def place(self) -> None:
-        """Repeat the parameters; each rank's gradients are summands."""
-        _use_for_own_part(self)
+    def parallelize(self) -> None:
+        """Replicate the parameters; each rank has partial gradients."""
+        _replicate_params(self)
 
 
 class WholeSequence(Style):
-    """A module that must see all tokens, such as a mixture of experts: all ranks do the same work in it."""
+    """A module that needs all tokens, such as a mixture of experts: all ranks do the same work in it."""
 
     def problems(self) -> list[Problem]:
-        """Its ranks would drop different elements of the same activations."""
-        if self.site.split and drops(self.site.module):
+        """Dropout would differ between ranks, on the same activations."""
+        if self.site.split and draws_random(self.site.module):
             message = f"{self.site.name!r} works on the whole sequence and draws random numbers (dropout, jitter)"
             return [Problem(SEQUENCE_KEY, message, "Set them to 0, or leave sequence parallelism off.")]
         return []
 
-    def place(self) -> None:
-        """Join before, cut after."""
+    def parallelize(self) -> None:
+        """All-gather the sequence before, split it after."""
         if self.site.split:
             self._rows = 0
-            around(self.site.module, enter=self._join, leave=self._cut)
+            wrap_forward(self.site.module, enter=self._join, leave=self._cut)
 
     def _join(self, x: Tensor) -> Tensor:
-        joined = tensor_parallel_styles.join(x, 1, self.site.group)
+        joined = tensor_parallel_styles.all_gather_replicated(x, 1, self.site.group)
         self._rows, self._tokens = joined.shape[:2]
         return joined
 
     def _cut(self, x: Tensor) -> Tensor:
-        if x.shape[:2] != (self._rows, self._tokens):  # some answer with the tokens of all rows in a line
+        if x.shape[:2] != (self._rows, self._tokens):  # some modules return the tokens of all rows in one dimension
             if x.shape[0] != self._rows * self._tokens:
                 raise ModelError(
-                    f"{self.site.name!r} was given {self._rows} rows of {self._tokens} tokens and answered with shape "
+                    f"{self.site.name!r} got {self._rows} rows of {self._tokens} tokens and returned shape "
                     f"{tuple(x.shape)}, of which no dimension is the tokens; set {SEQUENCE_KEY}: false"
                 )
             x = x.view(self._rows, self._tokens, *x.shape[1:])
-        return tensor_parallel_styles.cut(x, 1, self.site.group)
+        return tensor_parallel_styles.split(x, 1, self.site.group)
 
 
 def check_sequence(length: int, size: int) -> None:
-    """Refuse a sequence that the ranks cannot share evenly."""
+    """Refuse a sequence length that does not divide by the number of ranks."""
     if length % size:
         longer = -(-length // size) * size
         raise ModelError(
@@ -215,28 +220,28 @@ def check_sequence(length: int, size: int) -> None:
         )
 
 
-def _use_for_own_part(style: Style) -> None:
+def _replicate_params(style: Style) -> None:
     for module in style.site.module.modules():
         for key in list(module._parameters):
-            style.site.placed.repeat(module, key)
-        read_shared(module, style.site.group)
+            style.site.params.replicate(module, key)
+        read_replicated(module, style.site.group)
 
 
-def _list(name: str) -> str:
+def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-# From a plan, which gives words to patterns of module names, to one word for each module.
+# ---- tensor plans: from a style per pattern of module names to a style per module
 
 
 class Replicated(Style):
-    """A module that stays whole, with everything in it: every rank does all of its work."""
+    """A module that is replicated, with everything in it: every rank does all of its work."""
 
-    def place(self) -> None:
-        """There is nothing to do; the word only says that it was thought of."""
+    def parallelize(self) -> None:
+        """Nothing to do."""
 
 
-WORDS: Mapping[str, type[Style]] = MappingProxyType(
+STYLES: Mapping[str, type[Style]] = MappingProxyType(
     {
         "colwise": Colwise,
         "colwise_gather": ColwiseGather,
@@ -250,93 +255,97 @@ WORDS: Mapping[str, type[Style]] = MappingProxyType(
         "region": Region,
         "inner": Inner,
         "block": ResidualBlock,
-        "sequence": Sequence,
+        "sequence": SequenceSharded,
         "whole_sequence": WholeSequence,
         "replicate": Replicated,
     }
 )
-"""What each word of a plan does to its module."""
+"""The styles of a plan, by name."""
 
 
 def resolve_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False) -> dict[str, str]:
-    """The word of each module that a pattern names, in the order of the model.
+    """The style of each module that matches a pattern, in the order of the model.
 
-    A pattern is a module name of which each part may have wildcards: `blocks.*.ffn.up`. One that matches nothing is
-    an error, unless the model is a `stage`, a part of the model that the plan was written for.
+    A pattern is a module name of which each segment may have wildcards: `blocks.*.ffn.up`. One that matches nothing is
+    an error, unless the model is a pipeline `stage` of the model that the plan was written for.
     """
     problems: list[Problem] = []
-    found: dict[str, dict[str, str]] = {}
+    matches_of: dict[str, dict[str, str]] = {}
     names = [name for name, _ in model.named_modules() if name]
-    for pattern, word in plan.items():
-        if word not in WORDS:
-            problems.append(Problem(f"{PLAN_KEY}.{pattern}", f"unknown word {word!r}", choose(word, WORDS, "word")))
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            problems.append(
+                Problem(f"{PLAN_KEY}.{pattern}", f"unknown style {style!r}", choose(style, STYLES, "style"))
+            )
             continue
         matched = [name for name in names if matches(name, pattern)]
         if not matched and not stage:
             problems.append(Problem(PLAN_KEY, f"{pattern!r} matches no module", _examples(names)))
         for name in matched:
-            found.setdefault(name, {})[pattern] = word
-    for name, words in found.items():
-        if len(set(words.values())) > 1:
-            said = " and ".join(f"{pattern!r} says {word}" for pattern, word in words.items())
+            matches_of.setdefault(name, {})[pattern] = style
+    for name, styles in matches_of.items():
+        if len(set(styles.values())) > 1:
+            texts = " and ".join(f"{pattern!r} says {style}" for pattern, style in styles.items())
             problems.append(
-                Problem(PLAN_KEY, f"two patterns disagree about {name!r}: {said}", "Let one of them match.")
+                Problem(PLAN_KEY, f"two patterns disagree about {name!r}: {texts}", "Let one of them match.")
             )
     if problems:
         raise ConfigError(problems)
-    return {name: next(iter(found[name].values())) for name in names if name in found}
+    return {name: next(iter(matches_of[name].values())) for name in names if name in matches_of}
 
 
 def load_tensor_plan(plan: dict[str, str] | CustomTensorPlan, model: nn.Module) -> Mapping[str, str] | None:
-    """The plan that `strategy.tensor.plan` says, or makes of the model; None where it says nothing."""
+    """The plan in `strategy.tensor.plan`, or the one that its function returns; None where there is none."""
     if not isinstance(plan, CustomTensorPlan):
         return plan or None
-    made = call(load(plan, PLAN_KEY), PLAN_KEY, model, name=str(plan), arguments=plan.arguments)
-    if not isinstance(made, Mapping) or not all(isinstance(each, str) for pair in made.items() for each in pair):
-        message = f"{str(plan)!r} returned a {type(made).__name__}, and patterns with words were expected"
+    loaded = call(load(plan, PLAN_KEY), PLAN_KEY, model, name=str(plan), arguments=plan.arguments)
+    if not isinstance(loaded, Mapping) or not all(isinstance(text, str) for pair in loaded.items() for text in pair):
+        message = f"{str(plan)!r} returned a {type(loaded).__name__}, expected patterns with styles"
         raise ConfigError(Problem(PLAN_KEY, message, "Return {'layers.*.mlp.up': 'colwise', …}."))
-    return made
+    return loaded
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module name fits a pattern, part by part: a wildcard never reaches over a dot."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    """Whether a module name matches a pattern, segment by segment: a wildcard never matches a dot."""
+    segments, pattern_segments = name.split("."), pattern.split(".")
+    return len(segments) == len(pattern_segments) and all(map(fnmatchcase, segments, pattern_segments))
 
 
-def check_sequence_plan(words: Mapping[str, str]) -> None:
-    """Sequence parallelism begins and ends at blocks, so a plan has to name them."""
-    if "block" not in words.values():
+def check_sequence_plan(styles: Mapping[str, str]) -> None:
+    """Refuse a plan without blocks, between which sequence parallelism begins and ends."""
+    if "block" not in styles.values():
         raise ConfigError(
             Problem(
                 SEQUENCE_KEY,
                 "the tensor plan names no `block`, so nothing says where the sequence may be split",
-                "Give the repeated layers the word `block` and their norms the word `sequence`.",
+                "Give the repeated layers the style `block` and their norms the style `sequence`.",
             )
         )
 
 
-def enclosing_module(name: str, words: Mapping[str, str], word: str) -> str | None:
-    """The innermost module around another that has a word, if any."""
+def enclosing_module(name: str, styles: Mapping[str, str], style: str) -> str | None:
+    """The innermost module around another that has this style, if any."""
     while name := name.rpartition(".")[0]:
-        if words.get(name) == word:
+        if styles.get(name) == style:
             return name
     return None
 
 
 def _examples(names: list[str]) -> str:
-    shown = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names))
+    shown = list(
+        dict.fromkeys(".".join("*" if segment.isdigit() else segment for segment in name.split(".")) for name in names)
+    )
     return f"there are: {', '.join(shown[:24])}{', …' if len(shown) > 24 else ''}"
 
 
-# A plan for a `transformers` model, from its own tensor-parallel plan and its structure.
+# ---- plans for `transformers` models, from their own tensor-parallel plans and their structure
 #
-# `transformers` names the layers that are split by columns and rows. What its plans leave out follows from the model:
-# which modules these layers make up (regions), which layers are repeated (blocks), which are norms between them, and
-# that embedding and head share the vocabulary.
+# `transformers` names the column-wise and row-wise layers. What its plans leave out follows from the model: which
+# modules consist of these layers (regions), which layers are repeated (blocks), which are norms between them, and that
+# embedding and head are sharded along the vocabulary.
 
 
-_THEIRS: Mapping[str, str] = MappingProxyType(
+_TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
     {
         "colwise": "colwise",
         "rowwise": "rowwise",
@@ -349,12 +358,12 @@ _THEIRS: Mapping[str, str] = MappingProxyType(
         "replicate": "replicate",
     }
 )
-"""Their words that have the same meaning here."""
+"""Styles of `transformers` that have the same meaning here."""
 
-_EXPERT_WORDS = frozenset({"packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert"})
-"""Their words for the inside of experts. These stay whole here: expert parallelism is what splits them."""
+_EXPERT_STYLES = frozenset({"packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert"})
+"""Styles of `transformers` for the inside of experts, which expert parallelism shards here."""
 
-_KNOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
+_PLANS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gpt2": {
             "h.*.attn.c_attn": "qkv_heads",
@@ -364,7 +373,7 @@ _KNOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         }
     }
 )
-"""Plans, for a model's base, of types that `transformers` has none for."""
+"""Plans for the base model of model types for which `transformers` has none."""
 
 _HEADS = MappingProxyType({"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"})
 _COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads", "qkv_heads"})
@@ -372,114 +381,113 @@ _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 
 def transformers_styles(model: nn.Module) -> dict[str, str]:
-    """The word of each module of a `transformers` model that takes part."""
-    words = _layers(model)
-    if not words:
-        kind = getattr(getattr(model, "config", None), "model_type", "?")
+    """The style of each module of a `transformers` model."""
+    styles = _linear_styles(model)
+    if not styles:
+        model_type = getattr(getattr(model, "config", None), "model_type", "?")
         raise ModelError(
-            f"transformers has no tensor-parallel plan for a {type(model).__name__} (model_type {kind!r}), "
+            f"transformers has no tensor-parallel plan for a {type(model).__name__} (model_type {model_type!r}), "
             f"and neither has Plait; write one as {PLAN_KEY}, or use layout.tp: 1"
         )
-    _add_vocabulary(model, words)
-    _add_scalars(model, words)
-    _add_regions(model, words)
-    _add_blocks(model, words)
-    return {name: words[name] for name, _ in model.named_modules() if name in words}
+    _add_vocabulary(model, styles)
+    _add_scalars(model, styles)
+    _add_regions(model, styles)
+    _add_blocks(model, styles)
+    return {name: styles[name] for name, _ in model.named_modules() if name in styles}
 
 
-def _layers(model: nn.Module) -> dict[str, str]:
-    """The linear layers, as the model's own plan or ours names them."""
+def _linear_styles(model: nn.Module) -> dict[str, str]:
+    """The linear layers, from the model's own plan or from `_PLANS`."""
     hf: Any = model
-    theirs: dict[str, str] = tp_plan(model)
-    known = _KNOWN.get(hf.config.model_type, {})
+    declared: dict[str, str] = tp_plan(model)
+    known = _PLANS.get(hf.config.model_type, {})
     prefix = "" if hf.base_model is model else f"{hf.base_model_prefix}."
-    plan = {f"{prefix}{pattern}": word for pattern, word in known.items()}
-    for pattern, word in theirs.items():
-        if word in _THEIRS:
-            plan.setdefault(pattern, _THEIRS[word])
-        elif word not in _EXPERT_WORDS:
+    plan = {f"{prefix}{pattern}": style for pattern, style in known.items()}
+    for pattern, style in declared.items():
+        if style in _TRANSFORMERS_STYLES:
+            plan.setdefault(pattern, _TRANSFORMERS_STYLES[style])
+        elif style not in _EXPERT_STYLES:
             raise ModelError(
-                f"the tensor-parallel plan of {type(model).__name__} has the word {word!r} for {pattern!r}, which "
-                f"has no counterpart here; write a plan of your own as {PLAN_KEY}, or use layout.tp: 1"
+                f"the tensor-parallel plan of {type(model).__name__} has the style {style!r} for {pattern!r}, which "
+                f"Plait does not support; write a plan as {PLAN_KEY}, or use layout.tp: 1"
             )
-    words: dict[str, str] = {}
+    styles: dict[str, str] = {}
     modules = dict(model.named_modules())
-    # In a stage of a pipeline something without parameters stands for the head or the embedding of another one.
+    # In a pipeline stage a module without parameters replaces the head or the embedding of another stage.
     for name in (name for name, module in modules.items() if any(True for _ in module.parameters())):
-        for pattern, word in plan.items():
+        for pattern, style in plan.items():
             if name and matches(name, pattern):
-                words[name] = _by_head(name, word, modules)
-    return words
+                styles[name] = _by_head(name, style, modules)
+    return styles
 
 
-def _by_head(name: str, word: str, modules: Mapping[str, nn.Module]) -> str:
+def _by_head(name: str, style: str, modules: Mapping[str, nn.Module]) -> str:
     parent, _, last = name.rpartition(".")
     has_heads = isinstance(getattr(modules[parent], "head_dim", None), int)
-    return _HEADS.get(last, word) if word == "colwise" and has_heads else word
+    return _HEADS.get(last, style) if style == "colwise" and has_heads else style
 
 
-def _add_vocabulary(model: nn.Module, words: dict[str, str]) -> None:
+def _add_vocabulary(model: nn.Module, styles: dict[str, str]) -> None:
     hf: Any = model
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     for name, module in model.named_modules():
         if module is embedding and isinstance(module, nn.Embedding):
-            words[name] = "vocab_embedding"
+            styles[name] = "vocab_embedding"
         elif module is head and isinstance(module, nn.Linear):
-            words[name] = "vocab_head"
+            styles[name] = "vocab_head"
 
 
-def _add_scalars(model: nn.Module, words: dict[str, str]) -> None:
-    """Activations with parameters of one number each, between columns and rows: each rank has a summand of them."""
+def _add_scalars(model: nn.Module, styles: dict[str, str]) -> None:
+    """Activations with scalar parameters, between column-wise and row-wise layers: each rank has partial gradients."""
     for name, module in model.named_modules():
-        own = [param for param in module._parameters.values() if param is not None]
+        params = [param for param in module._parameters.values() if param is not None]
         prefix = f"{name.rpartition('.')[0]}."
-        beside = {word for key, word in words.items() if key.startswith(prefix) and "." not in key[len(prefix) :]}
-        alone = own and name not in words and all(param.numel() == 1 for param in own)
-        if alone and beside & _COLUMNS and beside & _ROWS:
-            words[name] = "inner"
+        siblings = {style for key, style in styles.items() if key.startswith(prefix) and "." not in key[len(prefix) :]}
+        scalars_only = params and name not in styles and all(param.numel() == 1 for param in params)
+        if scalars_only and siblings & _COLUMNS and siblings & _ROWS:
+            styles[name] = "inner"
 
 
-def _add_regions(model: nn.Module, words: dict[str, str]) -> None:
-    """Modules that consist of layers with words only, columns first and rows last."""
+def _add_regions(model: nn.Module, styles: dict[str, str]) -> None:
+    """Modules that consist only of layers with styles, column-wise first and row-wise last."""
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        inside = {key: word for key, word in words.items() if key.startswith(prefix) and word != "replicate"}
-        with_parameters = {f"{prefix}{key}" for key, part in module.named_modules() if part._parameters}
-        direct = {word for key, word in inside.items() if "." not in key[len(prefix) :]}
+        inside = {key: style for key, style in styles.items() if key.startswith(prefix) and style != "replicate"}
+        with_parameters = {f"{prefix}{key}" for key, submodule in module.named_modules() if submodule._parameters}
+        direct = {style for key, style in inside.items() if "." not in key[len(prefix) :]}
         if name and direct & _COLUMNS and direct & _ROWS and with_parameters <= inside.keys():
-            words[name] = "region"
+            styles[name] = "region"
 
 
-def _add_blocks(model: nn.Module, words: dict[str, str]) -> None:
+def _add_blocks(model: nn.Module, styles: dict[str, str]) -> None:
     classes = getattr(model, "block_classes", None) or ()
     for name, module in list(model.named_modules()):
         if not name or not classes or not isinstance(module, classes):
             continue
-        words[name] = "block"
-        for key, part in module.named_children():
-            child = f"{name}.{key}"
-            if child not in words and any(True for _ in part.parameters()):
-                words[child] = "sequence" if _is_norm(part) else "whole_sequence"
+        styles[name] = "block"
+        for key, child_module in module.named_children():
+            child_name = f"{name}.{key}"
+            if child_name not in styles and any(True for _ in child_module.parameters()):
+                styles[child_name] = "sequence" if _is_norm(child_module) else "whole_sequence"
 
 
 def _is_norm(module: nn.Module) -> bool:
     return not list(module.children()) and all(param.ndim == 1 for param in module.parameters())
 
 
-# Knowing a model of `transformers` when one comes, without loading the package.
+# ---- recognizing models of `transformers` without importing the package
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a model comes from `transformers`. As long as nobody has loaded the package, none does."""
+    """Whether a model comes from `transformers`; False as long as nothing has imported the package."""
     package = sys.modules.get("transformers.modeling_utils")
     return package is not None and isinstance(module, package.PreTrainedModel)
 
 
 def train_without_caches(model: nn.Module) -> None:
-    """Keep models of `transformers` from filling a cache of keys and values while they learn.
+    """Keep models of `transformers` from filling a KV cache while they train.
 
-    Most would, if nobody says otherwise. A layer that is computed again would find there what it wrote the first time,
-    and write once more.
+    Most do by default. A layer that is recomputed would find there what it wrote the first time, and write once more.
     """
     for module in model.modules():
         if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
@@ -491,7 +499,7 @@ def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
         return None
     if kwargs.get("past_key_values") is not None:
         raise ModelError(
-            f"{type(module).__name__} was given past_key_values, which layers that are computed again would write to "
+            f"{type(module).__name__} got past_key_values, which layers that are recomputed would write to "
             "twice; set strategy.recompute: none, or leave them out"
         )
     return args, {**kwargs, "use_cache": False}
@@ -506,46 +514,46 @@ def apply_tensor_parallel(
     async_tp: bool = False,
     stage: bool = False,
 ) -> None:
-    """Share the work of a model's layers among the ranks of a 1-D mesh, in place.
+    """Apply tensor parallelism to a model over the ranks of a 1-D mesh, in place.
 
-    `plan` gives words (see `WORDS`) to patterns of module names; absent, it is the model's own `tensor_plan()`,
+    `plan` gives styles (see `STYLES`) to patterns of module names; absent, it is the model's own `tensor_plan()`,
     or made from the plan of `transformers`. `sequence` splits activations along the sequence between the regions.
-    `stage`: the module is a part of the model the plan was written for, so patterns may match nothing.
+    `stage`: the module is a pipeline stage of the model the plan was written for, so patterns may match nothing.
 
     Works on the meta device and on real ones; where parameters have values, all ranks must have the same. Afterwards
-    parameters that are split, or whose gradients are summed over ranks, are DTensors on `mesh`; the others are plain
-    and, like their gradients, the same on every rank. Names do not change. Input and answer of the model are whole
-    and the same on every rank of the mesh; so is the loss, which must not be summed over it.
+    parameters that are sharded, or whose gradients are summed over ranks, are DTensors on `mesh`; the others are plain
+    and, like their gradients, the same on every rank. Names do not change. Input and output of the model are full
+    tensors, equal on every rank of the mesh; so is the loss, which must not be summed over it.
     """
-    assert mesh.ndim == 1, "tensor parallelism goes along one mesh axis"
+    assert mesh.ndim == 1, "tensor parallelism has one mesh axis"
     if async_tp:
         enable_async(mesh, sequence=sequence)
     if mesh.size() == 1:
         return
-    words = styles_of(module, plan, stage=stage)
+    styles = styles_of(module, plan, stage=stage)
     if sequence and not stage:
-        check_sequence_plan(words)
-    placed, random = Placed(mesh), dict[str, OwnRandom]()
-    styles = {name: _style(name, module, words, mesh, placed, random, sequence=sequence) for name in words}
-    problems = [problem for style in styles.values() for problem in style.problems()]
+        check_sequence_plan(styles)
+    params, random = DTensorParams(mesh), dict[str, RankRng]()
+    applied = {name: _make_style(name, module, styles, mesh, params, random, sequence=sequence) for name in styles}
+    problems = [problem for style in applied.values() for problem in style.problems()]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    parallelize_module(module, mesh, dict(styles), src_data_rank=None)
-    loose = list(placed.left_behind(module))
-    if loose:
+    parallelize_module(module, mesh, dict(applied), src_data_rank=None)
+    unplaced = list(params.unplaced(module))
+    if unplaced:
         raise ConfigError(
             Problem(
                 PLAN_KEY,
-                f"{', '.join(loose)} shares its tensor with a layer of the plan, and has no word itself",
-                "Give both the same kind of word, such as vocab_embedding and vocab_head.",
+                f"{', '.join(unplaced)} shares its tensor with a layer of the plan, and has no style itself",
+                "Give both a style of the same kind, such as vocab_embedding and vocab_head.",
             )
         )
-    if any(words[name] == "vocab_head" and is_linear(module.get_submodule(name)) for name in words):
-        answer_whole(module)
+    if any(style == "vocab_head" and is_linear(module.get_submodule(name)) for name, style in styles.items()):
+        return_full_tensors(module)
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage: bool = False) -> dict[str, str]:
-    """The word of each module that takes part, by name; from the given plan, or the model's, or `transformers`'."""
+    """The style of each module, by name; from the given plan, or the model's, or `transformers`'."""
     if plan is not None:
         return resolve_plan(module, plan, stage=stage)
     declared = getattr(module, "tensor_plan", None)
@@ -554,7 +562,7 @@ def styles_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage
     if is_transformers_model(module):
         return transformers_styles(module)
     raise ModelError(
-        f"nothing says how the ranks share the layers of a {type(module).__name__}: give it a method `tensor_plan()`, "
+        f"there is no tensor-parallel plan for {type(module).__name__}: give it a method `tensor_plan()`, "
         f"write a plan as {PLAN_KEY}, or use layout.tp: 1"
     )
 
@@ -562,32 +570,32 @@ def styles_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage
 def experts_are_replicated(
     module: nn.Module, plan: Mapping[str, str] | None = None, *, sequence: bool = False, stage: bool = False
 ) -> Callable[[str], bool]:
-    """Whether a plan keeps experts, by the name of what holds them, whole on purpose, so that all ranks have them all.
+    """A function: module name → whether the plan replicates its experts on all ranks.
 
-    That is `replicate`, for the module or for one around it. Experts that ranks share must see the same tokens on each
-    of them, so where `sequence` splits these the answer is an error. To be asked for before the plan is applied.
+    That is the style `replicate`, for the module or for one around it. Experts that are sharded over ranks need the
+    same tokens on all of them, so where `sequence` splits these it is an error. Call it before the plan is applied.
     """
-    words = styles_of(module, plan, stage=stage)
+    styles = styles_of(module, plan, stage=stage)
 
     def answer(name: str) -> bool:
-        def within(word: str) -> bool:
-            return words.get(name) == word or enclosing_module(name, words, word) is not None
+        def is_in(style: str) -> bool:
+            return styles.get(name) == style or enclosing_module(name, styles, style) is not None
 
-        if not within("replicate") and sequence and within("block") and not within("whole_sequence"):
+        if not is_in("replicate") and sequence and is_in("block") and not is_in("whole_sequence"):
             message = f"{name!r} holds experts, which need all tokens, in a block where the sequence is split"
-            raise ConfigError(Problem(PLAN_KEY, message, "Give the mixture around them the word `whole_sequence`."))
-        return within("replicate")
+            raise ConfigError(Problem(PLAN_KEY, message, "Give the mixture around them the style `whole_sequence`."))
+        return is_in("replicate")
 
     return answer
 
 
-def _style(
+def _make_style(
     name: str,
     model: nn.Module,
-    words: dict[str, str],
+    styles: dict[str, str],
     mesh: DeviceMesh,
-    placed: Placed,
-    random: dict[str, OwnRandom],
+    params: DTensorParams,
+    random: dict[str, RankRng],
     *,
     sequence: bool,
 ) -> Style:
@@ -595,17 +603,17 @@ def _style(
         name=name,
         module=model.get_submodule(name),
         parent=model.get_submodule(name.rpartition(".")[0]),
-        words=words,
+        styles=styles,
         mesh=mesh,
         group=mesh.get_group(),
         size=mesh.size(),
         rank=mesh.get_local_rank(),
-        placed=placed,
+        params=params,
         sequence=sequence,
         split=sequence
-        and enclosing_module(name, words, "block") is not None
-        and enclosing_module(name, words, "whole_sequence") is None,
-        region=enclosing_module(name, words, "region"),
+        and enclosing_module(name, styles, "block") is not None
+        and enclosing_module(name, styles, "whole_sequence") is None,
+        region=enclosing_module(name, styles, "region"),
         random=random,
     )
-    return WORDS[words[name]](site)
+    return STYLES[styles[name]](site)
