@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.pipe import LayerSpec as LayerSpec
     from plait.frontends.deepspeed.pipe import PipelineModule as PipelineModule
     from plait.frontends.deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
-    from plait.frontends.deepspeed.pipeline import PipelineEngine as PipelineEngine
+    from plait.frontends.deepspeed.pipeline_engine import PipelineEngine as PipelineEngine
     from plait.frontends.deepspeed.saving import foreign_state as foreign_state
     from plait.frontends.deepspeed.start import Parameters as Parameters
     from plait.frontends.deepspeed.start import Recipe as Recipe
@@ -61,7 +61,7 @@ else:
             "engine": ["DeepSpeedEngine"],
             "inference": ["InferenceEngine", "init_inference"],
             "pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"],
-            "pipeline": ["PipelineEngine"],
+            "pipeline_engine": ["PipelineEngine"],
             "lr_schedules": ["Scheduler"],
             "saving": ["foreign_state"],
             "start": ["Parameters", "Recipe", "add_config_arguments", "initialize"],

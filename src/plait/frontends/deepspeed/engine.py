@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: DeepSpeed's loop around Plait's native engine."""
+"""`DeepSpeedEngine`: DeepSpeed's methods and attributes on Plait's native engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,61 +24,61 @@ from plait.engine import ManualEngine, StepResult
 from plait.errors import ConfigError, ModelError, Problem, TrainingError
 from plait.frontends.deepspeed.accelerator import get_accelerator
 from plait.frontends.deepspeed.loader import DeepSpeedDataLoader, RepeatingLoader
-from plait.frontends.deepspeed.saving import DeepSpeedSaver, groups_of, restore_groups, state_name, whole_weights
+from plait.frontends.deepspeed.saving import DeepSpeedSaver, full_weights, groups_of, restore_groups, state_name
 from plait.monitor import Event, EventKind, Monitor, build_monitor
 from plait.precision import DTYPES
 
-# What an engine says while it trains: DeepSpeed's lines, timings, and curves.
+# What is printed and logged: DeepSpeed's lines, timings and monitors.
 
 
 class StepTimers:
-    """Milliseconds by name, of one micro-batch and of one step. Waits for the device at both ends."""
+    """Milliseconds by name, per micro-batch and per step. Synchronizes with the device at both ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.micro: dict[str, float] = {}
-        self.step: dict[str, float] = {}
+        self._micro: dict[str, float] = {}
+        self._step: dict[str, float] = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time what is done inside."""
+        """Time the block."""
         start = self._now()
         yield
-        took = 1e3 * (self._now() - start)
-        self.micro[name] = self.micro.get(name, 0.0) + took
-        self.step[name] = self.step.get(name, 0.0) + took
+        elapsed = 1e3 * (self._now() - start)
+        self._micro[name] = self._micro.get(name, 0.0) + elapsed
+        self._step[name] = self._step.get(name, 0.0) + elapsed
 
     def _now(self) -> float:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()
 
-    def take(self, *, boundary: bool) -> list[str]:
-        """DeepSpeed's lines for the micro-batch that is over and, at a boundary, for the step."""
-        lines = [_line({f"{name}_microstep": took for name, took in self.micro.items()})]
-        self.micro = {}
+    def lines(self, *, boundary: bool) -> list[str]:
+        """Return DeepSpeed's lines for the last micro-batch and, at a boundary, for the step; restarts its counts."""
+        lines = [_line({f"{name}_microstep": elapsed for name, elapsed in self._micro.items()})]
+        self._micro = {}
         if boundary:
-            lines.append(_line(self.step))
-            self.step = {}
+            lines.append(_line(self._step))
+            self._step = {}
         return lines
 
 
 def _line(times: Mapping[str, float]) -> str:
-    return " | ".join(["time (ms)", *(f"{name}: {took:.2f}" for name, took in times.items())])
+    return " | ".join(["time (ms)", *(f"{name}: {elapsed:.2f}" for name, elapsed in times.items())])
 
 
 def progress_line(step: int, skipped: int, optimizer: Optimizer) -> str:
-    """DeepSpeed's line about a step."""
+    """Return DeepSpeed's line about a step."""
     return f"step={step}, skipped={skipped}, lr={rates(optimizer)}, mom={momenta(optimizer)}"
 
 
 def rates(optimizer: Optimizer) -> list[float]:
-    """Each group's rate."""
+    """Return the learning rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def momenta(optimizer: Optimizer) -> list[Any]:
-    """Each group's betas, or its momentum."""
+    """Return the betas, or the momentum, of each group."""
     return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in optimizer.param_groups]
 
 
@@ -86,33 +86,28 @@ _MONITORS = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb
 
 
 def open_monitor(raw: Mapping[str, Any], rank: int) -> Monitor | None:
-    """The sinks that a DeepSpeed configuration asks for, on rank 0; None where it asks for none.
+    """Return the sinks that a DeepSpeed configuration enables, on rank 0; None where there are none.
 
-    `output_path/job_name` is the folder that they write to; of several, the first one's.
+    They write to `output_path/job_name` of the first of them that has one of these keys.
     """
-    asked = {name: section for name, section in raw.items() if name in _MONITORS and (section or {}).get("enabled")}
-    if rank != 0 or not asked:
+    enabled = {name: section for name, section in raw.items() if name in _MONITORS and (section or {}).get("enabled")}
+    if rank != 0 or not enabled:
         return None
-    places = [section for section in asked.values() if "output_path" in section or "job_name" in section]
-    place = places[0] if places else {}
-    folder = Path(place.get("output_path") or ".") / (place.get("job_name") or "DeepSpeedJobName")
-    project = asked.get("wandb", {}).get("project")
-    sinks = tuple(_MONITORS[name] for name in asked)
+    with_folder = [section for section in enabled.values() if "output_path" in section or "job_name" in section]
+    section = with_folder[0] if with_folder else {}
+    folder = Path(section.get("output_path") or ".") / (section.get("job_name") or "DeepSpeedJobName")
+    project = enabled.get("wandb", {}).get("project")
+    sinks = tuple(_MONITORS[name] for name in enabled)
     log = LogConfig.model_validate({"console": "none", "sinks": sinks, "wandb_project": project})
     return build_monitor(log, folder, rank)
 
 
-def emit(monitor: Monitor, step: int, numbers: Mapping[str, float]) -> None:
-    """Add a step to the curves."""
-    monitor.emit(Event(EventKind.TRAIN, step, 0, dict(numbers)))
-
-
-# What became of the latest step, for whoever asks, and what follows from it: counts, rates, curves.
+# The latest step: its outcome, and the counts, rates and curves that follow from it.
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPosition:
-    """Where a run was after a step."""
+    """The counters of a run after a step."""
 
     step: int
     samples: int
@@ -121,63 +116,63 @@ class TrainingPosition:
 
 
 class LatestStep:
-    """The latest step of an engine, which may still be on its way.
+    """The latest step of an engine, whose outcome the device may not have computed yet.
 
-    [Note: rates wait, and the host does not] A scheduler steps only if the optimizer did, and a device may tell that
-    later (see [Note: one step behind]). Then the scheduler steps as if all were well, and is put back if it was not:
-    before the next update, by which time the device has a whole backward pass to do. So every update has the rate that
-    it would have had, and a script that asks the engine waits and gets what is true.
+    [Note: the scheduler steps before the outcome is known] A scheduler steps only if the optimizer did, and the device
+    may report that later (see [Note: one step behind]). Then the scheduler steps as if the update had been made, and is
+    set back if it was skipped: before the next update, when the device has a whole backward pass to compute. So every
+    update has the rate that it would have had, and a script that reads the engine's counters waits for the true ones.
     """
 
     def __init__(self, optimizer: Optimizer | None, scheduler: Any, monitor: Monitor | None) -> None:
         self.skipped = 0
-        """Steps so far that were left out."""
+        """Steps so far that were skipped."""
         self.result: StepResult | None = None
         self._optimizer = optimizer
         self.scheduler = scheduler
         self._monitor = monitor
-        self._before: tuple[Any, list[dict[str, Any]]] | None = None
-        """The scheduler and the groups as they were, in case that it has to go back."""
-        self._place: TrainingPosition | None = None
-        """Of a step that nobody has looked at yet."""
+        self._undo: tuple[Any, list[dict[str, Any]]] | None = None
+        """The state of the scheduler and the groups before the step, if that may have to be undone."""
+        self._position: TrainingPosition | None = None
+        """The counters after a step whose outcome has not been read yet."""
 
-    def take(self, result: StepResult, place: TrainingPosition, lr_kwargs: Mapping[str, Any] | None) -> None:
-        """A step was done: step the scheduler, and look at the rest when it has come."""
+    def record(self, result: StepResult, position: TrainingPosition, lr_kwargs: Mapping[str, Any] | None) -> None:
+        """Record a step, and step the scheduler; the outcome is read when the device has computed it."""
         assert self._optimizer is not None
-        self.result, self._place, self._before = result, place, None
+        self.result, self._position, self._undo = result, position, None
         if self.scheduler is not None:
             if (
                 result.asynchronous
                 and hasattr(self.scheduler, "state_dict")
                 and hasattr(self.scheduler, "load_state_dict")
             ):
-                self._before = self.scheduler.state_dict(), [_copied(group) for group in groups_of(self._optimizer)]
-            if self._before is not None or not result.skipped:
+                self._undo = self.scheduler.state_dict(), [_copied(group) for group in groups_of(self._optimizer)]
+            if self._undo is not None or not result.skipped:
                 self.scheduler.step(**(lr_kwargs or {}))
         if not result.asynchronous:
             self.settle()
 
     def settle(self) -> None:
-        """See how it went. Waits for the device where it has not told yet."""
-        if self._place is None:
+        """Read the outcome of the step; waits for the device where it has not been computed yet."""
+        if self._position is None:
             return
-        place, self._place = self._place, None
+        position, self._position = self._position, None
         assert self.result is not None
         assert self._optimizer is not None
         if self.result.skipped:
             self.skipped += 1
-            if self._before is not None:
-                state, groups = self._before
+            if self._undo is not None:
+                state, groups = self._undo
                 self.scheduler.load_state_dict(state)
                 restore_groups(self._optimizer, groups)
         if self._monitor is not None:
             rate, norm = rates(self._optimizer)[0], self.result.grad_norm
-            numbers = {"loss": self.result.loss, "lr": rate, "samples": float(place.samples), "grad_norm": norm}
-            scale = {} if place.scale is None else {"loss_scale": place.scale}
-            emit(self._monitor, place.step, {**numbers, **scale})
+            numbers = {"loss": self.result.loss, "lr": rate, "samples": float(position.samples), "grad_norm": norm}
+            scale = {} if position.scale is None else {"loss_scale": position.scale}
+            self._monitor.emit(Event(EventKind.TRAIN, position.step, 0, {**numbers, **scale}))
 
     def close(self) -> None:
-        """Draw the last step, and close the curves."""
+        """Log the last step, and close the monitor."""
         self.settle()
         if self._monitor is not None:
             self._monitor.close()
@@ -185,78 +180,78 @@ class LatestStep:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A rate that is a tensor is written to where it stands."""
+    """Copy a group; a rate that is a tensor is updated in place."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
-# Samples a second, as DeepSpeed counts and tells them.
+# Samples per second, as DeepSpeed counts and prints them.
 
 
 _GIB = 1024**3
-_FIRST = 2
-"""Steps that are not counted: what is made once is made in them."""
+_WARMUP_STEPS = 2
+"""Steps that are not counted, because buffers and kernels are created in them."""
 
 
 class ThroughputTimer:
-    """Counts steps and the time that they take; scripts tell it where an epoch ends.
+    """Counts steps and their time; scripts call `update_epoch_count` at the end of an epoch.
 
-    Time is the host's, from one step's end to the next, and never waits for a device: a host is at most one step ahead,
-    so over many steps it is the device's time as well.
+    Time is the host's, from the end of one step to that of the next, without synchronization: the host is at most one
+    step ahead, so over many steps it is the device's time as well.
     """
 
     def __init__(self) -> None:
         self.epoch_count = 0
         self.micro_step_count = 0
-        """Of this epoch."""
+        """Micro-steps of this epoch."""
         self.global_step_count = 0
         self._samples = 0
         self._latest = (0, 0.0)
-        """Samples of the last step that counts, and the seconds that it took."""
-        self._began: float | None = None
-        self._ended: float | None = None
+        """Samples of the last step that was counted, and its seconds."""
+        self._start: float | None = None
+        self._end: float | None = None
 
     def update_epoch_count(self) -> None:
-        """An epoch is over."""
+        """Count an epoch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def count(self, samples: int, micro_steps: int) -> None:
-        """A step is over."""
+        """Count a step."""
         now = time.perf_counter()
         self.global_step_count += 1
         self.micro_step_count += micro_steps
-        if self.global_step_count == _FIRST:
-            self._began = now
-        if self._ended is not None and self.global_step_count > _FIRST:
+        if self.global_step_count == _WARMUP_STEPS:
+            self._start = now
+        if self._end is not None and self.global_step_count > _WARMUP_STEPS:
             self._samples += samples
-            self._latest = (samples, now - self._ended)
-        self._ended = now
+            self._latest = (samples, now - self._end)
+        self._end = now
 
     def avg_samples_per_sec(self) -> float:
-        """Over all steps but the first ones; minus infinity, as in DeepSpeed, while there are no others."""
-        if self._began is None or self._ended is None or self._ended <= self._began:
+        """Return the average without the first steps; minus infinity, as in DeepSpeed, while there are no others."""
+        if self._start is None or self._end is None or self._end <= self._start:
             return float("-inf")
-        return self._samples / (self._ended - self._began)
+        return self._samples / (self._end - self._start)
 
     def lines(self) -> list[str]:
-        """DeepSpeed's line about it; none as long as nothing was measured."""
-        samples, took = self._latest
-        if not took:
+        """Return DeepSpeed's line, once a step was measured."""
+        samples, seconds = self._latest
+        if not seconds:
             return []
         device = get_accelerator()
-        held, most = (round(size / _GIB, 2) for size in (device.memory_allocated(), device.max_memory_allocated()))
+        allocated, peak = (round(size / _GIB, 2) for size in (device.memory_allocated(), device.max_memory_allocated()))
         return [
             f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
-            f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={samples / took}, "
-            f"MemAllocated={held}GB, MaxMemAllocated={most}GB"
+            f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={samples / seconds}, "
+            f"MemAllocated={allocated}GB, MaxMemAllocated={peak}GB"
         ]
 
 
-# An engine around a model.
+# The engines.
 
 
-class Around(nn.Module):
-    """Holds a model as `module`. What it does not have itself is asked of the model."""
+class ModuleWrapper(nn.Module):
+    """Holds a model as `module`, whose attributes it has too."""
 
     module: nn.Module
 
@@ -267,65 +262,61 @@ class Around(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            kind = type(self).__name__
-            raise AttributeError(f"neither Plait's {kind} nor the model in it has {name!r}") from None
-
-
-# What a DeepSpeed engine holds, and what can be asked of it.
+            raise AttributeError(f"neither Plait's {type(self).__name__} nor its model has {name!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What an engine is made of."""
+class EngineComponents:
+    """What an engine consists of."""
 
     native: ManualEngine
     config: RunConfig
     raw: Mapping[str, Any]
-    """DeepSpeed's own configuration, for what belongs to its loop alone."""
+    """DeepSpeed's own configuration, for the keys that concern its loop alone."""
     batch: ResolvedBatch
     optimizer: Optimizer | None
     lr_scheduler: Any
     collate_fn: Callable[[list[Any]], Any] | None
 
 
-class EngineFacts(Around):
-    """Counters, sizes and settings, under DeepSpeed's names."""
+class DeepSpeedEngine(ModuleWrapper):
+    """A model in training, with DeepSpeed's methods and counters; it has the attributes of the model too."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, components: EngineComponents) -> None:
         super().__init__()
-        self._parts = parts
-        self._native = parts.native
-        self.module = parts.native.model
-        self.optimizer = parts.optimizer
+        self._components = components
+        self._native = components.native
+        self.module = components.native.model
+        self.optimizer = components.optimizer
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self._training_iterator: Iterator[Any] | None = None
-        self.config = parts.raw
+        self.config = components.raw
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
-        world = parts.native.world
+        world = components.native.world
         self.device = world.device
         self.global_rank, self.local_rank, self.world_size = world.rank, world.ranks.local_rank, world.size
         self.dp_world_size = world.layout.data_parallel
-        self._batch = parts.batch
+        self._batch = components.batch
         self._boundary: bool | None = None
-        self._within = 0
-        """Micro-batches of the step under way that are done."""
+        self._micro_batches_done = 0
+        """Micro-batches of the current step that are done."""
         self._inside_no_sync = False
         self._updated = False
-        """Whether the last `step` was to change weights."""
-        self._saver = DeepSpeedSaver(parts.native)
-        self._clock = StepTimers(world.device) if parts.raw.get("wall_clock_breakdown") else None
-        self._every = parts.raw.get("steps_per_print")
+        """Whether the last `step` was at a boundary."""
+        self._saver = DeepSpeedSaver(components.native)
+        self._timers = StepTimers(world.device) if components.raw.get("wall_clock_breakdown") else None
+        self._print_interval = components.raw.get("steps_per_print")
         self.tput_timer = ThroughputTimer()
-        monitor = open_monitor(parts.raw, world.rank)
-        self._latest = LatestStep(parts.optimizer, parts.lr_scheduler, monitor)
+        monitor = open_monitor(components.raw, world.rank)
+        self._latest = LatestStep(components.optimizer, components.lr_scheduler, monitor)
         weakref.finalize(self, self._latest.close)  # few scripts call `destroy`
         self._show_scale(skipped=False)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that were left out because something was not finite."""
+        """Steps so far that were skipped because a gradient was not finite."""
         self._latest.settle()
         return self._latest.skipped
 
@@ -336,7 +327,7 @@ class EngineFacts(Around):
 
     @property
     def lr_scheduler(self) -> Any:
-        """What sets the rates; None where nothing does."""
+        """The scheduler of the learning rates, if there is one."""
         self._latest.settle()
         return self._latest.scheduler
 
@@ -346,118 +337,118 @@ class EngineFacts(Around):
         self._latest.scheduler = scheduler
 
     def train_batch_size(self) -> int:
-        """Samples in a step, over all ranks."""
+        """Return the samples per step, over all ranks."""
         return self._batch.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in one forward pass of one rank."""
+        """Return the samples per forward pass of one rank."""
         return self._batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a step."""
+        """Return the micro-batches per step."""
         return self._batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The three sizes of a batch."""
+        """Return the three batch sizes: per step, per micro-batch, and micro-batches per step."""
         return self._batch.total, self._batch.micro, self._batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the size of a step by accumulating more or fewer micro-batches; between two steps."""
-        each = self._batch.micro * self.dp_world_size
-        if train_batch_size % each:
-            message = f"{train_batch_size} is no multiple of {self._batch.micro} × {self.dp_world_size} ranks"
-            raise ConfigError(Problem("train_batch_size", message, f"Give a multiple of {each}."))
-        self._resize(ResolvedBatch(train_batch_size, self._batch.micro, train_batch_size // each))
+        """Change the samples per step by accumulating more or fewer micro-batches; between two steps."""
+        unit = self._batch.micro * self.dp_world_size
+        if train_batch_size % unit:
+            message = f"{train_batch_size} is not a multiple of {self._batch.micro} × {self.dp_world_size} ranks"
+            raise ConfigError(Problem("train_batch_size", message, f"Give a multiple of {unit}."))
+        self._resize(ResolvedBatch(train_batch_size, self._batch.micro, train_batch_size // unit))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change what a micro-batch counts; as many of them accumulate as before."""
+        """Change the samples per micro-batch; as many of them accumulate as before."""
         count = self._batch.accumulation
         self._resize(ResolvedBatch(micro_batch_size * count * self.dp_world_size, micro_batch_size, count))
 
     def _resize(self, batch: ResolvedBatch) -> None:
         if self._native.pending:
-            raise TrainingError("the size of a batch can be changed between two steps, not within one")
+            raise TrainingError("the batch size can be changed between two steps, not within one")
         self._batch = batch
         self._native.accumulation = batch.accumulation
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether the ZeRO stage is above 0."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self._parts.config.strategy.stage
+        """Return the ZeRO stage."""
+        return self._components.config.strategy.stage
 
     def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0 where they are not."""
-        return self._parts.config.train.clip_norm or 0.0
+        """Return the norm that gradients are clipped to; 0 where they are not."""
+        return self._components.config.train.clip_norm or 0.0
 
     def fp16_enabled(self) -> bool:
-        """Whether the model computes in fp16."""
-        return self._parts.config.precision.compute == "fp16"
+        """Return whether the model computes in fp16."""
+        return self._components.config.precision.compute == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bf16."""
-        return self._parts.config.precision.compute == "bf16"
+        """Return whether the model computes in bf16."""
+        return self._components.config.precision.compute == "bf16"
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
-        return self.fp16_enabled() and self._parts.config.precision.scaler.static is None
+        """Return whether the loss scale is dynamic."""
+        return self.fp16_enabled() and self._components.config.precision.scaler.static is None
 
     def loss_scale(self) -> float:
-        """The fixed loss scale of the configuration; 0 where it is dynamic."""
-        return self._parts.config.precision.scaler.static or 0.0
+        """Return the fixed loss scale of the configuration; 0 where it is dynamic."""
+        return self._components.config.precision.scaler.static or 0.0
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale of the coming step; 1 where losses are not scaled."""
+        """The loss scale of the next step; 1 where losses are not scaled."""
         return 1.0 if self._native.scaler is None else self._native.scaler.scale
 
     def _show_scale(self, *, skipped: bool) -> None:
-        """Scripts look for these on the optimizer, from the start and in every format."""
+        """Set the attributes that scripts read from the optimizer, from the start and in every format."""
         if self.optimizer is not None:
             shown: Any = self.optimizer
             shown.cur_scale = shown.loss_scale = self.cur_scale
             shown.overflow = skipped
 
     def get_lr(self) -> list[float]:
-        """Each group's rate in the coming update."""
+        """Return the learning rate of each group in the next update."""
         self._latest.settle()
         return [] if self.optimizer is None else rates(self.optimizer)
 
     def get_mom(self) -> list[Any]:
-        """Each group's betas, or its momentum."""
+        """Return the betas, or the momentum, of each group."""
         self._latest.settle()
         return [] if self.optimizer is None else momenta(self.optimizer)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients over all ranks, before clipping; None before the first step."""
+        """Return the gradient norm of the last step over all ranks, before clipping; None before the first step."""
         return None if self._latest.result is None else self._latest.result.grad_norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` changed weights."""
+        """Return whether the last `step` updated the weights."""
         return self._updated and self._latest.result is not None and not self._latest.result.skipped
 
     def steps_per_print(self) -> int | None:
-        """Steps between two lines."""
-        return self._every
+        """Return the number of steps between two printed lines."""
+        return self._print_interval
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether times are printed."""
-        return self._clock is not None
+        """Return whether times are printed."""
+        return self._timers is not None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing more to do where `compile.deepcompile` is true; otherwise it comes too late, and is an error."""
+        """Do nothing where `compile.deepcompile` is true; raise otherwise, because it is too late to compile."""
         if not self.is_compiled:
             raise TrainingError(
-                "engine.compile() comes after the model was spread, and it is compiled before: write "
+                "engine.compile() is called after the model was sharded, and it is compiled before: write "
                 '`"compile": {"deepcompile": true}` in the configuration'
             )
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `initialize` had the model compiled."""
-        return self._parts.config.strategy.compile.enabled
+        """Whether `initialize` compiled the model."""
+        return self._components.config.strategy.compile.enabled
 
     def deepspeed_io(
         self,
@@ -469,44 +460,35 @@ class EngineFacts(Around):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's share of a data set, in micro-batches; in order unless the route is `train`."""
+        """Return a loader of this rank's shard of a data set, in micro-batches; shuffled if the route is `train`."""
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._batch.micro,
             self._native.world,
-            collate_fn=collate_fn or self._parts.collate_fn,
+            collate_fn=collate_fn or self._components.collate_fn,
             data_sampler=data_sampler,
             shuffle=route == "train",
-            drop_last=bool(self._parts.raw.get("dataloader_drop_last", False)),
+            drop_last=bool(self._components.raw.get("dataloader_drop_last", False)),
             num_local_io_workers=num_local_io_workers,
         )
-
-
-class DeepSpeedEngine(EngineFacts):
-    """A model under training. What the model itself offers can be asked of the engine, too."""
 
     # ---- the loop
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the model says; its arguments are brought to the device."""
-        if self._clock is None:
-            return self._native.forward(*inputs, **kwargs)
-        with self._clock.measure("fwd"):
+        """Return the output of the model; its arguments are moved to the device."""
+        with self._timed("fwd"):
             return self._native.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward through this rank's mean loss of one micro-batch; returns the loss as it counts in the step."""
+        """Run backward from this rank's mean loss of one micro-batch; returns the loss divided by accumulation."""
         self._need_optimizer("backward")
-        share = self._native.accumulation
-        # The engine divides by the number of micro-batches, whoever did so before.
-        counted = loss if scale_wrt_gas or share == 1 else loss * share
+        count = self._native.accumulation
+        # The native engine divides by the number of micro-batches, so undo a division by the script.
+        undivided = loss if scale_wrt_gas or count == 1 else loss * count
         last = self.is_gradient_accumulation_boundary() and not self._inside_no_sync
-        if self._clock is None:
-            self._native.backward(counted, last=last, retain_graph=retain_graph)
-        else:
-            with self._clock.measure("bwd"):
-                self._native.backward(counted, last=last, retain_graph=retain_graph)
-        return loss / share if scale_wrt_gas and share != 1 else loss
+        with self._timed("bwd"):
+            self._native.backward(undivided, last=last, retain_graph=retain_graph)
+        return loss / count if scale_wrt_gas and count != 1 else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a micro-batch and, at a boundary, update the weights and step the scheduler."""
@@ -516,35 +498,35 @@ class DeepSpeedEngine(EngineFacts):
         self._updated = boundary = self.is_gradient_accumulation_boundary()
         if boundary:
             self._latest.settle()  # the rates of this update depend on it
-            if self._clock is None:
+            with self._timed("step"):
                 result = self._native.step()
-            else:
-                with self._clock.measure("step"):
-                    result = self._native.step()
             self._count(result, lr_kwargs)
-        if self._clock is not None:
-            self._say(self._clock.take(boundary=boundary))
+        if self._timers is not None:
+            self._print(self._timers.lines(boundary=boundary))
         self.micro_steps += 1
-        self._within = 0 if boundary else self._within + 1
+        self._micro_batches_done = 0 if boundary else self._micro_batches_done + 1
 
     def _count(self, result: StepResult, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take note of an update, or of one that was skipped."""
+        """Count an update, or one that was skipped."""
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         scale = None
         if self._native.scaler is not None:
             self._show_scale(skipped=result.skipped)
             scale = self.cur_scale
-        self._latest.take(result, TrainingPosition(self.global_steps, self.global_samples, scale), lr_kwargs)
+        self._latest.record(result, TrainingPosition(self.global_steps, self.global_samples, scale), lr_kwargs)
         self.tput_timer.count(self.train_batch_size(), self._native.accumulation)
         assert self.optimizer is not None
-        if self._every and self.global_steps % self._every == 0:
+        if self._print_interval and self.global_steps % self._print_interval == 0:
             line = progress_line(self.global_steps, self.skipped_steps, self.optimizer)
-            self._say([f"[Rank 0] {line}", *self.tput_timer.lines()])
+            self._print([f"[Rank 0] {line}", *self.tput_timer.lines()])
 
-    def _say(self, lines: list[str]) -> None:
+    def _print(self, lines: list[str]) -> None:
         if self.global_rank == 0:
             print("\n".join(lines), flush=True)
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._timers is None else self._timers.measure(name)
 
     def _need_optimizer(self, what: str) -> None:
         if self.optimizer is None:
@@ -553,18 +535,18 @@ class DeepSpeedEngine(EngineFacts):
             )
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last one of a step."""
+        """Return whether the current micro-batch is the last one of a step."""
         if self._boundary is not None:
             return self._boundary
-        return self._within + 1 >= self._batch.accumulation
+        return self._micro_batches_done + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide it by hand from now on; to be said before each backward pass."""
+        """Decide it by hand from now on; to be called before each backward pass."""
         self._boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside are not the last of their step, at any stage; `step` comes after the block."""
+        """Accumulate the gradients of the block on this rank, at any stage; `step` is called after the block."""
         if self._inside_no_sync:
             raise TrainingError("engine.no_sync() was entered twice")
         self._inside_no_sync = True
@@ -574,7 +556,7 @@ class DeepSpeedEngine(EngineFacts):
             self._inside_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do between steps, which clear gradients themselves; in the middle of one it is an error."""
+        """Do nothing between steps, which clear gradients themselves; raise in the middle of one."""
         if self._native.pending:
             raise TrainingError(
                 f"engine.zero_grad() would drop the gradients of {self._native.pending} micro-batches: leave it out, "
@@ -582,9 +564,10 @@ class DeepSpeedEngine(EngineFacts):
             )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One step on as many micro-batches as accumulate, for a model that returns its loss; the mean over all ranks.
+        """Run one step on as many micro-batches as accumulate, and return the mean loss of all ranks.
 
-        Absent, the micro-batches come from the training data that `initialize` was given.
+        The model must return its loss. Without `data_iter`, micro-batches come from the `training_data` of
+        `initialize`.
         """
         self.train()
         data, losses = self._data(data_iter), []
@@ -596,7 +579,7 @@ class DeepSpeedEngine(EngineFacts):
         return self._mean(torch.stack(losses))
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """The mean loss over as many micro-batches and all ranks, without gradients, in evaluation mode."""
+        """Return the mean loss of as many micro-batches and all ranks, without gradients, in evaluation mode."""
         training = self.module.training
         self.eval()
         try:
@@ -607,7 +590,7 @@ class DeepSpeedEngine(EngineFacts):
             self.train(training)
 
     def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        """Where micro-batches come from: absent, the training data, again and again."""
+        """Return the iterator of micro-batches: by default over the training data, repeatedly."""
         if data_iter is not None:
             return data_iter
         if self._training_iterator is None:
@@ -618,15 +601,15 @@ class DeepSpeedEngine(EngineFacts):
 
     def _loss_of(self, batch: Any) -> Tensor:
         if isinstance(batch, Mapping):
-            found = self(**batch)
+            output = self(**batch)
         else:
-            found = self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
-        found = found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)
-        if not isinstance(found, Tensor) or found.ndim != 0:
+            output = self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
+        loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
             raise ModelError(
                 "train_batch and eval_batch need a model that returns its loss: a scalar, or one with .loss"
             )
-        return found
+        return loss
 
     def _mean(self, losses: Tensor) -> Tensor:
         world, mean = self._native.world, losses.mean().double()
@@ -635,13 +618,13 @@ class DeepSpeedEngine(EngineFacts):
         return (mean / world.size).float()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Training mode, of the model."""
+        """Set training mode, of the model too."""
         self.module.train(mode)
         self.training = mode
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """Evaluation mode, of the model."""
+        """Set evaluation mode, of the model too."""
         return self.train(False)
 
     # ---- state
@@ -654,13 +637,13 @@ class DeepSpeedEngine(EngineFacts):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that training goes on from; every rank must call it, with the same tag.
+        """Write everything that training resumes from; every rank must call it, with the same tag.
 
-        It can be loaded under any stage, format and number of ranks. `client_state` is rank 0's, and holds plain values
-        and tensors.
+        The checkpoint can be loaded under any stage, format and number of ranks. `client_state` is taken from rank 0,
+        and may hold plain values and tensors.
         """
         scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        own = {
+        state = {
             "global_steps": self.global_steps,
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
@@ -670,7 +653,7 @@ class DeepSpeedEngine(EngineFacts):
             "client_state": dict(client_state or {}),
         }
         chosen = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self._saver.save_tag(save_dir, chosen, own, latest=save_latest, frozen=not exclude_frozen_parameters)
+        self._saver.save_tag(save_dir, chosen, state, latest=save_latest, frozen=not exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -683,35 +666,35 @@ class DeepSpeedEngine(EngineFacts):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of this front end, or of DeepSpeed itself: its path, and the client state.
+        """Resume from a checkpoint of this front end, or of DeepSpeed itself; return its path and the client state.
 
-        Without a tag it is the one that was saved last; where nothing says which that is, (None, None).
+        Without a tag it is the one that was saved last; without a file `latest`, (None, None) is returned.
         """
         self._latest.settle()
         if custom_load_fn is not None:
             raise ModelError("custom_load_fn is not offered: load the weights into the model before initialize")
         path = self._saver.find(load_dir, tag)
         if path is None:
-            self._say([f"there is no file {Path(load_dir) / 'latest'}, so nothing is loaded; give a tag"])
+            self._print([f"{Path(load_dir) / 'latest'} does not exist, so nothing is loaded: give a tag"])
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self.optimizer is not None
         loaded = self._saver.load(path, optimizer=optimizer, strict=load_module_strict)
-        own = loaded.own
+        state = loaded.deepspeed
         if optimizer:
             self._native.restore(loaded.engine)
-            if own.get("groups") is not None:
+            if state.get("groups") is not None:
                 assert self.optimizer is not None
-                restore_groups(self.optimizer, own["groups"])
+                restore_groups(self.optimizer, state["groups"])
             self._show_scale(skipped=False)
         if not load_module_only:
-            self.global_steps = int(own.get("global_steps", loaded.engine.get("steps", 0)))
-            self.global_samples = int(own.get("global_samples", self.global_steps * self.train_batch_size()))
-            self.skipped_steps = int(own.get("skipped_steps", 0))
-            self.micro_steps, self._within = self.global_steps * self._batch.accumulation, 0
-            state = own.get("lr_scheduler")
-            if load_lr_scheduler_states and self.lr_scheduler is not None and state is not None:
-                self.lr_scheduler.load_state_dict(state)
-        return str(loaded.path), own.get("client_state", {})
+            self.global_steps = int(state.get("global_steps", loaded.engine.get("steps", 0)))
+            self.global_samples = int(state.get("global_samples", self.global_steps * self.train_batch_size()))
+            self.skipped_steps = int(state.get("skipped_steps", 0))
+            self.micro_steps, self._micro_batches_done = self.global_steps * self._batch.accumulation, 0
+            scheduler = state.get("lr_scheduler")
+            if load_lr_scheduler_states and self.lr_scheduler is not None and scheduler is not None:
+                self.lr_scheduler.load_state_dict(scheduler)
+        return str(loaded.path), state.get("client_state", {})
 
     def save_16bit_model(
         self,
@@ -719,13 +702,13 @@ class DeepSpeedEngine(EngineFacts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Gather the weights, in the format that the model computes with, into one file; every rank must call it."""
+        """Write the full weights, in the compute format, to one file; every rank must call it."""
         weights, folder = self._weights(exclude_frozen_parameters), Path(save_dir)
 
         def write() -> None:
-            with drafting(folder / save_filename) as draft:
-                torch.save(weights, draft)
-                draft.replace(folder / save_filename)
+            with drafting(folder / save_filename) as temporary:
+                torch.save(weights, temporary)
+                temporary.replace(folder / save_filename)
 
         on_main(self._native.world, write)
         return True
@@ -733,20 +716,20 @@ class DeepSpeedEngine(EngineFacts):
     save_fp16_model = save_16bit_model
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The whole weights, in host memory, on rank 0, and {} elsewhere; every rank must ask."""
+        """Return the full weights in host memory on rank 0, and {} elsewhere; every rank must call it."""
         return self._weights(exclude_frozen_parameters)
 
     def _weights(self, exclude_frozen: bool) -> dict[str, Tensor]:
         if self._native.world.layout.pp > 1:
             raise ModelError(
-                "the stages of a pipeline are not gathered into one file: call save_checkpoint, and then "
+                "the stages of a pipeline are not gathered to one file: call save_checkpoint, and then "
                 "utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict"
             )
-        left_out = self._native.frozen() if exclude_frozen else frozenset[str]()
-        compute = DTYPES[self._parts.config.precision.compute]
-        return whole_weights(self._native, compute, lambda name: name not in left_out)
+        excluded = self._native.frozen() if exclude_frozen else frozenset[str]()
+        compute = DTYPES[self._components.config.precision.compute]
+        return full_weights(self._native, compute, lambda name: name not in excluded)
 
     def destroy(self) -> None:
-        """See through what is being saved, and close the curves."""
+        """Wait for the checkpoint that is being saved, and close the monitor."""
         self._saver.close()
         self._latest.close()

@@ -17,7 +17,7 @@ from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config import read_config
 from plait.frontends.deepspeed.config.keys import dtype_name
-from plait.frontends.deepspeed.engine import Around
+from plait.frontends.deepspeed.engine import ModuleWrapper
 from plait.monitor import encodable
 from plait.precision import DTYPES, cast_floats, map_tensors
 
@@ -42,7 +42,7 @@ _UNNEEDED = {
 }
 
 
-class InferenceEngine(Around):
+class InferenceEngine(ModuleWrapper):
     """A model for inference. The engine has the attributes of the model, `generate` among them."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

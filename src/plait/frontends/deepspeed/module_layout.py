@@ -64,7 +64,7 @@ _MODULES: dict[str, dict[str, list[str]]] = {
         ]
     },
     "runtime.pipe": {"pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"]},
-    "runtime.pipe.engine": {"pipeline": ["PipelineEngine"]},
+    "runtime.pipe.engine": {"pipeline_engine": ["PipelineEngine"]},
     "runtime.pipe.module": {"pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"]},
     "runtime.pipe.topology": {"pipe": ["PipeDataParallelTopology"]},
     "runtime.utils": {"accelerator": ["see_memory_usage"]},

@@ -1,4 +1,4 @@
-"""`deepspeed.pipe`: a model as a row of layers, spread over ranks by `strategy.layout.pp`."""
+"""`deepspeed.pipe`: a model as a sequence of layers, split into stages by `strategy.layout.pp`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LayerSpec", "PipeDataParallelTopology", "PipelineModule", "TiedLayer
 
 
 class LayerSpec:
-    """A layer that is not built yet."""
+    """A layer to be built."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -27,7 +27,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """The layer."""
+        """Build the layer."""
         if log:
             print(f"building {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)
@@ -37,7 +37,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module is that of the first layer with the same `key`; `forward_fn(module, x)` is its use."""
+    """A layer that shares the module of the first layer with its `key`, and calls `forward_fn(module, x)`."""
 
     def __init__(
         self,
@@ -56,22 +56,22 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class PipeDataParallelTopology:
-    """So many stages, and so many rows of them that see different samples."""
+    """The number of stages, and of pipelines that see different samples."""
 
     num_pp: int
     num_dp: int
 
     def get_dim(self, axis: str) -> int:
-        """How many ranks an axis has."""
+        """Return the size of an axis."""
         return {"pipe": self.num_pp, "data": self.num_dp}.get(axis, 1)
 
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return self.num_pp * self.num_dp
 
 
 class _FunctionLayer(nn.Module):
-    """A layer that is a function without parameters."""
+    """A layer of a function without parameters."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class PipelineModule(nn.Module):
     """Layers one after another: a list of modules, `LayerSpec`s and functions, or an `nn.Sequential`.
 
     The layers are built on every rank, in order, so that their values are those of one process; `initialize` keeps
-    those of this rank's stage. A tied layer may stand at the very front, with one other use of it behind the rest;
-    that is how an embedding and a head share weights. See [Note: a seam in forward], `distributed/pipeline_split.py`.
+    those of this rank's stage. A tied layer may come first, with one more use of it after the other layers, as an
+    embedding and a head share weights. See [Note: a seam in forward], `distributed/pipeline_split.py`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         if num_stages is None and topology is None:
-            raise ConfigError(Problem("num_stages", "there is neither this nor a `topology`", "Write num_stages=2."))
+            raise ConfigError(Problem("num_stages", "is absent, and so is `topology`", "Write num_stages=2."))
         if activation_checkpoint_func is not None:
             message = "is not offered: layers are recomputed by `strategy.recompute`"
             raise ConfigError(Problem("activation_checkpoint_func", message, "Leave it out."))
@@ -115,9 +115,9 @@ class PipelineModule(nn.Module):
             raise ConfigError(Problem("topology", "has an axis `model`", "Use `tensor_parallel` of the configuration."))
         self.num_stages = int(num_stages if num_stages is not None else topology.get_dim("pipe"))  # type: ignore[union-attr]
         if isinstance(loss_fn, nn.Module) and any(param.requires_grad for param in loss_fn.parameters()):
-            message = f"{type(loss_fn).__name__} has parameters of its own, which no stage would train"
-            raise ConfigError(Problem("loss_fn", message, "Make what is trained a layer."))
-        # In a list, so that a loss that is a module (`nn.CrossEntropyLoss()`) is no layer of some stage: each keeps it.
+            message = f"{type(loss_fn).__name__} has parameters, which no stage would train"
+            raise ConfigError(Problem("loss_fn", message, "Make the trained part a layer."))
+        # In a list, so that a loss that is a module (`nn.CrossEntropyLoss()`) is not registered: every stage keeps it.
         self._loss_fn = [loss_fn]
         self._interval = activation_checkpoint_interval
         self._recomputed = tuple(checkpointable_layers or ())
@@ -129,7 +129,7 @@ class PipelineModule(nn.Module):
             if index != end
         ]
         self.config = SimpleNamespace(tie_embeddings=False)
-        """What the native pipeline asks a model: whether what comes after the layers uses what comes before them."""
+        """Read by the native pipeline: whether the modules after the layers use those before them."""
         self._first_use = self._last_use = None
         if end is not None:
             self.first = built.pop(0)
@@ -142,7 +142,7 @@ class PipelineModule(nn.Module):
         self._split = _split(partition_method, self.layers, self.num_stages)
 
     def forward(self, inputs: Any, labels: Any = None, hidden: Any = None) -> Any:
-        """Pass the inputs through all layers that are here; `hidden` is what the layers before them gave."""
+        """Pass the inputs through the layers of this stage; `hidden` is the output of the stage before."""
         tied, x = self.config.tie_embeddings, hidden
         if hidden is None:
             x = _use(self._first_use, self.first, inputs) if tied else inputs
@@ -154,21 +154,21 @@ class PipelineModule(nn.Module):
 
     @property
     def loss_fn(self) -> Callable[[Any, Any], Any] | None:
-        """What makes a loss of the last layer's answer and the labels."""
+        """The function of the last layer's output and the labels that returns the loss."""
         return self._loss_fn[0]
 
     def loss_of(self, outputs: Any, batch: Any) -> Any:
-        """The loss of a micro-batch of (inputs, labels); without a `loss_fn`, what the last layer gave."""
+        """Return the loss of a micro-batch of (inputs, labels); without a `loss_fn`, the output of the last layer."""
         if self.loss_fn is None:
             return outputs
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ModelError("a pipeline with a loss_fn takes micro-batches of (inputs, labels)")
         if isinstance(self.loss_fn, nn.Module) and isinstance(outputs, Tensor):
-            self.loss_fn.to(outputs.device)  # weights of classes, say
+            self.loss_fn.to(outputs.device)  # such as class weights
         return self.loss_fn(outputs, batch[1])
 
     def strategy(self, given: Any) -> dict[str, Any]:
-        """The section `strategy` with this model's pipeline in it."""
+        """Return the section `strategy` with the settings of this pipeline."""
         section: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
         if self.num_stages > 1:
             section["layout"] = {**section.get("layout", {}), "pp": self.num_stages}
@@ -181,7 +181,6 @@ class PipelineModule(nn.Module):
 
 
 def _build(spec: Any, seed: int | None, seed_fn: Callable[[int], Any] | None) -> nn.Module:
-    """A layer."""
     if seed is not None:
         (seed_fn or torch.manual_seed)(seed)
     if isinstance(spec, LayerSpec):
@@ -194,7 +193,7 @@ def _build(spec: Any, seed: int | None, seed_fn: Callable[[int], Any] | None) ->
 
 
 def _tied_end(specs: Sequence[Any]) -> int | None:
-    """Where the second use of a tied layer is; None where nothing is tied."""
+    """Return the index of the second use of a tied layer; None where nothing is tied."""
     uses = [index for index, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec)]
     if not uses:
         return None
@@ -202,7 +201,7 @@ def _tied_end(specs: Sequence[Any]) -> int | None:
     if len(keys) > 1 or len(uses) != 2 or uses[0] != 0:
         raise ModelError(
             f"the layers {', '.join(map(str, uses))} are tied, with the keys {', '.join(sorted(keys))}: one key can be "
-            "tied, used as the very first layer and once more behind the others"
+            "tied, used by the first layer and once more after the others"
         )
     return uses[1]
 
@@ -212,26 +211,26 @@ def _use(function: Callable[[nn.Module, Any], Any] | None, module: nn.Module, x:
 
 
 def _split(method: str, layers: nn.ModuleList, stages: int) -> str | list[str]:
-    """How the native pipeline cuts: by parameters, or the first layer of each stage but the first."""
-    word = method.lower()
-    if word == "parameters" or stages == 1:
+    """Return `strategy.pipeline.split`: parameters, or the first layer of each stage but the first."""
+    method_name = method.lower()
+    if method_name == "parameters" or stages == 1:
         return "parameters"
-    if word == "uniform":
+    if method_name == "uniform":
         weights = [1] * len(layers)
-    elif word.startswith("type:"):
+    elif method_name.startswith("type:"):
         pattern = re.compile(method[5:], re.IGNORECASE)
         weights = [int(bool(pattern.search(type(layer).__name__))) for layer in layers]
     else:
         remedy = "Write 'parameters', 'uniform' or 'type:<pattern of class names>'."
         raise ConfigError(Problem("partition_method", f"{method!r} is not known", remedy))
     if sum(weights) < stages:
-        message = f"{method!r} finds {sum(weights)} layers for {stages} stages"
+        message = f"{method!r} matches {sum(weights)} layers, for {stages} stages"
         raise ConfigError(Problem("partition_method", message, "Use fewer stages, or 'parameters'."))
     return [f"layers.{index}" for index in _cuts(weights, stages)]
 
 
 def _cuts(weights: Sequence[int], stages: int) -> list[int]:
-    """The layers that begin a stage, so that all stages have about the same weight."""
+    """Return the layers that begin a stage, so that all stages have about the same weight."""
     cuts: list[int] = []
     total, seen = sum(weights), 0
     for index, weight in enumerate(weights):

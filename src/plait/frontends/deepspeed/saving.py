@@ -1,8 +1,8 @@
 """`save_checkpoint` and `load_checkpoint`: DeepSpeed's folders and tags, around checkpoints of Plait's own format.
 
 save_dir/latest            the tag that was saved last
-save_dir/<tag>/            a checkpoint (docs/checkpoint-format.md), complete or not there at all
-save_dir/zero_to_fp32.py   whole fp32 weights from either: `python zero_to_fp32.py . OUTPUT_DIR`
+save_dir/<tag>/            a checkpoint (docs/checkpoint-format.md), complete or absent
+save_dir/zero_to_fp32.py   full fp32 weights from either: `python zero_to_fp32.py . OUTPUT_DIR`
 """
 
 from __future__ import annotations
@@ -41,70 +41,72 @@ from plait.distributed import assign_full_tensor, on_main
 from plait.engine import EngineSaver, ManualEngine
 from plait.errors import CheckpointError
 from plait.frontends.deepspeed import optimizers
+from plait.frontends.deepspeed.parameter_links import full_tensor
 
 # A user's own state in a checkpoint: plain values as JSON, tensors beside the model's. Nothing is pickled.
 #
 # [Note: no pickles in a checkpoint]
-# DeepSpeed pickles whatever it is given, and loading runs whatever a pickle says. Here a value is a number, a text, a
+# DeepSpeed pickles whatever it is given, and loading runs the code in a pickle. Here a value is a number, a text, a
 # list, a tuple, a set, a mapping, bytes, a tensor or an array, or it is refused by name when it is saved.
 
 
-_KIND = "@"
-"""The key that marks a value which JSON has no word for."""
+_TYPE = "@"
+"""The key that marks a value of a type that JSON does not have."""
 
 
-def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """`value` as JSON; its tensors go to `tensors`, under names that begin with `where`."""
+def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """Return `value` as JSON; its tensors are added to `tensors`, under names that begin with `path`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         return value.item()
     if isinstance(value, Tensor):
-        name = f"{where}.{len(tensors)}"
+        name = f"{path}.{len(tensors)}"
         tensors[name] = value.detach()
-        return {_KIND: "tensor", "name": name}
+        return {_TYPE: "tensor", "name": name}
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return {_KIND: "array", "of": encode(torch.from_numpy(np.ascontiguousarray(value)), tensors, where)}
+        return {_TYPE: "array", "of": encode(torch.from_numpy(np.ascontiguousarray(value)), tensors, path)}
     if isinstance(value, bytes):
-        return {_KIND: "bytes", "of": base64.b64encode(value).decode()}
+        return {_TYPE: "bytes", "of": base64.b64encode(value).decode()}
     if isinstance(value, (torch.dtype, torch.device)):
-        return {_KIND: type(value).__name__, "of": str(value).removeprefix("torch.")}
+        return {_TYPE: type(value).__name__, "of": str(value).removeprefix("torch.")}
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, argparse.Namespace):
-        return {_KIND: "namespace", "of": encode(vars(value), tensors, where)}
+        return {_TYPE: "namespace", "of": encode(vars(value), tensors, path)}
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [encode(each, tensors, where) for each in value]
-        kind = "list" if isinstance(value, list) else "tuple" if isinstance(value, tuple) else "set"
-        return items if kind == "list" else {_KIND: kind, "of": items}
+        items = [encode(item, tensors, path) for item in value]
+        if isinstance(value, list):
+            return items
+        return {_TYPE: "tuple" if isinstance(value, tuple) else "set", "of": items}
     if isinstance(value, Mapping):
-        pairs = [(key, encode(each, tensors, f"{where}.{key}")) for key, each in value.items()]
-        if all(type(key) is str and key != _KIND for key, _ in pairs):
+        pairs = [(key, encode(item, tensors, f"{path}.{key}")) for key, item in value.items()]
+        if all(type(key) is str and key != _TYPE for key, _ in pairs):
             return dict(pairs)
-        return {_KIND: "pairs", "of": [[encode(key, tensors, where), each] for key, each in pairs]}
+        return {_TYPE: "pairs", "of": [[encode(key, tensors, path), item] for key, item in pairs]}
     if isinstance(value, (bool, int, float, str)):
-        return encode(_plain(value), tensors, where)
+        return encode(_plain(value), tensors, path)
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold without pickling it: give its "
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold without pickling it: give its "
         "state_dict(), or numbers, texts, lists, mappings and tensors"
     )
 
 
 def _plain(value: Any) -> Any:
-    """The number or text that an enum, or another subclass, is."""
-    return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+    """Return an enum, or another subclass, as its number or text."""
+    return next(plain(value) for plain in (bool, int, float, str) if isinstance(value, plain))
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """What `encode` made it from; `read` gives a tensor by its name."""
+    """Return the value that `encode` was given; `read` returns a tensor by its name."""
     if isinstance(value, list):
-        return [decode(each, read) for each in value]
+        return [decode(item, read) for item in value]
     if not isinstance(value, dict):
         return value
-    kind, inner = value.get(_KIND), value.get("of")
-    match kind:
+    type_name, inner = value.get(_TYPE), value.get("of")
+    match type_name:
         case None:
-            return {key: decode(each, read) for key, each in value.items()}
+            return {key: decode(item, read) for key, item in value.items()}
         case "tensor":
             return read(value["name"])
         case "array":
@@ -122,19 +124,19 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
         case "set":
             return set(decode(inner, read))
         case "pairs":
-            return {_key(decode(key, read)): decode(each, read) for key, each in inner or ()}
-    raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}; it is from a newer Plait")
+            return {_hashable(decode(key, read)): decode(item, read) for key, item in inner or ()}
+    raise CheckpointError(f"the checkpoint has a value of the unknown type {type_name!r}; it is from a newer Plait")
 
 
-def _key(key: Any) -> Any:
+def _hashable(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key
 
 
-# What a checkpoint of DeepSpeed itself says besides its tensors: counters, the scheduler, the client's state.
+# The state of a checkpoint of DeepSpeed itself besides its tensors: counters, the scheduler, the client's state.
 
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_ITS_OWN = frozenset(
+_DEEPSPEED_KEYS = frozenset(
     {
         *_COUNTERS,
         "module",
@@ -155,21 +157,21 @@ _ITS_OWN = frozenset(
         "universal_checkpoint_info",
     }
 )
-_LEFT_OUT = object()
+_UNREADABLE = object()
 
 
 def foreign_state(folder: Path) -> dict[str, Any]:
-    """In the form in which this front end saves it. Objects that only a pickle could make again are left out."""
+    """Return the state in the form in which this front end saves it, without objects that need unpickling."""
     files = find_files(folder)
     model = open_file(files.models[min(files.models)])
-    assert isinstance(model, Mapping)  # the tensors of it were read
-    found: dict[str, Any] = {name: int(model[name]) for name in _COUNTERS if isinstance(model.get(name), int)}
+    assert isinstance(model, Mapping)  # its tensors were read
+    state: dict[str, Any] = {name: int(model[name]) for name in _COUNTERS if isinstance(model.get(name), int)}
     scheduler = _plain_values(model.get("lr_scheduler"))
     if isinstance(scheduler, dict):
-        found["lr_scheduler"] = scheduler
-    client = {name: _plain_values(value) for name, value in model.items() if name not in _ITS_OWN}
-    found["client_state"] = {name: value for name, value in client.items() if value is not _LEFT_OUT}
-    return found
+        state["lr_scheduler"] = scheduler
+    client = {name: _plain_values(value) for name, value in model.items() if name not in _DEEPSPEED_KEYS}
+    state["client_state"] = {name: value for name, value in client.items() if value is not _UNREADABLE}
+    return state
 
 
 def _plain_values(value: Any) -> Any:
@@ -178,35 +180,35 @@ def _plain_values(value: Any) -> Any:
     if isinstance(value, PickledTensor):
         return value.read()
     if isinstance(value, (list, tuple, set)):
-        items = [_plain_values(each) for each in value]
-        return _LEFT_OUT if any(each is _LEFT_OUT for each in items) else type(value)(items)
+        items = [_plain_values(item) for item in value]
+        return _UNREADABLE if any(item is _UNREADABLE for item in items) else type(value)(items)
     if isinstance(value, dict):
-        pairs = {key: _plain_values(each) for key, each in value.items()}
-        return _LEFT_OUT if any(each is _LEFT_OUT for each in pairs.values()) else pairs
-    return _LEFT_OUT
+        pairs = {key: _plain_values(item) for key, item in value.items()}
+        return _UNREADABLE if any(item is _UNREADABLE for item in pairs.values()) else pairs
+    return _UNREADABLE
 
 
 LATEST = "latest"
 _SCRIPT = "zero_to_fp32.py"
-_SCRIPT_TEXT = f'''"""Whole fp32 weights of the checkpoints in this folder: `python {_SCRIPT} . OUTPUT_DIR`."""
+_SCRIPT_TEXT = f'''"""Full fp32 weights of the checkpoints in this folder: `python {_SCRIPT} . OUTPUT_DIR`."""
 
 from plait.frontends.deepspeed.utils.zero_to_fp32 import main
 
 main()
 '''
-_Kind = TypeVar("_Kind")
-_OURS = "deepspeed"
-"""Under this key the state of a checkpoint has what is DeepSpeed's alone."""
-_OF_THE_DEVICE = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-"""Settings of a group that belong to where it runs, and not to the run."""
+_Tensor = TypeVar("_Tensor")
+_STATE_KEY = "deepspeed"
+"""The key of this front end in the state of a checkpoint."""
+_DEVICE_SETTINGS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+"""Settings of a group that depend on the device, and are not saved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a checkpoint says besides the tensors that are loaded."""
+class LoadedState:
+    """The state of a checkpoint besides the tensors that are loaded."""
 
     path: Path
-    own: Mapping[str, Any]
+    deepspeed: Mapping[str, Any]
     """Counters, scheduler, groups, client state, as they were saved."""
     engine: Mapping[str, Any]
 
@@ -219,9 +221,9 @@ class DeepSpeedSaver(EngineSaver):
     # ---- writing
 
     def save_tag(
-        self, save_dir: str | os.PathLike[str], tag: str, own: Mapping[str, Any], *, latest: bool, frozen: bool
+        self, save_dir: str | os.PathLike[str], tag: str, state: Mapping[str, Any], *, latest: bool, frozen: bool
     ) -> Path:
-        """Write a checkpoint of this moment under a tag; `frozen`: also what is not trained."""
+        """Write a checkpoint under a tag, with parameters that are not trained if `frozen`; return its folder."""
         tags = set(self.engine.world.gather(tag))
         if len(tags) > 1:
             raise CheckpointError(f"the ranks name different tags ({', '.join(sorted(tags))}); all must give the same")
@@ -231,16 +233,18 @@ class DeepSpeedSaver(EngineSaver):
             tensors = native.state_entries()
             untrained = sorted(native.frozen())
             if not frozen:
-                tensors = {name: each for name, each in tensors.items() if name.removeprefix("model.") not in untrained}
+                tensors = {
+                    name: tensor for name, tensor in tensors.items() if name.removeprefix("model.") not in untrained
+                }
             client_tensors: dict[str, Tensor] = {}
-            client = encode(dict(own), client_tensors, "client")
+            client = encode(dict(state), client_tensors, "client")
             if native.world.is_main:
                 tensors.update(client_tensors)
             return tensors, {
                 "engine": native.state(),
                 "tied": _tied(native.model),
                 "untrained": untrained,
-                _OURS: client,
+                _STATE_KEY: client,
             }
 
         def tidy() -> None:
@@ -254,60 +258,60 @@ class DeepSpeedSaver(EngineSaver):
     # ---- reading
 
     def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
-        """The checkpoint under a tag, or the one that was saved last; None where nothing says which that is."""
+        """Return the checkpoint under a tag, or the one that was saved last; None where `latest` does not exist."""
         self.wait()
         root = Path(load_dir)
 
-        def look() -> str | None:
+        def read_tag() -> str | None:
             if tag is not None:
                 return str(tag)
             latest = root / LATEST
             return read_name(latest, CheckpointError) if latest.is_file() else None
 
-        found = on_main(self.engine.world, look)
-        return None if found is None else root / found
+        name = on_main(self.engine.world, read_tag)
+        return None if name is None else root / name
 
-    def load(self, path: Path, *, optimizer: bool, strict: bool) -> Loaded:
-        """Fill the engine's tensors from a checkpoint: one of ours, or one that DeepSpeed itself saved."""
+    def load(self, path: Path, *, optimizer: bool, strict: bool) -> LoadedState:
+        """Load the engine's tensors from a checkpoint of this front end, or of DeepSpeed itself; return the state."""
         node_local = self.engine.config.checkpoint.node_local
-        kind = "plait" if node_local else on_main(self.engine.world, lambda: kind_of(path))
-        if kind == "deepspeed":
+        format_name = "plait" if node_local else on_main(self.engine.world, lambda: kind_of(path))
+        if format_name == "deepspeed":
             return self._load_foreign(path, optimizer=optimizer, strict=strict)
-        if kind != "plait":
-            raise CheckpointError(f"there is no checkpoint at {path}: neither one of Plait's nor one of DeepSpeed's")
+        if format_name != "plait":
+            raise CheckpointError(f"{path} is not a checkpoint of Plait or DeepSpeed")
         checkpoint, fetch = self._open(path)
         native, state = self.engine, checkpoint.manifest.state
-        own = state.get(_OURS, {})
+        saved = state.get(_STATE_KEY, {})
         if optimizer:
-            _refuse_another(path, own, native.optimizer)
+            _refuse_another_optimizer(path, saved, native.optimizer)
             native.allocate_optimizer_state(entries(checkpoint.index, "optim."))
-        tensors = _wanted(native.state_entries(), optimizer=optimizer)
+        tensors = _tensors_to_load(native.state_entries(), optimizer=optimizer)
         ignore = ("client.", "rng.", "hook.", *(() if optimizer else ("optim.",)))
         missing = {f"model.{name}" for name in native.frozen()} - checkpoint.index.tensors.keys()
-        tensors = {name: each for name, each in tensors.items() if name not in missing}  # saved without what is frozen
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in missing}  # saved without frozen ones
         partial = () if strict else ("model.*",)
         load_into(checkpoint, tensors, world=self.engine.world, ignore=ignore, partial=partial, fetch=fetch)
         native.state_loaded()
         with open_source(path) as source:
-            return Loaded(path, decode(own, source.read), state.get("engine", {}))
+            return LoadedState(path, decode(saved, source.read), state.get("engine", {}))
 
     def _open(self, path: Path) -> tuple[Checkpoint, Any]:
         if not self.engine.config.checkpoint.node_local:
-            on_main(self.engine.world, lambda: open_checkpoint(path))  # what is wrong with it is said once
+            on_main(self.engine.world, lambda: open_checkpoint(path))  # so that a problem with it is raised once
             return open_checkpoint(path), nothing_to_fetch
-        writer = self.writer_for(path.parent)
-        found = find_node_local(CheckpointFolder(path.parent), str(path), writer.channel, writer.disks)
-        if found is None:
+        opened = self.writer_for(path.parent)
+        local = find_node_local(CheckpointFolder(path.parent), str(path), opened.channel, opened.disks)
+        if local is None:
             raise CheckpointError(f"no node has the checkpoint {path}")
-        return found.checkpoint, found.fetch
+        return local.checkpoint, local.fetch
 
-    def _load_foreign(self, path: Path, *, optimizer: bool, strict: bool) -> Loaded:
+    def _load_foreign(self, path: Path, *, optimizer: bool, strict: bool) -> LoadedState:
         native = self.engine
         with open_source(path) as source:
             if optimizer:
                 states = {n.removeprefix("optim."): e for n, e in source.entries.items() if n.startswith("optim.")}
                 native.allocate_optimizer_state(states)
-            tensors = _wanted(native.state_tensors(), optimizer=optimizer)
+            tensors = _tensors_to_load(native.state_tensors(), optimizer=optimizer)
             absent = [name for name in tensors if name not in source.entries]
             if absent and (strict or any(name.startswith("optim.") for name in absent)):
                 raise CheckpointError(f"{path}, saved by DeepSpeed, does not have {', '.join(sorted(absent)[:8])}")
@@ -315,58 +319,56 @@ class DeepSpeedSaver(EngineSaver):
                 if name in source.entries:
                     assign_full_tensor(tensor, source.read(name))
             native.state_loaded()
-            return Loaded(path, foreign_state(path), source.state["engine"])
+            return LoadedState(path, foreign_state(path), source.state["engine"])
 
 
-def _wanted(tensors: dict[str, _Kind], *, optimizer: bool) -> dict[str, _Kind]:
-    return tensors if optimizer else {name: each for name, each in tensors.items() if name.startswith("model.")}
+def _tensors_to_load(tensors: dict[str, _Tensor], *, optimizer: bool) -> dict[str, _Tensor]:
+    return tensors if optimizer else {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Other names of parameters that have several, with the first."""
+    """Return the other names of parameters that have several, each with the first."""
     first: dict[int, str] = {id(param): name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(param)] for name, param in every if first.get(id(param), name) != name}
+    all_names = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in all_names if first.get(id(param), name) != name}
 
 
-def _refuse_another(path: Path, own: Mapping[str, Any], optimizer: Optimizer) -> None:
-    saved, here = own.get("optimizer"), state_name(optimizer)
-    if saved is not None and saved != here:
+def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    saved, current = state.get("optimizer"), state_name(optimizer)
+    if saved is not None and saved != current:
         raise CheckpointError(
-            f"{path} has the state of {saved}, and this run uses {here}: pass load_optimizer_states=False to start a "
-            "new one, or use the same"
+            f"{path} has the state of {saved}, and this run uses {current}: use the same, or pass "
+            "load_optimizer_states=False to start with new state"
         )
 
 
 def state_name(optimizer: Optimizer) -> str:
-    """Whose state it has: DeepSpeed's names stand for optimizers of torch and of Plait."""
-    kind = next(kind for kind in type(optimizer).__mro__ if kind.__module__ != optimizers.__name__)
-    decoupled = kind is Adam and all(group["decoupled_weight_decay"] for group in optimizer.param_groups)
-    return "AdamW" if decoupled else kind.__name__
+    """Return the name of the optimizer whose state it has: of torch's or Plait's class behind DeepSpeed's name."""
+    base = next(base for base in type(optimizer).__mro__ if base.__module__ != optimizers.__name__)
+    decoupled = base is Adam and all(group["decoupled_weight_decay"] for group in optimizer.param_groups)
+    return "AdamW" if decoupled else base.__name__
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group that a checkpoint carries."""
-    return [{key: value for key, value in g.items() if key not in _OF_THE_DEVICE} for g in optimizer.param_groups]
+    """Return the settings of each group that a checkpoint has."""
+    return [{key: value for key, value in g.items() if key not in _DEVICE_SETTINGS} for g in optimizer.param_groups]
 
 
 def restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give the groups the settings that they had."""
+    """Set the groups to saved settings."""
     if len(saved) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved)} groups, this one {len(optimizer.param_groups)}: make them "
-            "alike, or pass load_optimizer_states=False"
+            f"the checkpoint's optimizer has {len(saved)} groups, this one {len(optimizer.param_groups)}: build the "
+            "same groups, or pass load_optimizer_states=False"
         )
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
         group.update(settings)
 
 
-def whole_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str], bool]) -> dict[str, Tensor]:
-    """On rank 0: all weights in host memory, parameters in `dtype`, under every name they have; {} elsewhere."""
-    from plait.frontends.deepspeed.parameter_links import full_tensor
-
+def full_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Return all weights in host memory, parameters in `dtype`, under every name, on rank 0; {} elsewhere."""
     parameters = {name for name, _ in native.model.named_parameters()}
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for key, tensor in native.state_tensors().items():
         name = key.removeprefix("model.")
         if not key.startswith("model.") or not keep(name):
@@ -374,9 +376,9 @@ def whole_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str]
         full = full_tensor(tensor)
         if native.world.is_main:
             cast = name in parameters and full.is_floating_point()
-            found[name] = full.detach().to("cpu", dtype if cast else full.dtype, copy=True)
-    aliases = _tied(native.model) if found else {}
-    return found | {name: found[first] for name, first in aliases.items() if first in found}
+            weights[name] = full.detach().to("cpu", dtype if cast else full.dtype, copy=True)
+    aliases = _tied(native.model) if weights else {}
+    return weights | {name: weights[first] for name, first in aliases.items() if first in weights}
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: from a script's objects to an engine."""
+"""`deepspeed.initialize`: a script's model, optimizer and data as an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.comm import init_distributed
 from plait.frontends.deepspeed.config.read import read_config
 from plait.frontends.deepspeed.config.translate import translate
-from plait.frontends.deepspeed.engine import DeepSpeedEngine, Parts
+from plait.frontends.deepspeed.engine import DeepSpeedEngine, EngineComponents
 from plait.frontends.deepspeed.lr_schedules import Scheduler
 from plait.frontends.deepspeed.parameter_links import link_parameters
 from plait.frontends.deepspeed.pipe import PipelineModule
@@ -30,76 +30,77 @@ from plait.monitor import encodable
 from plait.optim import OptimizerGroup, OptimizerRates, OptimizerSource, build_optimizer, split_groups
 from plait.precision import LossScaler
 
-# The optimizer and the schedule that a DeepSpeed configuration describes, for whichever loop takes them.
+# The optimizer and the schedule of a DeepSpeed configuration, for this and other front ends.
 
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class Recipe:
-    """The sections `optimizer` and `scheduler`, which may leave values open until a script has named them."""
+    """The sections `optimizer` and `scheduler`, whose `auto` values the script may fill in later."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.sections = {name: config[name] for name in ("optimizer", "scheduler") if config.get(name) is not None}
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether an optimizer is described."""
+        """Whether there is a section `optimizer`."""
         return "optimizer" in self.sections
 
     @property
     def has_schedule(self) -> bool:
-        """Whether a schedule is described."""
+        """Whether there is a section `scheduler`."""
         return "scheduler" in self.sections
 
     def optimizer(self, model: nn.Module, params: Parameters, auto: Mapping[str, Any] | None = None) -> Optimizer:
-        """The optimizer over parameters or groups of a model; `auto` has values for what is left open."""
+        """Return the optimizer over parameters or groups of a model; `auto` fills in values."""
         optim = self._run("optimizer", auto).optim
         groups = as_groups(params)
-        if isinstance(optim, MuonConfig) and len(groups) == 1:  # one of two rules for each parameter
-            found = dict(model.named_parameters())
+        if isinstance(optim, MuonConfig) and len(groups) == 1:  # which has two rules, each for some parameters
+            by_name = dict(model.named_parameters())
             groups = [
-                {"params": [found[name] for name in spec.names], **spec.options} for spec in split_groups(model, optim)
+                {"params": [by_name[name] for name in spec.names], **spec.options}
+                for spec in split_groups(model, optim)
             ]
         return over_groups(model, groups, optim)
 
     def schedule(self, optimizer: Optimizer, auto: Mapping[str, Any] | None = None) -> Scheduler:
-        """The schedule of an optimizer's rates, to be stepped after each update."""
-        found = self._run("scheduler", auto).schedule
-        assert found is not None
-        return Scheduler(optimizer, [found] * len(optimizer.param_groups))
+        """Return the schedule of an optimizer's rates, to be stepped after each update."""
+        schedule = self._run("scheduler", auto).schedule
+        assert schedule is not None
+        return Scheduler(optimizer, [schedule] * len(optimizer.param_groups))
 
     def _run(self, name: str, auto: Mapping[str, Any] | None) -> RunConfig:
-        found = translate({name: self.sections[name]}, auto=auto)
-        found.report.raise_refusals()
-        wanted = {key: found.sections[key] for key in ("optim", "schedule") if key in found.sections}
-        return parse_sections(**wanted).config
+        translation = translate({name: self.sections[name]}, auto=auto)
+        translation.report.raise_refusals()
+        sections = {key: value for key, value in translation.sections.items() if key in ("optim", "schedule")}
+        return parse_sections(**sections).config
 
 
 def as_groups(params: Parameters) -> list[dict[str, Any]]:
-    """Parameters as groups of an optimizer: those that were given, or one of them all."""
+    """Return parameters as groups of an optimizer: the given groups, or one group of all."""
     given: list[Any] = list(params)
-    return given if any(isinstance(each, Mapping) for each in given) else [{"params": given}]
+    return given if any(isinstance(item, Mapping) for item in given) else [{"params": given}]
 
 
 def over_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], optim: OptimConfig) -> Optimizer:
-    """An optimizer over these groups of a model's parameters, as `optim` says."""
+    """Return the optimizer that `optim` describes, over groups of a model's parameters."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    views = []
+    optimizer_groups = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         params = [param for param in params if param.requires_grad]
-        if strangers := [param for param in params if param not in names]:
-            shape = tuple(strangers[0].shape)
-            raise ModelError(f"model_parameters has a tensor of shape {shape} that is no parameter of the model")
+        if unknown := [param for param in params if param not in names]:
+            shape = tuple(unknown[0].shape)
+            raise ModelError(f"model_parameters has a tensor of shape {shape} that is not a parameter of the model")
         options = {key: value for key, value in group.items() if key != "params"}
         if params:
-            views.append(OptimizerGroup([names[param] for param in params], params, options))
-    optimizer = build_optimizer(optim, views, in_place=False)
+            optimizer_groups.append(OptimizerGroup([names[param] for param in params], params, options))
+    optimizer = build_optimizer(optim, optimizer_groups, in_place=False)
     if getattr(optim, "implementation", None) == "auto":
-        for group in optimizer.param_groups:  # chosen when the tensors are known that it is to update
+        for group in optimizer.param_groups:  # chosen once the tensors that it updates are known
             group["fused"] = group["foreach"] = None
-    optimizer.state.clear()  # so is the state
+    optimizer.state.clear()  # it is created for those tensors too
     return optimizer
 
 
@@ -109,8 +110,8 @@ def over_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], optim: Op
 class DeepSpeedScaler(LossScaler):
     """Grows one step later than Plait's own.
 
-    DeepSpeed counts the clean steps before the one under way: the scale doubles in the step after `window` of them.
-    So the first clean step after an overflow, and the first of all, is not counted.
+    DeepSpeed counts the clean steps before the current one: the scale doubles in the step after `window` of them. So
+    the first clean step of a run, and after an overflow, is not counted.
     """
 
     def __init__(self, config: ScalerConfig) -> None:
@@ -118,7 +119,7 @@ class DeepSpeedScaler(LossScaler):
         self._uncounted = True
 
     def update(self, *, overflow: bool) -> None:
-        """Learn whether the step just done overflowed."""
+        """Update the scale after a step that overflowed or not."""
         if overflow or not self._uncounted:
             self._uncounted = overflow
             super().update(overflow=overflow)
@@ -128,21 +129,21 @@ class DeepSpeedScaler(LossScaler):
             self.tolerance = self.config.hysteresis
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint carries."""
+        """Return the state for a checkpoint."""
         return {**super().state(), "uncounted": self._uncounted}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint; one of Plait's own counts every step."""
+        """Restore the state of a checkpoint; one of Plait's own counts every step."""
         super().restore(state)
         self._uncounted = bool(state.get("uncounted", False))
 
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
-_HERE = ("steps_per_print", "wall_clock_breakdown", "dataloader_drop_last", "output_path", "job_name")
-"""Keys that the engine itself honours, whatever a described run would make of them."""
+_LOOP_KEYS = ("steps_per_print", "wall_clock_breakdown", "dataloader_drop_last", "output_path", "job_name")
+"""Keys that the engine itself honours, whatever they would become in a run description."""
 _SHOWN = 8
-"""Keys that are told one by one."""
+"""Mapped keys that are printed one by one."""
 
 
 def initialize(
@@ -160,27 +161,27 @@ def initialize(
     mesh_param: Any = None,
     config_params: ConfigSource | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Make a model ready to train as a DeepSpeed configuration says: (engine, optimizer, loader, scheduler).
+    """Prepare a model for training as a DeepSpeed configuration says; return (engine, optimizer, loader, scheduler).
 
-    `optimizer` and `lr_scheduler` are objects, or functions that make them; a user's own optimizer stays the same
-    object. `model` may be a function too: where its layers can be initialised one by one, no rank ever holds all of
-    it. What became of the keys of the configuration is printed on rank 0, in brief.
+    `optimizer` and `lr_scheduler` are objects, or functions that return them; a given optimizer stays the same object.
+    `model` may be a function too: where its layers can be initialised one by one, no rank ever holds all of it. The
+    outcome of the keys of the configuration is printed on rank 0, in brief.
     """
     if model is None:
         raise ModelError("deepspeed.initialize needs a model")
-    _refuse(mpu, mesh_param)
+    _refuse_mesh(mpu, mesh_param)
     source = _config_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     raw = read_config(source)
-    own = [name for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)) if given is not None]
-    overruled = [name for name in own if raw.get(name) is not None]
+    given = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    overruled = [name for name, value in given.items() if value is not None and raw.get(name) is not None]
     raw = {name: value for name, value in raw.items() if name not in overruled}
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     translation = translate(raw, world_size=torch.distributed.get_world_size() // stages)
     translation.report.raise_refusals()
     run = _run_config(translation, model)
     world = open_world(run)
-    # What is drawn here follows the script's own seed, rank 0's.
+    # Initial values that Plait draws follow the script's own seed, of rank 0.
     run = run.model_copy(update={"seed": world.broadcast(torch.initial_seed() % 2**31)})
     batch = resolve_batch(run.batch, world.layout.data_parallel)
     chosen = _optimizer_for(model, optimizer, model_parameters, run, lr_scheduler)
@@ -188,60 +189,60 @@ def initialize(
     has_optimizer = optimizer is not None or "optim" in translation.sections
     updating = native.optimizer if has_optimizer else None
     scheduler = _scheduler_for(lr_scheduler, updating, run)
-    parts = Parts(native, run, raw, batch, updating, scheduler, collate_fn)
-    engine = _engine(parts, model)
+    components = EngineComponents(native, run, raw, batch, updating, scheduler, collate_fn)
+    engine = _engine(components, model)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     if world.is_main:
-        _tell(source, translation.report, run, world, batch.total)
+        _print_summary(source, translation.report, run, world, batch.total)
         for name in overruled:
-            _say(f"plait:   {name} → the script's own is used, and not that of the configuration")
+            _print(f"plait:   {name} → the script's is used, not that of the configuration")
     return engine, updating, engine.training_dataloader, scheduler
 
 
 def _native(
     run: RunConfig, world: World, model: Any, optimizer: OptimizerSource | None, accumulation: int
 ) -> ManualEngine:
-    """Plait's own engine, with the few things in it that DeepSpeed does in its own way."""
-    before = rng_state(world.device)
-    given = Preparation(
+    """Return Plait's own engine, with DeepSpeed's loss scaler, and rates that its schedulers set."""
+    random_state = rng_state(world.device)
+    preparation = Preparation(
         run.model_copy(update={"schedule": None}),
         world,
         model=model,
         optimizer=optimizer,
         loss_function=model.loss_of if isinstance(model, PipelineModule) else None,
         accumulation=accumulation,
-        log=_say if world.is_main else _unheard,
+        log=_print if world.is_main else _ignore,
     )
-    native = prepare_native(given, ManualEngine)
-    restore_rng_state(before, world.device)  # the script's own seeds go on counting
+    native = prepare_native(preparation, ManualEngine)
+    restore_rng_state(random_state, world.device)  # the script's random numbers continue
     native.updater.schedule = OptimizerRates()  # schedulers set the rates, and wait while steps are skipped
     if native.scaler is not None:
         native.updater.scaler = DeepSpeedScaler(run.precision.scaler)
     if world.heartbeat.is_read:
         enter = world.heartbeat.enter
         native.on_phase = lambda phase: enter(phase, native.steps)
-    if run.strategy.stage < 3 and run.strategy.layout.pp == 1:  # of a pipeline, no rank has the whole anyway
+    if run.strategy.stage < 3 and run.strategy.layout.pp == 1:  # a pipeline is never whole on a rank
         native.keep_unsharded()
-    elif not run.strategy.compile.enabled:  # whose code has no hooks in it
+    elif not run.strategy.compile.enabled:  # compiled code calls no hooks
         native.allow_submodule_calls()
     link_parameters(native, stage=run.strategy.stage)
     return native
 
 
-def _engine(parts: Parts, model: Any) -> DeepSpeedEngine:
+def _engine(components: EngineComponents, model: Any) -> DeepSpeedEngine:
     if not isinstance(model, PipelineModule):
-        return DeepSpeedEngine(parts)
-    from plait.frontends.deepspeed.pipeline import PipelineEngine
+        return DeepSpeedEngine(components)
+    from plait.frontends.deepspeed.pipeline_engine import PipelineEngine
 
-    return PipelineEngine(parts)
+    return PipelineEngine(components)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(encodable(text, sys.stdout), flush=True)
 
 
-def _unheard(text: str) -> None:
+def _ignore(text: str) -> None:
     pass
 
 
@@ -249,21 +250,21 @@ def _unheard(text: str) -> None:
 
 
 def _config_of(args: Any, config: ConfigSource | None) -> ConfigSource:
-    """The one configuration that was given: as an argument, or on the command line under one of its names."""
+    """Return the configuration, given as an argument or on the command line under one of its names."""
     named = {
         name: value
         for name in ("deepspeed_config", "deepscale_config", "deepspeed")
         if isinstance(value := getattr(args, name, None), (str, os.PathLike, Mapping))
     }
-    found: list[tuple[str, ConfigSource]] = [(f"args.{name}", value) for name, value in named.items()]
+    sources: list[tuple[str, ConfigSource]] = [(f"args.{name}", value) for name, value in named.items()]
     if config is not None:
-        found.append(("config", config))
-    if not found:
+        sources.append(("config", config))
+    if not sources:
         remedy = "Pass `config=`, or give the script --deepspeed_config ds_config.json."
-        raise ConfigError(Problem("config", "there is no DeepSpeed configuration", remedy))
-    first = found[0][1]
-    if any(value != first for _, value in found[1:]):
-        message = f"given {len(found)} times, as {' and '.join(name for name, _ in found)}, and not the same"
+        raise ConfigError(Problem("config", "is absent: no DeepSpeed configuration is given", remedy))
+    first = sources[0][1]
+    if any(value != first for _, value in sources[1:]):
+        message = f"given {len(sources)} times, as {' and '.join(name for name, _ in sources)}, with different values"
         raise ConfigError(Problem("config", message, "Give it once."))
     return first
 
@@ -277,13 +278,13 @@ def _run_config(translation: Translation, model: Any) -> RunConfig:
     return config
 
 
-def _refuse(mpu: Any, mesh_param: Any) -> None:
+def _refuse_mesh(mpu: Any, mesh_param: Any) -> None:
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
-        message = f"spreads layers over {mpu.get_model_parallel_world_size()} ranks itself"
+        message = f"shards layers over {mpu.get_model_parallel_world_size()} ranks itself"
         remedy = "Give the whole model, and write `tensor_parallel: {autotp_size: n}` in the configuration."
         raise ConfigError(Problem("mpu", message, remedy))
     if mesh_param is not None:
-        message = f"{mesh_param!r}: sequences are not spread in a loop of the script's own"
+        message = f"{mesh_param!r}: sequences are not sharded in a loop of the script"
         raise ConfigError(Problem("mesh_param", message, "Use `strategy.layout.cp` with `plait train`."))
 
 
@@ -293,9 +294,9 @@ def _refuse(mpu: Any, mesh_param: Any) -> None:
 def _optimizer_for(
     model: Any, optimizer: Any, parameters: Parameters | None, run: RunConfig, scheduler: Any
 ) -> OptimizerSource | None:
-    """The script's own optimizer, or one of the configuration over groups of the script's; None: over everything."""
+    """Return the script's optimizer, or one over the script's groups; None for the default over all parameters."""
     if isinstance(optimizer, Optimizer):
-        # DeepSpeed lets go of groups without parameters, too. A schedule that exists has a rate for each of them.
+        # DeepSpeed removes groups without parameters too; a scheduler that exists already has a rate for each of them.
         if scheduler is None or callable(scheduler):
             optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
@@ -305,8 +306,8 @@ def _optimizer_for(
     if given is None or not isinstance(model, nn.Module):
         return None
     trained = [param for param in model.parameters() if param.requires_grad]
-    plain = not any(isinstance(each, Mapping) for each in given)
-    if plain and {id(each) for each in given if each.requires_grad} == {id(param) for param in trained}:
+    is_flat = not any(isinstance(item, Mapping) for item in given)
+    if is_flat and {id(param) for param in given if param.requires_grad} == {id(param) for param in trained}:
         return None
     return over_groups(model, as_groups(given), run.optim)
 
@@ -319,44 +320,44 @@ def _scheduler_for(given: Any, optimizer: Optimizer | None, run: RunConfig) -> A
     return Scheduler(optimizer, [run.schedule] * len(optimizer.param_groups))
 
 
-# ---- what is said
+# ---- the summary
 
 
-def _tell(source: ConfigSource, account: KeyReport, run: RunConfig, world: World, total: int) -> None:
+def _print_summary(source: ConfigSource, report: KeyReport, run: RunConfig, world: World, total: int) -> None:
     is_file = isinstance(source, (str, os.PathLike)) and len(str(source)) < 200  # base64 is longer
     name = os.path.basename(str(source)) if is_file else "the configuration"
     layout = [f"{axis} {size}" for axis, size in world.layout.sizes().items() if size > 1]
     where = f"{world.size} rank{'s' if world.size > 1 else ''} on {world.device.type}"
-    _say(
+    _print(
         f"plait: {name} on the native engine: ZeRO stage {run.strategy.stage}, {run.precision.compute}, {where}"
-        f"{' (' + ', '.join(layout) + ')' if layout else ''}, {total} samples a step"
+        f"{' (' + ', '.join(layout) + ')' if layout else ''}, {total} samples per step"
     )
-    mapped = [entry for entry in account.of(KeyOutcome.MAPPED) if not _is_here(entry.key)]
+    mapped = [entry for entry in report.of(KeyOutcome.MAPPED) if not _is_loop_key(entry.key)]
     for entry in mapped[:_SHOWN]:
-        _say(f"plait:   {entry.key} → {entry.text}")
+        _print(f"plait:   {entry.key} → {entry.text}")
     if len(mapped) > _SHOWN:
-        _say(f"plait:   and {len(mapped) - _SHOWN} more that are said in other words here")
-    left = [entry.key for entry in account.of(KeyOutcome.UNNEEDED) if not _is_here(entry.key)]
-    if left:
+        _print(f"plait:   and {len(mapped) - _SHOWN} more that have other names here")
+    unneeded = [entry.key for entry in report.of(KeyOutcome.UNNEEDED) if not _is_loop_key(entry.key)]
+    if unneeded:
         why = f" (`plait convert {name} --to yaml` says why)" if is_file else ""
-        _say(f"plait:   without meaning here: {', '.join(left)}{why}")
+        _print(f"plait:   without meaning here: {', '.join(unneeded)}{why}")
 
 
-def _is_here(key: str) -> bool:
-    return key.rpartition(".")[2] in _HERE
+def _is_loop_key(key: str) -> bool:
+    return key.rpartition(".")[2] in _LOOP_KEYS
 
 
 # ---- the command line
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Give a parser DeepSpeed's arguments: `--deepspeed`, `--deepspeed_config`, and their old names.
+    """Add DeepSpeed's arguments to a parser: `--deepspeed`, `--deepspeed_config`, and their old names.
 
-    `--deepspeed` is a switch, and may carry the configuration itself, as scripts of transformers have it.
+    `--deepspeed` is a switch, and may have the configuration as its value, as in scripts of transformers.
     """
-    group = parser.add_argument_group("DeepSpeed", "how training is spread")
-    words = "train as a DeepSpeed configuration says; the configuration may follow"
-    group.add_argument("--deepspeed", nargs="?", const=True, default=False, type=_path, metavar="FILE", help=words)
+    group = parser.add_argument_group("DeepSpeed", "how training is distributed")
+    text = "train as a DeepSpeed configuration says; the configuration may follow"
+    group.add_argument("--deepspeed", nargs="?", const=True, default=False, type=_path, metavar="FILE", help=text)
     group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="the DeepSpeed configuration")
     group.add_argument("--deepscale", action="store_true", help="the old name of --deepspeed")
     group.add_argument("--deepscale_config", default=None, metavar="FILE", help="the old name of --deepspeed_config")
@@ -366,6 +367,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def _path(text: str) -> str:
     if not text.lower().endswith((".json", ".jsonc", ".json5", ".yaml", ".yml")):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no configuration; where it is an argument of the script, write it before --deepspeed"
+            f"{text!r} is not a configuration; where it is an argument of the script, write it before --deepspeed"
         )
     return text

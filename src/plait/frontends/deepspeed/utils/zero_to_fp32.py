@@ -170,14 +170,16 @@ def _bytes(size: str | int | None) -> int | None:
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:
-    with drafting(path) as draft:
+    with drafting(path) as temporary:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, draft, metadata={"format": "pt"})
+            save_file(
+                {name: tensor.contiguous() for name, tensor in weights.items()}, temporary, metadata={"format": "pt"}
+            )
         else:
-            torch.save(weights, draft)
-        draft.replace(path)
+            torch.save(weights, temporary)
+        temporary.replace(path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
