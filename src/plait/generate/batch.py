@@ -124,7 +124,7 @@ AnyRank = Callable[[bool], bool]
 
 
 class Answers:
-    """The answers so far, all of them on the device; see [Note: a row's chance is its own] in `ops.chance`.
+    """The answers so far, all of them on the device; see [Note: counter-based random numbers].
 
     Rows that are done go on being computed, into a column that nobody reads, until enough of them are done for a
     smaller batch to pay. Nothing here depends on when that is.
@@ -276,7 +276,7 @@ def answering(
 # Continuous batching: rows join and leave a batch between two tokens, each with a sampling of its own.
 #
 # A row gets the tokens that it would get alone. Its decoder keeps rows apart, and what decides a draw depends on its
-# own seed and key only; see [Note: a row's chance is its own] in `ops.chance`. A seed is folded into the key, so rows
+# own seed and key only; see [Note: counter-based random numbers]. A seed is folded into the key, so rows
 # of different seeds are drawn together; rows that differ in temperature, cut or penalty are chosen group by group.
 
 

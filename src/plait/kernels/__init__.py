@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from plait.kernels.fp8 import amax_of as amax_of
     from plait.kernels.fp8 import fp8_cast as fp8_cast
     from plait.kernels.fp8 import fp8_linears as fp8_linears
-    from plait.kernels.fp8 import has_fp8_kernels as has_fp8_kernels
     from plait.kernels.fp8 import scaled_product as scaled_product
     from plait.kernels.fp8_gated import fp8_feed_forward as fp8_feed_forward
     from plait.kernels.fused_adam import Tables as Tables
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
     from plait.kernels.token_mixers import mixer_without_mask as mixer_without_mask
     from plait.kernels.triton import HAS_TRITON as HAS_TRITON
     from plait.kernels.triton import has_kernels as has_kernels
-    from plait.kernels.triton import interprets as interprets
     from plait.kernels.triton import on_device_of as on_device_of
 else:
     from plait.lazy import attach_names
@@ -115,7 +113,6 @@ else:
                 "MULTIPLE",
                 "fp8_cast",
                 "fp8_linears",
-                "has_fp8_kernels",
                 "amax_of",
                 "scaled_product",
             ],
@@ -128,6 +125,6 @@ else:
             "rotary": ["apply_rotary", "apply_rotary_plain"],
             "swiglu": ["product_of", "swiglu"],
             "token_mixers": ["attends_both_ways", "blocks_without_registry", "mixer_without_mask"],
-            "triton": ["HAS_TRITON", "has_kernels", "interprets", "on_device_of"],
+            "triton": ["HAS_TRITON", "has_kernels", "on_device_of"],
         },
     )

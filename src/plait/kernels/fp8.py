@@ -1,21 +1,21 @@
-"""Linear layers whose three matrix products are computed from 8-bit numbers.
+"""Linear layers whose three matrix products take 8-bit inputs.
 
-[Note: numbers in 8 bits] Eight bits hold few numbers in a narrow range, so a tensor is stretched to that range first:
-it is multiplied by a scale, found from its largest number, and rounded; the product is divided by both scales. What
-the optimizer and the other layers see stays in 16 bits.
+[Note: numbers in 8 bits] The 8-bit formats have few numbers in a narrow range, so a tensor is first scaled to that
+range (by its largest absolute value, "amax") and rounded; the product is divided by both scales. The optimizer and the
+other layers see 16-bit tensors.
 
-- `tensorwise`: one scale for a tensor. Activations and weights are e4m3, gradients, which vary more, e5m2.
-- `rowwise`: one scale for each row that is summed over, so a large number costs its own row only; all are e4m3. In the
-  backward pass other dimensions are summed over, so tensors are scaled anew there.
+- `tensorwise`: one scale per tensor. Activations and weights are e4m3, gradients, which vary more, e5m2.
+- `rowwise`: one scale per row that is reduced, so an outlier affects its own row only; all are e4m3. The backward pass
+  reduces other dims, so tensors are scaled again there.
 
-[Note: layers of one input] Queries, keys and values are made from one input, and so are the two sides of a gate. It is
-rounded once for all of them, and the copy that their weights' gradients will want is made in the same reading: that is
-what is kept, in place of the input itself, at half its size. On the way back the gradients of all outputs lie side by
-side, so that one product adds up the input's gradient, and one gives those of all weights. Hence such layers have one
-scale for their weights, and one for their gradients.
+[Note: layers of one input] Queries, keys and values have one input, and so do gate and up. It is cast once for all of
+them, and the transposed copy for the weights' gradients is made in the same pass: that copy is saved in place of the
+input, at half its size. In the backward pass the gradients of all outputs are concatenated, so one product gives the
+input's gradient, and one those of all weights. Hence such layers share one scale for their weights, and one for their
+gradients.
 
-For `rowwise`, and for `torch.compile` to fuse with what stands before them, the operations are written out, layer by
-layer.
+For `rowwise`, and under `torch.compile`, which fuses them with their neighbours, the operations are written in torch,
+layer by layer.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from plait.kernels.registry import implementation
 from plait.kernels.triton import HAS_TRITON, interprets, on_device_of
 from plait.torch_internals import scaled_mm
 
-# The Triton forms of `fp8_cast`: a tensor is read once for its largest number, and once for both copies in 8 bits.
+# The Triton forms of `fp8_cast`: a tensor is read once for its amax, and once for both 8-bit copies.
 #
-# The second reading begins where the first one ended, in what the cache still holds. With a scale of earlier steps
-# there is one reading, which also notes the largest number; see [Note: scales of earlier steps] in `fp8_earlier`.
+# The second pass begins where the first one ended, in what the L2 cache still holds. With delayed scaling there is one
+# pass, which also records the amax; see [Note: scales of earlier steps].
 #
-# [Note: transposed in words of four bytes] To be turned over, a tile goes through memory that all threads of a program
-# share, and that memory moves words of four bytes as fast as single bytes. So a program takes every fourth row of its
-# tile at a time, and what four such rows hold in one column, which lies side by side in the copy that is turned over,
-# becomes one word.
+# [Note: transposed in words of four bytes] A tile is transposed through shared memory, which moves 4-byte words as fast
+# as single bytes. So a program loads every fourth row of its tile at a time, and the four bytes of such rows in one
+# column, which are neighbours in the transposed copy, become one word.
 
 
 AMAX_PROGRAMS = 256
-"""At most so many programs look for a tensor's largest number; each leaves what it found. Two for a multiprocessor."""
+"""The most programs that reduce a tensor to its amax, two per SM; each stores the amax of its share."""
 MOST_LAYERS = 4
-"""Layers that are computed together, at most; each has a peak from earlier steps."""
+"""The most layers that are computed together; each has an amax from earlier steps."""
 READ = 16384
-"""Numbers that such a program reads at a time."""
+"""Elements that such a program reads at a time."""
 _TALL, _WIDE = 128, 64
-"""Rows and columns of a tile: what is read of it, and what is written turned over, are lines of the cache."""
+"""Rows and columns of a tile: both its rows and its transposed rows are whole cache lines."""
 
 if HAS_TRITON:
     import triton
@@ -58,12 +57,12 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def size_bits(value):  # type: ignore[no-untyped-def]
-        """The bits of absolute values: their order is that of the numbers, and what is not a number comes last."""
+        """The bits of absolute values as integers, in the order of the values; NaN is the largest."""
         return tl.abs(value).to(tl.int32, bitcast=True)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _amax_kernel(x, amax, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The largest absolute value of every so many blocks, from the last one to the first."""
+        """The amax of every n-th block (n programs), from the last block to the first."""
         program = tl.program_id(0)
         blocks = tl.cdiv(count, block)
         at = tl.arange(0, block)
@@ -76,7 +75,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def scale_from(amax, count, smallest, limit, inverse, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The scale that goes with these peaks; the first program stores its inverse."""
+        """The scale for these amax values; the first program stores its inverse."""
         at = tl.arange(0, block)
         candidates = tl.load(amax + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
         peak = tl.max(candidates, 0).to(tl.float32, bitcast=True)
@@ -88,10 +87,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def fitted(value, scale, limit, saturates: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The numbers as they are to be rounded; with `saturates` they may be larger than those the scale was made for.
-
-        These are cut to the range. What is not finite must not be: it becomes NaN, which both formats have.
-        """
+        """Scale values; with `saturates`, finite values beyond the range are clamped, and others become NaN."""
         scaled = value * scale
         if saturates:
             cut = tl.minimum(tl.maximum(scaled, -limit), limit)
@@ -100,7 +96,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def record_amax(bits, amax_bits, count: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Raise so many notes to the largest of a tile, as `size_bits` has it."""
+        """Raise `count` recorded amax values to that of a tile, given as `size_bits`."""
         if count > 0:
             largest = tl.max(tl.max(bits, 1), 0)
             for at in tl.static_range(count):
@@ -108,10 +104,10 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def pack_pair(first, second, like, by_hand: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Two numbers, in the format that `like` points to, in the lower half of a word, the first one lowest.
+        """Two values in the 8-bit dtype that `like` points to, in the lower half of a word, the first one lowest.
 
-        `by_hand` is for the interpreter. On a device Triton 3.6 makes other bytes of these operations where the same
-        numbers are stored, too.
+        `by_hand` is for Triton's interpreter. On a device, Triton 3.6 compiles these operations to other bytes where
+        the same values are also stored.
         """
         dtype: tl.constexpr = like.dtype.element_ty
         if by_hand:
@@ -141,7 +137,7 @@ if HAS_TRITON:
     def store_transposed(  # type: ignore[no-untyped-def]
         packed, columns, stride, top, left, height, width, quarter: tl.constexpr, wide: tl.constexpr
     ):
-        """Write a tile of words, turned over, where its numbers belong in `columns`, of a matrix (height, width)."""
+        """Store a tile of words, transposed, at its place in `columns`, the transpose of a matrix (height, width)."""
         corner = (columns + left.to(tl.int64) * stride + top).to(tl.pointer_type(tl.int32))
         down, right = tl.arange(0, quarter)[None, :], tl.arange(0, wide)[:, None]
         inside = (right < width - left) & (down < (height - top) // 4)
@@ -186,7 +182,7 @@ if HAS_TRITON:
             at = down + step
             inside = (at < below) & (right < width)
             value = tl.load(x + at * width + right, mask=inside, other=0.0).to(tl.float32)
-            # By a scale of its own it is above the limit by its last bit at most, which rounding takes away.
+            # With the tensor's own scale, it exceeds the limit by at most its last bit, which rounding removes.
             scaled = fitted(value, scale, limit, saturates)
             seen = tl.maximum(seen, size_bits(value))
             if has_rows:
@@ -206,7 +202,7 @@ def _amax_fake(tensors: Sequence[Tensor]) -> Tensor:
 
 @on_fake_tensors(_amax_fake)
 def amax_triton(tensors: Sequence[Tensor]) -> Tensor:
-    """Numbers the largest of which is the largest absolute value in these contiguous tensors, fp32."""
+    """Partial amax values of these contiguous tensors, fp32; their maximum is the amax of all."""
     counts = [programs_for(x.numel(), READ) for x in tensors]
     amax = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
     with on_device_of(amax):
@@ -216,14 +212,14 @@ def amax_triton(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def programs_for(numbers: int, block: int) -> int:
-    """Programs that look for the largest of so many numbers, a block at a time."""
+    """The number of programs that reduce so many elements, a block at a time."""
     return min(AMAX_PROGRAMS, max(1, -(-numbers // block)))
 
 
 def amax_slots(amax: Tensor) -> int:
-    """A power of two that peaks fit into: one for those of earlier steps, and one for tensors of all sizes.
+    """The block size for these amax values: one for those of earlier steps, and one for tensors of all sizes.
 
-    A kernel is compiled for each.
+    A kernel is compiled for each block size.
     """
     return MOST_LAYERS if len(amax) <= MOST_LAYERS else int(max(AMAX_PROGRAMS, triton.next_power_of_2(len(amax))))
 
@@ -257,10 +253,10 @@ def fp8_cast_triton(
     amax_bits: Tensor | None,
     saturates: bool,
 ) -> None:
-    """Write a contiguous matrix in 8 bits into `rows` and, turned over, into `columns`.
+    """Cast a contiguous matrix to 8 bits into `rows` and, transposed, into `columns`, which may be views.
 
-    Both may be parts of larger ones. `columns` may be longer than `x` is high: what is left is zero. `inverse` is given
-    what the numbers are to be multiplied by, and all `amax_bits` are raised to the largest one.
+    `columns` may be wider than `x` is high: the rest becomes zero. `inverse` receives the inverse scale, and all
+    `amax_bits` are raised to the amax.
     """
     height, width = x.shape
     target = rows if columns is None else columns
@@ -295,58 +291,58 @@ def fp8_cast_triton(
         )
 
 
-# Tensors in 8 bits: their scale, and copies that lie row by row and column by column.
+# 8-bit matrices: their scale, and copies in row-major and column-major order.
 #
-# [Note: copies for three products] A product takes both of its matrices along the dimension that is summed over. Each
-# tensor takes part in two of the three products of a linear layer, and another dimension is summed over in each, so it
-# is wanted as it is and turned over. Both copies are made in one reading.
+# [Note: copies for three products] Both inputs of an 8-bit product must be contiguous along the reduced dim. Each
+# tensor takes part in two of the three products of a linear layer, which reduce different dims, so it is needed as it
+# is and transposed. Both copies are made in one pass.
 
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 MULTIPLE = 16
-"""What both sides of a matrix must be a multiple of."""
+"""Both sizes of a matrix must be multiples of this."""
 SMALLEST = 1e-12
-"""A tensor of zeros has no scale; a smaller number than this counts as zero."""
+"""The smallest amax that a scale is computed for: a tensor of zeros has none."""
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix in 8 bits."""
+    """An 8-bit matrix."""
 
     rows: Tensor
-    """As it is; without elements where it was not asked for."""
+    """The matrix; empty where it was not asked for."""
     columns: Tensor
-    """Turned over, with zeros at the end of each row up to a multiple of 16; empty where it was not asked for."""
+    """Its transpose, rows padded with zeros to a multiple of 16; empty where it was not asked for."""
     inverse: Tensor
-    """What the numbers are to be multiplied by, fp32."""
+    """The inverse scale, fp32."""
 
 
 def has_fp8_kernels(x: Tensor) -> bool:
-    """Whether there is a kernel for such a tensor; Triton rounds to these formats where the device does."""
+    """Whether kernels cast such a tensor: Triton needs a device that has these dtypes."""
     return implementation("fp8_cast", x) == "plait"
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """What a tensor is multiplied by to fill the range of `dtype`, fp32; one for each slice along `dim`."""
+    """The scale, fp32, that maps a tensor (with `dim`, each slice along it) to the range of `dtype`."""
     return _scale(torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None).float(), dtype)
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scaled tensor in 8 bits, row by row. Rounding may not lead out of the range: there is only NaN."""
+    """The scaled tensor in 8 bits, row-major; clamped, since values beyond the range would become NaN."""
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
 
 
 def amax_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Numbers the largest of which is the largest absolute value in these tensors; NaN where one is in them."""
+    """Partial amax values of these tensors: their maximum is the amax of all; NaN where a tensor has one."""
     if has_fp8_kernels(tensors[0]):
         return amax_triton([x.contiguous() for x in tensors])
     return amax_plain(tensors)
 
 
 def amax_plain(tensors: Sequence[Tensor]) -> Tensor:
-    """The plain twin of `amax_of`."""
+    """`amax_of` in torch operations."""
     return torch.stack([torch.linalg.vector_norm(x, float("inf")) for x in tensors]).float()
 
 
@@ -361,10 +357,10 @@ def fp8_cast(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Fp8Matrix:
-    """These matrices, put together along `dim`, in 8 bits with one scale; `amax` are from `amax_of`.
+    """Concatenate matrices along `dim` in 8 bits with one scale, for the `amax` from `amax_of`.
 
-    `saturates`: peaks of other tensors, and numbers beyond them are cut. `amax_bits`, int32, are the bits of numbers
-    that are raised to the largest of these: one for each matrix, or all for the only one.
+    `saturates`: the amax is that of other tensors, and values beyond it are clamped. `amax_bits` (int32) are bits of
+    floats that are raised to the amax: one per matrix, or all to that of the only one.
     """
     if not has_fp8_kernels(tensors[0]):
         return fp8_cast_plain(
@@ -381,7 +377,7 @@ def fp8_cast(
     )
     start = 0
     for x, size, bits in zip(tensors, sizes, amax_bits_of_each, strict=True):
-        # Only one matrix alone, or several side by side, may be in need of padding.
+        # Only a single matrix, or several side by side, may need padding.
         column_size = size if len(tensors) > 1 or dim else by_column.shape[-1]
         row_part = by_row.narrow(dim, start, size) if rows else None
         column_part = by_column.narrow(1 - dim, start, column_size) if columns else None
@@ -403,22 +399,22 @@ def fp8_cast_plain(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Fp8Matrix:
-    """The plain twin of `fp8_cast`."""
+    """`fp8_cast` in torch operations."""
     if amax_bits is not None:
         record_amax_plain(tensors, amax_bits)
     scale = _scale(amax.amax(), dtype)
     whole = torch.cat(tuple(tensors), dim)
-    if saturates:  # what is not finite must not be cut to something that is
+    if saturates:  # infinities must not be clamped to finite values
         whole = whole.where(whole.isfinite(), torch.nan)
     small = rounded(whole, scale, dtype)
     none = small.new_empty(0)
-    # Bytes, because not every operation knows these formats.
+    # As bytes, because not every operation supports the 8-bit dtypes.
     turned = F.pad(small.view(torch.uint8).t(), (0, -len(small) % MULTIPLE)).contiguous().view(dtype)
     return Fp8Matrix(small if rows else none, turned if columns else none, scale.reciprocal())
 
 
 def record_amax_plain(tensors: Sequence[Tensor], amax_bits: Tensor) -> None:
-    """Raise notes, the bits of numbers, to the largest absolute value of each tensor, or of the only one."""
+    """Raise recorded amax values, given as bits, to that of each tensor, or of the only one."""
     seen = amax_bits.view(torch.float32)
     seen.copy_(torch.maximum(seen, amax_plain(tensors)))
 
@@ -427,54 +423,53 @@ def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return largest.clamp(min=SMALLEST).reciprocal() * torch.finfo(dtype).max
 
 
-# Scales that come from earlier steps, so that a tensor is read once.
+# Delayed scaling: scales from the amax of earlier steps, so that a tensor is read once.
 #
-# [Note: scales of earlier steps] To find a tensor's own scale takes a reading, before the one that rounds. But from one
-# step to the next, the largest number of a layer's input, weight or gradient changes little. So a scale may be made
-# from the largest numbers of a few steps before, with some room above; what is beyond that all the same is cut to the
-# range. The kernel that rounds notes the largest number in passing. `precision.earlier` keeps the notes, and makes the
-# peaks of the next step from them. Within a step peaks do not change: micro-batches, and a forward pass that is
-# computed again, have the same scales, and a note that is taken twice is the same note.
+# [Note: scales of earlier steps] A tensor's own scale takes a pass before the one that casts it. But from one step to
+# the next, the amax of a layer's input, weight or gradient changes little. So a scale may come from the amax of a few
+# steps before, with some headroom; values beyond it are clamped. The kernel that casts records the amax in the same
+# pass, and `precision.fp8` keeps the history and computes the amax values for the next step. Within a step these do not
+# change: all micro-batches and recomputed forward passes have the same scales, and an amax recorded twice is the same.
 #
-# Every layer has notes of its own. Layers that are computed together share the largest of their peaks.
+# Every layer has an amax of its own. Layers that are computed together share the largest.
 
 
 INPUT, WEIGHT, GRADIENT = range(3)
-"""The kinds of tensors that a layer multiplies."""
+"""The operands of a layer's products."""
 FORMATS: tuple[torch.dtype, ...] = (E4M3, E4M3, E5M2)
-"""Of each kind."""
+"""The dtype of each operand."""
 
 
 class DelayedScales(NamedTuple):
-    """What is known of the tensors of some layers, and where to note what is seen: a row a kind, a column a layer."""
+    """The amax values of some layers, from earlier steps and of this one: a row per operand, a column per layer."""
 
     amax: Tensor | None = None
-    """Numbers that scales are made for, fp32; where there are none, scales are found at once."""
+    """The values that scales are computed from, fp32; None: every tensor's own."""
     amax_bits: Tensor | None = None
-    """The bits of the largest numbers of this step, int32; where there are none, nothing is noted."""
+    """The bits of this step's amax values, int32; None: they are not recorded."""
 
     @property
     def saturates(self) -> bool:
-        """Whether a tensor may have larger numbers than its scale is made for."""
+        """Whether a tensor may exceed the amax that its scale is for."""
         return self.amax is not None
 
     def of_layers(self, start: int, stop: int) -> DelayedScales:
-        """The same for some of the layers."""
+        """The values of some of the layers."""
         amax, amax_bits = (None if values is None else values[:, start:stop] for values in self)
         return DelayedScales(amax, amax_bits)
 
     def amax_bits_of(self, operand: int) -> Tensor | None:
-        """Where the largest numbers of this kind are noted."""
+        """Where the amax of this operand is recorded."""
         return None if self.amax_bits is None else self.amax_bits[operand]
 
     def amax_of(self, operand: int, tensors: Sequence[Tensor]) -> Tensor:
-        """Numbers the largest of which is what the scale of these tensors is made for."""
+        """The amax values that the scale of these tensors is computed from."""
         return amax_of(tensors) if self.amax is None else self.amax[operand]
 
     def fp8_cast(
         self, operand: int, tensors: Sequence[Tensor], amax: Tensor, *, dim: int = 0, rows: bool, columns: bool
     ) -> Fp8Matrix:
-        """`fp8_cast.cast` in the format of the kind, noting what it sees."""
+        """`fp8_cast` to the dtype of the operand, recording the amax."""
         return fp8_cast(
             tensors,
             amax,
@@ -488,13 +483,13 @@ class DelayedScales(NamedTuple):
 
 
 CURRENT_SCALES = DelayedScales()
-"""Every tensor's scale is its own."""
+"""Current scaling: every tensor's scale comes from its own amax."""
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool, emulated: bool) -> Tensor:
-    """`F.linear` with products in 8 bits, of 16-bit tensors; the features on both sides are multiples of 16.
+    """`F.linear` of 16-bit tensors with 8-bit products; in and out features are multiples of 16.
 
-    `emulated`: rounded to 8 bits in the same way, multiplied in fp32. For devices without such products.
+    `emulated`: cast to 8 bits in the same way, multiplied in fp32. For devices without 8-bit products.
     """
     return fp8_linears(x, [weight], [bias], rowwise=rowwise, emulated=emulated)[0]
 
@@ -510,7 +505,7 @@ def fp8_linears(
 ) -> tuple[Tensor, ...]:
     """`fp8_linear` for layers that have one input; see [Note: layers of one input].
 
-    `earlier` is what is known of each layer, for `tensorwise` that is not compiled.
+    `earlier` has a column per layer, for `tensorwise` without `torch.compile`.
     """
     flat = x.flatten(0, -2)
     outputs: tuple[Tensor, ...]
@@ -526,9 +521,9 @@ def fp8_linears(
 def scaled_product(
     a: Tensor, b: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, emulated: bool
 ) -> Tensor:
-    """`a @ b`, in `dtype`, of 8-bit matrices that are to be multiplied by these numbers.
+    """`a @ b`, in `dtype`, of 8-bit matrices with these inverse scales.
 
-    `a` lies row by row, `b` column by column. `fast` adds up with fewer bits.
+    `a` is row-major, `b` column-major. `fast` accumulates with fewer bits.
     """
     if not emulated:
         return scaled_mm(a, b, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
@@ -537,7 +532,7 @@ def scaled_product(
 
 
 class _Fp8Linears(torch.autograd.Function):
-    """The products of linear layers that have one input, with one scale a tensor."""
+    """The products of linear layers that have one input, with one scale per tensor."""
 
     @staticmethod
     def forward(
@@ -547,7 +542,7 @@ class _Fp8Linears(torch.autograd.Function):
         small = earlier.fp8_cast(INPUT, [x], earlier.amax_of(INPUT, [x]), rows=True, columns=keeps)
         amax = earlier.amax_of(WEIGHT, weights)
         stacked = earlier.fp8_cast(WEIGHT, weights, amax, rows=True, columns=False)
-        # Weights are rounded again on the way back: a sharded one is not here all the time, and its copy would be.
+        # Weights are cast again in the backward pass: saved copies would keep sharded weights gathered.
         ctx.save_for_backward(small.columns, small.inverse, amax, *weights)
         ctx.emulated, ctx.earlier = emulated, earlier
         inverses = small.inverse, stacked.inverse
@@ -580,7 +575,7 @@ class _Fp8Linears(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of one linear layer, in operations that a compiler can fuse."""
+    """The three products of one linear layer, in operations that `torch.compile` can fuse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, emulated: bool) -> Tensor:
@@ -606,7 +601,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if rowwise:
                 g_scale, x_scale = scale_of(grad, small, 0), scale_of(x, E4M3, 0)
-            missing = -len(x) % MULTIPLE  # tokens are what is summed over here
+            missing = -len(x) % MULTIPLE  # the reduced dim is that of the tokens
             if missing:
                 grad, x = F.pad(grad, (0, 0, 0, missing)), F.pad(x, (0, 0, 0, missing))
             a, b = rounded(grad, g_scale, small).t().contiguous(), _by_column(rounded(x, x_scale, E4M3))
@@ -622,5 +617,5 @@ def _product(
 
 
 def _by_column(x: Tensor) -> Tensor:
-    """The same matrix, lying column by column."""
+    """The same matrix, column-major."""
     return x.t().contiguous().t()

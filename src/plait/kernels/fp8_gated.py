@@ -1,10 +1,9 @@
 """A gated feed-forward in 8 bits, as one operation.
 
-[Note: between the products] The product silu(gate) * up, and the gradients of both sides, are wanted in 8 bits only. So
-they are not written in 16: they are computed once to find their scale, and once more to be rounded; once only where the
-scale is known ([Note: scales of earlier steps] in `fp8_earlier`). Gate and up are what is kept; the product is made
-again on the way back, in the reading that gives the gradients. The numbers are those of `fp8_linears`, `swiglu` and
-`fp8_linear` in turn.
+[Note: between the products] The product silu(gate) * up, and the gradients of gate and up, are needed in 8 bits only.
+So they are not stored in 16: they are computed once for their amax, and again to be cast; only once where the scale is
+known ([Note: scales of earlier steps]). Gate and up are saved; the backward pass computes the product again, in the
+pass that computes their gradients. The results are those of `fp8_linears`, `swiglu` and `fp8_linear` in turn.
 """
 
 from __future__ import annotations
@@ -40,16 +39,10 @@ from plait.kernels.fp8 import (
 from plait.kernels.swiglu import slopes_plain
 from plait.kernels.triton import HAS_TRITON, interprets, on_device_of
 
-# The Triton forms of `fp8_gated`: what lies between the products of a gated feed-forward is never written in 16 bits.
-#
-# It is computed twice, once for its largest number and once for its copies in 8 bits; once only with a scale of earlier
-# steps. Each time only its inputs are read, and all else stays on the chip.
-
-
 _TALL, _WIDE = 64, 64
 """Rows and columns of a tile."""
 _READ = READ // 2
-"""Of two or three tensors at a time."""
+"""Elements of two or three tensors that a program reads at a time."""
 
 if HAS_TRITON:
     import triton
@@ -59,12 +52,12 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _as_stored(value, like):  # type: ignore[no-untyped-def]
-        """The number that would be read, had it been written."""
+        """Round to the dtype in which the value would have been stored."""
         return value.to(like.dtype.element_ty).to(tl.float32)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _gate_amax_kernel(gate, up, grad, amax, count, slopes: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The largest absolute value of the product or, with `slopes`, of the gradients of both sides."""
+        """The amax of the product or, with `slopes`, of the gradients of gate and up."""
         program = tl.program_id(0)
         blocks = tl.cdiv(count, block)
         at = tl.arange(0, block)
@@ -102,7 +95,7 @@ if HAS_TRITON:
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program a tile of the product, written as it lies."""
+        """One program per tile of the product."""
         across = tl.cdiv(width, wide)
         down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
         right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
@@ -144,10 +137,9 @@ if HAS_TRITON:
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program a tile: the product turned over, and the gradients of both sides, side by side, both ways.
+        """One program per tile: the product transposed, and the concatenated gradients of gate and up in both layouts.
 
-        See [Note: transposed in words of four bytes] in `fp8_kernel`. `amax_bits_count`: so many notes for each of
-        these gradients.
+        See [Note: transposed in words of four bytes] in `fp8`. `amax_bits_count` is for each of the gradients.
         """
         across = tl.cdiv(width, wide)
         top = (tl.program_id(0) // across).to(tl.int64) * tall
@@ -203,7 +195,7 @@ def _gate_amax_fake(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
 
 @on_fake_tensors(_gate_amax_fake)
 def gate_amax_triton(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
-    """Numbers the largest of which is that of the product or, with `grad`, of the gradients of both sides; fp32."""
+    """Partial amax values of the product or, with `grad`, of the gradients of gate and up; fp32."""
     programs = programs_for(gate.numel(), _READ)
     amax = torch.empty(programs, dtype=torch.float32, device=gate.device)
     with on_device_of(gate):
@@ -247,9 +239,9 @@ def product_triton(
     amax_bits: Tensor | None,
     saturates: bool,
 ) -> None:
-    """Write the product of contiguous matrices in 8 bits into `rows`, and what it is to be multiplied by.
+    """Store the product of contiguous matrices in 8 bits into `rows`, and its inverse scale.
 
-    `amax_bits` and `saturates` are those of `fp8_cast.cast`.
+    `amax_bits` and `saturates` are those of `fp8_cast`.
     """
     height, width = gate.shape
     with on_device_of(gate):
@@ -310,10 +302,10 @@ def slopes_triton(
     amax_bits: Tensor | None,
     saturates: bool,
 ) -> None:
-    """Write the product, turned over, and the gradients of both sides, turned over and, with `rows`, as they lie.
+    """Store the transposed product, and the gradients of gate and up transposed and, with `rows`, row-major.
 
-    Pairs are for the product first, then for the gradients. What is turned over may be longer than `gate` is high: what
-    is left is zero. `amax_bits` are two, of the gradients.
+    Pairs are for the product first, then for the gradients. Transposed matrices may be wider than `gate` is high: the
+    rest becomes zero. The two `amax_bits` are of the gradients.
     """
     height, width = gate.shape
     padded = product.shape[1]
@@ -355,9 +347,9 @@ def _programs(height: int, width: int) -> int:
 def fp8_feed_forward(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, emulated: bool, earlier: DelayedScales = CURRENT_SCALES
 ) -> Tensor:
-    """`down(silu(gate(x)) * up(x))` of layers without bias that all learn, or none does; one scale a tensor.
+    """`down(silu(gate(x)) * up(x))` of layers without bias, all trainable or all frozen; one scale per tensor.
 
-    `earlier` is what is known of the three layers.
+    `earlier` has a column for each of the three layers.
     """
     keeps = torch.is_grad_enabled() and gate.requires_grad
     given = x.flatten(0, -2), keeps, emulated, earlier, gate, up, down
@@ -367,30 +359,30 @@ def fp8_feed_forward(
 
 
 class Slopes(NamedTuple):
-    """What the backward pass of the middle gives."""
+    """What the backward pass between the products computes."""
 
     product: Fp8Matrix
-    """silu(gate) * up, turned over."""
+    """silu(gate) * up, transposed."""
     slopes: Fp8Matrix
-    """The gradients of gate and up, side by side."""
+    """The gradients of gate and up, concatenated."""
 
 
 def gate_amax(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
-    """`amax_of` the product or, where there is `grad`, of the gradients of both sides."""
+    """`amax_of` the product or, where there is `grad`, of the gradients of gate and up."""
     if not has_fp8_kernels(gate):
         return gate_amax_plain(gate, up, grad)
     return gate_amax_triton(gate, up, grad)
 
 
 def gate_amax_plain(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
-    """The plain twin of `gate_amax`."""
+    """`gate_amax` in torch operations."""
     return amax_plain([_product(gate, up)] if grad is None else slopes_plain(gate, up, grad)[:2])
 
 
 def cast_product(
     gate: Tensor, up: Tensor, amax: Tensor, *, amax_bits: Tensor | None = None, saturates: bool = False
 ) -> Fp8Matrix:
-    """The product in 8 bits, as it lies; `amax_bits` and `saturates` are those of `fp8_cast`."""
+    """The product in 8 bits, row-major; `amax_bits` and `saturates` are those of `fp8_cast`."""
     if not has_fp8_kernels(gate):
         return cast_product_plain(gate, up, amax, amax_bits=amax_bits, saturates=saturates)
     rows, inverse = gate.new_empty(gate.shape, dtype=E4M3), amax.new_empty(())
@@ -401,7 +393,7 @@ def cast_product(
 def cast_product_plain(
     gate: Tensor, up: Tensor, amax: Tensor, *, amax_bits: Tensor | None = None, saturates: bool = False
 ) -> Fp8Matrix:
-    """The plain twin of `cast_product`."""
+    """`cast_product` in torch operations."""
     product = [_product(gate, up)]
     return fp8_cast_plain(product, amax, E4M3, rows=True, columns=False, amax_bits=amax_bits, saturates=saturates)
 
@@ -416,9 +408,9 @@ def cast_slopes(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Slopes:
-    """The product and the gradients of both sides in 8 bits; `amax` are those of one and the other.
+    """The product and the gradients of gate and up in 8 bits; `amax` are those of the former and the latter.
 
-    The two `amax_bits` are of the gradients: that of the product was taken when it was made first.
+    The two `amax_bits` are of the gradients: that of the product was recorded in the forward pass.
     """
     if not has_fp8_kernels(gate):
         return cast_slopes_plain(gate, up, grad, amax, rows=rows, amax_bits=amax_bits, saturates=saturates)
@@ -455,7 +447,7 @@ def cast_slopes_plain(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Slopes:
-    """The plain twin of `cast_slopes`."""
+    """`cast_slopes` in torch operations."""
     product, slopes = [_product(gate, up)], slopes_plain(gate, up, grad)[:2]
     return Slopes(
         fp8_cast_plain(product, amax[0], E4M3, rows=False, columns=True, saturates=saturates),
@@ -471,7 +463,8 @@ def _product(gate: Tensor, up: Tensor) -> Tensor:
 class _Fp8GatedInner(torch.autograd.Function):
     """All but the last product; its backward is that of the whole.
 
-    See [Note: between the products]; [Note: layers of one input] in `fp8`; [Note: kept before multiplied] in `gated`.
+    See [Note: between the products]; [Note: layers of one input] in `fp8`; [Note: saved before multiplied] in
+    `linears`.
     """
 
     @staticmethod
@@ -486,7 +479,7 @@ class _Fp8GatedInner(torch.autograd.Function):
         down_weight: Tensor,
     ) -> tuple[Tensor, ...]:
         x = x.contiguous()
-        before, after = earlier.of_layers(0, 2), earlier.of_layers(2, 3)  # the middle
+        before, after = earlier.of_layers(0, 2), earlier.of_layers(2, 3)  # of gate and up; of down
         small = before.fp8_cast(INPUT, [x], before.amax_of(INPUT, [x]), rows=True, columns=keeps)
         pair = gate_weight, up_weight
         pair_amax = before.amax_of(WEIGHT, pair)
@@ -541,7 +534,7 @@ class _Fp8GatedInner(torch.autograd.Function):
 
 
 class _Fp8GatedLast(torch.autograd.Function):
-    """The last product; hands its gradient on as it is."""
+    """The last product; passes its gradient on unchanged."""
 
     @staticmethod
     def forward(

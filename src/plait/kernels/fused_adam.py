@@ -1,4 +1,4 @@
-"""AdamW over many tensors at once, which also rounds the new weights: one launch on CUDA, a loop elsewhere."""
+"""AdamW over many tensors, which also rounds the new weights: one launch on CUDA, a loop elsewhere."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from plait.torch_internals import foreach_add_, foreach_sub_, fused_adamw_
 # The Triton form of `adam_many`: one launch over many tensors, by a table of their addresses.
 #
 # A program updates one piece of one tensor. It reads the gradient, the fp32 weight and both moments, and writes the
-# weight, the moments and the rounded weight: nothing passes through memory twice, and no tensor costs a launch of its
-# own. Scale and skip are read on the device, so the host need not know them.
+# weight, the moments and the rounded weight, in one pass over memory. Loss scale and `found_inf` are read on the
+# device, so the host does not wait for them.
 
 
 BLOCK = 1024
-"""Numbers that a program looks at together."""
+"""Elements that a program updates at a time."""
 PIECE = 8 * BLOCK
-"""Numbers that a program updates, one block after another."""
+"""Elements that a program updates, one block after another."""
 WARPS = 4
 
 if HAS_TRITON:
@@ -35,10 +35,10 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _address(table, row, count, index, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Where one of the tensors of an entry begins."""
+        """The address of one of the tensors of an entry."""
         address = tl.load(table + row * count + index).to(tl.pointer_type(dtype))
         if aligned:
-            address = tl.multiple_of(address, 16)  # lets several numbers travel in one access
+            address = tl.multiple_of(address, 16)  # for vectorized accesses
         return address
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
@@ -65,7 +65,7 @@ if HAS_TRITON:
         blocks: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program a piece."""
+        """One program per piece."""
         piece = tl.program_id(0).to(tl.int64)
         index = tl.load(pieces + 2 * piece).to(tl.int64)
         begin = tl.load(pieces + 2 * piece + 1).to(tl.int64) * (blocks * block)
@@ -103,28 +103,28 @@ if HAS_TRITON:
 
 
 class LaunchGroup(NamedTuple):
-    """What entries of one launch have in common."""
+    """What the entries of one launch have in common."""
 
     weight: torch.dtype
     grad: torch.dtype
     rounded: torch.dtype | None
     aligned: bool
-    """Whether all begin and end where wide accesses do."""
+    """Whether all are aligned for vectorized accesses."""
 
 
 class WeightPointers(NamedTuple):
-    """What belongs to one weight. All of one shape, and dense in the same order."""
+    """The tensors of one parameter: all of one shape, and dense in the same order."""
 
     weight: Tensor
     grad: Tensor
     mean: Tensor
     square: Tensor
     rounded: Tensor | None
-    """Where the new weight is also written, rounded."""
+    """Where the rounded new weight is also stored."""
 
     @property
     def group(self) -> LaunchGroup:
-        """Which launch it belongs to."""
+        """The launch that it belongs to."""
         tensors = [self.weight, self.grad, self.mean, self.square, *([] if self.rounded is None else [self.rounded])]
         aligned = self.weight.numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         return LaunchGroup(
@@ -133,21 +133,21 @@ class WeightPointers(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the kernel has to know of the entries that it updates at once."""
+    """The arguments of one launch."""
 
     group: LaunchGroup
     lengths: list[int]
     chosen: Tensor | None
-    """Which of all entries they are; None where they are all."""
+    """The indices of its entries; None: all."""
     table: Tensor
     pieces: Tensor
 
 
 class Tables:
-    """The launches that update a list of entries, kept on the device as long as nothing in the list moves.
+    """The launches that update a list of entries; tables stay on the device as long as no tensor moves.
 
-    Whether something moved is asked in every step, so it is asked in one sweep: for a model of many small tensors it
-    is the greater part of an update.
+    Whether one moved is checked in every step, and in one loop, since for a model of many small tensors this check is
+    most of an update.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Tables:
         self._launches: list[Launch] = []
 
     def of(self, entries: Sequence[WeightPointers]) -> list[Launch]:
-        """One for each kind of them."""
+        """One launch for each `LaunchGroup`."""
         seen: list[Any] = []
         for weight, grad, mean, square, rounded in entries:
             seen += (weight.data_ptr(), grad.data_ptr(), mean.data_ptr(), square.data_ptr(), grad.dtype, weight.numel())
@@ -194,11 +194,11 @@ def adam_many_triton(
     found_inf: Tensor | None,
     launch: Launch,
 ) -> None:
-    """Update entries of one kind. `rates` holds each one's rate and the root of its second correction, fp32."""
+    """Update the entries of one launch. `rates` are their learning rates and roots of second corrections, fp32."""
     group, lengths, _, table, pieces = launch
     if len(pieces) == 0:
-        return  # a rank may have no part of any of them
-    # What is close to 1 is worked out here: the kernel gets its numbers in fp32.
+        return  # a rank may have no shard of any of them
+    # Numbers close to 1 are computed here in float64: the kernel gets its arguments in fp32.
     with on_device_of(table):
         _kernel[(len(pieces),)](
             table,
@@ -232,7 +232,7 @@ _TYPES: dict[torch.dtype, Any] = (
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
+    """Copy to the device asynchronously."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
@@ -246,11 +246,11 @@ def adam_many(
     found_inf: Tensor | None = None,
     tables: Tables,
 ) -> None:
-    """Update weights and moments in place and write the rounded weights.
+    """Update weights and moments in place and store the rounded weights.
 
-    `steps` count the updates of each entry, on its device, and are counted on here; the `step` of `numbers` is not
-    looked at. Gradients are divided by `scale`; where `found_inf` is not 0, nothing changes. Both are read where they
-    are. `tables` keeps what the launches need, for one list of entries.
+    `steps` count the updates of each entry, on its device, and are incremented here; `numbers.step` is ignored.
+    Gradients are divided by `scale`; where `found_inf` is not 0, nothing changes. Both are read on the device. `tables`
+    caches the launches of one list of entries.
     """
     if not entries:
         return
@@ -269,7 +269,7 @@ def adam_many_plain(
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """The plain twin: one tensor after another, in any precision, on any device; the host waits."""
+    """`adam_many` one tensor after another, in any precision, on any device; the host waits."""
     if found_inf is not None and float(found_inf) != 0.0:
         return
     factor = 1.0 if scale is None else 1.0 / float(scale)
@@ -283,7 +283,7 @@ def adam_many_plain(
 
 
 def _rates(numbers: AdamNumbers, steps: Tensor) -> Tensor:
-    """Of each entry: the learning rate over the first correction, and the root of the second."""
+    """For each entry, the learning rate over the first bias correction, and the root of the second."""
     # In float64: in float32, 1 - 0.999 has four digits left.
     counts = steps.double()
     first = -torch.expm1(counts * log(numbers.betas[0])) if numbers.betas[0] > 0.0 else torch.ones_like(counts)
@@ -299,7 +299,7 @@ def _update_fake(
     found_inf: Tensor | None,
     tables: Tables,
 ) -> None:
-    """torch's own update, which moves as many bytes but for the rounded weights."""
+    """torch's fused update, which moves as many bytes except for the rounded weights."""
     fused_adamw_(
         [entry.weight for entry in entries],
         [entry.grad for entry in entries],
@@ -328,7 +328,7 @@ def _update(
 ) -> None:
     foreach_add_(list(steps), 1.0)
     if found_inf is not None:
-        # A list: given one tensor, torch would wait for the device to tell its value.
+        # A list: given one tensor, torch would synchronize to read its value.
         foreach_sub_(list(steps), [found_inf] * len(steps))
     rates = _rates(numbers, torch.stack(list(steps)))
     for launch in tables.of(entries):

@@ -1,8 +1,7 @@
-"""Linear layers that share an input, as one step of the backward pass.
+"""Linear layers that share an input, and a gated feed-forward, each as one autograd function.
 
-[Note: one input, several layers] Each layer sends a gradient back to the input, and autograd adds them up: a pass over
-memory for each layer but one. Here the first product makes the gradient of the input, and the others add to it while
-they write.
+[Note: one input, several layers] Each layer contributes to the gradient of the input, and autograd adds these up: a
+pass over memory for each layer but one. Here the first product creates the gradient, and the others accumulate into it.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from plait.torch_internals import any_global_hook, compiled_call, is_hooked
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether all that calling a layer does is multiply with its weight: no bias, no hooks, no other kind of weight."""
+    """Whether calling a layer only multiplies with its weight: no bias, no hooks, no tensor subclass as weight."""
     return type(layer) is nn.Linear and layer.bias is None and is_untouched(layer)
 
 
 def is_untouched(layer: nn.Linear) -> bool:
-    """Whether calling a layer is the `forward` of its class with a weight of the usual kind, and nothing beside."""
+    """Whether calling a layer is the `forward` of its class alone (no hooks, not compiled), with a plain weight."""
     changed = "forward" in vars(layer) or compiled_call(layer) is not None
     watched = is_hooked(layer) or changed or any_global_hook()
     return class_of(layer.weight) in (nn.Parameter, Tensor) and not watched
 
 
 def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """What each layer makes of `x`. Plain ones are taken together; otherwise each is called."""
+    """Apply each layer to `x`: in one autograd function if all are plain, else by calling each."""
     if all(map(is_plain, layers)):
         return linears(x, *(layer.weight for layer in layers))  # type: ignore[arg-type]
     return [layer(x) for layer in layers]
@@ -46,12 +45,12 @@ def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 
 def linears_plain(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The plain twin."""
+    """`linears` in torch operations."""
     return tuple(F.linear(x, weight) for weight in weights)
 
 
 def as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The factors of a matrix product, in the format that autocast chooses where it is on."""
+    """The inputs of a matrix product, in autocast's dtype where autocast is on."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -60,7 +59,7 @@ def as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _SharedInputLinears(torch.autograd.Function):
-    """Keeps the input where a weight learns, and the weights where the input has a gradient."""
+    """Saves the input where a weight is trainable, and the weights where the input needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -77,7 +76,7 @@ class _SharedInputLinears(torch.autograd.Function):
         back, *learning = ctx.needs_input_grad
         flat = [None if grad is None else rows_of(grad) for grad in grads]
         grad_x: Tensor | None = None
-        # The formats were chosen in the forward pass.
+        # The dtypes were chosen in the forward pass.
         with torch.autocast(ctx.device, enabled=False):
             for grad, weight in zip(flat, weights, strict=True):
                 if back and grad is not None:
@@ -90,12 +89,12 @@ class _SharedInputLinears(torch.autograd.Function):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """All tokens, one below the other."""
+    """All tokens as rows of one matrix."""
     return x.reshape(-1, x.shape[-1])
 
 
 def bypassed_layers(model: nn.Module) -> set[nn.Module]:
-    """Layers that are not called: a module of the model, which names them in `together`, multiplies for them."""
+    """The layers whose `forward` is not called, because their parent, which lists them in `together`, multiplies."""
     bypassed: set[nn.Module] = set()
     for module in model.modules():
         for names in getattr(type(module), "together", ()):
@@ -104,20 +103,20 @@ def bypassed_layers(model: nn.Module) -> set[nn.Module]:
     return bypassed
 
 
-# A gated feed-forward that keeps its two inner tensors, and not their product.
+# A gated feed-forward that saves gate and up, and not their product.
 #
-# [Note: the product is made again] The last layer needs silu(gate) * up for the gradient of its weight. The backward
-# pass reads gate and up anyway, so it makes the product again in the same pass, over the gradient that it has just
-# read. What is kept of a token falls by the width of the feed-forward.
+# [Note: the product is computed again] The last layer needs silu(gate) * up for the gradient of its weight. The
+# backward pass reads gate and up anyway, so it computes the product again in the same pass, in the memory of the
+# gradient that it has just read. Saved activations shrink by the width of the feed-forward per token.
 #
-# [Note: kept before multiplied] Where activations are recomputed, torch stops as soon as everything that was saved is
-# there again, and what a function saves is looked at when its forward ends. So what the backward pass needs is saved by
-# `_Inner`, before the last product, and `_Last`, which multiplies, saves nothing: the product is not recomputed. The
-# gradient of the output goes from one to the other along `thread`, which has the output's shape and one element.
+# [Note: saved before multiplied] When torch recomputes activations, it stops as soon as all saved tensors are there
+# again, and it sees what a function saves when its forward ends. So what the backward pass needs is saved by
+# `_GatedInner`, before the last product, and `_GatedLast`, which multiplies, saves nothing: the product is not
+# recomputed. The gradient of the output flows from one to the other along `thread`, an expanded tensor of one element.
 
 
 def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`. Layers that are not plain, as `linears.is_plain` has it, are called."""
+    """`down(silu(gate(x)) * up(x))`; layers that are not `is_plain` are called."""
     g, u = apply_linears(x, (gate, up))
     if is_plain(down) and g.dtype == u.dtype:
         return gated_down(g, u, down.weight)  # type: ignore[arg-type]
@@ -125,7 +124,7 @@ def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> 
 
 
 def gated_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """`F.linear(silu(gate) * up, weight)`, of tensors of one format; keeps its arguments only."""
+    """`F.linear(silu(gate) * up, weight)`, of tensors of one dtype; saves its arguments only."""
     gate, up, weight = as_autocast_would(gate.contiguous(), up.contiguous(), weight)
     thread, product = _GatedInner.apply(gate, up, weight)  # type: ignore[no-untyped-call]
     out: Tensor = _GatedLast.apply(thread, product, weight.detach())  # type: ignore[no-untyped-call]
@@ -133,12 +132,12 @@ def gated_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_down_plain(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """The plain twin."""
+    """`gated_down` in torch operations."""
     return F.linear(swiglu_plain(gate, up), weight)
 
 
 class _GatedInner(torch.autograd.Function):
-    """The middle; its backward is that of the whole. See [Note: kept before multiplied]."""
+    """silu(gate) * up; its backward is that of `gated_down`. See [Note: saved before multiplied]."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +156,7 @@ class _GatedInner(torch.autograd.Function):
         inside, learns = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
         grad_gate = grad_up = grad_weight = product = None
         rows = rows_of(grad)
-        with torch.autocast(grad.device.type, enabled=False):  # the formats were chosen in the forward pass
+        with torch.autocast(grad.device.type, enabled=False):  # the dtypes were chosen in the forward pass
             if inside:
                 grad_gate, grad_up, product = slopes_of(gate, up, (rows @ weight).view(gate.shape), again=learns)
             if learns:
@@ -166,7 +165,7 @@ class _GatedInner(torch.autograd.Function):
 
 
 class _GatedLast(torch.autograd.Function):
-    """The last product; hands its gradient on as it is."""
+    """The last product; passes its gradient on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, thread: Tensor, product: Tensor, weight: Tensor) -> Tensor:

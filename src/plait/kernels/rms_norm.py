@@ -1,4 +1,4 @@
-"""RMSNorm, alone or of a sum, in one pass over memory each way; in torch's own operations where there is no kernel."""
+"""RMSNorm, optionally of a sum, in one kernel per direction; in torch operations where there is no kernel."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from plait.fake_tensors import on_fake_tensors
 from plait.kernels.registry import implementation
 from plait.kernels.triton import HAS_TRITON, on_device_of
 
-# The Triton forms of `rms_norm`: a row is read once and written once, whatever is computed from it in between.
-
-
 _PROGRAMS = 512
-"""Programs of the backward pass over wide rows; each adds up the weight's gradient over its own. Narrow rows leave a
-program little to do at a time, so they get more."""
+"""Programs of the backward pass over wide rows; each sums the weight's gradient over its rows. Narrow rows get more
+programs, since one program alone would not keep an SM busy."""
 
 if HAS_TRITON:
     import triton
@@ -27,7 +24,7 @@ if HAS_TRITON:
     def _forward_kernel(  # type: ignore[no-untyped-def]
         x, residual, weight, total, out, scales, width, eps, has_residual: tl.constexpr, block: tl.constexpr
     ):
-        """One program a row."""
+        """One program per row."""
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, block)
         inside = at < width
@@ -35,7 +32,7 @@ if HAS_TRITON:
         value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
         if has_residual:
             value += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
-            # What goes on is the rounded sum, so that is what is normed.
+            # The residual stream is the rounded sum, so the norm is computed from that.
             sum_rounded = value.to(total.dtype.element_ty)
             tl.store(total + offset, sum_rounded, mask=inside)
             value = sum_rounded.to(tl.float32)
@@ -58,7 +55,7 @@ if HAS_TRITON:
         has_residual: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program for many rows, so that few sums of the weight's gradient are left to add."""
+        """One program for many rows, so that few partial sums of the weight's gradient remain."""
         program = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, block)
         inside = at < width
@@ -90,7 +87,7 @@ def _forward_fake(
 def forward_triton(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The sum with the residual, where there is one; its norm; and each row's scale, fp32."""
+    """Return the sum with the residual, where there is one; its norm; and the scale of each row, fp32."""
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     out, scales = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     total = None if residual is None else torch.empty_like(x)
@@ -122,7 +119,7 @@ def _backward_fake(
 def backward_triton(
     x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what was normed, with that of the sum added where there is one, and of the weight, fp32."""
+    """Return the gradient of the norm's input, with that of the sum added if there is one, and the weight's, fp32."""
     rows, width = len(scales), x.shape[-1]
     grad_x = torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -155,7 +152,7 @@ MAX_WIDTH = 32768
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` divided by the root of its mean square along the last dim, times `weight`; in the format of `x`."""
+    """`x` divided by the root of its mean square along the last dim, times `weight`; in the dtype of `x`."""
     if not _is_fused(x):
         return rms_norm_plain(x, weight, eps)
     out: Tensor = _RMSNorm.apply(x, None, weight, eps, False)[1]  # type: ignore[no-untyped-call]
@@ -163,7 +160,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x` as it is, and its norm. Who goes on with this `x` has its gradient added where the norm's is made."""
+    """`x` and its norm. The gradient of the `x` returned is added inside the kernel of the norm's gradient."""
     if not _is_fused(x):
         return x, rms_norm_plain(x, weight, eps)
     same, out = _RMSNorm.apply(x, None, weight, eps, True)  # type: ignore[no-untyped-call]
@@ -171,7 +168,7 @@ def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of two tensors of one format, and its norm."""
+    """The sum of two tensors of one dtype, and its norm."""
     if not _is_fused(x) or x.dtype != y.dtype:
         total = x + y
         return total, rms_norm_plain(total, weight, eps)
@@ -180,7 +177,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The plain twin: computed in fp32 or wider, rounded at the end."""
+    """`rms_norm` in torch operations: computed in fp32 or wider, rounded at the end."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps).to(x.dtype)
 
@@ -190,7 +187,7 @@ def _is_fused(x: Tensor) -> bool:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps what was normed, and one number a row."""
+    """Saves the norm's input, and one number per row."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys together: each read once and written once, forward and backward."""
+"""Rotary embedding of queries and keys in one kernel per direction."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ if HAS_TRITON:
         k_block: tl.constexpr,
         half_block: tl.constexpr,
     ):
-        """One program a token."""
+        """One program per token."""
         program = tl.program_id(0).to(tl.int64)
         batch, token = program // tokens, program % tokens
         at = tl.arange(0, half_block)[None, :]
@@ -123,9 +123,9 @@ if HAS_TRITON:
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle; in fp32 inside.
+    """Rotate each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle, computed in fp32.
 
-    The tables are (batch or 1, tokens, at least head_dim / 2); only that many columns are looked at.
+    The tables are (batch or 1, tokens, at least head_dim / 2); only the first head_dim / 2 columns are used.
     """
     if implementation("rotary", q) == "torch" or q.stride(-1) != 1 or k.stride(-1) != 1:
         return apply_rotary_plain(q, cos, sin), apply_rotary_plain(k, cos, sin)
@@ -134,7 +134,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def apply_rotary_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The plain twin, of one tensor."""
+    """`apply_rotary` of one tensor, in torch operations."""
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     c, s = cos[:, None, :, :half].to(wide), sin[:, None, :, :half].to(wide)
@@ -143,7 +143,7 @@ def apply_rotary_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Turning back is turning the other way, so only the tables are kept."""
+    """The backward pass rotates the other way, so only the tables are saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,8 +165,8 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, direction: float) -
     out = torch.empty_like(q), torch.empty_like(k)
     batch, q_heads, tokens, dim = q.shape
     k_heads = k.shape[1]
-    assert cos.stride() == sin.stride(), "the tables lie alike"
-    assert cos.stride(-1) == 1, "the tables lie along the last dim"
+    assert cos.stride() == sin.stride(), "both tables have the same strides"
+    assert cos.stride(-1) == 1, "the tables are contiguous along the last dim"
     with on_device_of(q):
         _kernel[(batch * tokens,)](
             q,

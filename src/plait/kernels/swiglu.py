@@ -1,4 +1,4 @@
-"""The middle of a gated feed-forward, silu(gate) * up: one pass each way, and nothing kept but the inputs."""
+"""silu(gate) * up in one kernel per direction; only the inputs are saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if HAS_TRITON:
     def _backward_kernel(  # type: ignore[no-untyped-def]
         gate, up, grad, grad_gate, grad_up, out, count, has_out: tl.constexpr, block: tl.constexpr
     ):
-        """`out` may lie where `grad` does: a program has read its part before it writes."""
+        """`out` may be `grad`: a program has loaded its elements before it stores."""
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = at < count
         g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ if HAS_TRITON:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, of tensors of one shape and format."""
+    """`silu(gate) * up`, of tensors of one shape and dtype."""
     if not _is_fused(gate, up):
         return swiglu_plain(gate, up)
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
-    """The plain twin."""
+    """`swiglu` in torch operations."""
     return F.silu(gate) * up
 
 
@@ -76,7 +76,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def product_of(gate: Tensor, up: Tensor) -> Tensor:
-    """The forward pass alone, of contiguous tensors."""
+    """The forward pass without autograd, of contiguous tensors."""
     if not _is_fused(gate, up):
         return swiglu_plain(gate, up)
     return _product_triton(gate, up)
@@ -95,10 +95,7 @@ def _product_triton(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def slopes_of(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The backward pass alone, of contiguous tensors: gradients of both.
-
-    `again`: the product too, which may take the place of `grad`.
-    """
+    """The gradients of gate and up, of contiguous tensors; with `again` also the product, which may overwrite grad."""
     if not _is_fused(gate, up):
         return slopes_plain(gate, up, grad, again=again)
     return _slopes_triton(gate, up, grad, again)
@@ -121,7 +118,7 @@ def _slopes_triton(gate: Tensor, up: Tensor, grad: Tensor, again: bool) -> tuple
 def slopes_plain(
     gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The plain twin of `slopes_of`: computed in fp32 or wider, and rounded once."""
+    """`slopes_of` in torch operations: computed in fp32 or wider, and rounded once."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     g, u, d = gate.to(wide), up.to(wide), grad.to(wide)
     s = g.sigmoid()

@@ -1,7 +1,7 @@
-"""Whether Triton is here, and when its kernels are for a tensor.
+"""Whether Triton is installed, and which tensors its kernels take.
 
-A kernel stands beside its plain twin. It is taken on CUDA; elsewhere the twin is, unless Triton's interpreter runs,
-which plays kernels on the CPU so that tests can look at them there.
+Each kernel has a plain form in torch operations. Kernels run on CUDA; elsewhere the plain form does, unless Triton's
+interpreter is on (`TRITON_INTERPRET=1`), which executes kernels on the CPU, for tests.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def _would_have_kernels(tensor: Tensor, capability: tuple[int, int] = (0, 0)) ->
 
 @on_fake_tensors(_would_have_kernels)
 def has_kernels(tensor: Tensor, capability: tuple[int, int] = (0, 0)) -> bool:
-    """Whether kernels that need a compute capability can run on a tensor; a fake one is taken for what it claims."""
+    """Whether kernels that need a compute capability can run on a tensor; of a fake tensor, on its device."""
     if not tensor.is_cuda:
         return interprets()
     return HAS_TRITON and (capability == (0, 0) or torch.cuda.get_device_capability(tensor.device) >= capability)
 
 
 def interprets() -> bool:
-    """Whether kernels are played by Triton's interpreter."""
+    """Whether Triton's interpreter executes kernels."""
     if not HAS_TRITON:
         return False
     import triton
@@ -41,5 +41,5 @@ def interprets() -> bool:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Where a kernel over this tensor is launched."""
+    """A context in which kernels are launched on the device of a tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

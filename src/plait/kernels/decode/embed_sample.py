@@ -1,6 +1,6 @@
-"""The two ends of a token's way through a decoder: its vector in front of the first layer, and the choice of the next.
+"""The first and the last kernel of a decode step: embedding look-up, and the head together with sampling.
 
-What stands beside them, where each row is and what the greatest logits are, takes no pass of its own.
+Updating the rows' positions, and the reductions that sampling needs, are part of these kernels.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ from plait.kernels.decode.skinny_gemm import (
     supports,
 )
 
-# The Triton forms of `ends`.
-
-
 if HAS_TRITON:
     import triton
     import triton.language as tl
@@ -78,7 +75,7 @@ if HAS_TRITON:
         block_k: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """A tile of logits, rounded as they would be written: what is chosen must not depend on who looks for it."""
+        """A tile of logits, rounded to the dtype in which they would be stored, so that every kernel picks alike."""
         safe = tl.minimum(column, features - 1)
         if dependent:  # see [Note: programmatic dependent launch]
             prefetch_rows(weight, safe, 0, width, width, 16)
@@ -111,7 +108,7 @@ if HAS_TRITON:
         block_k: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """One program for a tile of logits, of which it leaves what `greedy` would find in such a piece."""
+        """One program per tile of logits: store what `greedy` keeps of a piece."""
         tile = tl.program_id(0)
         row, column = tl.arange(0, block_m), tile * block_n + tl.arange(0, block_n)
         value = _logits_tile(
@@ -136,7 +133,7 @@ if HAS_TRITON:
         tl.store(most + there, peak, mask=row < rows)
         index = tl.min(tl.where(value == peak[:, None], column[None, :], features), 1)
         tl.store(which + there, index, mask=row < rows)
-        # A piece in which nothing is possible must not make its sum undefined.
+        # A piece of which all logits are -inf must not make its sum NaN.
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         tl.store(sums + there, tl.sum(tl.exp(value - shift[:, None]), 1), mask=row < rows)
 
@@ -165,10 +162,7 @@ if HAS_TRITON:
         block_k: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """One program for a tile of logits, which it writes, and of which it leaves what `sample` has to know.
-
-        `piece_count` is how many pieces of `piece` words there are.
-        """
+        """One program per tile of logits: store it, and what `SamplingPieces` keeps of it."""
         row, column = tl.arange(0, block_m), tl.program_id(0) * block_n + tl.arange(0, block_n)
         value = _logits_tile(
             x,
@@ -227,7 +221,7 @@ if HAS_TRITON:
         dependent: tl.constexpr,
         prefetches: tl.constexpr,
     ):
-        """One program a row: its place, and the vector of its token there."""
+        """One program per row: advance its position, and load its token's embedding."""
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
         if prefetches:
             prefetch_next(
@@ -260,16 +254,16 @@ if HAS_TRITON:
 
 
 class RowPositions(NamedTuple):
-    """Where rows stand (rows), in whole numbers of one kind."""
+    """The positions of the rows (rows), of one integer dtype."""
 
     lengths: Tensor
     last: Tensor
-    """The last place that each row has."""
+    """The last position of each row."""
     positions: Tensor
-    """Where the next token of each belongs."""
+    """The position of each row's next token."""
 
     def advance(self) -> None:
-        """Find the places, and count the tokens that go there."""
+        """Compute the positions of the next tokens, and add these to the lengths."""
         torch.minimum(self.lengths, self.last, out=self.positions)
         self.lengths.add_(1)
 
@@ -277,7 +271,7 @@ class RowPositions(NamedTuple):
 def embed(
     tokens: Tensor, embedding: Tensor, norm: Norm, *, at: RowPositions | None = None, prefetch: Prefetch | None = None
 ) -> ResidualStream:
-    """The rows of an embedding that the tokens name; rows of a cache, where given, advance by one."""
+    """Look the tokens up in an embedding; the rows of a cache, where given, advance by one."""
     if not supports(embedding, embedding) or len(tokens) > MOST_ROWS:
         if at is not None:
             at.advance()
@@ -307,7 +301,7 @@ def embed(
 def greedy_head(
     stream: ResidualStream, head: Tensor, counters: Tensor, *, table: ConfigTable = CONFIGS
 ) -> tuple[Tensor, Tensor]:
-    """`greedy` of the norm of the stream times a weight (vocabulary, width); kernels write no logits."""
+    """`greedy` of the logits `stream.normed() @ head.T`, for a head (vocabulary, width); no logits are stored."""
     config = config_for("wide", stream.x, [head], table)
     if config is None or len(head) < WIDE:
         return greedy(project(stream, [head], counters, table=table))
@@ -340,9 +334,9 @@ def sample_head(
     *,
     table: ConfigTable = CONFIGS,
 ) -> tuple[Tensor, Tensor]:
-    """`sample` of the norm of the stream times a weight (vocabulary, width); who multiplies leaves the sums too."""
+    """`sample_tokens` of the logits `stream.normed() @ head.T`; the product stores the sums of its pieces too."""
     config = config_for("wide", stream.x, [head], table)
-    # In fp32, whose logits are not rounded, a compiler would join the norm to what is done with them here.
+    # Not in fp32, whose logits are not rounded: the compiler would contract the norm's factor into what follows.
     one_pass = len(head) >= WIDE and stream.x.itemsize == 2 and can_sample(len(head), rng)
     if config is None or not one_pass or config.n % PIECE:
         return sample_tokens(project(stream, [head], counters, table=table), temperature, rng)

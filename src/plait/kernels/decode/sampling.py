@@ -1,16 +1,16 @@
-"""A token of each row, drawn from the whole vocabulary, and its log-probability, in one pass over the logits.
+"""Greedy and random sampling from the whole vocabulary, with log-probabilities, in one pass over the logits.
 
-[Note: whole numbers in pieces]
-Probabilities become whole numbers before they are added up, so that sums do not depend on the order. One pass cannot
-know the largest logit of a row beforehand: so the vocabulary is cut into pieces of `PIECE` words, whoever cuts it, and
-a word's weight is beside the largest of its own piece, in `WORD_BITS` bits. A piece counts with the sum of its words,
-times how far its largest is below that of the row, as a whole number again. A chance picks a piece, and what is left
-of it a word there.
+[Note: integer weights in pieces]
+Probabilities become integers before they are added up, so that sums do not depend on the order. One pass cannot know
+the largest logit of a row in advance: so the vocabulary is cut into pieces of `PIECE` tokens, the same in every kernel,
+and a token's weight is relative to the largest of its own piece, in `WORD_BITS` bits. The weight of a piece is the sum
+of its tokens' weights, times the exponential of the difference between its largest logit and the row's, as an integer
+again. A random number picks a piece, and its remainder a token of the piece.
 
-What follows from it: a row with the same logits and the same chance gets the same token on a device, whatever else is
-in the batch, however its kernels are cut up, and each time. What is drawn always has some weight. Between devices, or
-between a kernel and its plain twin, exponentials differ in their last digit: there the token is the same unless the
-chance lies that close to the border between two.
+Hence a row with the same logits and the same random number gets the same token on a device, every time, whatever else
+is in the batch and however its kernels are tiled. A sampled token always has a positive weight. Between devices, or
+between a kernel and its plain form, exponentials differ in their last bit: there the token is the same unless the
+random number is that close to the border between two tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from torch import Tensor
 from plait.kernels import HAS_TRITON, implementation, on_device_of
 from plait.kernels.decode.dependent_launch import dependent_launch_options
 
-# The likeliest token of each row, and log-probabilities, in one pass over the logits.
-
-
 _GREEDY_BLOCK = 4096
 
 if HAS_TRITON:
@@ -37,13 +34,13 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _greedy_pieces_kernel(logits, most, which, sums, vocabulary, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program for a piece of a row."""
+        """One program per piece of a row."""
         row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
         at = piece * block + tl.arange(0, block)
         inside = at < vocabulary
         value = tl.load(logits + row * vocabulary + at, mask=inside, other=float("-inf")).to(tl.float32)
         peak = tl.max(value, 0)
-        # A piece in which nothing is possible must not make its sum undefined.
+        # A piece of which all logits are -inf must not make its sum NaN.
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         slot = row * tl.num_programs(1) + piece
         tl.store(most + slot, peak)
@@ -54,7 +51,7 @@ if HAS_TRITON:
     def _whole_kernel(  # type: ignore[no-untyped-def]
         most, which, sums, token, logprob, vocabulary, pieces, block: tl.constexpr, dependent: tl.constexpr
     ):
-        """One program a row."""
+        """One program per row."""
         if dependent:
             wait_for_previous()
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
@@ -63,7 +60,7 @@ if HAS_TRITON:
         peak = tl.max(peaks, 0)
         first = tl.load(which + row * pieces + at, mask=inside, other=0)
         chosen = tl.min(tl.where((peaks == peak) & inside, first, vocabulary), 0)
-        # Logits that are no numbers must not lead out of the vocabulary.
+        # With NaN logits the token must still be one of the vocabulary.
         tl.store(token + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
         piece_sums = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
         shift = tl.where(peaks == float("-inf"), float("-inf"), peaks - peak)
@@ -71,24 +68,24 @@ if HAS_TRITON:
 
 
 class GreedyPieces(NamedTuple):
-    """What is known of logits after one pass over them, (rows, pieces) each."""
+    """What greedy sampling keeps of the logits after one pass, (rows, pieces) each."""
 
     most: Tensor
-    """The largest of a piece, fp32."""
+    """The largest logit of a piece, fp32."""
     which: Tensor
     """The first token that has it, int32."""
     sums: Tensor
-    """Of the exponentials of all, beside the largest, fp32."""
+    """The sum of exponentials relative to the largest, fp32."""
     vocabulary: int
 
     @classmethod
     def empty(cls, rows: int, pieces: int, vocabulary: int, device: torch.device) -> GreedyPieces:
-        """Room for them."""
+        """Allocate the tensors."""
         most, sums = (torch.empty(rows, pieces, dtype=torch.float32, device=device) for _ in range(2))
         return cls(most, torch.empty(rows, pieces, dtype=torch.int32, device=device), sums, vocabulary)
 
     def greedy(self, *, dependent: bool = False) -> tuple[Tensor, Tensor]:
-        """The first of the likeliest tokens of each row, and its log-probability in fp32."""
+        """The most likely token of each row (the first, where several are), and its log-probability in fp32."""
         rows, pieces = self.most.shape
         token = torch.empty(rows, dtype=torch.int64, device=self.most.device)
         logprob = torch.empty(rows, dtype=torch.float32, device=self.most.device)
@@ -110,7 +107,7 @@ class GreedyPieces(NamedTuple):
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the likeliest tokens of each row (rows, vocabulary), and its log-probability in fp32."""
+    """The most likely token of each row of logits (rows, vocabulary), and its log-probability in fp32."""
     if not _is_greedy_fused(logits):
         return greedy_plain(logits)
     rows, vocabulary = logits.shape
@@ -121,13 +118,13 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy_plain(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain twin."""
+    """`greedy` in torch operations."""
     token = logits.argmax(-1)
     return token, logprob_of_plain(logits, token)
 
 
 def logprob_of(logits: Tensor, token: Tensor) -> Tensor:
-    """The log-probability of one token of each row (rows, vocabulary), in fp32."""
+    """The log-probability of one token of each row of logits (rows, vocabulary), in fp32."""
     if not _is_greedy_fused(logits):
         return logprob_of_plain(logits, token)
     likeliest, most = greedy(logits)
@@ -136,7 +133,7 @@ def logprob_of(logits: Tensor, token: Tensor) -> Tensor:
 
 
 def logprob_of_plain(logits: Tensor, token: Tensor) -> Tensor:
-    """The plain twin."""
+    """`logprob_of` in torch operations."""
     logits = logits.float()
     return logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1)
 
@@ -145,17 +142,14 @@ def _is_greedy_fused(logits: Tensor) -> bool:
     return implementation("decode", logits) == "plait" and logits.is_contiguous()
 
 
-# Numbers that decide draws, without a generator.
-#
-# [Note: a row's chance is its own]
-# The number that decides a choice is a hash of (seed, key of the row, how many tokens the row has so far). So a text
-# depends on its prompt, its key and the seed, and on nothing else: neither on what else is in the batch, nor on which
-# rank computes it, nor on rows that leave early. There is no generator whose state would have to be carried along, and
-# nothing that a CUDA graph could not repeat.
+# [Note: counter-based random numbers]
+# The random number of a token is a hash of (seed, key of the row, number of tokens that the row has). So a text depends
+# on its prompt, its key and the seed alone: neither on the rest of the batch, nor on the rank that computes it, nor on
+# rows that finish early. There is no generator state to keep, and nothing that a CUDA graph could not replay.
 
 
 COUNTER_RNG_BITS = 28
-"""Of the number that decides."""
+"""Bits of a random number."""
 _MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
 
@@ -172,34 +166,34 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def random_bits(seed, key, count, bits: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The chance of a row, from a seed that `CounterRNG.seed_bits` gave, its key and its count (int64 both)."""
+        """The random number of a row, from `CounterRNG.seed_bits`, its key and its count (both int64)."""
         begun = _hash_kernel((seed.to(tl.int64) + key) & 0xFFFFFFFF)
         keyed = _hash_kernel(begun ^ ((key >> 32) & 0xFFFFFFFF))
         return _hash_kernel((keyed + count * 0x9E3779B9) & 0xFFFFFFFF) >> (32 - bits)
 
 
 class CounterRNG(NamedTuple):
-    """What the chances of rows follow from; see [Note: a row's chance is its own]."""
+    """The random numbers of some rows; see [Note: counter-based random numbers]."""
 
     keys: Tensor
     """(rows), int64"""
     counts: Tensor
-    """How many tokens each row has (rows), int64."""
+    """The number of tokens of each row (rows), int64."""
     seed: int
 
     def bits(self) -> Tensor:
-        """A number of `COUNTER_RNG_BITS` bits for each row."""
+        """A random number of `COUNTER_RNG_BITS` bits for each row."""
         keyed = _hash(_hash(self.keys + _seed_hash(self.seed) & _MASK) ^ (self.keys >> 32 & _MASK))
         return _hash(keyed + self.counts * 0x9E3779B9 & _MASK) >> (32 - COUNTER_RNG_BITS)
 
     def seed_bits(self) -> int:
-        """The seed as a kernel takes it: with a sign, for Triton would compile another one for more than 31 bits."""
+        """The seed for a kernel: signed, as Triton would compile another kernel for more than 31 bits."""
         begun = _seed_hash(self.seed)
         return begun - (1 << 32) if begun >> 31 else begun
 
 
 def with_seed(key: int, seed: int) -> int:
-    """The key whose chances under seed 0 are those of `key` under `seed`, so that one batch may mix seeds."""
+    """The key whose random numbers under seed 0 are those of `key` under `seed`, so that one batch may mix seeds."""
     return (key >> 32) << 32 | (key + _seed_hash(seed)) & _MASK
 
 
@@ -208,24 +202,24 @@ def _seed_hash(seed: int) -> int:
 
 
 def _hash(bits: _Bits) -> _Bits:
-    """Scatter 32 bits, held in 64, over all 32: two rounds of shift and multiply."""
+    """Hash 32 bits, held in 64: two rounds of shift and multiply."""
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) & _MASK
     bits = ((bits ^ bits >> 15) * 0x846CA68B) & _MASK
     return bits ^ bits >> 16
 
 
 PIECE = 64
-"""Words of a piece; the tiles of every kernel must be multiples."""
+"""Tokens of a piece; the tile width of every kernel must be a multiple."""
 WORD_BITS = 24
-"""Of the weight of the largest word in a piece: sums of a piece fit into 31 bits."""
+"""Bits of the largest weight in a piece: sums over a piece fit into 31 bits."""
 MORE_BITS = 8
-"""That a word of the row's largest piece counts with beyond those: sums of `MOST_PIECES` are exact in float64."""
+"""Further bits of weights in the row's largest piece: sums over `MOST_PIECES` are exact in float64."""
 MOST_PIECES = 1 << 14
 WEIGHT_BITS = 34
-"""Of a probability of 1 in the plain twin; together with the chance it must stay below 63."""
+"""Bits of a probability of 1 in the plain form; together with those of the random number at most 62."""
 _BLOCK = 4096
 _STEEPEST = 1e30
-"""Any difference of logits times this is as good as infinite, and no difference times this is none."""
+"""The largest inverse temperature: a difference of logits times this is practically infinite, and 0 times this is 0."""
 
 if HAS_TRITON:
     import triton
@@ -235,17 +229,17 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _exp_relative(value, reference, scale):  # type: ignore[no-untyped-def]
-        """Exponentials of logits beside another; one that is impossible must not make all others undefined."""
+        """Exponentials of logits relative to a reference; a reference of -inf must not make them NaN."""
         return tl.exp2((value - tl.where(reference == float("-inf"), 0.0, reference)) * scale)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _weight(power, bits: tl.constexpr):  # type: ignore[no-untyped-def]
-        """As whole numbers; what is no number has no weight."""
+        """Integer weights; NaN has no weight."""
         return tl.where(power > 0.0, power * (1 << bits) + 0.5, 0.0).to(tl.int32)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def weigh(value, scale, bits: tl.constexpr, is_scaled: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Of each piece of logits (pieces, words): the largest, the sum of exponentials, and that of the weights."""
+        """Of each piece of logits (pieces, tokens): the largest, the sum of exponentials, and the sum of weights."""
         most = tl.max(tl.where(value == value, value, float("-inf")), 1)
         power = _exp_relative(value, most[:, None], 1.4426950408889634)
         total = tl.sum(power, 1)
@@ -267,7 +261,7 @@ if HAS_TRITON:
         piece: tl.constexpr,
         bits: tl.constexpr,
     ):
-        """One program for some pieces of a row."""
+        """One program per `block` tokens of a row."""
         row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
         piece_index = program * (block // piece) + tl.arange(0, block // piece)
         at = piece_index[:, None] * piece + tl.arange(0, piece)[None, :]
@@ -300,7 +294,7 @@ if HAS_TRITON:
         rng_bits: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """One program a row."""
+        """One program per row."""
         if dependent:
             wait_for_previous()
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
@@ -312,18 +306,18 @@ if HAS_TRITON:
         piece_sums = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
         piece_weights = tl.load(weights + row * pieces + at, mask=inside, other=0)
         peak = tl.max(peaks, 0)
-        # Sums of whole numbers, as large as float64 has them.
+        # Sums of integers, as large as float64 holds exactly.
         share = _exp_relative(peaks, peak, scale)
         share = tl.where(share > 0.0, share, 0.0).to(tl.float64)
         whole = (piece_weights.to(tl.float64) * share * (1 << more_bits) + 0.5).to(tl.int64)
         cumulative, total = tl.cumsum(whole, 0), tl.sum(whole, 0)
         aim = (total.to(tl.float64) * random.to(tl.float64) / (1 << rng_bits)).to(tl.int64)
-        # Where nothing has any weight, this must not lead out of the vocabulary.
+        # Where all weights are 0, the token must still be one of the vocabulary.
         chosen = tl.minimum(tl.sum((cumulative <= aim).to(tl.int32), 0), pieces - 1)
         before = tl.max(tl.where(cumulative <= aim, cumulative, 0), 0)
         its_whole = tl.max(tl.where(at == chosen, whole, 0), 0)
         its_peak = tl.max(tl.where(at == chosen, peaks, float("-inf")), 0)
-        # What is left of the chance, as a weight in the piece. Its words are weighed anew, just as they were before.
+        # The remainder of the random number, as a weight in the piece, whose weights are computed again.
         candidates = chosen * piece + tl.arange(0, piece)
         value = tl.load(logits + row * vocabulary + candidates, mask=candidates < vocabulary, other=float("-inf")).to(
             tl.float32
@@ -340,25 +334,25 @@ if HAS_TRITON:
 
 
 class SamplingPieces(NamedTuple):
-    """What is known of logits after one pass over them, (rows, pieces) each; see [Note: whole numbers in pieces]."""
+    """What sampling keeps of the logits after one pass, (rows, pieces) each; see [Note: integer weights in pieces]."""
 
     most: Tensor
-    """The largest of a piece, fp32."""
+    """The largest logit of a piece, fp32."""
     sums: Tensor
-    """Of the exponentials of all, beside the largest, fp32."""
+    """The sum of exponentials relative to the largest, fp32."""
     weights: Tensor
-    """Of all at the temperature, beside the largest, int32."""
+    """The sum of weights at the temperature, int32."""
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingPieces:
-        """Room for them."""
+        """Allocate the tensors."""
         most, sums = (torch.empty(rows, pieces_of(vocabulary), device=device) for _ in range(2))
         return cls(most, sums, torch.empty_like(most, dtype=torch.int32))
 
     def sample(
         self, logits: Tensor, temperature: float, rng: CounterRNG | Tensor, *, dependent: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """A token of each row of these logits (rows, vocabulary), and its log-probability in fp32."""
+        """Sample a token of each row of these logits (rows, vocabulary); returns it and its log-probability in fp32."""
         rows, pieces = self.most.shape
         token = torch.empty(rows, dtype=torch.int64, device=logits.device)
         logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -390,20 +384,20 @@ class SamplingPieces(NamedTuple):
 
 
 def pieces_of(vocabulary: int) -> int:
-    """How many there are."""
+    """The number of pieces."""
     return -(-vocabulary // PIECE)
 
 
 def scale_at(temperature: float) -> float:
-    """What logits are multiplied with, so that powers of two are exponentials at a temperature."""
+    """The factor on logits that makes powers of two exponentials at a temperature."""
     return min(math.log2(math.e) / temperature, _STEEPEST)
 
 
 def sample_tokens(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each row of logits (rows, vocabulary), at a temperature above 0, and its log-probability in fp32.
+    """Sample a token of each row of logits (rows, vocabulary) at a temperature above 0.
 
-    The log-probability is that of temperature 1. `rng` may be the numbers themselves (rows), of `COUNTER_RNG_BITS`
-    bits.
+    Returns the tokens and their log-probabilities in fp32, at temperature 1. `rng` may be the random numbers themselves
+    (rows), of `COUNTER_RNG_BITS` bits.
     """
     if not _is_fused(logits, rng):
         return sample_tokens_plain(logits, temperature, rng)
@@ -426,13 +420,13 @@ def sample_tokens(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) 
 
 
 def sample_tokens_plain(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
-    """The plain twin, of which the whole row is one piece."""
+    """`sample_tokens` in torch operations, with the whole row as one piece."""
     token = pick_index(weights_of(logits, temperature).cumsum(-1), bits_of(rng))
     return token, logprob_of(logits, token)
 
 
 def weights_of(logits: Tensor, temperature: float) -> Tensor:
-    """Probabilities at a temperature, of logits (rows, vocabulary), as whole numbers."""
+    """Probabilities at a temperature, of logits (rows, vocabulary), as integers."""
     scores = logits.float()
     if temperature != 1.0:
         scores = (scores - scores.amax(-1, keepdim=True)) * min(1.0 / temperature, _STEEPEST)
@@ -440,19 +434,22 @@ def weights_of(logits: Tensor, temperature: float) -> Tensor:
 
 
 def pick_index(cumulative: Tensor, bits: Tensor, total: Tensor | None = None) -> Tensor:
-    """Where in sums of weights up to each place (rows, places) chances fall; `total` (rows, 1), if fewer count."""
+    """The index at which random bits (rows) fall into cumulative weights (rows, indices).
+
+    `total` (rows, 1) is the sum of the weights that count, where these are not all.
+    """
     total = cumulative[:, -1:] if total is None else total
     index = torch.searchsorted(cumulative, total * bits[:, None] >> COUNTER_RNG_BITS, right=True)
-    return index.squeeze(1).clamp(max=cumulative.shape[1] - 1)  # logits that are no numbers must not lead out of them
+    return index.squeeze(1).clamp(max=cumulative.shape[1] - 1)  # for NaN logits
 
 
 def bits_of(rng: CounterRNG | Tensor) -> Tensor:
-    """The numbers that decide (rows)."""
+    """The random numbers (rows)."""
     return rng.bits() if isinstance(rng, CounterRNG) else rng
 
 
 def can_sample(vocabulary: int, rng: CounterRNG | Tensor) -> bool:
-    """Whether kernels can draw from so many words, with such chances."""
+    """Whether the kernels can sample from such a vocabulary, with such random numbers."""
     tensors = rng[:2] if isinstance(rng, CounterRNG) else (rng,)
     known = all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in tensors)
     return known and pieces_of(vocabulary) <= MOST_PIECES

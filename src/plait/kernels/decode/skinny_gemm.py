@@ -1,11 +1,9 @@
-"""Few rows times large weights, as a decoder has them while it writes: what matters is that weights are read fast.
+"""Skinny GEMMs: few rows times a large weight, which is bound by reading the weight. Without gradients.
 
-[Note: a stream carries its norm] An RMSNorm is a gain for each feature and a factor for each row. Who writes the
-residual stream writes it a second time, times the gain of the norm that comes next, and its sums of squares. Who reads
-it multiplies that with a weight, and the result with the factor. So a norm takes no pass of its own, and nothing is
-computed between reading and multiplying. Numbers of 16 bits must have the range of fp32 for it, as bf16 has.
-
-Nothing here has gradients.
+[Note: a stream carries its norm] An RMSNorm is a factor per feature (its weight) and a factor per row. The kernel that
+writes the residual stream also writes it times the next norm's weight, and its sums of squares. The kernel that reads
+it multiplies the former with its weight matrix, and the result with the factor per row. So a norm takes no pass of its
+own, and nothing is computed between load and product. A 16-bit dtype must have the range of fp32 for this, as bf16 has.
 """
 
 from __future__ import annotations
@@ -27,15 +25,13 @@ from plait.kernels.decode.dependent_launch import (
     uses_dependent_launch,
 )
 
-# The Triton forms of `skinny`: few rows times large weights, each weight read once.
-#
 # [Note: the last program reduces] Where there are too few tiles to keep the device busy, several programs share one,
-# each along a part of the summed dim. Each leaves its sums in `partial` and counts itself. Who counts last adds up what
-# all have left, always in the same order, and sets the count back to zero for the next launch.
+# each with a part of the reduced dim (split-K). Each stores its sums in `partial` and increments a counter. The program
+# that counts last adds up all sums, always in the same order, and resets the counter for the next launch.
 #
-# [Note: early loads] What is needed behind the product is loaded before it, so that nobody waits for it at the end. The
-# stream that a product is added to is older than what is multiplied, so at least two kernels old: it is loaded before
-# the wait of [Note: programmatic dependent launch].
+# [Note: early loads] What is needed after the product is loaded before it, to hide its latency. The residual stream
+# that a product is added to was written at least two kernels before: it is loaded before the wait of [Note:
+# programmatic dependent launch].
 
 
 if HAS_TRITON:
@@ -51,19 +47,19 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _rows(x, row, at, rows, width):  # type: ignore[no-untyped-def]
-        """A piece of the input (rows, width)."""
+        """A tile of the input (rows, width)."""
         inside = (row < rows)[:, None] & (at < width)[None, :]
         return tl.load(x + row.to(tl.int64)[:, None] * width + at[None, :], mask=inside, other=0.0)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _piece(weight, column, at, width):  # type: ignore[no-untyped-def]
-        """A piece of a weight (features, width), which nobody reads a second time."""
+        """A tile of a weight (features, width), which is read once."""
         address = weight + column.to(tl.int64)[:, None] * width + at[None, :]
         return tl.load(address, mask=(at < width)[None, :], other=0.0, eviction_policy="evict_first")
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def squares_of(squares, begin, pieces, row, rows, block_m: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Some of the sums of squares (pieces, rows)."""
+        """A block of the sums of squares (pieces, rows)."""
         at_once: tl.constexpr = 2048 // block_m if block_m <= 32 else 4096 // block_m
         piece = begin + tl.arange(0, at_once)
         inside = (piece < pieces)[:, None] & (row < rows)[None, :]
@@ -71,7 +67,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def scale_of(begun, squares, pieces, row, rows, width, eps, block_m: tl.constexpr):  # type: ignore[no-untyped-def]
-        """What an RMSNorm multiplies each row with, from sums of squares of which the first are there."""
+        """The RMSNorm's factor per row, from sums of squares of which the first block is loaded."""
         total = tl.sum(begun, 0)
         for begin in range(begun.shape[0], pieces, begun.shape[0]):
             total += tl.sum(squares_of(squares, begin, pieces, row, rows, block_m), 0)
@@ -79,7 +75,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _load_residual(residual, gain, offset, column, inside):  # type: ignore[no-untyped-def]
-        """What a product is added to, and the gain of the norm behind it."""
+        """The residual that a product is added to, and the weight of the next norm."""
         value = tl.load(residual + offset, mask=inside, other=0.0, cache_modifier=".cg")
         return value.to(tl.float32), tl.load(gain + column).to(tl.float32)
 
@@ -97,7 +93,7 @@ if HAS_TRITON:
         block_n: tl.constexpr,
         block_k: tl.constexpr,
     ):
-        """Rows times columns of a weight, added up along some steps of the width."""
+        """A tile of the product, summed over some steps of the width."""
         total = tl.zeros((block_m, block_n), dtype=tl.float32)
         for step in range(first, last):
             at = step * block_k + tl.arange(0, block_k)
@@ -146,7 +142,7 @@ if HAS_TRITON:
         early: tl.constexpr,
         prefetches: tl.constexpr,
     ):
-        """One program for a tile of one of up to three weights, and a part of the summed dim."""
+        """One program per tile of one of up to three weights, and part of the reduced dim."""
         tile, split_index = tl.program_id(0), tl.program_id(1)
         weight, features, begin, weight_tile = first, n_first, 0, tile
         if weight_tile >= tl.cdiv(n_first, block_n):
@@ -215,7 +211,7 @@ if HAS_TRITON:
             if adds:
                 if not early:
                     residual_value, factor = _load_residual(residual, gain, offset, safe, inside)
-                # Rounded before it is added, as a layer would leave it, and after, as it goes on.
+                # Rounded before and after the addition, as separate layers would do.
                 total = (total.to(dtype).to(tl.float32) + residual_value).to(dtype).to(tl.float32)
                 tl.store(gained + offset, (total * factor[None, :]).to(dtype), mask=inside)
                 squared = tl.sum(tl.where(inside, total * total, 0.0), 1)
@@ -252,7 +248,7 @@ if HAS_TRITON:
         early: tl.constexpr,
         prefetches: tl.constexpr,
     ):
-        """One program for the same tile of two weights."""
+        """One program per tile of both weights."""
         row, k = tl.arange(0, block_m), tl.arange(0, block_k)
         column = tl.program_id(0) * block_n + tl.arange(0, block_n)
         safe = tl.minimum(column, features - 1)
@@ -295,22 +291,22 @@ if HAS_TRITON:
 
 
 MOST_ROWS, MOST_WEIGHTS = 128, 3
-"""What the kernels take."""
+"""Limits of the kernels."""
 MOST_ROWS_WIDE = 16
-"""Of fp32, which they multiply one by one."""
+"""Rows of fp32, which is multiplied without tensor cores."""
 COUNTERS = 4096
-"""Tiles that programs may share, see [Note: the last program reduces]."""
+"""Tiles that several programs may share; see [Note: the last program reduces]."""
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: its weight, and what keeps it from dividing by zero."""
+    """An RMSNorm."""
 
     weight: Tensor
     eps: float
 
 
 class ResidualStream(NamedTuple):
-    """The residual stream in front of a norm; see [Note: a stream carries its norm]."""
+    """The residual stream before a norm; see [Note: a stream carries its norm]."""
 
     x: Tensor
     """(rows, width)"""
@@ -321,25 +317,25 @@ class ResidualStream(NamedTuple):
     """Sums of squares of each row, in pieces (pieces, rows), fp32."""
 
     def normed(self) -> Tensor:
-        """The norm itself."""
+        """The normalized stream."""
         return rms_norm(self.x, *self.norm)
 
     def readable(self) -> tuple[Tensor, Tensor | None]:
-        """What is multiplied, and sums of squares where the norm is not done yet."""
+        """The input of a product, and the sums of squares where the norm's factor is still to be applied."""
         return (self.normed(), None) if self.gained is None else (self.gained, self.squares)
 
 
 class GemmConfig(NamedTuple):
-    """How a kernel cuts its work up."""
+    """Launch configuration of a kernel."""
 
     n: int
     """Features of a tile."""
     k: int
-    """Numbers of 16 bits that are added up at a time."""
+    """16-bit elements that are reduced per step."""
     warps: int
     stages: int
     programs: int = 0
-    """Where tiles are fewer, programs share them, up to so many."""
+    """Where there are fewer tiles than this, programs share them, up to so many programs."""
 
 
 ConfigTable = Mapping[tuple[str, int], GemmConfig | None]
@@ -363,15 +359,15 @@ CONFIGS: ConfigTable = MappingProxyType(
         ("gated", 128): GemmConfig(n=64, k=64, warps=4, stages=6),
     }
 )
-"""For each form and number of rows, found on an H200 by `benchmarks/skinny.py`. Nothing: torch's own operations."""
+"""The fastest for each form and number of rows on an H200 (`benchmarks/skinny.py`). Others are left to torch."""
 WIDE = 16384
-"""From so many features on there are tiles enough for any device."""
+"""From so many features on, there are enough tiles to fill any device."""
 EARLY_LOADS = True
-"""See [Note: early loads] in `skinny_kernel`."""
+"""See [Note: early loads]."""
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """What `project` and `add` count with; one tensor serves all launches of one CUDA stream."""
+    """The counters of `project` and `add`; one tensor serves all launches of one CUDA stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -384,7 +380,7 @@ def project(
     prefetch: Prefetch | None = None,
     early: bool = EARLY_LOADS,
 ) -> Tensor:
-    """The norm of the stream times each weight (features, width), side by side."""
+    """The normalized stream times each weight (features, width), concatenated."""
     form = "wide" if sum(map(len, weights)) >= WIDE else "project"
     config = config_for(form, stream.x, weights, table)
     if config is None:
@@ -396,7 +392,7 @@ def project(
 
 
 def project_plain(stream: ResidualStream, weights: Sequence[Tensor]) -> Tensor:
-    """The plain twin."""
+    """`project` in torch operations."""
     x = stream.normed()
     return torch.cat([F.linear(x, weight) for weight in weights], dim=1)
 
@@ -412,9 +408,10 @@ def add(
     prefetch: Prefetch | None = None,
     early: bool = EARLY_LOADS,
 ) -> ResidualStream:
-    """The stream plus `y` (rows, features) times a weight (width, features), in front of its next norm.
+    """The stream plus `y` (rows, features) times a weight (width, features), before its next norm.
 
-    In a chain, a kernel must lie between what wrote the stream and this: that of `y`.
+    With dependent launch, another kernel (the one that writes `y`) must lie between the one that wrote the stream and
+    this one.
     """
     config = config_for("add", y, [weight], table)
     if config is None:
@@ -427,7 +424,7 @@ def add(
 
 
 def add_plain(stream: ResidualStream, y: Tensor, weight: Tensor, norm: Norm) -> ResidualStream:
-    """The plain twin."""
+    """`add` in torch operations."""
     return ResidualStream(stream.x + F.linear(y, weight), norm)
 
 
@@ -440,7 +437,7 @@ def gated(
     prefetch: Prefetch | None = None,
     early: bool = EARLY_LOADS,
 ) -> Tensor:
-    """`silu(x gateᵀ) * (x upᵀ)`, of the stream's norm and weights (features, width)."""
+    """`silu(x @ gate.T) * (x @ up.T)`, where `x` is the normalized stream and weights are (features, width)."""
     config = config_for("gated", stream.x, (gate, up), table)
     if config is None:
         return gated_plain(stream, gate, up)
@@ -468,7 +465,7 @@ def gated(
 
 
 def gated_plain(stream: ResidualStream, gate: Tensor, up: Tensor) -> Tensor:
-    """The plain twin."""
+    """`gated` in torch operations."""
     x = stream.normed()
     return product_of(F.linear(x, gate), F.linear(x, up))
 
@@ -523,7 +520,7 @@ def _launch(
 def prefetch_of(
     form: str, rows: int, weights: Sequence[Tensor], *, table: ConfigTable = CONFIGS, budget: int = PREFETCH_BYTES
 ) -> Prefetch:
-    """What the next kernel begins with, by its form, the number of rows and its weights (features, width)."""
+    """What the next kernel reads first, by its form, the number of rows and its weights (features, width)."""
     config = table.get((form, padded_rows(min(rows, MOST_ROWS))))
     if config is None:
         return Prefetch(weights, budget=budget)
@@ -533,7 +530,7 @@ def prefetch_of(
 
 
 def _tiles_and_splits(config: GemmConfig, weights: Sequence[Tensor], depth: int) -> tuple[int, int]:
-    """How many tiles there are, and how many programs share one."""
+    """The number of tiles, and of programs that share one."""
     count, split = sum(-(-len(weight) // config.n) for weight in weights), 1
     while 2 * split * count <= min(config.programs, COUNTERS) and 4 * split * depth <= weights[0].shape[1]:
         split *= 2
@@ -541,7 +538,7 @@ def _tiles_and_splits(config: GemmConfig, weights: Sequence[Tensor], depth: int)
 
 
 def launch_options(config: GemmConfig, x: Tensor) -> dict[str, Any]:
-    """How to launch a kernel that multiplies `x` in such tiles."""
+    """Launch options of a kernel that multiplies `x`."""
     return {
         "block_m": padded_rows(len(x)),
         "block_n": config.n,
@@ -553,30 +550,30 @@ def launch_options(config: GemmConfig, x: Tensor) -> dict[str, Any]:
 
 
 def config_for(form: str, x: Tensor, weights: Sequence[Tensor], table: ConfigTable) -> GemmConfig | None:
-    """None where torch's own operations are to do it."""
+    """The launch configuration; None where torch's operations are used."""
     if not supports(x, *weights) or (x.itemsize > 2 and len(x) > MOST_ROWS_WIDE):
         return None
     return table.get((form, padded_rows(len(x))))
 
 
 def supports(x: Tensor, *weights: Tensor) -> bool:
-    """Whether kernels can multiply an input with such weights."""
+    """Whether the kernels can multiply an input with such weights."""
     if implementation("decode", x) == "torch" or not x.is_contiguous():
         return False
     return all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of a tile."""
+    """The rows of a tile."""
     return max(16, next_power_of_two(rows))
 
 
 def next_power_of_two(number: int) -> int:
-    """The least power of two that is no less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def block_k_of(config: GemmConfig, x: Tensor) -> int:
-    """Numbers that are added up at a time."""
-    # What is multiplied one by one would be long code for deep tiles.
+    """The elements that are reduced per step."""
+    # Without tensor cores, the unrolled code of a deeper tile would be long.
     return config.k if x.itemsize == 2 else 32
