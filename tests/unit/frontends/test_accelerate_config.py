@@ -240,7 +240,7 @@ def test_no_key_of_accelerate_is_without_an_answer() -> None:
     assert names <= PARALLELISM.keys(), names - PARALLELISM.keys()
     assert {"zero_stage", "zero3_init_flag", "offload_param_device", "deepspeed_hostfile"} <= DEEPSPEED.keys()
     # Plugins have the same fields as theirs, less what is about objects of FSDP 1.
-    from plait.frontends.accelerate import plugins
+    from plait.frontends.accelerate.utils import dataclasses as plugins
 
     objects = {"state_dict_config", "optim_state_dict_config", "param_init_fn"}
     theirs = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)} - objects

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.config import translate as translate
     from plait.frontends.accelerate.data_loader import skip_first_batches as skip_first_batches
     from plait.frontends.accelerate.optimizer import PreparedOptimizer as PreparedOptimizer
-    from plait.frontends.accelerate.plugins import AutocastKwargs as AutocastKwargs
-    from plait.frontends.accelerate.plugins import DataLoaderConfiguration as DataLoaderConfiguration
-    from plait.frontends.accelerate.plugins import DDPCommunicationHookType as DDPCommunicationHookType
-    from plait.frontends.accelerate.plugins import DeepSpeedPlugin as DeepSpeedPlugin
-    from plait.frontends.accelerate.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from plait.frontends.accelerate.plugins import DistributedType as DistributedType
-    from plait.frontends.accelerate.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-    from plait.frontends.accelerate.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from plait.frontends.accelerate.plugins import GradScalerKwargs as GradScalerKwargs
-    from plait.frontends.accelerate.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from plait.frontends.accelerate.plugins import ParallelismConfig as ParallelismConfig
-    from plait.frontends.accelerate.plugins import ProfileKwargs as ProfileKwargs
-    from plait.frontends.accelerate.plugins import ProjectConfiguration as ProjectConfiguration
-    from plait.frontends.accelerate.plugins import TorchDynamoPlugin as TorchDynamoPlugin
     from plait.frontends.accelerate.prepared import Gatherer as Gatherer
     from plait.frontends.accelerate.prepared import PreparedModel as PreparedModel
     from plait.frontends.accelerate.prepared import backward as backward
@@ -43,6 +29,24 @@ if TYPE_CHECKING:
     from plait.frontends.accelerate.state_files import pack as pack
     from plait.frontends.accelerate.state_files import restore_groups as restore_groups
     from plait.frontends.accelerate.state_files import unpack as unpack
+    from plait.frontends.accelerate.utils.dataclasses import AutocastKwargs as AutocastKwargs
+    from plait.frontends.accelerate.utils.dataclasses import DataLoaderConfiguration as DataLoaderConfiguration
+    from plait.frontends.accelerate.utils.dataclasses import DDPCommunicationHookType as DDPCommunicationHookType
+    from plait.frontends.accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
+    from plait.frontends.accelerate.utils.dataclasses import (
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    )
+    from plait.frontends.accelerate.utils.dataclasses import DistributedType as DistributedType
+    from plait.frontends.accelerate.utils.dataclasses import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    )
+    from plait.frontends.accelerate.utils.dataclasses import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from plait.frontends.accelerate.utils.dataclasses import GradScalerKwargs as GradScalerKwargs
+    from plait.frontends.accelerate.utils.dataclasses import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from plait.frontends.accelerate.utils.dataclasses import ParallelismConfig as ParallelismConfig
+    from plait.frontends.accelerate.utils.dataclasses import ProfileKwargs as ProfileKwargs
+    from plait.frontends.accelerate.utils.dataclasses import ProjectConfiguration as ProjectConfiguration
+    from plait.frontends.accelerate.utils.dataclasses import TorchDynamoPlugin as TorchDynamoPlugin
     from plait.frontends.accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
     from plait.frontends.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
 else:
@@ -55,7 +59,7 @@ else:
             "config": ["as_overrides", "is_accelerate", "machines", "processes", "translate"],
             "data_loader": ["skip_first_batches"],
             "optimizer": ["PreparedOptimizer"],
-            "plugins": [
+            "utils.dataclasses": [
                 "AutocastKwargs",
                 "DDPCommunicationHookType",
                 "DataLoaderConfiguration",

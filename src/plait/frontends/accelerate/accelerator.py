@@ -28,7 +28,13 @@ from plait.frontends.accelerate.data_loader import (
     step_count,
 )
 from plait.frontends.accelerate.optimizer import PreparedOptimizer
-from plait.frontends.accelerate.plugins import (
+from plait.frontends.accelerate.prepared import Gatherer, Joint, PreparedModel, backward, build_engine
+from plait.frontends.accelerate.process import Processes
+from plait.frontends.accelerate.scheduler import PreparedScheduler
+from plait.frontends.accelerate.settings import arguments_of_launcher, build_config, deepspeed_plugin_of
+from plait.frontends.accelerate.state import remember
+from plait.frontends.accelerate.tracking import Trackers, choose_trackers
+from plait.frontends.accelerate.utils.dataclasses import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedType,
@@ -37,12 +43,6 @@ from plait.frontends.accelerate.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from plait.frontends.accelerate.prepared import Gatherer, Joint, PreparedModel, backward, build_engine
-from plait.frontends.accelerate.process import Processes
-from plait.frontends.accelerate.scheduler import PreparedScheduler
-from plait.frontends.accelerate.settings import arguments_of_launcher, build_config, deepspeed_plugin_of
-from plait.frontends.accelerate.state import remember
-from plait.frontends.accelerate.tracking import Trackers, choose_trackers
 from plait.frontends.accelerate.utils.deepspeed import (
     DummyOptim,
     DummyScheduler,

@@ -12,7 +12,7 @@ from plait.config import RunConfig, check, parse_sections, read
 from plait.errors import ConfigError, Problem
 from plait.frontends import KeyOutcome, KeyReport, Translation
 from plait.frontends.accelerate.config import translate
-from plait.frontends.accelerate.plugins import (
+from plait.frontends.accelerate.utils.dataclasses import (
     AutocastKwargs,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,

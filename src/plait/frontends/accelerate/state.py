@@ -6,8 +6,8 @@ import weakref
 from typing import Any
 
 from plait.errors import TrainingError
-from plait.frontends.accelerate.plugins import DistributedType
 from plait.frontends.accelerate.process import PartialState
+from plait.frontends.accelerate.utils.dataclasses import DistributedType
 
 __all__ = ["AcceleratorState", "DistributedType", "PartialState", "is_initialized", "remember"]
 

@@ -28,8 +28,8 @@ from plait.engine import LoopEngine
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.frontends.accelerate.data_loader import GradientState, PreparedLoader
 from plait.frontends.accelerate.optimizer import PreparedOptimizer
-from plait.frontends.accelerate.plugins import ProjectConfiguration
 from plait.frontends.accelerate.prepared import PreparedModel
+from plait.frontends.accelerate.utils.dataclasses import ProjectConfiguration
 
 # State dictionaries as JSON and tensors, without pickle: loading a checkpoint runs no code of it.
 

@@ -1,132 +1,136 @@
-"""`accelerate.utils`: its functions and classes, in modules of Accelerate's names."""
+"""`accelerate.utils`: its functions and classes, in modules of Accelerate's names. Loaded on first use."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import TYPE_CHECKING
 
 from plait.frontends.accelerate.missing_names import not_offered
-from plait.frontends.accelerate.plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ParallelismConfig,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
-from plait.frontends.accelerate.utils.dataclasses import DynamoBackend, LoggerType, PrecisionType, RNGType
-from plait.frontends.accelerate.utils.deepspeed import DummyOptim, DummyScheduler
-from plait.frontends.accelerate.utils.imports import (
-    is_bf16_available,
-    is_cuda_available,
-    is_datasets_available,
-    is_deepspeed_available,
-    is_megatron_lm_available,
-    is_mps_available,
-    is_npu_available,
-    is_peft_available,
-    is_rich_available,
-    is_tensorboard_available,
-    is_torch_xla_available,
-    is_transformers_available,
-    is_wandb_available,
-    is_xpu_available,
-)
-from plait.frontends.accelerate.utils.memory import find_executable_batch_size, release_memory
-from plait.frontends.accelerate.utils.operations import (
-    broadcast,
-    broadcast_object_list,
-    concatenate,
-    convert_outputs_to_fp32,
-    convert_to_fp32,
-    find_batch_size,
-    gather,
-    gather_object,
-    listify,
-    pad_across_processes,
-    recursively_apply,
-    reduce,
-    send_to_device,
-)
-from plait.frontends.accelerate.utils.other import (
-    extract_model_from_parallel,
-    is_compiled_module,
-    save,
-    wait_for_everyone,
-)
-from plait.frontends.accelerate.utils.random import set_seed, synchronize_rng_state, synchronize_rng_states
-from plait.frontends.accelerate.utils.tqdm import tqdm
-from plait.frontends.accelerate.utils.versions import compare_versions, is_torch_version
 
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DummyOptim",
-    "DummyScheduler",
-    "DynamoBackend",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "LoggerType",
-    "ParallelismConfig",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TorchDynamoPlugin",
-    "broadcast",
-    "broadcast_object_list",
-    "compare_versions",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "extract_model_from_parallel",
-    "find_batch_size",
-    "find_executable_batch_size",
-    "gather",
-    "gather_object",
-    "is_bf16_available",
-    "is_compiled_module",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_megatron_lm_available",
-    "is_mps_available",
-    "is_npu_available",
-    "is_peft_available",
-    "is_rich_available",
-    "is_tensorboard_available",
-    "is_torch_version",
-    "is_torch_xla_available",
-    "is_transformers_available",
-    "is_wandb_available",
-    "is_xpu_available",
-    "listify",
-    "pad_across_processes",
-    "recursively_apply",
-    "reduce",
-    "release_memory",
-    "save",
-    "send_to_device",
-    "set_seed",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "tqdm",
-    "wait_for_everyone",
-]
+if TYPE_CHECKING:
+    from plait.frontends.accelerate.utils.dataclasses import AutocastKwargs as AutocastKwargs
+    from plait.frontends.accelerate.utils.dataclasses import DataLoaderConfiguration as DataLoaderConfiguration
+    from plait.frontends.accelerate.utils.dataclasses import DDPCommunicationHookType as DDPCommunicationHookType
+    from plait.frontends.accelerate.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
+    from plait.frontends.accelerate.utils.dataclasses import (
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    )
+    from plait.frontends.accelerate.utils.dataclasses import DistributedType as DistributedType
+    from plait.frontends.accelerate.utils.dataclasses import DynamoBackend as DynamoBackend
+    from plait.frontends.accelerate.utils.dataclasses import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    )
+    from plait.frontends.accelerate.utils.dataclasses import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from plait.frontends.accelerate.utils.dataclasses import GradScalerKwargs as GradScalerKwargs
+    from plait.frontends.accelerate.utils.dataclasses import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from plait.frontends.accelerate.utils.dataclasses import LoggerType as LoggerType
+    from plait.frontends.accelerate.utils.dataclasses import ParallelismConfig as ParallelismConfig
+    from plait.frontends.accelerate.utils.dataclasses import PrecisionType as PrecisionType
+    from plait.frontends.accelerate.utils.dataclasses import ProfileKwargs as ProfileKwargs
+    from plait.frontends.accelerate.utils.dataclasses import ProjectConfiguration as ProjectConfiguration
+    from plait.frontends.accelerate.utils.dataclasses import RNGType as RNGType
+    from plait.frontends.accelerate.utils.dataclasses import TorchDynamoPlugin as TorchDynamoPlugin
+    from plait.frontends.accelerate.utils.deepspeed import DummyOptim as DummyOptim
+    from plait.frontends.accelerate.utils.deepspeed import DummyScheduler as DummyScheduler
+    from plait.frontends.accelerate.utils.imports import is_bf16_available as is_bf16_available
+    from plait.frontends.accelerate.utils.imports import is_cuda_available as is_cuda_available
+    from plait.frontends.accelerate.utils.imports import is_datasets_available as is_datasets_available
+    from plait.frontends.accelerate.utils.imports import is_deepspeed_available as is_deepspeed_available
+    from plait.frontends.accelerate.utils.imports import is_megatron_lm_available as is_megatron_lm_available
+    from plait.frontends.accelerate.utils.imports import is_mps_available as is_mps_available
+    from plait.frontends.accelerate.utils.imports import is_npu_available as is_npu_available
+    from plait.frontends.accelerate.utils.imports import is_peft_available as is_peft_available
+    from plait.frontends.accelerate.utils.imports import is_rich_available as is_rich_available
+    from plait.frontends.accelerate.utils.imports import is_tensorboard_available as is_tensorboard_available
+    from plait.frontends.accelerate.utils.imports import is_torch_xla_available as is_torch_xla_available
+    from plait.frontends.accelerate.utils.imports import is_transformers_available as is_transformers_available
+    from plait.frontends.accelerate.utils.imports import is_wandb_available as is_wandb_available
+    from plait.frontends.accelerate.utils.imports import is_xpu_available as is_xpu_available
+    from plait.frontends.accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
+    from plait.frontends.accelerate.utils.memory import release_memory as release_memory
+    from plait.frontends.accelerate.utils.operations import broadcast as broadcast
+    from plait.frontends.accelerate.utils.operations import broadcast_object_list as broadcast_object_list
+    from plait.frontends.accelerate.utils.operations import concatenate as concatenate
+    from plait.frontends.accelerate.utils.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from plait.frontends.accelerate.utils.operations import convert_to_fp32 as convert_to_fp32
+    from plait.frontends.accelerate.utils.operations import find_batch_size as find_batch_size
+    from plait.frontends.accelerate.utils.operations import gather as gather
+    from plait.frontends.accelerate.utils.operations import gather_object as gather_object
+    from plait.frontends.accelerate.utils.operations import listify as listify
+    from plait.frontends.accelerate.utils.operations import pad_across_processes as pad_across_processes
+    from plait.frontends.accelerate.utils.operations import recursively_apply as recursively_apply
+    from plait.frontends.accelerate.utils.operations import reduce as reduce
+    from plait.frontends.accelerate.utils.operations import send_to_device as send_to_device
+    from plait.frontends.accelerate.utils.other import extract_model_from_parallel as extract_model_from_parallel
+    from plait.frontends.accelerate.utils.other import is_compiled_module as is_compiled_module
+    from plait.frontends.accelerate.utils.other import save as save
+    from plait.frontends.accelerate.utils.other import wait_for_everyone as wait_for_everyone
+    from plait.frontends.accelerate.utils.random import set_seed as set_seed
+    from plait.frontends.accelerate.utils.random import synchronize_rng_state as synchronize_rng_state
+    from plait.frontends.accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
+    from plait.frontends.accelerate.utils.tqdm import tqdm as tqdm
+    from plait.frontends.accelerate.utils.versions import compare_versions as compare_versions
+    from plait.frontends.accelerate.utils.versions import is_torch_version as is_torch_version
+else:
+    from plait.lazy import attach_names
 
-
-def __getattr__(name: str) -> Any:
-    raise not_offered(__name__, name)
+    attach_names(
+        __name__,
+        {
+            "dataclasses": [
+                "AutocastKwargs",
+                "DDPCommunicationHookType",
+                "DataLoaderConfiguration",
+                "DeepSpeedPlugin",
+                "DistributedDataParallelKwargs",
+                "DistributedType",
+                "DynamoBackend",
+                "FullyShardedDataParallelPlugin",
+                "GradScalerKwargs",
+                "GradientAccumulationPlugin",
+                "InitProcessGroupKwargs",
+                "LoggerType",
+                "ParallelismConfig",
+                "PrecisionType",
+                "ProfileKwargs",
+                "ProjectConfiguration",
+                "RNGType",
+                "TorchDynamoPlugin",
+            ],
+            "deepspeed": ["DummyOptim", "DummyScheduler"],
+            "imports": [
+                "is_bf16_available",
+                "is_cuda_available",
+                "is_datasets_available",
+                "is_deepspeed_available",
+                "is_megatron_lm_available",
+                "is_mps_available",
+                "is_npu_available",
+                "is_peft_available",
+                "is_rich_available",
+                "is_tensorboard_available",
+                "is_torch_xla_available",
+                "is_transformers_available",
+                "is_wandb_available",
+                "is_xpu_available",
+            ],
+            "memory": ["find_executable_batch_size", "release_memory"],
+            "operations": [
+                "broadcast",
+                "broadcast_object_list",
+                "concatenate",
+                "convert_outputs_to_fp32",
+                "convert_to_fp32",
+                "find_batch_size",
+                "gather",
+                "gather_object",
+                "listify",
+                "pad_across_processes",
+                "recursively_apply",
+                "reduce",
+                "send_to_device",
+            ],
+            "other": ["extract_model_from_parallel", "is_compiled_module", "save", "wait_for_everyone"],
+            "random": ["set_seed", "synchronize_rng_state", "synchronize_rng_states"],
+            "tqdm": ["tqdm"],
+            "versions": ["compare_versions", "is_torch_version"],
+        },
+        unknown=not_offered,
+    )
