@@ -1,4 +1,4 @@
-"""Candidates of a search side by side: what they differ in, as columns of a table."""
+"""A table of a search's candidates: a column for each setting in which they differ."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from plait.plan import Candidate
 _BEFORE = ("strategy.layout.", "strategy.offload.", "strategy.", "batch.")
 _AFTER = (".mode", ".enabled")
 _WIDTH = 160
-"""Of a file or a pipe: rows that somebody else will break are better than columns that are cut."""
+"""The width for a file or a pipe: long rows are better than truncated columns."""
 
 
 def wide_console(**options: Any) -> Console:
-    """A console for tables: as wide as the terminal, and wide where there is none."""
+    """Return a console for tables: as wide as the terminal, or `_WIDTH` where there is none."""
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH, highlight=False, **options)
 
 
 def as_columns(run: RunConfig, candidates: Sequence[Candidate], ranks: int) -> dict[str, list[str]]:
-    """A cell for each candidate, by title, for every key that some of them set and in which they differ.
+    """Return title → cells, one per candidate, for every key that some of them set and in which they differ.
 
-    Cells are what the run comes to: what a candidate leaves as it is written is there too.
+    Cells have the values of the resulting run, also for keys that a candidate leaves as they are written.
     """
     values = [_comes_to(run, candidate_values, ranks) for candidate_values in candidates]
     keys = dict.fromkeys(
@@ -37,7 +37,7 @@ def as_columns(run: RunConfig, candidates: Sequence[Candidate], ranks: int) -> d
 
 
 def _comes_to(run: RunConfig, candidate: Candidate, ranks: int) -> dict[str, Any]:
-    """All values of a run with these settings; of one that is none, the settings alone."""
+    """Return all values of a run with these settings; the settings alone where they are not a valid run."""
     try:
         config = candidate.applied_to(run)
         layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
@@ -49,12 +49,12 @@ def _comes_to(run: RunConfig, candidate: Candidate, ranks: int) -> dict[str, Any
     data["strategy"]["zero"] = config.strategy.stage
     data["batch"] |= {"total": batch.total, "micro": batch.micro}
     if not config.strategy.offload.on:
-        data["strategy"]["offload"]["ratio"] = None  # of nothing
+        data["strategy"]["offload"]["ratio"] = None  # nothing is offloaded
     return data
 
 
 def _at(data: Mapping[str, Any], key: str) -> Any:
-    """What stands under a dotted key; None where nothing does."""
+    """Return the value at a dotted key; None where there is none."""
     if key in data:
         return data[key]
     value: Any = data
@@ -69,7 +69,7 @@ def _at(data: Mapping[str, Any], key: str) -> Any:
 
 
 def _title(key: str) -> str:
-    """`strategy.recompute.mode` as `recompute`, `strategy.layout.tp` as `tp`."""
+    """Return the short title of a key: `recompute` for `strategy.recompute.mode`, `tp` for `strategy.layout.tp`."""
     if key == "strategy.offload.optimizer":
         return "offload"
     before = next((affix for affix in _BEFORE if key.startswith(affix)), "")

@@ -62,7 +62,7 @@ _WEIGHTS = ("model", "ema")
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What was asked for on the command line."""
+    """The options of the command."""
 
     to: str | None
     dtype: str
@@ -76,22 +76,22 @@ class ConvertOptions:
 
 
 PLAIN = ConvertOptions(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False, trust_code=False)
-"""What is asked for by saying nothing."""
+"""The defaults of the command."""
 
 
 def check_use(src: str | None, options: ConvertOptions, *, inspect: str | None, every: bool, verify: bool) -> None:
-    """Refuse words that would have no effect: those of a conversion while looking, and the other way round."""
+    """Refuse options without effect: those of a conversion with `--inspect`, and the other way round."""
     if inspect is None:
         remedy = "write `plait convert --inspect PATH` with it, or leave it out"
         alone = {"--all": every, "--verify": verify}
         problems = [Problem(key, "goes with --inspect alone", remedy) for key, given in alone.items() if given]
     else:
-        message = "would convert, and --inspect only looks: nothing is written"
+        message = "has no effect: --inspect converts nothing"
         options_set: dict[str, Any] = {} if src is None else {"SRC": src}
         for key, value in asdict(options).items():
             if value != getattr(PLAIN, key) and key != "from_":
                 options_set[f"--{key.replace('_', '-')}"] = value
-        remedy = "leave out --inspect to convert, or this to look"
+        remedy = "leave out --inspect to convert, or this to inspect"
         problems = [
             Problem(key, message if value is True else f"{value!r} {message}", remedy)
             for key, value in options_set.items()
@@ -101,7 +101,7 @@ def check_use(src: str | None, options: ConvertOptions, *, inspect: str | None, 
 
 
 def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
-    """Write a checkpoint, or a configuration, in another form; all that is wrong with the options is said at once."""
+    """Write a checkpoint, or a configuration, in another format. All problems with the options are raised at once."""
     shard_size, problems = _check(src, dst, options)
     if problems:
         raise ConfigError(problems)
@@ -148,7 +148,7 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
 
 
 def inspect(path: str, *, every: bool, verify: bool, from_: str | None = None) -> None:
-    """Show what is inside a checkpoint of any kind; with `verify`, read all of it first, and exit with 1 if damaged."""
+    """Show the contents of a checkpoint; with `verify`, read all of it first, and exit with 1 if it is damaged."""
     if not verify:
         _show(path, every=every, verify=False, from_=from_)
         return
@@ -214,14 +214,14 @@ def _check(src: str | None, dst: str | None, options: ConvertOptions) -> tuple[i
             remedy = choose_type("converter", value, choices) if key == "--to" else choose(value, choices, "choice")
             problems.append(Problem(key, f"{value!r} is not known", remedy))
     if options.from_ is not None and not _is_own(options.from_):
-        message = f"{options.from_!r} is no reader of one's own; kinds that Plait knows are seen by themselves"
+        message = f"{options.from_!r} is not a custom reader; the formats that Plait knows are detected"
         problems.append(Problem("--from", message, choose_type("converter", options.from_, ())))
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?", options.shard_size.upper())
     shard_size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
     if shard_size <= 0:
-        problems.append(Problem("--shard-size", f"{options.shard_size!r} is no size", "Write 5GB or 500MiB."))
+        problems.append(Problem("--shard-size", f"{options.shard_size!r} is not a size", "Write 5GB or 500MiB."))
     if options.optimizer and options.to not in ("torch", "yaml"):
-        instead = "hf has no place for it" if options.to == "hf" else "the others take it anyway"
+        instead = "the hf format has none" if options.to == "hf" else "the other formats always include it"
         problems.append(Problem("--optimizer", f"goes with `--to torch` alone; {instead}", "Leave it out."))
     return shard_size, problems
 
@@ -231,12 +231,12 @@ def _is_own(name: str) -> bool:
 
 
 def _check_alone(options: ConvertOptions) -> list[Problem]:
-    """A configuration has no weights, so what is said about weights would have no effect."""
+    """Refuse options about weights for a configuration, which has none."""
     changed = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
     return [
         Problem(
             f"--{key.strip('_').replace('_', '-')}",
-            "goes with a checkpoint, and `--to yaml` with a configuration",
+            "applies to checkpoints, and `--to yaml` converts a configuration",
             "Leave it out.",
         )
         for key, value in changed.items()
@@ -246,7 +246,7 @@ def _check_alone(options: ConvertOptions) -> list[Problem]:
 
 @contextmanager
 def _progress(source: Source) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing in a pipe."""
+    """Show a progress bar on a terminal, nothing in a pipe."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -260,7 +260,7 @@ def _progress(source: Source) -> Iterator[Callable[[int], None]]:
 
 
 def _peak_memory() -> int:
-    """The most memory that this process had; Linux's usual answer would be that of its parent, if that had more."""
+    """Return the peak memory of this process; `getrusage` would count its parent's on Linux, if that was higher."""
     status = Path("/proc/self/status")
     if status.exists() and (match := re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))):
         return int(match[1]) * 1024
@@ -269,43 +269,41 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# Which names and which description a checkpoint gets in its new form. Models, data and checkpoints meet here.
+# The names of tensors and the model description of a converted checkpoint.
 
 
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
 """Where folders of `transformers` keep a chat template, beside the tokenizer's settings."""
 GENERATION = "generation_config.json"
 FAMILIES = ("gpt", "llama", "moe")
-"""Models of Plait's own that weights of `transformers` fit."""
+"""Plait's models that can take weights of `transformers`."""
 
 
 def prepared(
     source: Source, to: Format | str, model: str | None, *, trust_code: bool = False
 ) -> tuple[Source, Description | None]:
-    """The source under the names that the target wants, and what stands beside the weights of an `hf` folder."""
+    """Return the source under the target's names, and the files beside the weights of an `hf` folder."""
     if to == "hf":
         return _for_transformers(_whole(source, trust_code), model, trust_code)
     if model is None:
         return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
     if model not in FAMILIES:
-        raise ConfigError(
-            Problem("--model", f"{model!r} is no model that names are known of", f"Use {' or '.join(FAMILIES)}.")
-        )
+        raise ConfigError(Problem("--model", f"names of {model!r} are not known", f"Use {' or '.join(FAMILIES)}."))
     return _adopted(source, model), None
 
 
 def _whole(source: Source, trust_code: bool) -> Source:
-    """A run of a phase after pretraining as a plain model: adapters merged; a reward model is none."""
+    """Return a checkpoint of post-training as a plain model, with adapters merged. Refuse reward models."""
     if _config_in(source.state).get("phase") == "reward":
         raise ModelError(
-            f"{source.path} holds a reward model, which has a value in the place of logits; transformers has no such "
-            "model of this kind. Write it with `--to torch` or `--to plait`"
+            f"{source.path} holds a reward model, which has a value head in place of logits; transformers has no such "
+            "model. Write it with `--to torch` or `--to plait`"
         )
     return merged(source, trust_code=trust_code) if has_adapters(source) else source
 
 
 def _adopted(source: Source, family: str) -> Source:
-    """Weights in the names of `transformers` as a model of Plait's own."""
+    """Return weights of `transformers` under the names of Plait's model."""
     described = _config_in(source.state).get("model", {}).get("config")  # of a Megatron checkpoint
     description = read_description(source.path) if source.kind == "hf" else described
     shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
@@ -322,7 +320,7 @@ def _as_hf_model(source: Source) -> Source:
 
 
 def _config_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The run description that a checkpoint holds; `engine.save` of a model that came as an object has none."""
+    """Return the run description in a checkpoint; `engine.save` of a model given as an object stores none."""
     return state.get("config") or {}
 
 
@@ -359,7 +357,7 @@ def _refuse_a_part(source: Source) -> None:
     if frozen:
         raise CheckpointError(
             f"{source.path} holds only what was trained: {len(frozen['names'])} other tensors, such as "
-            f"{frozen['names'][0]}, are not in it, so it makes no whole model"
+            f"{frozen['names'][0]}, are not in it, so it is not a complete model"
         )
 
 
@@ -371,7 +369,7 @@ def _description(folder: Path) -> dict[str, Any]:
 
 
 def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source: Source) -> Description:
-    """The tokenizer is the one of the data, or the one that the run kept; else the one in the model's own folder."""
+    """Add the tokenizer: that of the data, or the one that the run saved; else the one in the model's folder."""
     data, run = source.state["config"].get("data"), source.path
     files = {} if folder is None or not folder.is_dir() else companions(folder)
     near = (folder_near / "tokenizer.json" for folder_near in (run, *run.absolute().parents[:2]))
@@ -394,7 +392,7 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source:
 
 
 def _with_template(description: Description, folder: Path | None, source: Source, trust_code: bool) -> Description:
-    """The template of a phase is the one that the model has learned, whichever one its first tokenizer came with."""
+    """Add the chat template of the phase, which the model has learned, in place of its first tokenizer's."""
     config, kept = source.state["config"], tokenizer_beside(source.path)
     if config.get("phase") is None or kept is None:
         return description
@@ -417,7 +415,7 @@ def _with_template(description: Description, folder: Path | None, source: Source
 
 
 def _tokens(file: Path) -> str:
-    """What a tokenizer is made of. A run writes its own anew, so files may differ where tokenizers do not."""
+    """Return a tokenizer's content. Runs write it again, so equal tokenizers may be in different files."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(file))
@@ -440,7 +438,7 @@ def _tokenizer(data: Any) -> Path | None:
 
 
 def _parsed(section: str, value: Any, source: Source) -> Any:
-    """A section of the run description that a checkpoint holds; code that it names is not run."""
+    """Return a section of the run description in a checkpoint; code that it names is not run."""
     try:
         return getattr(parse_stored({section: value}, source.description, trust_code=False), section)
     except PlaitError as error:
@@ -450,7 +448,7 @@ def _parsed(section: str, value: Any, source: Source) -> Any:
 # `plait convert CONFIG --to yaml`: another framework's configuration as a run description.
 
 
-_YOURS = "# `model` and `data` are yours to add: the other framework leaves them to the script."
+_YOURS = "# Add `model` and `data`: the other framework leaves them to the script."
 
 _SEARCH = "# A search is a file of its own, for `plait tune run.yaml --search search.yaml`:"
 
@@ -501,7 +499,7 @@ def written(file: str, name: str, translation: Translation, search: dict[str, An
 
 
 def _search(path: Path) -> dict[str, Any]:
-    """What the `autotuning` section asks `plait tune` for."""
+    """Return the settings of `plait tune` for the `autotuning` section."""
     from plait.frontends.deepspeed import search
 
     tuning = search(path)
@@ -513,7 +511,7 @@ def _show_key_report(file: str, name: str, report: KeyReport) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("answer", f"key of {name}", "value", "what became of it"):
+    for heading in ("outcome", f"key of {name}", "value", "explanation"):
         table.add_column(heading)
     for entry in report.entries:
         table.add_row(entry.outcome.value, entry.key, entry.shown, entry.text)

@@ -40,12 +40,12 @@ class EnvironmentFact:
     name: str
     value: str
     verdict: Health = "ok"
-    """`note`: works without; `bad`: training will suffer or fail."""
+    """`note`: training works without it; `bad`: training will be slow or fail."""
     remedy: str = ""
 
 
 def report() -> list[EnvironmentFact]:
-    """Everything that `plait doctor` shows."""
+    """Return all facts that `plait doctor` shows."""
     facts = torch_facts()
     return [
         *_software(facts),
@@ -85,7 +85,7 @@ def _software(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
 
 
 def _internals(facts: Mapping[str, Any]) -> EnvironmentFact:
-    """The private names of torch that Plait uses; see `plait/torch_internals.py`."""
+    """Return the fact about the private names of torch that Plait uses; see `plait/torch_internals.py`."""
     missing, count = facts["missing"], facts["internals"]
     if not missing:
         return EnvironmentFact("torch internals", f"all {count} found")
@@ -215,7 +215,7 @@ def _limits(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
     if Path(shared).is_dir():
         free = shutil.disk_usage(shared).free
         small = free < _GIB
-        remedy = "data workers and NCCL share memory there: docker run --shm-size=8g" if small else ""
+        remedy = "data workers and NCCL use shared memory: docker run --shm-size=8g" if small else ""
         yield EnvironmentFact(shared, f"{free / _GIB:.1f} GiB free", "bad" if small else "ok", remedy)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     needed = Path("/sys/class/infiniband").exists() and bool(facts.get("gpus"))
@@ -254,7 +254,7 @@ def _first_line(command: list[str]) -> str | None:
 
 
 def _lines(command: list[str]) -> list[str]:
-    """What a program prints about itself; nothing where it is not there or fails."""
+    """Return a program's output; nothing where it is not installed or fails."""
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -263,9 +263,9 @@ def _lines(command: list[str]) -> list[str]:
 
 
 def doctor(out: str | None = None, *, as_json: bool = False) -> None:
-    """What is here, a verdict on each line. `out` is refused: there is nothing to write without measuring."""
+    """Print the facts, with a verdict on each line. `out` is refused: only measurements are written to a file."""
     if out is not None:
-        raise ConfigError(Problem("--out", f"{out!r}: nothing was measured", "Add --measure."))
+        raise ConfigError(Problem("--out", f"{out!r} has no effect without --measure", "Add --measure."))
     lines = report()
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
@@ -278,14 +278,14 @@ def doctor(out: str | None = None, *, as_json: bool = False) -> None:
 
 
 def show_plugins(*, as_json: bool = False) -> None:
-    """The parts that installed packages bring, and from where. None of them is imported."""
+    """Print the plug-ins of installed packages, and their packages. None of them is imported."""
     plugins = installed()
     if as_json:
         print(json.dumps([asdict(plugin) for plugin in plugins], indent=1))
         return
     console = Console(soft_wrap=True)
     if not plugins:
-        console.print("no installed package brings parts; see docs/write-your-own.md", markup=False)
+        console.print("no installed package has plug-ins; see docs/write-your-own.md", markup=False)
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("", "kind", "name", "part", "package", "folder"):
@@ -304,7 +304,7 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 def measure(out: str | None, folder: str) -> None:
     """Measure this machine, print the figures, and write them where `plait plan --gpu FILE` can read them."""
     if out is not None and Path(out).suffix not in (".yaml", ".yml"):
-        raise ConfigError(Problem("--out", f"{out!r} is no YAML file", "Write a name that ends in .yaml."))
+        raise ConfigError(Problem("--out", f"{out!r} is not a YAML file", "Write a name that ends in .yaml."))
     from plait.plan import measure_hardware
 
     measured = measure_hardware(folder=folder)

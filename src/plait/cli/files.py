@@ -10,7 +10,7 @@ from plait.errors import ConfigError, Problem
 
 
 def write_file(path: str | Path, text: str, flag: str) -> None:
-    """Write a text. Raises `ConfigError` with the flag that named the place, where nothing can be written there."""
+    """Write a text. Raises `ConfigError` with the flag that named the path, where it cannot be written."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -18,7 +18,7 @@ def write_file(path: str | Path, text: str, flag: str) -> None:
 
 
 def read_file(path: str | Path, flag: str) -> str:
-    """A text. Raises `ConfigError` with the flag that named it, where it cannot be read."""
+    """Return the text of a file. Raises `ConfigError` with the flag that named it, where it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -29,9 +29,6 @@ def read_file(path: str | Path, flag: str) -> str:
 
 def _refusal(path: str | Path, reason: str, flag: str) -> ConfigError:
     return ConfigError(Problem(flag, f"{str(path)!r} {reason}", "Give another path."))
-
-
-# Modules of the user's own.
 
 
 def import_from_here() -> None:

@@ -1,4 +1,4 @@
-"""From a path to something that can be talked to: for `generate`, `chat` and `serve`."""
+"""`plait generate`, `plait chat` and `plait serve`: open a model from a path, and write with it."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ from plait.posttrain import held_out as kept_back
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_ROWS = 64
-"""Prompts that are answered at once."""
+"""Prompts in one batch."""
 _FAMILIES = {"gpt2": "gpt", "llama": "llama", "mixtral": "moe"}
-"""Model types of `transformers` that Plait has a family for, and writes faster with."""
+"""Model types of `transformers` → Plait's model family, which generates faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Opening:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """`auto`: bf16 on a GPU, fp32 elsewhere."""
     offload: str | None = None
-    """`cpu` or `nvme`: where the weights of the blocks live, if not on the device."""
+    """`cpu` or `nvme`: where the weights of the blocks are kept, if not on the device."""
     offload_path: str | None = None
     """Folder of the `nvme` tier."""
     trust_code: bool = False
@@ -116,7 +116,7 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
                 f"{path} was trained on a model that was given as an object, and nothing here can build it"
             )
         if config.phase == "reward":
-            raise ModelError(f"{path} holds a reward model, which judges texts and writes none; open the tuned model")
+            raise ModelError(f"{path} holds a reward model, which cannot generate; open the tuned model")
         folder, described = checkpoint, config.model
     tokenizer_path = _tokenizer(Path(path), folder, config, opening)
     tokenizer = read_tokenizer(tokenizer_path)
@@ -144,13 +144,13 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
         write_down,
         stop,
         _with_tools(template, tokenizer),
-        begin=() if config is not None and config.phase is None else tokenizer.begin,  # rows of `plait train` have none
+        begin=() if config is not None and config.phase is None else tokenizer.begin,  # data of `plait train` has none
         template=template.kind,
     )
 
 
 def _described(folder: Path) -> ModelConfig:
-    """Our own family for a Hugging Face folder, where there is one; else `transformers` itself."""
+    """Return Plait's model for a Hugging Face folder, where there is one; else that of `transformers`."""
     description = read_description(folder) or {}
     family = _FAMILIES.get(description.get("model_type", ""))
     if family is not None:
@@ -158,7 +158,7 @@ def _described(folder: Path) -> ModelConfig:
         shapes = {name.removeprefix("model."): entry.shape for name, entry in entries.items()}
         try:
             adopted = from_transformers(family, description, shapes).config
-        except ModelError:  # a variant that ours cannot compute
+        except ModelError:  # a variant that Plait's model does not support
             adopted = None
         if adopted is not None:
             return adopted
@@ -190,7 +190,7 @@ def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
 
 
 def _load_trained_part(checkpoint_folder: Path, config: RunConfig, opening: Opening) -> nn.Module:
-    """A checkpoint that holds only what was trained, on top of the weights that the run began with."""
+    """Load a checkpoint with only the trained parameters on top of the weights that the run began with."""
     assert config.model is not None
     checkpoint = open_checkpoint(checkpoint_folder)
     begun = (config.posttrain.start if config.posttrain else None) or getattr(config.model, "path", None)
@@ -213,12 +213,12 @@ def _load_trained_part(checkpoint_folder: Path, config: RunConfig, opening: Open
 
 
 def _load_streamed(checkpoint_folder: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
-    """A model of which the device holds two blocks at a time."""
+    """Load a model of which the device holds two blocks at a time."""
     from plait.generate import build_streamed
 
     tier = opening.offload
     if tier not in ("cpu", "nvme"):
-        raise ConfigError(Problem("--offload", f"there is no place {tier!r} for weights", "Write cpu or nvme."))
+        raise ConfigError(Problem("--offload", f"unknown tier {tier!r}", "Write cpu or nvme."))
     if config is None or opening.adapter is not None or opening.dtype != "auto":
         raise GenerateError("--offload takes checkpoints of Plait as they are: convert the model or merge its adapter")
     world = open_world(config)
@@ -232,12 +232,12 @@ def _load_streamed(checkpoint_folder: Path, config: RunConfig | None, opening: O
 
 
 def _context(model: nn.Module, config: RunConfig | None) -> int | None:
-    """What the model says itself; a model that does not say sees what it was trained on."""
+    """Return the context length of the model, else that of its training data."""
     return context_of(model) or (None if config is None else getattr(config.data, "seq_len", None))
 
 
 def _tokenizer(asked: Path, weights: Path, config: RunConfig | None, opening: Opening) -> Path:
-    """Where the tokenizer lies: as told, beside the weights, or with the data of the run."""
+    """Return the path of the tokenizer: `--tokenizer`, beside the weights, or of the run's data."""
     if opening.tokenizer is not None:
         return Path(opening.tokenizer)
     section = None if config is None else config.posttrain
@@ -259,7 +259,7 @@ def _chat_format(
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
     named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(weights))
     template_folders = [tokenizer_location, *(Path(path) for path in named if path is not None)]
-    if config is None or config.phase is None:  # nothing was written down in any way, so the model's own it is
+    if config is None or config.phase is None:  # it was not trained on conversations: the model's own template
         template_folders = [
             *(path for path in template_folders if chat_template_in(tokenizer_folder(path)) is not None),
             *template_folders,
@@ -273,9 +273,9 @@ def _chat_format(
 def _with_tools(
     template: Template, tokenizer: ChatTokenizer
 ) -> Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None:
-    """How conversations with tools are written down, where the template writes calls in the form that is read here."""
+    """Return what formats conversations with tools, where the template writes calls in the form that is parsed here."""
     name, arguments = "probe", {"x": [1, "y"]}
-    hidden = any(tokenizer.special_token(mark) is not None for mark in (OPEN, CLOSE))  # no answer would show a call
+    hidden = any(tokenizer.special_token(mark) is not None for mark in (OPEN, CLOSE))  # decoding would drop the marks
     if hidden or not isinstance(template, OfTokenizer):
         return None
     written = template.written_call(name, arguments)
@@ -293,7 +293,7 @@ def _with_tools(
 
 
 def _eos_tokens(folder: Path) -> list[int]:
-    """The tokens that end an answer, as a Hugging Face folder says."""
+    """Return the tokens that end an answer, from a Hugging Face folder."""
     file = folder / "generation_config.json"
     value = _json(file).get("eos_token_id")
     tokens = value if isinstance(value, list) else [] if value is None else [value]
@@ -306,13 +306,13 @@ def _json(file: Path) -> dict[str, Any]:
     return read_json_object(file, DataError) if file.is_file() else {}
 
 
-# `plait generate`: texts from prompts, alone or beside another model's, and how well a model expects a text.
+# `plait generate`: texts from prompts, alone or compared with other models', and the perplexity of a text.
 
 
 _MORE = ("messages", "system", "history", "instruction", "input", "tools")
-"""What a prompt of a file may have beside its text, and cannot have here."""
+"""Fields of a prompt in a file that are not supported here."""
 _WINDOW = 1024
-"""Tokens at once for a perplexity, where a model does not say how many it sees."""
+"""Tokens at once for a perplexity, where a model has no context length."""
 
 
 def generate(
@@ -331,8 +331,8 @@ def generate(
 ) -> None:
     """Let one or several models continue the prompts, and print the texts or write them side by side.
 
-    With `chat`, and for questions that the run has `held_out`, a prompt is a turn of a conversation. `reward` names
-    who judges the answers.
+    With `chat`, and for the run's `held_out` questions, a prompt is a turn of a conversation. `reward` names the reward
+    model or function that scores the answers.
     """
     text = None if perplexity is None else _read(Path(perplexity))
     if html is None and against:
@@ -345,13 +345,13 @@ def generate(
     reward_model = None
     if reward is not None:
         if not Path(reward).exists():
-            import_from_here()  # a function that is named on the command line may lie here
+            import_from_here()  # for a function in the current folder
         reward_model = open_judge(reward, run_behind(path), trust_code=opening.trust_code)
     paths = [path, *(against or [])]
     answers: list[list[str]] = [[] for _ in asked]
     rewards_shown: list[list[str]] = [[] for _ in asked]
     figures: dict[str, list[str]] = {}
-    for model_path in paths:  # one after another, so that one at a time is in memory
+    for model_path in paths:  # one after another, so that only one is in memory
         conversation = open_conversation(model_path, opening)
         if text is not None:
             expected = _expect(conversation, text)
@@ -391,7 +391,7 @@ def _prompt(conversation: Conversation, question: Question, *, chat: bool) -> li
 
 
 def _mean(rewards: Sequence[float]) -> tuple[str, str]:
-    """The mean of those that are known, and how many they are."""
+    """Return the mean of the known rewards, and a text with their number."""
     known = [reward for reward in rewards if not math.isnan(reward)]
     lost = len(rewards) - len(known)
     said = f"{len(known)} answers" + (f", {lost} not judged" if lost else "")
@@ -399,11 +399,11 @@ def _mean(rewards: Sequence[float]) -> tuple[str, str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """A prompt a line; in a `.jsonl` file, the field `prompt` of each line, or `text`."""
-    # Not `splitlines`: it takes characters that a text may have, U+2028 and form feeds, for the end of a line.
+    """Return one prompt per line; of a `.jsonl` file, the field `prompt` of each line, or `text`."""
+    # Not `splitlines`, which also splits at characters that a text may have: U+2028 and form feeds.
     lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
     if not lines:
-        raise DataError(f"{file} has no prompt in it: write one a line")
+        raise DataError(f"{file} has no prompt in it: write one per line")
     if file.suffix != ".jsonl":
         return [line for _, line in lines]
     prompts = []
@@ -414,7 +414,7 @@ def read_prompts(file: Path) -> list[str]:
             raise DataError(f"{file}, line {number} is not JSON: {error}") from error
         prompt = row.get("prompt", row.get("text")) if isinstance(row, dict) else row
         if more := [key for key in _MORE if isinstance(row, dict) and row.get(key)]:
-            raise DataError(f"{file}, line {number} has {more[0]!r}, which would be left out: put all into `prompt`")
+            raise DataError(f"{file}, line {number} has {more[0]!r}, which is not supported: put all into `prompt`")
         if not isinstance(prompt, str):
             raise DataError(f"{file}, line {number} has no text as `prompt` or `text`")
         prompts.append(prompt)
@@ -439,17 +439,17 @@ def _expect(conversation: Conversation, text: str) -> Perplexity:
 
 
 _COMMAND = re.compile(r"/[a-z]+")
-HELP = "/clear begins anew, /undo takes the last question back, /quit ends (so does Ctrl-D); Ctrl-C stops an answer"
+HELP = "/clear starts over, /undo removes the last question, /quit ends (as does Ctrl-D); Ctrl-C stops an answer"
 
 
 def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None = None) -> None:
-    """Talk until the input ends. Every answer is streamed; the whole conversation is the prompt of the next one."""
+    """Chat until the input ends. Answers are streamed; the whole conversation is the prompt of the next answer."""
     conversation = open_conversation(path, opening)
     first = [Turn("system", system)] if system else []
-    turns, shows = list(first), sys.stdin.isatty()
-    if shows:
+    turns, interactive = list(first), sys.stdin.isatty()
+    if interactive:
         typer.secho(f"{printable(conversation.name)} (template {conversation.template!r}): {HELP}", dim=True)
-    while (said := _ask(shows)) is not None:
+    while (said := _ask(interactive)) is not None:
         if said in ("/quit", "/exit"):
             break
         if said == "/clear":
@@ -459,17 +459,17 @@ def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None 
         elif said in ("/help", "/?"):
             typer.echo(HELP)
         elif _COMMAND.fullmatch(said):
-            typer.secho(f"there is no {said}: {HELP}", fg="red", err=True)
+            typer.secho(f"unknown command {said}: {HELP}", fg="red", err=True)
         elif said:
             answer = _answer(conversation, [*turns, Turn("user", said)], sampling)
             if answer is not None:
                 turns += [Turn("user", said), Turn("assistant", answer)]
-                sampling = replace(sampling, seed=sampling.seed + 1)  # the same question twice, two answers
+                sampling = replace(sampling, seed=sampling.seed + 1)  # the same question again gets another answer
 
 
-def _ask(shows: bool) -> str | None:
+def _ask(interactive: bool) -> str | None:
     try:
-        return input("> " if shows else "").strip()
+        return input("> " if interactive else "").strip()
     except EOFError:
         return None
     except KeyboardInterrupt:
@@ -478,9 +478,9 @@ def _ask(shows: bool) -> str | None:
 
 
 def _answer(conversation: Conversation, turns: list[Turn], sampling: Sampling) -> str | None:
-    """Print the answer as it comes; what was said before an interruption counts. None where there is none.
+    """Print the answer as it is generated, and return it, up to an interruption; None after an error.
 
-    A model may write escape sequences, and a terminal would follow them: they are shown instead.
+    Escape sequences in it are shown, not sent to the terminal.
     """
     said: list[str] = []
     try:
@@ -506,9 +506,9 @@ def _answer(conversation: Conversation, turns: list[Turn], sampling: Sampling) -
 def serve(
     path: str, opening: Opening, *, host: str, port: int, token_file: str | None, open_to_all: bool, limits: Limits
 ) -> None:
-    """Serve until interrupted. A token is made up and shown, unless a file has one or none is wanted."""
+    """Serve until interrupted. A token is generated and shown, unless a file has one or none is required."""
     if open_to_all and host not in LOCAL_NAMES:
-        raise GenerateError(f"--no-token with --host {host} would let anybody use this machine; give a token")
+        raise GenerateError(f"--no-token with --host {host} would let anybody use this model; give a token")
     token = None if open_to_all else _token(token_file)
     conversation = open_conversation(path, opening)
     try:
@@ -517,14 +517,14 @@ def serve(
         raise GenerateError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
     shown = "" if token is None else f"/#token={token}" if token_file is None else "/ (token from the file)"
     typer.echo(f"{printable(conversation.name)}: {server.url}{shown}")
-    typer.echo(f"conversations are written with the template {conversation.template!r}")
+    typer.echo(f"chat template: {conversation.template!r}")
     typer.echo(f"OpenAI-compatible: {server.url}/v1 (chat/completions, completions, models)")
     server.run()
     typer.echo("stopped")
 
 
 def _token(file: str | None) -> str:
-    """From the first line of a file, so that it is in no list of processes; or a new one."""
+    """Return the token in a file, which keeps it out of the list of processes; or a new one."""
     if file is None:
         return secrets.token_urlsafe(24)
     try:

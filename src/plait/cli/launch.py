@@ -33,7 +33,7 @@ _WIDTH = 150
 
 
 def launch(argv: Sequence[str]) -> None:
-    """Read the flags, look at the hosts, run the job; ends the process with the exit code of the worst rank."""
+    """Parse the flags, check the hosts, run the job, and exit with the exit code of the worst rank."""
     if list(argv) in ([], ["-h"], ["--help"]):
         flags().print_help()
         return
@@ -57,7 +57,7 @@ def launch(argv: Sequence[str]) -> None:
 
 
 def _look_for_program(options: LaunchOptions) -> None:
-    """What is not there is said once, and not by every rank."""
+    """Refuse a missing script or program here, once, and not on every rank."""
     script = options.script
     if options.module:
         return
@@ -65,19 +65,19 @@ def _look_for_program(options: LaunchOptions) -> None:
         raise WorldError(absent(script))
     if not options.no_python and not Path(script).exists():
         raise WorldError(
-            f"there is no script {script!r} in {Path.cwd()}; for a program or a module of Python, say so "
-            "with --no_python or --module"
+            f"there is no script {script!r} in {Path.cwd()}; for a program or a Python module, add --no_python or "
+            "--module"
         )
 
 
 def _tune(setup: PreparedLaunch) -> None:
-    """Hand a described run to `plait tune`; `run` trains with what it finds."""
+    """Run `plait tune` on a run description; `--autotuning run` trains with the best settings."""
     options = setup.options
     program = "plait" if options.module else Path(options.script).name
     described = (options.module or options.no_python) and program == "plait" and options.arguments[:1] == ("train",)
     if not described or len(options.arguments) < 2:
         raise WorldError(
-            f"--autotuning {options.autotuning}: only a run that is described can be tuned, not a script's own: "
+            f"--autotuning {options.autotuning}: only a run description can be tuned, not a script: "
             f"plait launch --autotuning {options.autotuning} --no_python plait train run.yaml"
         )
     if setup.launcher != "local":
@@ -89,7 +89,7 @@ def _tune(setup: PreparedLaunch) -> None:
 
 
 def _cleared(setup: PreparedLaunch) -> PreparedLaunch:
-    """The launch with what its hosts said, or an error that nothing was started."""
+    """Return the launch with the address and port that its hosts reported; raise where the check has failed."""
     checked = _checked(setup)
     if not checked.good:
         raise WorldError("nothing was started; the table above says what to change")
@@ -98,7 +98,7 @@ def _cleared(setup: PreparedLaunch) -> PreparedLaunch:
 
 def _checked(setup: PreparedLaunch) -> Preflight:
     if setup.launcher == "slurm" and not in_allocation():
-        raise WorldError("--preflight: Slurm has given out no hosts yet; run it inside an allocation")
+        raise WorldError("--preflight: Slurm has not allocated hosts yet; run it inside an allocation")
     from plait.launch import preflight
 
     fixed = None if setup.options.master_port is None else setup.options.master_port_by
@@ -108,7 +108,7 @@ def _checked(setup: PreparedLaunch) -> Preflight:
 
 
 def _show(checked: Preflight) -> None:
-    """The table, and below it what is wrong and what to do."""
+    """Print the table of hosts, and below it the findings with their remedies."""
     from rich.console import Console
     from rich.table import Table
 
@@ -137,7 +137,7 @@ def _show(checked: Preflight) -> None:
     console.width = max(console.width, _WIDTH)
     console.print(table)
     if hidden := len(checked.checks) - len(shown):
-        console.print(f"and {hidden} more hosts that are fine")
+        console.print(f"and {hidden} more hosts without findings")
     job = checked.job
     console.print(f"{job.size} ranks on {len(job.nodes)} hosts; rank 0 listens on {job.address} port {job.port}")
     for finding in checked.findings:

@@ -15,39 +15,34 @@ from typer.core import TyperCommand
 
 from plait.errors import ConfigError, PlaitError, Problem
 
-# Standard streams that whoever started the command has closed, as some daemons and `>&-` do.
 
+def open_closed_streams() -> None:
+    """Open standard streams that are closed (by some daemons, or `>&-`) on the null device.
 
-def open_what_is_closed() -> None:
-    """Let a stream that is missing lead nowhere: the next file that is opened would be taken for it otherwise.
-
-    Ranks inherit it, so that what they print does not end up in such a file either.
+    Otherwise the next file that is opened would get a stream's number. Ranks inherit the null device.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
 
 
-# Places where UTF-8 is not spoken: a console in another encoding, a locale that has ASCII alone.
-
-
-def speak_utf8() -> None:
-    """Start over in Python's UTF-8 mode where the locale has ASCII alone: no Chinese name of a file could be opened."""
+def restart_in_utf8_mode() -> None:
+    """Restart in Python's UTF-8 mode where the locale is ASCII, in which no Chinese file name could be opened."""
     if _is(sys.getfilesystemencoding(), "ascii"):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
-def spell_what_can_be() -> None:
-    """Let the console show `?` for what its encoding lacks, rather than end the command."""
+def replace_unencodable() -> None:
+    """Let the console show `?` for characters that its encoding lacks, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape" if _is(sys.stdout.encoding, "utf-8") else "replace")
     if isinstance(sys.stdin, io.TextIOWrapper) and _is(sys.stdin.encoding, "ascii"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # which ASCII is a part of
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # a superset of ASCII
 
 
 def _is(encoding: str, name: str) -> bool:
@@ -68,7 +63,7 @@ Overrides = Annotated[
     typer.Argument(help="Settings on top of the file, as dotted keys: `strategy.zero=3 optim.lr=3e-4`."),
 ]
 Nproc = Annotated[
-    str, typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one a GPU.")
+    str, typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one per GPU.")
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the resolved settings and where each came from; start nothing.")
@@ -86,25 +81,25 @@ TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many like
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest, up to this share.")]
 Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: what came before is less likely.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends an answer. May be repeated.")]
-Seed = Annotated[int, typer.Option(help="Another seed, another text.")]
+Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 
 
 def _settings(overrides: list[str] | None, *, trust_code: bool) -> list[str]:
-    """The overrides, with `--trust-code` as the setting that it is: so it reaches every rank."""
+    """Return the overrides, with `--trust-code` as a setting, so that it reaches every rank."""
     return [*(overrides or []), *(["trust_code=true"] if trust_code else [])]
 
 
-class _Described(TyperCommand):
-    """Knows a setting that was written like an option."""
+class _CommandWithSettings(TyperCommand):
+    """Refuses a setting that is written like an option, with the right form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As ever, where every `--word` may be an option."""
+        """Check every `--name` before the arguments are parsed."""
         options = {name for param in self.params for name in param.opts}
         for argument in args:
             key, equals, value = argument.lstrip("-").partition("=")
             if argument.startswith("--") and f"--{key}" not in options and _is_setting(key):
                 remedy = f"A setting has no dashes, and its value follows `=`: `{key}={value if equals else '…'}`."
-                raise ConfigError(Problem(f"--{key}", "no option of this command", remedy))
+                raise ConfigError(Problem(f"--{key}", "not an option of this command", remedy))
         return super().parse_args(ctx, args)
 
 
@@ -114,13 +109,13 @@ def _is_setting(key: str) -> bool:
     return "." in key or key in RunConfig.model_fields
 
 
-@app.command(cls=_Described)
+@app.command(cls=_CommandWithSettings)
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Annotated[
         str | None,
-        typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one a GPU; absent: 1."),
+        typer.Option("--nproc", "-n", help="Processes on this machine: a number, or `gpu` for one per GPU; absent: 1."),
     ] = None,
     dry_run: DryRun = False,
     accelerate_config: Annotated[
@@ -152,7 +147,7 @@ def _add_phase(phase: str, summary: str) -> None:
 
         run_phase(phase, config, _settings(overrides, trust_code=trust_code), nproc=nproc, dry_run=dry_run)
 
-    app.command(phase, cls=_Described, help=summary)(run)
+    app.command(phase, cls=_CommandWithSettings, help=summary)(run)
 
 
 _add_phase("sft", "Fine-tune a language model on answers.")
@@ -162,7 +157,7 @@ _add_phase("ppo", "Train a language model on its own answers, with a critic and 
 _add_phase("grpo", "Train a language model on its own answers, compared within groups of one prompt (GRPO).")
 
 
-@app.command(cls=_Described)
+@app.command(cls=_CommandWithSettings)
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -172,14 +167,14 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="h100-80g, a100-40g, …, or a file of `plait doctor --measure`.")
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Look for the fastest way to spread the run.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Find the fastest strategy that fits.")] = False,
     states_only: Annotated[
         bool, typer.Option("--states-only", help="DeepSpeed's tables of model states; activations not counted.")
     ] = False,
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="Draw the pipeline: who works on which micro-batch, when.")
+        bool, typer.Option("--schedule", help="Draw the pipeline: which stage works on which micro-batch, when.")
     ] = False,
-    exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer, not a few for all.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Simulate every layer, not a few that stand for all.")] = False,
     timeline: Annotated[
         str | None, typer.Option("--timeline", metavar="SVG", help="Draw memory over a run; implies --exact.")
     ] = None,
@@ -188,7 +183,7 @@ def plan(
     ] = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Show what a run will take before it starts: memory, time, and whether it fits."""
+    """Show what a run will need before it starts: memory, time, and whether it fits."""
     from plait.cli import plan as commands
 
     settings = _settings(overrides, trust_code=trust_code)
@@ -211,7 +206,7 @@ def plan(
         raise typer.Exit(1)
 
 
-@app.command(cls=_Described)
+@app.command(cls=_CommandWithSettings)
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -230,7 +225,7 @@ def profile(
     run(config, _settings(overrides, trust_code=trust_code), steps=steps, nproc=nproc, out=out)
 
 
-@app.command(cls=_Described)
+@app.command(cls=_CommandWithSettings)
 def prove(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -245,7 +240,7 @@ def prove(
     out: Annotated[str, typer.Option("--out", "-o", help="Folder for certificate.json and certificate.html.")] = ".",
     trust_code: TrustCode = False,
 ) -> None:
-    """Compare a few steps of a run under its strategy with the same steps on one process."""
+    """Compare a few steps of a run under its strategy with the same steps in one process."""
     from plait.prove import prove as run
 
     settings = _settings(overrides, trust_code=trust_code)
@@ -269,23 +264,24 @@ def convert(
     from_: Annotated[
         str | None, typer.Option("--from", metavar="NAME", help="What reads SRC, by package.module:name.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: keep, fp32, bf16 or fp16.")] = "keep",
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: keep, fp32, bf16 or fp16.")] = "keep",
     model: Annotated[
         str | None,
         typer.Option(help="gpt, llama, moe: take weights of transformers as Plait's own. With `--to hf`: its folder."),
     ] = None,
-    weights: Annotated[str, typer.Option(help="model, or ema for the averages that the hook kept.")] = "model",
+    weights: Annotated[str, typer.Option(help="model, or ema for the averages of the EMA hook.")] = "model",
     shard_size: Annotated[str, typer.Option(help="Largest file of an hf folder.")] = "5GB",
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With `--to torch`: its state too.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     inspect: Annotated[str | None, typer.Option(metavar="PATH", help="Show what is in a checkpoint instead.")] = None,
     every: Annotated[bool, typer.Option("--all", help="With --inspect: a row for each tensor.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="With --inspect: read all, compare checksums; exit code 1 if damaged.")
+        bool,
+        typer.Option("--verify", help="With --inspect: read all data and compare checksums; exit code 1 if damaged."),
     ] = False,
     trust_code: TrustCode = False,
 ) -> None:
-    """Turn a checkpoint into another kind, or look into it; with `--to yaml`, another framework's configuration."""
+    """Convert a checkpoint to another format, or show its contents; `--to yaml` converts another framework's config."""
     from plait.cli import convert as commands
 
     options = commands.ConvertOptions(
@@ -344,24 +340,30 @@ def generate(
     ] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page with all texts side by side.")] = None,
     perplexity: Annotated[
-        str | None, typer.Option("--perplexity", metavar="FILE", help="Show how well a text is expected.")
+        str | None, typer.Option("--perplexity", metavar="FILE", help="Show the model's perplexity on a text.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask prompts as `plait chat` does, in the model's template.")
+        bool, typer.Option("--chat", help="Apply the model's chat template to prompts, as `plait chat` does.")
     ] = False,
     held_out: Annotated[
-        int | None, typer.Option("--held-out", min=1, help="Ask so many questions that the run kept for validation.")
+        int | None,
+        typer.Option("--held-out", min=1, help="Use so many questions of the run's validation split as prompts."),
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option("--reward", metavar="WHO", help="Who judges: a reward model's folder, task, gsm8k, module:name."),
+        typer.Option(
+            "--reward", metavar="WHO", help="What scores answers: a reward model's folder, task, gsm8k, module:name."
+        ),
     ] = None,
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
     trust_code: TrustCode = False,
     offload: Annotated[
-        str | None, typer.Option(metavar="TIER", help="Weights that do not fit the device live in cpu or nvme memory.")
+        str | None,
+        typer.Option(
+            metavar="TIER", help="Keep weights that do not fit on the device in memory (cpu) or on disk (nvme)."
+        ),
     ] = None,
     offload_path: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder of the nvme tier; absent: the checkpoint's.")
@@ -393,8 +395,8 @@ def chat(
     model: Annotated[
         str | None, typer.Argument(help="A run's work_dir, one of its checkpoints, or a Hugging Face folder.")
     ] = None,
-    path: Annotated[str | None, typer.Option("--path", help="The same, as DeepSpeed-Chat says it.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="What the model is told before anything else.")] = None,
+    path: Annotated[str | None, typer.Option("--path", help="The same, as an option.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="The system prompt.")] = None,
     tokens: NewTokens = 512,
     temperature: Temperature = 0.8,
     top_k: TopK = None,
@@ -423,21 +425,22 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8000,
     token_file: Annotated[
-        str | None, typer.Option("--token-file", help="A file with the token to ask for; absent: one is made up.")
+        str | None,
+        typer.Option("--token-file", help="A file with the token that clients must send; absent: one is generated."),
     ] = None,
-    no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on this machine only.")] = False,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Require no token; on this machine only.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of one answer at most.")] = 1024,
-    max_batch: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 16,
+    max_batch: Annotated[int, typer.Option(min=1, help="Answers that are generated at the same time.")] = 16,
     waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones are refused.")] = 256,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of one request at most.")] = 1 << 20,
     max_messages: Annotated[int, typer.Option(min=1, help="Messages of one conversation at most.")] = 2048,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one request, waiting included.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for one request, including its wait.")] = 600.0,
     adapter: Adapter = None,
     tokenizer: TokenizerFile = None,
     dtype: Dtype = "auto",
     trust_code: TrustCode = False,
 ) -> None:
-    """Answer over HTTP in the words of OpenAI's API, with a web page to try it."""
+    """Answer over HTTP with OpenAI's API, and a web page to try it."""
     from plait.generate import Limits  # isort: skip  # first: without its extra nothing else is loaded
 
     from plait.cli.generate import serve as run
@@ -478,29 +481,31 @@ def report(
     typer.echo(f"report: {target}")
 
 
-@app.command(cls=_Described)
+@app.command(cls=_CommandWithSettings)
 def tune(
     config: ConfigFile,
     overrides: Overrides = None,
     tuner: Annotated[
         str | None, typer.Option(help="Order of trials: grid, random, or model (the plan's ranking first; default).")
     ] = None,
-    trials: Annotated[int | None, typer.Option(help="Measured at most; 20 if absent.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="For the whole search.")] = None,
-    trial_seconds: Annotated[float | None, typer.Option(help="For each trial; 600 if absent.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of each trial; 10 if absent.")] = None,
-    warmup: Annotated[int | None, typer.Option(help="First steps that are not measured; 3 if absent.")] = None,
+    trials: Annotated[int | None, typer.Option(help="At most so many trials; 20 if absent.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time limit of the search.")] = None,
+    trial_seconds: Annotated[float | None, typer.Option(help="Time limit of each trial; 600 if absent.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each trial; 10 if absent.")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="First steps of a trial, which are not measured; 3 if absent.")
+    ] = None,
     nproc: Annotated[int | None, typer.Option("--nproc", "-n", help="Processes of each trial; 1 if absent.")] = None,
     metric: Annotated[
         str | None, typer.Option(help="throughput (default), tokens_per_s, samples_per_s or step_time.")
     ] = None,
-    early_stop: Annotated[int | None, typer.Option(help="End after so many trials without a better one.")] = None,
+    early_stop: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one.")] = None,
     space: Annotated[
         list[str] | None, typer.Option(help="Values to try for a key: `'strategy.zero=[0, 3]'`. May be repeated.")
     ] = None,
     settings: Annotated[str | None, typer.Option("--search", help="A file with all of these, and more.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder for results; absent: WORK_DIR-tune.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what an earlier search found there.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard the results of an earlier search there.")] = False,
     then_train: Annotated[bool, typer.Option("--train", help="Train with the best settings afterwards.")] = False,
     trust_code: TrustCode = False,
 ) -> None:
@@ -530,16 +535,16 @@ def tune(
     )
 
 
-class _AsItIs(TyperCommand):
-    """Hands its words over unread: what follows the script is the script's."""
+class _UnparsedCommand(TyperCommand):
+    """Passes its arguments on unparsed: those after the script are the script's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take them all."""
+        """Keep all arguments."""
         ctx.args = list(args)
         return list(args)
 
 
-@app.command(cls=_AsItIs)
+@app.command(cls=_UnparsedCommand)
 def launch(ctx: typer.Context) -> None:
     """Start a script on every slot of one or several hosts: `plait launch [flags] script.py [its arguments]`."""
     from plait.cli.launch import launch as run
@@ -547,7 +552,7 @@ def launch(ctx: typer.Context) -> None:
     run(ctx.args)
 
 
-@app.command(cls=_AsItIs)
+@app.command(cls=_UnparsedCommand)
 def pipeline(ctx: typer.Context) -> None:
     """Run phases one after another, each from the result of the one before: `plait pipeline sft.yaml reward.yaml …`."""
     from plait.cli.pipeline import pipeline as run
@@ -564,9 +569,7 @@ def doctor(
         str | None, typer.Option("--out", "-o", help="With --measure: a YAML file for `plait plan --gpu`.")
     ] = None,
     folder: Annotated[str, typer.Option(help="With --measure: where the disk is measured.")] = ".",
-    plugins: Annotated[
-        bool, typer.Option("--plugins", help="List the parts that installed packages bring, and from where.")
-    ] = False,
+    plugins: Annotated[bool, typer.Option("--plugins", help="List the plug-ins of installed packages.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON; not with --measure.")] = False,
 ) -> None:
     """Show what this machine offers to training."""
@@ -592,10 +595,10 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 def main() -> Any:
-    """Run the command; what a user did wrong is told in plain words, without a traceback."""
-    open_what_is_closed()
-    speak_utf8()
-    spell_what_can_be()
+    """Run the command; a user's error is printed as a message, without a traceback."""
+    open_closed_streams()
+    restart_in_utf8_mode()
+    replace_unencodable()
     try:
         return app()
     except PlaitError as error:
@@ -609,13 +612,15 @@ def main() -> Any:
         from plait.launch import report_failure
 
         report_failure(
-            PlaitError(f"{error.filename} cannot be used: {error.strerror}; give this user the right, or another path")
+            PlaitError(
+                f"{error.filename} cannot be used: {error.strerror}; change its permissions, or use another path"
+            )
         )
         sys.exit(2)
 
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""What a folder or a disk does not let this user do: no fault of the program."""
+"""Errors of permissions and full disks, which are not errors of the program."""
 
 
 if __name__ == "__main__":

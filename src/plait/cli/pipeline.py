@@ -1,4 +1,4 @@
-"""`plait pipeline`: phases one after another, in processes of their own."""
+"""`plait pipeline`: runs several phases one after another, each in its own processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 HELP = """usage: plait pipeline FILE… [key=value…] [options]
        plait pipeline --step 1 2 3 --actor-model FOLDER [options]
 
-Run several phases one after another; each begins with what the one before has made. A step that is complete is not
-run again, and one that was cut short goes on: the same command is also the one to go on with.
+Run several phases one after another; each begins with the result of the one before. A complete step is not run again,
+and an interrupted one resumes: to resume, give the same command again.
 
   FILE                  a file with `steps`, or a run description for each step, in order
   key=value             settings for every step, as dotted keys: optim.lr=3e-4
@@ -46,25 +46,25 @@ Flags of DeepSpeed-Chat's main.py (--data_path, --max_seq_len, …) are settings
 _ONE = ("nproc", "hostfile")
 _NONE = ("dry_run",)
 _WIDTH = 150
-"""A row that a narrow terminal breaks is easier to read than columns that are cut."""
+"""Rows that a narrow terminal wraps are easier to read than truncated columns."""
 
 
 @dataclass
 class PipelineCommand:
-    """A command line, sorted."""
+    """The arguments of the command by kind."""
 
     files: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
-    """Of `_ONE` and `_NONE`, without dashes."""
+    """Values of `_ONE` and `_NONE` by name, without dashes."""
     step_flags: list[str] = field(default_factory=list)
-    """Of `train.py`."""
+    """Flags of DeepSpeed-Chat's `train.py`."""
     flags: list[str] = field(default_factory=list)
-    """Of `main.py`."""
+    """Flags of DeepSpeed-Chat's `main.py`."""
 
 
 def pipeline(argv: Sequence[str]) -> None:
-    """Check everything, run what is not complete, and show what came of it; ends with the exit code of a failure."""
+    """Check all steps, run those that are not complete, and show their results; exit with the code of a failed step."""
     if not argv or {"-h", "--help"} & set(argv):
         typer.echo(HELP)
         return
@@ -82,12 +82,12 @@ def pipeline(argv: Sequence[str]) -> None:
     code = run_steps(steps, start, typer.echo)
     _show(steps)
     if code != 0:
-        typer.echo(f"go on with: plait pipeline {shlex.join(argv)}")
+        typer.echo(f"to resume: plait pipeline {shlex.join(argv)}")
         sys.exit(code)
 
 
 def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
-    """Files, settings and flags apart. A flag takes what stands behind it, up to the next flag or setting."""
+    """Sort arguments into files, settings and flags. A flag takes the values up to the next flag or setting."""
     from plait.config import nearest
     from plait.posttrain import FLAGS, WORDS
 
@@ -151,13 +151,13 @@ def _is_number(argument: str) -> bool:
 
 
 def _ranks_and_start(asked: PipelineCommand) -> tuple[int, int, Start]:
-    """Ranks in all, ranks on one host, and what starts them."""
+    """Return the number of ranks, the number per host, and what starts them."""
     from plait.posttrain import read_steps
 
     steps, nproc, hostfile = read_steps(asked.step_flags), asked.options.get("nproc"), asked.options.get("hostfile")
     said = any(argument.startswith(("--deployment-type", "--deployment_type")) for argument in asked.step_flags)
     if nproc is not None and hostfile is not None:
-        raise ConfigError(Problem("--nproc", "a hostfile says how many processes there are", "Give one of them."))
+        raise ConfigError(Problem("--nproc", "the hostfile sets the number of processes", "Give one of them."))
     if said and steps.nproc is None and hostfile is None:
         raise ConfigError(Problem("--deployment-type", "multi_node needs hosts", "Add `--hostfile FILE`."))
     if said and steps.nproc is not None and (hostfile is not None or nproc not in (None, steps.nproc)):
@@ -203,7 +203,7 @@ def _steps(asked: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
 
 
 def _show(steps: Sequence[PhaseStep]) -> None:
-    """A row for each step: how far it is, what came of it, and where that lies."""
+    """Print a row for each step: its state, figures and result folder."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`plait plan`: what a run will take, known before it starts."""
+"""`plait plan`: the memory and time of a run, before it starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 _SHOWN = 12
-"""So many ways of a search are shown; the file has all."""
+"""How many results of a search are shown; the file has all."""
 _PHASES = [phase for phase in Phase if phase not in (Phase.EVALUATE, Phase.IDLE, Phase.LEFT)]
-"""As they come in a run that goes on from a checkpoint."""
+"""In the order of a run that resumes from a checkpoint."""
 _WHOLE_GIB = 10.0
-"""From here on a host's memory is shown in whole GiB."""
+"""From this size on, host memory is shown in whole GiB."""
 _NOTABLE_S = 1e-3
-"""Copies that take less are not shown: every run moves its inputs."""
+"""Shorter copies are not shown: every run copies its inputs."""
 
 
 _ALONE = {
@@ -36,11 +36,11 @@ _ALONE = {
     "--states-only": ("--search", "--gpu", "--exact", "--timeline", "--out"),
     "--search": ("--exact", "--timeline"),
 }
-"""What each way to look at a run leaves without effect."""
+"""The options without effect beside each mode."""
 
 
 def check_use(given: dict[str, object]) -> None:
-    """Refuse options that say nothing beside others; `given` has each with its value."""
+    """Refuse options without effect beside others; `given` has each with its value."""
     for mode, others in _ALONE.items():
         if given[mode] and (idle := [option for option in others if given[option]]):
             raise ConfigError(
@@ -49,7 +49,7 @@ def check_use(given: dict[str, object]) -> None:
 
 
 def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ranks: int | None) -> None:
-    """Draw the pipeline of a run as a picture: who works on which micro-batch, when, and who waits."""
+    """Draw the pipeline schedule of a run: which stage works on which micro-batch when, and which waits."""
     run = parse(config, overrides).config
     strategy = run.strategy
     if strategy.layout.pp == 1:
@@ -80,7 +80,7 @@ def plan_run(
     timeline: str | None,
     exact: bool,
 ) -> bool:
-    """Show what a run will take, and what to change where it does not fit; whether it fits."""
+    """Show the plan of a run, and what to change where it does not fit; return whether it fits."""
     from rich.console import Console
 
     from plait.engine import planned_as
@@ -88,8 +88,8 @@ def plan_run(
 
     asked = parse(source, overrides).config
     if asked.strategy.auto:
-        message = "the run looks for its strategy when it starts, and a plan is of one"
-        raise ConfigError(Problem("strategy.auto", message, "Add --search, which looks too, or write a strategy."))
+        message = "true: a plan needs one strategy, and this run searches for it when it starts"
+        raise ConfigError(Problem("strategy.auto", message, "Add --search, or write a strategy."))
     import_from_here()
     config = planned_as(asked)
     if isinstance(config, str):
@@ -118,7 +118,7 @@ def plan_run(
 
 
 def search_run(source: str, overrides: Sequence[str], *, gpu: str | None, gpus: int | None, out: str | None) -> bool:
-    """Show the fastest ways to spread a run that fit, and why the others do not; whether any does."""
+    """Show the fastest strategies of a run that fit, and why the others do not; return whether any fits."""
     from plait.cli.columns import wide_console
     from plait.plan import search
 
@@ -194,7 +194,7 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float | None]]]:
-    """By phase and by part, the columns of each rank: its device, and its host where that is another memory."""
+    """Yield rows by phase and by category, with columns per rank: device memory, and host memory if separate."""
     from plait.plan import host_peaks
 
     width = len(_columns(plan))
@@ -306,7 +306,7 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
 
 
 def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None:
-    """Print the account of the run's own model, and DeepSpeed's tables for it. The model is never given storage."""
+    """Print the model states of the run's model, and DeepSpeed's tables for it. The model has no storage."""
     run = parse(config, overrides).config
 
     from plait.plan import estimate_states, zero2_table, zero3_table

@@ -1,4 +1,4 @@
-"""`plait train`."""
+"""`plait train`, the phases after pretraining, and `plait profile`."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
     from plait.profile import Report
     from plait.trainer import Runner
 
-# What all commands that train have in common: smaller micro-batches where memory is short, and how they end.
+# What all commands that train have in common: smaller micro-batches where memory is short, and their exit codes.
 
 
 def train_with(runner: Runner, argv: Sequence[str]) -> None:
-    """Train; `words` are the command that this process was started with, without the name of the program.
+    """Train; `argv` is the command of this process, without the name of the program.
 
-    A run that somebody stopped says how to go on, and ends the process with 128 and the signal: a script that looks
-    at the exit code must not take it for a finished one.
+    A run that a signal stopped prints how to resume it, and exits with 128 plus the signal, so that a script does not
+    take it for a finished run.
     """
     with _smaller_if_full(runner, argv):
         runner.train()
@@ -69,23 +69,23 @@ def train_with(runner: Runner, argv: Sequence[str]) -> None:
 
 
 def leave_if_stopped(runner: Runner) -> None:
-    """End a process whose run a signal has stopped. Every rank must ask."""
+    """Exit where a signal has stopped the run. Called on every rank."""
     from plait.trainer import STOPPED
 
-    # The ranks wait for each other here: some launchers end the others as soon as one has left with such a code.
+    # The ranks wait for each other here: some launchers end the others as soon as one has exited with such a code.
     if not runner.stopping() or (code := STOPPED.get(str(runner.stop_reason))) is None:
         return
     if runner.config.checkpoint.last and runner.world.is_main:
-        typer.echo("go on with the same command and `checkpoint.resume=auto`")
+        typer.echo("to resume: the same command with `checkpoint.resume=auto`")
     runner.enter(Phase.LEFT)
     sys.exit(code)
 
 
 @contextmanager
 def _smaller_if_full(runner: Runner, argv: Sequence[str]) -> Iterator[None]:
-    """Where memory is short in a step of a run of one process, start again with smaller micro-batches.
+    """Where a run of one process runs out of memory in a step, start again with smaller micro-batches.
 
-    A launcher, where there is one, does the same for its ranks.
+    A launcher does the same for its ranks.
     """
     from torch import OutOfMemoryError
 
@@ -94,7 +94,7 @@ def _smaller_if_full(runner: Runner, argv: Sequence[str]) -> Iterator[None]:
         return
     except OutOfMemoryError as error:
         phase = runner.world.heartbeat.phase
-        # Without a launcher nobody reads the phases of a step, so it does not tell them: all of it is idle time.
+        # Without a launcher the phases within a step are not reported: all of it counts as idle.
         if launched_size() is not None or not (phase.has_batches or phase is Phase.IDLE):
             raise
         if (steps := runner.step_memory.growth) is not None:
@@ -114,9 +114,9 @@ def train(
     dry_run: bool,
     accelerate_config: str | None = None,
 ) -> None:
-    """Check everything that can be checked, then start the ranks, or be one of them.
+    """Check everything that can be checked, then start the ranks, or run as one of them.
 
-    The settings of an `accelerate` YAML stand over the file, and below the overrides.
+    The settings of an `accelerate` YAML override the file, and are overridden by `overrides`.
     """
     machines = None
     if accelerate_config is not None:
@@ -151,44 +151,45 @@ def _command(config: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _check_found_alike(parsed: Parsed) -> None:
-    """On several machines, each would look for itself, and find what is best there."""
+    """Refuse searches on several machines: each would search for itself, with its own result."""
     asked = {"strategy.auto": parsed.config.strategy.auto}
     asked["strategy.offload.ratio"] = parsed.config.strategy.offload.ratio == "auto"
     remedy = "Write what `plait plan --search` shows."
     if wrong := [key for key, value in asked.items() if value]:
-        raise ConfigError([Problem(key, "auto is not offered for num_machines from 2", remedy) for key in wrong])
+        raise ConfigError([Problem(key, "auto does not support several machines", remedy) for key in wrong])
 
 
 def _search_strategy(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
-    """The settings of the fastest way to spread the run, for `strategy: auto`."""
+    """Return the settings of the fastest strategy, for `strategy: auto`."""
     from plait.plan import best_settings, run_forked
 
     asked = [*overrides, "strategy.auto=false"]
     wanted = parse(config, asked).config
     best = run_forked(lambda: best_settings(wanted, ranks), seconds=600.0)
     if isinstance(best, str):
-        raise ConfigError(Problem("strategy.auto", f"no way was found: {best}", "Write a strategy."))
+        raise ConfigError(Problem("strategy.auto", f"no strategy was found: {best}", "Write a strategy."))
     settings, summary = best
     print(f"strategy: auto takes {' '.join(settings) or 'the run as it is written'} ({summary})")
     return ["strategy.auto=false", *settings]
 
 
 def _search_offload_ratio(config: str, overrides: Sequence[str], ranks: int) -> list[str]:
-    """A number for `strategy.offload.ratio: auto`."""
+    """Return the setting for `strategy.offload.ratio: auto`."""
     from plait.plan import best_ratio, run_forked
 
     wanted = parse(config, overrides).config
     best = run_forked(lambda: best_ratio(wanted, ranks), seconds=600.0)
     if isinstance(best, str):
-        raise ConfigError(Problem("strategy.offload.ratio", f"auto, but {best}", "Write a number from 0 to 1."))
+        message = f"auto: could not choose a value automatically: {best}"
+        raise ConfigError(Problem("strategy.offload.ratio", message, "Write a number from 0 to 1."))
     print(f"strategy.offload.ratio: auto takes {best[0].partition('=')[2]}")
     return best
 
 
 def _accelerated(path: str, *, launched: bool) -> tuple[list[str], str | None, Machines | None]:
-    """What an `accelerate` YAML stands for: settings, as overrides; processes on each machine; several machines.
+    """Return the meaning of an `accelerate` YAML: overrides, processes per machine, and the machines if several.
 
-    Who was `launched` already has its ranks from there.
+    With `launched`, this process is a rank, and its launcher has decided these.
     """
     from plait.config import read
     from plait.frontends.accelerate import as_overrides, machines, processes, translate
@@ -209,10 +210,12 @@ def _count(nproc: str) -> int:
     if nproc == "gpu":
         if count := gpu_count():
             return count
-        raise ConfigError(Problem("--nproc", "'gpu', but no GPU can be seen here", "Write a number from 1."))
+        raise ConfigError(Problem("--nproc", "'gpu', but no GPU is visible", "Write a number from 1."))
     if ranks := whole_number(nproc):
         return ranks
-    raise ConfigError(Problem("--nproc", f"{show(nproc)} is no number of processes", "Write a number from 1, or gpu."))
+    raise ConfigError(
+        Problem("--nproc", f"{show(nproc)} is not a number of processes", "Write a number from 1, or gpu.")
+    )
 
 
 def _check(parsed: Parsed, ranks: int) -> None:
@@ -223,14 +226,14 @@ def _check(parsed: Parsed, ranks: int) -> None:
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
     check_graphs(config, ranks=ranks, accumulation=batch.accumulation)
     if layout.pp > 1:
-        # Late: it brings torch, which the launcher otherwise does without.
+        # Late: it imports torch, which the launcher otherwise does not need.
         from plait.distributed import check_pipeline
 
         check_pipeline(pipeline, layout.pp, batch.accumulation)
 
 
 def _check_metrics(parsed: Parsed) -> None:
-    """What a description measures, where no part of somebody's own measures more."""
+    """Check the names of metrics, where no custom hook or metric may add others."""
     config = parsed.config
     if config.phase is not None or any(
         isinstance(section, (*CUSTOM_HOOKS, CustomMetric)) for section in (*config.hooks, *config.metrics)
@@ -266,16 +269,16 @@ def _show(parsed: Parsed) -> None:
     table.add_column("from", no_wrap=True)
     settings = describe(parsed)
     for path, value, origin in settings:
-        row = (Text(cell) for cell in (path, _written(value), origin))  # as text: `[…]` is no markup
+        row = (Text(cell) for cell in (path, _written(value), origin))  # as text: `[…]` is not markup
         table.add_row(*row, style="dim" if origin == "default" else None)
     console = Console()
     narrowest = max(len(path) for path, *_ in settings) + max(len(origin) for *_, origin in settings) + 40
-    console.width = max(console.width, narrowest)  # on a narrower screen, and in a pipe, keys would be cut
+    console.width = max(console.width, narrowest)  # on a narrower screen, and in a pipe, keys would be truncated
     console.print(table, soft_wrap=True)
 
 
 def _written(value: object) -> str:
-    """A value as a file would say it."""
+    """Return a value as it is written in a file."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_written, value))}]"
     return show(value) if value is None or isinstance(value, bool) else str(value)
@@ -294,7 +297,7 @@ def _run(config: str, overrides: Sequence[str]) -> None:
 
 
 def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, dry_run: bool) -> None:
-    """Check everything that can be checked, then start the ranks, or be one of them."""
+    """Check everything that can be checked, then start the ranks, or run as one of them."""
     parsed = parse(config, [*overrides, f"phase={phase}"])
     count = _count(nproc)
     _check_phase(parsed, launched_size() or count)
@@ -320,7 +323,7 @@ def _check_phase(parsed: Parsed, ranks: int) -> None:
 
 
 def _look_for_files(parsed: Parsed) -> None:
-    """Not for a dry run: what other phases are to make need not be there yet."""
+    """Refuse missing files. Not for a dry run, before which other phases may not have made them yet."""
     if missing := [*missing_paths(parsed.config), *missing_start_paths(parsed.config)]:
         raise ConfigError([replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in missing])
 
@@ -338,12 +341,12 @@ def _run_phase(parsed: Parsed, argv: Sequence[str]) -> None:
 
 
 _WIDTH = 132
-"""Of the tables where no terminal says how wide it is."""
+"""The width of tables in a pipe."""
 
 
 def profile(config: str, overrides: Sequence[str], *, steps: int | None, nproc: str, out: str | None) -> None:
     """Run a few steps, record them, and show where their time and memory went; nothing is saved."""
-    # torch's tracer otherwise writes lines of its own between the tables. It reads this when it is loaded.
+    # torch's tracer otherwise prints log lines between the tables. It reads this when it is loaded.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     given = parse(config, overrides).config
     folder = out or (given.profile or ProfileConfig()).folder or f"{given.work_dir.rstrip('/')}-profile"

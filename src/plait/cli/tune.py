@@ -34,7 +34,7 @@ def search(
     then_train: bool = False,
     rank: Rank | None = None,
 ) -> None:
-    """Search as the file `settings` says, with `options` (those that are not None) and `space` over it."""
+    """Search with the settings of a file, overridden by `options` (those that are not None) and `space`."""
     given = dict(read(settings)) if settings is not None else {}
     typed = {key: value for key, value in options.items() if value is not None}
     given |= typed
@@ -60,7 +60,7 @@ def search(
             log=_printer(console),
         )
     except KeyboardInterrupt:
-        console.print(f"\nstopped; the same command goes on from what is in {folder}", markup=False)
+        console.print(f"\nstopped; the same command resumes from {folder}", markup=False)
         sys.exit(130)
     _show(tuned, parse(config, overrides).config, wanted.nproc, console)
     if then_train:
@@ -74,16 +74,16 @@ def _printer(console: Console) -> Callable[[str], None]:
 
 
 def _as_typed(problem: Problem) -> Problem:
-    """A wrong setting of the search that came as an option, under the name of that."""
+    """Return a problem of a setting that was given as an option, under the option's name."""
     return replace(problem, path=f"--{problem.path.replace('_', '-')}", origin="")
 
 
 def _values(text: str) -> tuple[str, list[Any]]:
-    """`strategy.zero=[0, 3]` as a key and the values to try."""
+    """Parse `strategy.zero=[0, 3]` into a key and the values to try."""
     keys, values = split_override(text)
     if not isinstance(values, list):
         remedy = f"Write `--space '{'.'.join(keys)}=[{show(values)}, …]'`."
-        raise ConfigError(Problem("--space", f"{text!r} has one value and not a list of them", remedy))
+        raise ConfigError(Problem("--space", f"{text!r} has one value, expected a list", remedy))
     return ".".join(keys), values
 
 
@@ -112,7 +112,7 @@ def _show(tuned: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
 
 
 def _by_plan(ranks: int) -> Rank:
-    """The order that the plan expects; where it knows nothing, a rule of thumb."""
+    """Return a function that orders trials by their plan; by a rule of thumb where they cannot be planned."""
 
     def rank(run: RunConfig, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         from plait.plan import hardware_here, order_by_estimate, run_forked

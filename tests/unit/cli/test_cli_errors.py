@@ -183,7 +183,7 @@ def test_a_place_that_may_not_be_written_to_is_named_without_a_traceback(
         raise OSError(errno.EROFS, "Read-only file system", "/mnt/read-only/run")
 
     monkeypatch.setattr(main, "app", refuse)
-    for name in ("open_what_is_closed", "speak_utf8", "spell_what_can_be"):
+    for name in ("open_closed_streams", "restart_in_utf8_mode", "replace_unencodable"):
         monkeypatch.setattr(main, name, lambda: None)
     with pytest.raises(SystemExit) as ended:
         main.main()
