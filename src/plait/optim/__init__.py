@@ -1,4 +1,4 @@
-"""How parameters move: groups, optimizers, schedules, clipping."""
+"""Optimizers, parameter groups, learning-rate schedules, gradient norms, and offloaded updates."""
 
 from typing import TYPE_CHECKING
 

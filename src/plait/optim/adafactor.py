@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Item:
-    """One parameter on its way through a step."""
+    """One parameter during a step."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -42,11 +42,11 @@ class _Item:
 
 
 class Adafactor(PlaitOptimizer):
-    """Second moments of matrices kept as a row and a column; steps relative to the parameter's own size.
+    """Second moments of matrices factored into a row and a column; steps relative to the parameter's own size.
 
     State: `step`; for vectors `variance`, of the parameter's own shape and sharding; for all else `row_var`
-    (last dim 1) and `col_var` (last but one dim 1), which are plain tensors, **whole on every rank** however
-    the parameter is sharded. Sharded parameters give the same result as whole ones: see [Note: what an
+    (last dim 1) and `col_var` (last but one dim 1), which are plain tensors, **replicated on every rank** however
+    the parameter is sharded. Sharded parameters give the same result as unsharded ones: see [Note: what an
     optimizer may be given]. A step takes two all-reduces over each mesh axis that shards.
     """
 
@@ -82,7 +82,7 @@ class Adafactor(PlaitOptimizer):
             self._apply(item, size, update, total)
 
     def _sums(self, items: list[_Item]) -> list[list[Tensor]]:
-        """For each parameter the sum of its squares; if factored, the gradient's by row and by column too."""
+        """Return for each parameter the sum of its squares; if factored, also the gradient's by row and by column."""
         item_tensors = [_squares(item) for item in items]
         flat = [tensor for tensors in item_tensors for tensor in tensors]
         rows = [item.rows for item, tensors in zip(items, item_tensors, strict=True) for _ in tensors]
@@ -90,7 +90,7 @@ class Adafactor(PlaitOptimizer):
         return [[next(totals) for _ in tensors] for tensors in item_tensors]
 
     def _direction(self, item: _Item, _: Tensor, *by_row_and_column: Tensor) -> Tensor:
-        """The gradient over the root of its estimated second moment."""
+        """Return the gradient divided by the root of its estimated second moment."""
         weight = item.count ** item.group["beta2_decay"]
         eps = _eps(item)
         if item.factored:
@@ -146,7 +146,7 @@ def _eps(item: _Item) -> float:
 
 
 def build(given: OptimizerParams, config: AdafactorConfig) -> Adafactor:
-    """As the section says."""
+    """Return the optimizer that the section describes."""
     return Adafactor(
         given.params,
         lr=config.lr,

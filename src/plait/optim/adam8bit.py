@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from plait.optim.optimizers import OptimizerParams
 
 MIN_WIDTH = 64
-"""Parameters with shorter rows (biases, norms) keep fp32 moments: scales would take up what is saved."""
+"""Parameters with shorter rows (biases, norms) keep fp32 moments: the scales would use up the savings."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW8bit(PlaitOptimizer):
-    """AdamW; the moments of matrices are packed block by block, see [Note: blocks lie in rows] in `ops.blockwise`.
+    """AdamW; the moments of matrices are packed block by block, see [Note: blocks lie in rows] in `kernels`.
 
-    Elementwise but for the blocks, which lie in rows: a rank that has some rows updates them as the whole would be.
+    Elementwise except for the blocks, which lie in rows: a rank updates its rows as they would be updated unsharded.
     """
 
     elementwise = True
@@ -87,14 +87,14 @@ class AdamW8bit(PlaitOptimizer):
         return state[_MOMENTS[0]], state[_MOMENTS[1]]
 
     def unpack(self) -> None:
-        """Replace packed moments by fp32 tensors, on the host: a device that needs 8 bits has no room for them."""
+        """Replace packed moments by fp32 tensors, on the host: the device may not have the memory for them."""
         for state in self.state.values():
             for name in _MOMENTS:
                 if isinstance(state.get(name), Packed):
                     state[name] = unpack_on_host(state[name])
 
     def zero_state(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
-        """Packed zeros, where training packs them."""
+        """Return zeros, packed if training packs this state."""
         if name not in _MOMENTS or not _is_packed(parameter):
             return super().zero_state(parameter, name, dtype)
         return zeros(parameter, self._levels_on(parameter.device)[_MOMENTS.index(name)])
@@ -110,7 +110,7 @@ def _is_packed(param: Tensor) -> bool:
 
 
 def build(given: OptimizerParams, config: AdamW8bitConfig) -> AdamW8bit:
-    """As the section says."""
+    """Return the optimizer that the section describes."""
     return AdamW8bit(
         given.params,
         lr=config.lr,

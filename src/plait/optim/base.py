@@ -1,4 +1,4 @@
-"""What Plait's own optimizers have in common."""
+"""The base of Plait's own optimizers, and in which form an optimizer gets sharded parameters."""
 
 from __future__ import annotations
 
@@ -28,30 +28,24 @@ from plait.config import CustomOptim, OptimConfig
 from plait.plugins import load
 
 MakeState = Callable[[Tensor], Any]
-"""From a parameter to one of its states, zero."""
+"""From a parameter to one of its states, filled with zeros."""
 
 
 class PlaitOptimizer(Optimizer):
-    """A torch optimizer whose whole update, over all groups, is one method.
-
-    One method for all groups, so that sums over ranks can travel together.
-    """
+    """A torch optimizer whose update over all groups is one method, so that they share their all-reduces."""
 
     takes_dtensors: ClassVar[bool] = True
     """See [Note: what an optimizer says of itself]."""
 
     @abstractmethod
     def _update(self) -> None:
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
 
     def unpack(self) -> None:
-        """Bring all of the state into the form that others know: tensors like the parameter, or scalars.
-
-        Most keep it so.
-        """
+        """Convert all state to tensors of the parameter's shape, or scalars. Most optimizers keep only these."""
 
     def zero_state(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
-        """A state of the parameter's shape, zero, in the form that training has it in."""
+        """Return a state of the parameter's shape, filled with zeros, in the form that training uses."""
         return torch.zeros_like(parameter, dtype=dtype).detach()
 
     @torch.no_grad()
@@ -65,16 +59,16 @@ class PlaitOptimizer(Optimizer):
         return loss
 
     def _count(self, parameter: Tensor) -> float:
-        """Count one more update of a parameter, and give the number."""
+        """Count one more update of a parameter, and return the count."""
         state = self.state[parameter]
         if "step" not in state:
-            # On the host, as torch does it: it is read each step, and reading must not wait for the device.
+            # On the host, as in torch: it is read in each step, and reading must not wait for the device.
             state["step"] = torch.zeros((), dtype=torch.float32)
         state["step"] += 1
         return float(state["step"])
 
     def _moment(self, parameter: Tensor, name: str) -> Tensor:
-        """A state tensor of the parameter's own shape and sharding, zero at first."""
+        """Return a state tensor of the parameter's own shape and sharding, zero at first."""
         state = self.state[parameter]
         if name not in state:
             state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -83,36 +77,33 @@ class PlaitOptimizer(Optimizer):
 
 
 def with_gradient(group: dict[str, Any]) -> list[Tensor]:
-    """The parameters of a group that have a gradient this time."""
+    """Return the parameters of a group that have a gradient."""
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
-# What an optimizer may be given of a parameter that is spread over ranks, by what it says of itself.
+# [Note: what an optimizer says of itself] Two optional attributes of its class, or of the function that builds it, say in
+# which form it gets parameters that are sharded over ranks:
 #
-# [Note: what an optimizer says of itself] Two optional attributes of its class (or of the function that makes it):
-#
-# - `elementwise = True`: each number is updated by itself, with the numbers of its group. It gets this rank's part of
-#   each parameter, as a plain tensor, and works on parts as on wholes: the fastest. In a run description
-#   `optim.elementwise` says it of a class that does not.
+# - `elementwise = True`: each element is updated by itself, with the values of its group. It gets this rank's shard of
+#   each parameter, as a plain tensor: the fastest form. In a run description `optim.elementwise` declares it for a class
+#   that does not.
 # - `takes_dtensors = True`: it looks at whole parameters, and sums over ranks itself; it gets the DTensors. So do
-# Plait's
-#   own LAMB, Adafactor and Muon.
+#   Plait's own LAMB, Adafactor and Muon.
 #
-# One that says nothing gets whole parameters, as plain tensors: each on the rank that it is shared out to; see
-# `optim.shared_out`. That is right for whatever treats parameters one by one, and `optim.trial` finds out whether it
-# does. Two optional methods, `eval()` and `train()`, change the weights into those to use and back; Plait calls them.
-#
-# Of torch's own it is known here what they are.
+# Without either it gets full parameters, as plain tensors, each on the rank that owns it; see [Note: one owner per
+# parameter]. That is correct for any optimizer that treats parameters one by one, and `optim.examine` checks that it
+# does. Two optional methods, `eval()` and `train()`, switch between the weights to evaluate and those to train; Plait
+# calls them. torch's own optimizers need no attributes: Plait knows which of them are elementwise.
 
 
 ParamForm = Literal["shards", "dtensors", "full"]
-"""Of a parameter that is spread over ranks: this rank's part, the DTensor, or all of it on one rank."""
+"""In which form an optimizer gets a sharded parameter: this rank's shard, the DTensor, or all of it on one rank."""
 
 _TORCH = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
 def param_form_of(config: OptimConfig) -> ParamForm:
-    """What the optimizer that a section describes is given."""
+    """Return in which form the optimizer of a section gets sharded parameters."""
     if not isinstance(config, CustomOptim):
         return "shards" if config.elementwise else "dtensors"
     if config.elementwise is not None:
@@ -121,7 +112,7 @@ def param_form_of(config: OptimConfig) -> ParamForm:
 
 
 def declared_param_form(optimizer: Any) -> ParamForm:
-    """The same of a class, a function that makes one, or an optimizer."""
+    """Return the same for an optimizer, its class, or a function that builds one."""
     elementwise = getattr(optimizer, "elementwise", None)
     if elementwise is not None:
         return "shards" if elementwise else "full"
@@ -132,13 +123,13 @@ def declared_param_form(optimizer: Any) -> ParamForm:
 
 
 def step_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """The class whose step it is: another one may only have other defaults."""
+    """Return torch's class that has the same `step`: a subclass may only change defaults."""
     step = inspect.unwrap(cls.step)
     return next((base for base in _TORCH if inspect.unwrap(base.step) is step), cls)
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
-    """Whether its step is torch's or Plait's: all that such a one keeps from step to step is tensors."""
+    """Whether an optimizer's step is torch's or Plait's, whose state consists of tensors only."""
     by_module = isinstance(optimizer, PlaitOptimizer) or type(optimizer).__module__.startswith(
         ("torch.optim.", "plait.optim.")
     )

@@ -1,6 +1,6 @@
 """The global gradient norm from local shards, and clipping by value.
 
-Clipping by norm has no function here: its factor goes into the optimizer step together with the others.
+Clipping by norm has no function here: its factor is applied in the optimizer step together with the others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from plait.torch_internals import foreach_clamp_max_, foreach_clamp_min_, foreac
 def grad_norm(
     tensors: list[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
 ) -> float:
-    """The 2-norm of all gradients together, the same number on every rank.
+    """Return the 2-norm of all gradients together, the same number on every rank.
 
-    With a `group` this rank holds its part of each gradient, perhaps none; without one it holds them whole. `weights`
-    say how much each part counts: a half, say, where two ranks of the group hold the same one.
+    With a `group` this rank holds its shard of each gradient, perhaps none; without one it holds the full gradients.
+    `weights` say how much each shard counts: a half, say, if two ranks of the group hold the same one.
     Accumulated in fp32 or wider, so that half-precision gradients do not overflow.
     """
     return norm_of(tensor_norms(tensors), group, weights)
@@ -30,9 +30,9 @@ def grad_norm(
 def norm_of(
     norms: Sequence[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
 ) -> float:
-    """The same from the norm of each part."""
+    """Return the same from the norm of each shard."""
     if group is None and weights is None and all(norm.device.type == "cpu" for norm in norms):
-        # Without torch operations on top: for a small model they would cost more than the norms themselves.
+        # Without further torch operations: for a small model they would cost more than the norms themselves.
         return math.sqrt(sum(norm.item() ** 2 for norm in norms))
     if not norms:
         return float(whole_norm(torch.zeros(0), group))
@@ -42,9 +42,9 @@ def norm_of(
 
 
 def tensor_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Of each tensor, in fp32 or wider; one call for each format, since a list of several is done one by one."""
+    """Return each tensor's norm, in fp32 or wider; one call per dtype, since `foreach` needs a uniform list."""
     formats = dict.fromkeys(tensor.dtype for tensor in tensors)
-    if len(formats) == 1:  # as nearly always, and in every step
+    if len(formats) == 1:  # nearly always
         return foreach_norm(tensors, 2, dtype=_wide(*formats))
     by_index: dict[int, Tensor] = {}
     for dtype in formats:
@@ -55,18 +55,18 @@ def tensor_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """What to add up squares in, where that is another format."""
+    """Return the dtype to sum squares in, if it is another one."""
     return None if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def part_norms(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The norm of each part, without waiting for the device."""
+    """Return the norm of each shard, without waiting for the device."""
     norms = tensor_norms(tensors)
     return torch.stack(list(norms)) if norms else torch.zeros(0, device=device)
 
 
 def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: Tensor | None = None) -> Tensor:
-    """The norm of all parts together, without waiting for the device; `weights` lie there already, in fp64."""
+    """Return the norm of all shards together, without waiting for the device; `weights` are fp64 on the device."""
     squared = norms.double().square()
     squares = (squared if weights is None else squared * weights).sum()
     if group is not None:
@@ -76,7 +76,7 @@ def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: T
 
 @torch.no_grad()
 def clip_by_value(tensors: list[Tensor], limit: float) -> None:
-    """Cut every gradient element in place to [-limit, limit]."""
+    """Clamp every gradient element in place to [-limit, limit]."""
     if tensors:
         foreach_clamp_min_(tensors, -limit)
         foreach_clamp_max_(tensors, limit)

@@ -1,10 +1,10 @@
-"""What an optimizer that says little of itself does, found out with a few small parameters before training.
+"""Check a user-provided optimizer on a few small parameters before training: may ranks update different parameters?
 
-[Note: parameters one by one] Ranks that share parameters out, and stages of a pipeline, each update some of them. That
-is what one process does only if the update of a parameter depends on no other: a learning rate that is estimated from
-all of them, or a limit on the norm of all updates, would be another on each rank. So the optimizer updates small
-parameters together, then each alone, and both must come to the same: weights, and the numbers of its groups. One that
-draws random numbers draws others on each rank, which shows when it does the same twice.
+[Note: parameters one by one] Owners of full parameters, and pipeline stages, each update some of the parameters. That
+equals one process only if the update of a parameter depends on no other: a learning rate that is estimated from all of
+them, or a limit on the norm of all updates, would differ between ranks. So the optimizer updates small parameters
+together, then each alone, and the results must be equal: weights, and the values in its groups. One that draws random
+numbers would draw different ones on each rank, which shows when the same steps run twice.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from plait.errors import ConfigError, Problem
 from plait.optim.state import flatten
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
-"""From parameter groups to another optimizer of the kind."""
+"""From parameter groups to another optimizer of the same class."""
 
 _STEPS = 4
 _SIDES = (4, 3, 2, 2)
-"""Of a small parameter, at most."""
+"""The largest shape of a small parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNeeds:
-    """What a run needs of its optimizer."""
+    """What a run requires of its optimizer."""
 
     one_by_one: bool
     """Ranks update different parameters."""
     by_element: bool
-    """Ranks update different parts of parameters."""
+    """Ranks update different shards of parameters."""
     alike: bool
     """Several ranks update the same parameters."""
     saved: bool
@@ -45,7 +45,7 @@ class OptimizerNeeds:
 
 
 def examine_optimizer(optimizer: Optimizer, make: OptimizerFactory, needs: OptimizerNeeds) -> None:
-    """Raise `ConfigError` where an optimizer does not give what a run needs."""
+    """Raise `ConfigError` if an optimizer does not meet a run's requirements."""
     name = type(optimizer).__name__
     spread = needs.one_by_one or needs.by_element
     if not (spread or needs.alike or needs.saved):
@@ -54,9 +54,9 @@ def examine_optimizer(optimizer: Optimizer, make: OptimizerFactory, needs: Optim
         with torch.random.fork_rng(devices=[]):
             trial = _Trial(make, _small_groups(optimizer))
             reason, remedy = trial.refuse(name, needs)
-    except Exception as error:  # whatever somebody else's code raises on small parameters
+    except Exception as error:  # the user's code may raise anything on small parameters
         if not spread:
-            return  # it trains, or says in the first step why not
+            return  # it trains, or raises in the first step
         reason = (
             f"{name} could not be tried on small parameters ({type(error).__name__}: {error}), and ranks that share "
             "parameters out must know that it treats them one by one"
@@ -70,12 +70,12 @@ _WHOLE = "Train with strategy.zero: 0 and without tensor and pipeline ranks, or 
 
 
 class _Trial:
-    """One kind of optimizer, on some groups of small parameters."""
+    """Steps of one optimizer class on some groups of small parameters."""
 
     def __init__(self, make: OptimizerFactory, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         self._make = make
         self._groups = groups
-        """Options, and the values to start from."""
+        """The options and the initial values of each group."""
         generator = torch.Generator().manual_seed(1)
         self._grads = [
             [[torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in tensors] for _, tensors in groups]
@@ -83,7 +83,7 @@ class _Trial:
         ]
 
     def refuse(self, name: str, needs: OptimizerNeeds) -> tuple[str, str]:
-        """Why it cannot be used, and what to do; empty where it can."""
+        """Return why it cannot be used, and the remedy; two empty strings if it can."""
         positions = [(group, index) for group, (_, tensors) in enumerate(self._groups) for index in range(len(tensors))]
         torch.manual_seed(1)
         together, optimizer = self._run(positions)
@@ -95,23 +95,23 @@ class _Trial:
         spread = needs.one_by_one or needs.by_element
         torch.manual_seed(2)
         if (spread or needs.alike) and not _same(together, self._run(positions)[0]):
-            return f"{name} draws random numbers, which would be others on each rank", "Train on one process."
+            return f"{name} draws random numbers, which would differ between ranks", "Train on one process."
         if not spread:
             return "", ""
         for position in positions:
             alone, _ = self._run([position])
             if not _same({key: together[key] for key in alone}, alone):
-                reason = f"{name} looks across parameters: alone, one is updated otherwise than together with others"
+                reason = f"{name}'s update of a parameter depends on other parameters: it differs when updated alone"
                 return reason, _WHOLE
         if needs.by_element and not self._is_elementwise(together):
-            reason = f"{name} does not go number by number: a part is updated otherwise than within the whole"
-            return reason, "Leave out `optim.elementwise`: it gets whole parameters then."
+            reason = f"{name} is not elementwise: a shard is updated otherwise than as part of the full parameter"
+            return reason, "Leave out `optim.elementwise`: it gets full parameters then."
         return "", ""
 
     def _run(
         self, positions: Sequence[tuple[int, int]], select: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> tuple[dict[Any, Any], Optimizer]:
-        """What a few steps with some of the parameters, or parts of them, come to."""
+        """Return the results of a few steps with some of the parameters, or shards of them, and the optimizer."""
         params = {
             (group, index): nn.Parameter(select(self._groups[group][1][index]).clone()) for group, index in positions
         }
@@ -156,7 +156,7 @@ _NAMES = ("params", "param_names")
 
 
 def _small_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """For each group its options, and one small tensor for each number of dimensions that it has."""
+    """Return for each group its options, and one small tensor per number of dimensions in it."""
     generator = torch.Generator().manual_seed(0)
 
     def small_like(tensor: Tensor) -> Tensor:
@@ -169,13 +169,13 @@ def _small_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tenso
         options = {key: value for key, value in group.items() if key not in (*_NAMES, "initial_lr")}
         groups.append((options, [small_like(tensor) for tensor in by_ndim.values()]))
     filled = [tensors for _, tensors in groups if tensors]
-    if len(filled) == 1 and len(filled[0]) == 1:  # somebody must be there to be looked at
+    if len(filled) == 1 and len(filled[0]) == 1:  # a dependence on others needs a second parameter
         filled[0].append(filled[0][0] * 2 + 1)
     return groups
 
 
 def clone_factory(optimizer: Optimizer) -> OptimizerFactory:
-    """What makes others like an optimizer that exists, without knowing what it was made from."""
+    """Return a factory of copies of an existing optimizer, without knowing its constructor arguments."""
 
     def make(groups: list[dict[str, Any]]) -> Optimizer:
         made: Optimizer = object.__new__(type(optimizer))
@@ -192,12 +192,12 @@ def clone_factory(optimizer: Optimizer) -> OptimizerFactory:
 
 
 def has_two_modes(optimizer: Any) -> bool:
-    """Whether an optimizer has other weights to use than those that it trains, by `eval()` and `train()`."""
+    """Whether an optimizer evaluates with other weights than it trains, by `eval()` and `train()`."""
     return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
 
 
 def _unstorable(optimizer: Optimizer) -> str | None:
-    """What of its state cannot be stored."""
+    """Return which state a checkpoint cannot store; None if it can store all."""
     for key, state in optimizer.state.items():
         if not isinstance(key, Tensor):
             return f"a state of its own, {key!r}, besides those of parameters"

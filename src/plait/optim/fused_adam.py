@@ -15,9 +15,9 @@ from plait.kernels import AdamNumbers, Tables, WeightPointers, adam_many
 
 
 class OnePassAdam(Adam):
-    """torch's Adam, with another step: the same states and the same numbers up to rounding.
+    """torch's Adam with a Triton step: the same states, and the same numbers up to rounding.
 
-    Where the model computes with rounded weights, the step writes those too, and takes their gradients as they are.
+    If the model computes with rounded weights, the step also writes those, and reads their gradients uncast.
     """
 
     grad_scale: Tensor | None = None
@@ -33,18 +33,18 @@ class OnePassAdam(Adam):
         *,
         decoupled: bool,
     ) -> None:
-        """`decoupled` is AdamW: weights decay by themselves."""
+        """`decoupled`: AdamW's weight decay."""
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=decoupled)
         self._rounded: dict[Tensor, Tensor] = {}
         self._tables: defaultdict[int, Tables] = defaultdict(Tables)
 
     @property
     def publishes(self) -> bool:
-        """Whether a step brings the model's rounded weights up to date."""
+        """Whether a step also writes the model's rounded weights."""
         return bool(self._rounded)
 
     def round_into(self, outputs: Mapping[Tensor, Tensor]) -> None:
-        """From now on write each of these parameters, rounded, to its output as well.
+        """From now on also write each of these parameters, rounded, to its output.
 
         A parameter without a gradient is updated with that of its output.
         """
@@ -92,6 +92,6 @@ class OnePassAdam(Adam):
 
 
 def supports_one_pass(tensor: Tensor) -> bool:
-    """Whether the kernel is made for such a weight: dense, in a format that it knows."""
+    """Whether the kernel supports a weight: dense, in fp32, bf16 or fp16."""
     dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     return dense and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Which parameters are treated alike: with or without weight decay, by Muon or by AdamW."""
+"""Parameter groups: with or without weight decay, updated by Muon or by AdamW."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.errors import ConfigError, ModelError, Problem
 
 
 class Role(Flag):
-    """What kinds of module a parameter belongs to. A tied parameter has the roles of all its owners."""
+    """The types of modules that a parameter belongs to. A tied parameter has the roles of all its modules."""
 
     PLAIN = 0
     NORM = auto()
@@ -27,7 +27,7 @@ class Role(Flag):
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """What grouping needs to know of a parameter; the same before and after sharding."""
+    """What grouping needs of a parameter; the same before and after sharding."""
 
     name: str
     """The name that `named_parameters` gives it, which for a tied parameter is the first of several."""
@@ -54,10 +54,10 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroup:
-    """A group of parameters as the optimizer sees them.
+    """A group of parameters in the form that the optimizer gets; see `ParamForm` in `optim.base`.
 
-    For an elementwise optimizer a view is a plain tensor, this rank's shard, perhaps empty; for the others it is the
-    parameter itself, or all of it as a plain tensor on the rank that updates it; see `optim.kinds`.
+    For an elementwise optimizer a tensor is this rank's shard, plain and perhaps empty; for the others it is the
+    parameter itself, or all of it as a plain tensor on the rank that updates it.
     """
 
     names: Sequence[str]
@@ -66,7 +66,7 @@ class OptimizerGroup:
 
 
 def parameter_infos(model: nn.Module) -> list[ParameterInfo]:
-    """All parameters of a model in the order of `named_parameters`, each tied one once."""
+    """Return all parameters of a model in the order of `named_parameters`, each tied one once."""
     names: dict[nn.Parameter, list[str]] = {}
     roles: dict[nn.Parameter, Role] = {}
     for path, module in model.named_modules():
@@ -81,18 +81,18 @@ def parameter_infos(model: nn.Module) -> list[ParameterInfo]:
 
 
 def split_groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
-    """Cut the trainable parameters into groups, each parameter in exactly one.
+    """Split the trainable parameters into groups, each parameter in exactly one.
 
-    Works on the model before or after sharding, with the same result. A pattern of `optim.no_decay` that
-    fits no parameter at all, trainable or not, is an error: it is most likely misspelt. A model may name other rates
-    for some parameters in an attribute `learning_rates`, by patterns of names; schedules scale them as all rates.
+    Works on the model before or after sharding, with the same result. A pattern of `optim.no_decay` that matches no
+    parameter at all, trainable or not, is an error: it is most likely misspelt. A model may set other learning rates
+    for some parameters in an attribute `learning_rates`, by patterns of names; schedules scale them like all rates.
     """
     rates: Mapping[str, float] = getattr(model, "learning_rates", {})
     return [group for spec in _groups(model, config) for group in _by_rate(spec, rates)]
 
 
 def _by_rate(spec: GroupSpec, rates: Mapping[str, float]) -> list[GroupSpec]:
-    """A group, cut once more where some of its parameters have a rate of their own."""
+    """Split a group further if some of its parameters have their own learning rate."""
     by_rate: dict[float | None, list[str]] = {}
     for name in spec.names:
         group_rate = next((rate for pattern, rate in rates.items() if fnmatchcase(name, pattern)), None)
@@ -116,8 +116,8 @@ def _groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
         raise ConfigError(
             Problem(
                 "optim.adam_patterns",
-                f"{list(config.adam_patterns)} leave no matrix of this model to Muon",
-                "Name fewer matrices, or use `type: AdamW`.",
+                f"{list(config.adam_patterns)} leave no matrix of this model for Muon",
+                "Match fewer matrices, or use `type: AdamW`.",
             )
         )
     muon, adam = {"algorithm": "muon", "lr": config.lr}, {"algorithm": "adamw", "lr": config.adam_lr}
@@ -163,7 +163,7 @@ def _without_decay(infos: Sequence[ParameterInfo], patterns: Sequence[str]) -> s
             problems.append(
                 Problem(
                     "optim.no_decay",
-                    f"the pattern {pattern!r} fits no parameter of this model",
+                    f"the pattern {pattern!r} matches no parameter of this model",
                     f"Use {', '.join(_NO_DECAY_CLASSES)}, or a pattern of full names such as {infos[0].name!r}."
                     if infos
                     else "",
@@ -189,7 +189,7 @@ _NORM_NAME = re.compile(r"Norm([123]d)?$")
 
 
 def _role(module: nn.Module) -> Role:
-    # Sharding puts a class of its own in front of a module's class, so all ancestors are looked at.
+    # `fully_shard` derives a class from a module's class, so all base classes are checked.
     if any(_NORM_NAME.search(ancestor.__name__) for ancestor in type(module).__mro__):
         return Role.NORM
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Lamb(PlaitOptimizer):
-    """Adam with a trust ratio ‖parameter‖ / ‖update‖ for each parameter, clamped to [min_trust, max_trust].
+    """Adam with a trust ratio ‖parameter‖ / ‖update‖ per parameter, clamped to [min_trust, max_trust].
 
-    The update is the bias-corrected Adam direction plus `weight_decay` times the parameter; where either
-    norm is zero the ratio is one. State: `step`, and `exp_avg` and `exp_avg_sq` of the parameter's own
-    shape and sharding. Sharded parameters give the same result as whole ones: see [Note: what an optimizer
-    may be given]. All norms are summed in one all-reduce, so all updates of a step exist at the same time.
+    The update is the bias-corrected Adam direction plus `weight_decay` times the parameter; if either norm is zero, the
+    ratio is one. State: `step`, and `exp_avg` and `exp_avg_sq` of the parameter's own shape and sharding. Sharded
+    parameters give the same result as unsharded ones: see [Note: what an optimizer may be given]. All norms are summed
+    in one all-reduce, so all updates of a step exist at the same time.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ def _trust(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:
 
 
 def build(given: OptimizerParams, config: LambConfig) -> Lamb:
-    """As the section says."""
+    """Return the optimizer that the section describes."""
     return Lamb(
         given.params,
         lr=config.lr,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Lion(PlaitOptimizer):
     """Every element moves by exactly `lr`; weight decay is decoupled. State: `exp_avg`.
 
-    Elementwise, so a shard is updated as its part of the whole would be.
+    Elementwise, so a shard is updated as it would be unsharded.
     """
 
     elementwise = True
@@ -48,7 +48,7 @@ class Lion(PlaitOptimizer):
 
 
 def build(given: OptimizerParams, config: LionConfig) -> Lion:
-    """As the section says."""
+    """Return the optimizer that the section describes."""
     return Lion(
         given.params,
         lr=config.lr,

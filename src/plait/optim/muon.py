@@ -30,10 +30,10 @@ class Muon(PlaitOptimizer):
     """Muon for groups with `algorithm: muon` (the default), AdamW for those with `algorithm: adamw`.
 
     The maths for matrices is that of `torch.optim.Muon` with its original scaling, √max(1, rows/columns).
-    A parameter of more than two dims is seen as a matrix with its first dim as rows, as suits convolutions.
-    Orthogonalising is done in bf16, on CPU in fp32. State: `momentum_buffer`, or `step`, `exp_avg` and
+    A parameter of more than two dims is flattened to a matrix with its first dim as rows, as suits convolutions.
+    Orthogonalisation is done in bf16, on CPU in fp32. State: `momentum_buffer`, or `step`, `exp_avg` and
     `exp_avg_sq`, all but `step` of the parameter's own shape and sharding. Sharded matrices give the same
-    result as whole ones: each is orthogonalised as a whole, on one rank (see `map_full`).
+    result as unsharded ones: each is orthogonalised in full, on one rank (see `map_full`).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Muon(PlaitOptimizer):
         buffers = [to_local(self._moment(p, "momentum_buffer")) for p in params]
         foreach_lerp_(buffers, grads, 1 - momentum)
         updates = foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-        # Cast before they travel: half the bytes, and the very numbers that a whole matrix would start from.
+        # Cast before the all-to-all: half the bytes, and the same values that an unsharded matrix would start from.
         reduced = [update.to(_work_dtype(update)) for update in updates]
         work = partial(_orthogonalize_flat, steps=group["ns_steps"])
         directions = map_full(work, reduced, [row_sharding(p) for p in params])
@@ -133,7 +133,7 @@ def _work_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def build(given: OptimizerParams, config: MuonConfig) -> Muon:
-    """As the section says."""
+    """Return the optimizer that the section describes."""
     return Muon(
         given.params,
         lr=config.lr,

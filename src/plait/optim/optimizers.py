@@ -1,8 +1,8 @@
-"""From a configuration and parameter groups to an optimizer.
+"""Build the optimizer that a section describes, over parameter groups.
 
-[Note: dynamo is loaded late] torch loads its compiler when a function is called that is not to be compiled, in order
-to tell it so. One of them is `Optimizer.add_param_group`, which every optimizer calls as it is made; and the compiler
-takes as long to load as half of torch. A run that compiles nothing does without: here the function itself is called.
+[Note: dynamo is loaded late] torch imports its compiler when a function is called that is marked as not to be compiled.
+One of them is `Optimizer.add_param_group`, which every optimizer's constructor calls; and the compiler takes as long to
+import as half of torch. A run that compiles nothing avoids that: here the unwrapped function is called.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from plait.optim.fused_adam import OnePassAdam, supports_one_pass
 from plait.optim.groups import OptimizerGroup
 from plait.plugins import build
 
-# An optimizer of one's own: made from its name, over these groups, and held against what Plait asks of it.
-
 
 def build_custom_optimizer(config: CustomOptim, groups: Sequence[OptimizerGroup]) -> Optimizer:
-    """The optimizer that somebody names, over groups of plain parameters, each of which may be empty."""
+    """Return a user-provided optimizer over groups of plain parameters, each of which may be empty.
+
+    Raises `ConfigError` if it does not update exactly these parameters.
+    """
     optimizer = make_custom_optimizer(config, [{"params": list(group.tensors), **group.options} for group in groups])
     if config.weight_decay is not None and "weight_decay" not in optimizer.defaults:
         message = f"{type(optimizer).__name__} has no weight decay"
@@ -47,12 +48,14 @@ def build_custom_optimizer(config: CustomOptim, groups: Sequence[OptimizerGroup]
     for number, group in enumerate(optimizer.param_groups):
         for tensor in group["params"]:
             if left.pop(tensor, None) is None:
-                message = f"{config.type!r} has a tensor in group {number} that it was not given, or has it twice"
-                raise ConfigError(Problem("optim.type", message, "Have it update the parameters that it is given."))
+                message = (
+                    f"{config.type!r} has a tensor in group {number} that is not a given parameter, or has it twice"
+                )
+                raise ConfigError(Problem("optim.type", message, "Have it update exactly the given parameters."))
         group["param_names"] = [name_of[tensor] for tensor in group["params"]]
         if "lr" not in group:
             message = f"{type(optimizer).__name__} has no `lr` in its groups, which schedules set and logs show"
-            raise ConfigError(Problem("optim.type", message, "Have it keep its rate there."))
+            raise ConfigError(Problem("optim.type", message, "Have it keep its learning rate there."))
     if left:
         message = f"{config.type!r} leaves out {len(left)} of the parameters that it was given: {min(left.values())}, …"
         remedy = "Have it update all of them; what is not to be trained has requires_grad=False."
@@ -61,14 +64,14 @@ def build_custom_optimizer(config: CustomOptim, groups: Sequence[OptimizerGroup]
 
 
 def make_custom_optimizer(config: CustomOptim, groups: list[dict[str, Any]]) -> Optimizer:
-    """Call what the section names with parameter groups."""
+    """Call the class or function that the section names with parameter groups; return the optimizer."""
     if isinstance(config.given, Optimizer):
-        message = "an optimizer that is made already is over the parameters of one model, and here others are updated"
-        raise ConfigError(Problem("optim", message, "Give its class, or a function that makes it from parameters."))
+        message = "an optimizer object holds the parameters of one model, and here others are updated"
+        raise ConfigError(Problem("optim", message, "Give its class, or a function that builds it from parameters."))
     rate: dict[str, Any] = {} if config.lr is None else {"lr": config.lr}
     made = build(config, "optim", groups, **rate)
     if not isinstance(made, Optimizer):
-        message = f"{str(config.type)!r} made a {type(made).__name__}, which is no torch.optim.Optimizer"
+        message = f"{str(config.type)!r} made a {type(made).__name__}, which is not a torch.optim.Optimizer"
         raise ConfigError(Problem("optim.type", message, "Derive it from torch.optim.Optimizer."))
     if reason := unusable(made):
         raise ConfigError(Problem("optim.type", reason, "Use AdamW, or another that steps once for each gradient."))
@@ -76,27 +79,27 @@ def make_custom_optimizer(config: CustomOptim, groups: list[dict[str, Any]]) -> 
 
 
 def unusable(optimizer: Optimizer) -> str | None:
-    """Why no engine can step an optimizer; None where it can."""
+    """Return why engines cannot step an optimizer; None if they can."""
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
-        return f"{name} evaluates the model several times a step, and an engine has its gradients once"
+        return f"{name} evaluates the model several times per step, and an engine computes gradients once"
     if isinstance(optimizer, SparseAdam):
-        return f"{name} wants sparse gradients, and here gradients are dense"
-    # Of the class: a scheduler of torch puts a function around the step of the object.
+        return f"{name} needs sparse gradients, and gradients are dense here"
+    # The class's method: a torch scheduler wraps the `step` of the object.
     closure = next(islice(inspect.signature(type(optimizer).step).parameters.values(), 1, None), None)
     if closure is not None and closure.default is closure.empty and closure.kind is closure.POSITIONAL_OR_KEYWORD:
-        return f"{name} wants a closure in step(), to evaluate the model again, and an engine has its gradients once"
+        return f"{name} needs a closure in step(), to evaluate the model again; an engine computes gradients once"
     return None
 
 
 def base_rate(config: OptimConfig, optimizer: Optimizer) -> float:
-    """The rate that schedules scale: `optim.lr`, or the one that the optimizer has by itself."""
+    """Return the learning rate that schedules scale: `optim.lr`, or the optimizer's own default."""
     if config.lr is not None:
         return config.lr
     return float(optimizer.defaults.get("lr", optimizer.param_groups[0]["initial_lr"]))
 
 
-# Where fused steps are known to exist in every supported torch, and to honour `grad_scale` and `found_inf`.
+# Devices with fused steps in every supported torch that honour `grad_scale` and `found_inf`.
 _FUSED_DEVICES = {
     "AdamW": ("cpu", "cuda"),
     "Adam": ("cpu", "cuda"),
@@ -107,40 +110,40 @@ _FUSED_DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParams:
-    """What an optimizer of Plait's own is made from, besides its section."""
+    """What a built-in optimizer is built from, besides its section."""
 
     groups: Sequence[OptimizerGroup]
     in_place: bool = True
-    """Whether the tensors stay where they are, so that a kernel may know them by their addresses."""
+    """Whether the tensors keep their addresses, so that a kernel may cache them."""
 
     @property
     def params(self) -> list[dict[str, Any]]:
-        """As torch's optimizers take them, with names."""
+        """The groups as torch's optimizers take them, with names."""
         return [
             {"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in self.groups
         ]
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All of them."""
+        """All tensors of all groups."""
         return (tensor for group in self.groups for tensor in group.tensors)
 
 
 def supports_grad_scale(optimizer: Optimizer) -> bool:
     """Whether `step` honours the attributes `grad_scale` and `found_inf`.
 
-    With both set to scalar tensors, the fused kernels divide gradients by the one (in place) and change
-    nothing where the other is 1, without the host waiting to know.
+    With both set to scalar tensors, the fused kernels divide gradients by `grad_scale` (in place) and change nothing
+    if `found_inf` is 1, without the host waiting for it.
     """
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused and (isinstance(optimizer, OnePassAdam) or step_class(type(optimizer)) in (AdamW, Adam, SGD, Adagrad))
 
 
 def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in_place: bool = True) -> Optimizer:
-    """The optimizer that `config` describes, over these groups.
+    """Return the optimizer that `config` describes, over these groups.
 
-    Each of its groups carries `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors
-    stay where they are, so that a kernel may know them by their addresses.
+    Each of its groups has `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors keep
+    their addresses, so that a kernel may cache them.
     """
     if not isinstance(config, CustomOptim) and not config.elementwise:
         _check_rows(config, groups)
@@ -156,27 +159,27 @@ def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in
 
 
 def _check_rows(config: OptimConfig, groups: Sequence[OptimizerGroup]) -> None:
-    """Refuse what an optimizer could not update, before the first step; see [Note: what an optimizer may be given]."""
-    if not any(is_sharded(tensor) for tensor in _views(groups)):
+    """Refuse shardings that an optimizer does not support; see [Note: what an optimizer may be given]."""
+    if not any(is_sharded(tensor) for group in groups for tensor in group.tensors):
         return
     from plait.optim.full_params import row_sharding
 
     for group in groups:
         if group.options.get("algorithm") == "adamw":
-            continue  # those of Muon that are updated element by element
+            continue  # Muon's groups that AdamW updates elementwise
         for name, tensor in zip(group.names, group.tensors, strict=True):
             try:
                 row_sharding(tensor)
             except ModelError as error:
                 message = (
-                    f"{config.type} works on whole parameters or rows of them, but the layout cuts {name} otherwise"
+                    f"{config.type} supports whole parameters or shards of rows, but the layout shards {name} otherwise"
                 )
                 remedy = "Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `strategy.layout.tp` (and `ep`)."
                 raise ConfigError(Problem("optim.type", message, remedy)) from error
 
 
 def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:
-    """Whether the update also rounds weights and reads gradients in any format; see `optim.one_pass`."""
+    """Whether the update is the kernel that also rounds weights and reads gradients of any dtype (`OnePassAdam`)."""
     if not isinstance(config, AdamWConfig | AdamConfig) or config.amsgrad:
         return False
     if config.implementation == "auto":
@@ -185,7 +188,7 @@ def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:
 
 
 def adam(given: OptimizerParams, config: AdamWConfig | AdamConfig) -> Optimizer:
-    """Adam and AdamW: torch's, or in one pass."""
+    """Return Adam or AdamW: torch's, or `OnePassAdam`."""
     if given.in_place and is_one_pass(config, given.tensors):
         return _in_one_pass(given, config)
     chosen = _implementation(config, given)
@@ -207,9 +210,9 @@ def _in_one_pass(given: OptimizerParams, config: AdamWConfig | AdamConfig) -> Op
         raise ConfigError(
             Problem(
                 "optim.implementation",
-                f"'one-pass' is not made for {str(misfit.dtype).removeprefix('torch.')} parameters that lie like "
+                f"'one-pass' does not support {str(misfit.dtype).removeprefix('torch.')} parameters with strides "
                 f"{misfit.stride()}",
-                "Use 'auto', which takes the fastest there is.",
+                "Use 'auto', which takes the fastest available.",
             )
         )
     decoupled = isinstance(config, AdamWConfig)
@@ -217,7 +220,7 @@ def _in_one_pass(given: OptimizerParams, config: AdamWConfig | AdamConfig) -> Op
 
 
 def sgd(given: OptimizerParams, config: SGDConfig) -> Optimizer:
-    """torch's SGD."""
+    """Return torch's SGD."""
     made = SGD(
         given.params,
         lr=config.lr,
@@ -232,7 +235,7 @@ def sgd(given: OptimizerParams, config: SGDConfig) -> Optimizer:
 
 
 def adagrad(given: OptimizerParams, config: AdagradConfig) -> Optimizer:
-    """torch's Adagrad."""
+    """Return torch's Adagrad."""
     return Adagrad(
         given.params,
         lr=config.lr,
@@ -251,9 +254,9 @@ def _implementation(
         raise ConfigError(
             Problem(
                 "optim.implementation",
-                f"'fused' {config.type} is not offered for {str(misfit.dtype).removeprefix('torch.')} parameters on "
+                f"'fused' {config.type} does not support {str(misfit.dtype).removeprefix('torch.')} parameters on "
                 f"{misfit.device.type}",
-                "Use 'auto', which takes the fastest there is.",
+                "Use 'auto', which takes the fastest available.",
             )
         )
     wanted = config.implementation
@@ -261,8 +264,8 @@ def _implementation(
         raise ConfigError(
             Problem(
                 "optim.implementation",
-                "'one-pass' has no amsgrad, and does not update what is offloaded",
-                "Use 'auto', which takes the fastest there is.",
+                "'one-pass' supports neither amsgrad nor offloaded parameters",
+                "Use 'auto', which takes the fastest available.",
             )
         )
     if wanted == "auto":
@@ -271,7 +274,7 @@ def _implementation(
 
 
 def has_fused(name: str, tensor: Tensor) -> bool:
-    """Whether torch has a fused step of this optimizer for such a tensor, and one that is right."""
+    """Whether torch has a correct fused step of this optimizer for a tensor."""
     if tensor.device.type not in _FUSED_DEVICES[name] or not tensor.is_floating_point():
         return False
     # torch 2.13's fused SGD on CPU gives wrong updates for 16-bit tensors of 16 or more elements.
@@ -279,12 +282,8 @@ def has_fused(name: str, tensor: Tensor) -> bool:
 
 
 def prepare_momentum(optimizer: Optimizer) -> None:
-    """Give every parameter of an SGD its momentum, of zeros."""
-    # Fused SGD allocates its buffers, unfilled, in the first step, and leaves them so if that step is
-    # skipped for an overflow. Starting from zeros gives the same first step, and is safe.
+    """Initialize the momentum of every parameter of an SGD with zeros."""
+    # Fused SGD allocates its buffers uninitialized in the first step, and leaves them so if that step is skipped for an
+    # overflow. Starting from zeros gives the same first step, and is safe.
     for tensor in (t for group in optimizer.param_groups for t in group["params"]):
         optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
-
-
-def _views(groups: Sequence[OptimizerGroup]) -> Iterator[Tensor]:
-    return (tensor for group in groups for tensor in group.tensors)

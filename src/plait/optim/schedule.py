@@ -3,7 +3,7 @@
 [Note: how lengths are counted]
 A schedule counts in units: optimizer steps, or epochs with `by: epoch`, where the rate changes only between
 epochs. Unit 0 is the first one. `total` and `milestones` are positions in the run, so the warm-up lies inside
-them; `first` and `gamma` have no fixed place and count from the end of the warm-up. The warm-up starts at
+them; `first` and `gamma` count from the end of the warm-up. The warm-up starts at
 `warmup_start_factor` in unit 0 and reaches the full rate at unit `warmup`, where the schedule proper begins.
 A given `total` means what it means in torch: unit `total` is the first one at the end value. An absent one
 means the end of the run: the run's last unit is at the end value. After its end a schedule stays there.
@@ -43,7 +43,7 @@ Curve = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the learning rate, and momentum if that moves too, is at each optimizer step."""
+    """The learning rate, and the momentum if it is scheduled, of each optimizer step."""
 
     base_lr: float
     rate: Curve
@@ -53,22 +53,22 @@ class Schedule:
     steps_per_unit: int = 1
 
     def lr(self, step: int) -> float:
-        """The rate of the update number `step`, counted from zero."""
+        """Return the learning rate of update `step`, counted from zero."""
         return self.rate(step // self.steps_per_unit)
 
     def momentum(self, step: int) -> float | None:
-        """The momentum (the first beta) of that update; None where the schedule leaves it alone."""
+        """Return the momentum (the first beta) of update `step`; None if it is not scheduled."""
         return None if self.cycle is None else self.cycle(step // self.steps_per_unit)
 
     @property
     def moves_momentum(self) -> bool:
-        """Whether momentum moves too."""
+        """Whether momentum is scheduled, too."""
         return self.cycle is not None
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set the rates for the update number `step`: each group's `initial_lr`, scaled as the schedule says.
+        """Set the rates for update `step`: each group's `initial_lr`, scaled by the schedule.
 
-        Returns the rate of groups that keep to the base rate.
+        Returns the rate of groups with the base rate.
         """
         lr, base = self.rate(step // self.steps_per_unit), self.base_lr
         for group in optimizer.param_groups:
@@ -83,17 +83,17 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class GroupSchedule(Schedule):
-    """A schedule that says the rate, and perhaps the momentum, of each group."""
+    """A schedule that sets the rate, and perhaps the momentum, of each group separately."""
 
     by_group: Callable[[int], list[dict[str, Any]]] = lambda unit: []
 
     @property
     def moves_momentum(self) -> bool:
-        """Whether more than rates is set."""
+        """Always: a scheduler may set momenta."""
         return True
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set what each group has for the update number `step`; returns the rate of the first."""
+        """Set each group's values for update `step`; returns the rate of the first group."""
         settings = self.by_group(step // self.steps_per_unit)
         for group, wanted in zip(optimizer.param_groups, settings, strict=True):
             if wanted.get("momentum") and not group["momentum"]:
@@ -103,7 +103,7 @@ class GroupSchedule(Schedule):
 
 
 class OptimizerRates:
-    """Rates that somebody else sets: those in the groups of the optimizer, as they are at each step."""
+    """No schedule: the learning rates in the optimizer's groups are used as they are, whoever sets them."""
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
         """Change nothing; returns the rate of the first group."""
@@ -111,7 +111,7 @@ class OptimizerRates:
 
 
 class Curves(NamedTuple):
-    """What moves, by unit."""
+    """The scheduled values by unit."""
 
     rate: Curve
     """Units to rates, for a group whose own rate is the base rate."""
@@ -121,11 +121,11 @@ class Curves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpan:
-    """What a schedule is made from, besides its section."""
+    """What a schedule is built from, besides its section."""
 
     base_lr: float
     units: int | None
-    """Of the whole run, where that is known."""
+    """The length of the run; None if it is not known."""
 
 
 def build_schedule(
@@ -136,10 +136,10 @@ def build_schedule(
     steps_per_epoch: int | None,
     optimizer: Optimizer | None = None,
 ) -> Schedule:
-    """The schedule that `config` describes; none is a constant rate.
+    """Return the schedule that `config` describes; without one, a constant rate.
 
-    `total_steps` is the length of the run, where it is known. Raises ConfigError where the configuration
-    needs it, or `steps_per_epoch`, and it is not. `optimizer` has the groups that a scheduler of torch looks at.
+    `total_steps` is the length of the run, if it is known. Raises `ConfigError` if the schedule needs it, or
+    `steps_per_epoch`, and it is not known. `optimizer` has the groups that a torch scheduler reads.
     """
     if config is None:
         return Schedule(base_lr, lambda unit: base_lr)
@@ -264,19 +264,19 @@ def _after_warmup(span: ScheduleSpan, config: _Warmed, factor: Curve) -> Curves:
     return Curves(lambda unit: base_lr * (start + slope * unit if unit < warmup else factor(unit - warmup)))
 
 
-# ---- of one's own
+# ---- user-provided schedules
 
 
 def build_custom_schedule(
     config: CustomSchedule, span: ScheduleSpan, optimizer: Optimizer | None, steps: int
 ) -> Schedule:
-    """A schedule of somebody's own.
+    """Return a user-provided schedule.
 
-    [Note: what a schedule of one's own is] A function of the step, counted from 0, whose value is the factor of each
-    group's own rate; a parameter `total_steps` gets the length of the run. Or a class: its objects are such functions.
-    Or a scheduler of torch, or a function with a parameter `optimizer` that makes one: it is stepped on a stand-in with
-    the groups' rates, which are read off, so that the rate is a function of the step here too, and nothing of it has
-    to be saved.
+    [Note: what a schedule of one's own is] A function of the step, counted from 0, that returns the factor of each
+    group's own rate; a parameter `total_steps` receives the length of the run. Or a class whose objects are such
+    functions. Or a scheduler of torch, or a function with a parameter `optimizer` that builds one: it is stepped on a
+    dummy optimizer with the groups' rates, which are read from it, so that the rate is a function of the step here too,
+    and no scheduler state has to be saved.
     """
     target = load(config, "schedule")
     if isinstance(target, LRScheduler):
@@ -326,7 +326,7 @@ def _parameters(made: Any) -> dict[str, inspect.Parameter]:
 
 
 class _Driven:
-    """The settings of each group by unit, as a scheduler of torch sets them on a stand-in."""
+    """The settings of each group by unit, as a torch scheduler sets them on a dummy optimizer."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class _Driven:
         self._past = [self._stand_in.settings()]
 
     def at(self, unit: int) -> list[dict[str, Any]]:
-        """The settings of every group."""
+        """Return the settings of every group."""
         while len(self._past) <= unit:
             self._stand_in.step()
             try:
@@ -358,7 +358,7 @@ class _Driven:
 
 
 class _StandIn(Optimizer):
-    """Has groups with the rates and momenta of another optimizer, and updates nothing."""
+    """A dummy optimizer: groups with the rates and momenta of another one, without parameters to update."""
 
     def __init__(self, base_lr: float, optimizer: Optimizer | None) -> None:
         groups: list[dict[str, Any]] = [{"initial_lr": base_lr}] if optimizer is None else optimizer.param_groups
@@ -376,7 +376,7 @@ class _StandIn(Optimizer):
         """Nothing."""
 
     def settings(self) -> list[dict[str, Any]]:
-        """Of every group what a scheduler may move."""
+        """Return for every group the values that a scheduler may change."""
         return [{key: group[key] for key in ("lr", *_MOVED) if key in group} for group in self.param_groups]
 
 
@@ -384,7 +384,7 @@ _MOVED = ("momentum", "betas")
 
 
 def _length(config: LinearConfig | CosineConfig | PolynomialConfig | WSDConfig, run: int | None) -> int:
-    """Units from the end of the warm-up to the first one at the end value."""
+    """Return the units from the end of the warm-up to the first one at the end value."""
     if config.total is not None:
         if config.total <= config.warmup:
             raise _problem(

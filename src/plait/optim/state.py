@@ -1,9 +1,9 @@
-"""What an optimizer keeps from step to step besides tensors, in a form that a checkpoint's manifest can hold.
+"""Optimizer state besides flat tensors, in a form that a checkpoint's manifest can hold.
 
-[Note: state of any shape] torch's optimizers and Plait's keep tensors and nothing else, one level deep. Others keep
-Python numbers for each parameter, lists and dictionaries of tensors, numbers in their groups, and numbers of their own.
-Tensors go where tensors go, under the path to them (`GG/0`); everything else is an outline in which they are gaps. What
-neither can hold is an error that names it; nothing is left out in silence.
+[Note: state of any shape] torch's optimizers and Plait's keep tensors only, one level deep. Others keep Python numbers
+per parameter, lists and dictionaries of tensors, numbers in their groups, and attributes of the optimizer. Tensors are
+stored as tensors, under their path (`GG/0`); everything else goes into an outline, JSON with the paths in place of the
+tensors. State that neither can hold is an error that names it; nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from plait.optim.base import is_builtin
 
 _PLAIN = (bool, int, float, str, type(None))
 _FEW = 64
-"""Numbers of a tensor that may stand in a manifest."""
+"""The largest tensor, in elements, that is stored in the manifest."""
 _GROUP = frozenset({"params", "param_names", "initial_lr", "lr"})
-"""Keys of a group that are no state of the optimizer: a schedule, or whoever wrote the run, decides them."""
+"""Keys of a group that are not optimizer state: the schedule or the run description sets them."""
 
 
 def flatten(name: str, value: Any) -> tuple[dict[str, Tensor | Packed], Any]:
-    """The tensors of a state by their paths, and the outline of the rest; None where it is one tensor and no more.
+    """Return the tensors of a state by path, and the outline of the rest; None if the state is a single tensor.
 
-    Raises `TypeError`, with the path, for what cannot be stored.
+    Raises `TypeError`, with the path, for values that cannot be stored.
     """
     tensors: dict[str, Tensor | Packed] = {}
     if isinstance(value, Tensor | Packed):
@@ -58,7 +58,7 @@ def _outline(path: str, value: Any, tensors: dict[str, Tensor | Packed]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a state, however deep."""
+    """Yield every tensor of a state, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):  # `Packed` is a tuple of tensors
@@ -67,7 +67,7 @@ def leaves(value: Any) -> Iterator[Tensor]:
 
 
 def unflatten(outline: Mapping[str, Any], tensor_at: Callable[[str], Any]) -> Any:
-    """The state again, from its outline and its tensors."""
+    """Return the state from its outline and its tensors."""
     ((type_name, inner),) = outline.items()
     match type_name:
         case "tensor":
@@ -85,9 +85,10 @@ def unflatten(outline: Mapping[str, Any], tensor_at: Callable[[str], Any]) -> An
 
 
 class OptimizerRecord:
-    """The numbers of one optimizer that change in training, besides the state of its parameters.
+    """The values of one optimizer that change in training, besides the tensors in the state of its parameters.
 
-    Made before the first step: what is as it was made is not saved, so that a run may go on with other settings.
+    Created before the first step: values that have not changed since are not saved, so that a resumed run may use other
+    settings.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -96,12 +97,12 @@ class OptimizerRecord:
         self._groups = [{key: _frozen(value) for key, value in group.items()} for group in optimizer.param_groups]
         self._attributes = {key: _frozen(value) for key, value in vars(optimizer).items()}
         self._of_torch = frozenset() if self._known else frozenset(vars(SGD([torch.zeros(1)])))
-        """Attributes that every optimizer has."""
+        """Attributes of every torch optimizer."""
         self.scheduled: frozenset[str] = frozenset()
         """Keys of groups that a schedule sets at each step."""
 
     def state(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
-        """This rank's part; None for torch's optimizers and Plait's, which keep tensors only."""
+        """Return this rank's values; None for torch's optimizers and Plait's, which keep tensors only."""
         if self._known:
             return None
         optimizer = self._optimizer
@@ -133,7 +134,7 @@ class OptimizerRecord:
         }
 
     def restore(self, state: Mapping[str, Any], parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Go on with these numbers; the tensors are there already, under their paths."""
+        """Set saved values; the tensors have already been loaded, under their paths."""
         optimizer = self._optimizer
         if len(state["groups"]) != len(optimizer.param_groups):
             raise ValueError(f"{len(state['groups'])} groups, and not {len(optimizer.param_groups)} as here")
@@ -151,7 +152,7 @@ class OptimizerRecord:
 
 
 def merge_records(records: Sequence[Mapping[str, Any] | None], optimizer_name: str) -> dict[str, Any] | None:
-    """The numbers of all ranks as one; those of groups must be the same on all ranks that update some of them."""
+    """Merge the records of all ranks; values of a group must be equal on all ranks that update some of it."""
     present = [record for record in records if record is not None]
     if not present:
         return None
@@ -173,7 +174,7 @@ def merge_records(records: Sequence[Mapping[str, Any] | None], optimizer_name: s
 
 
 def flat_tensors(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Tensor | Packed]:
-    """All tensors in the state of one parameter by their paths; `CheckpointError` for what cannot be stored."""
+    """Return all tensors in the state of one parameter by path; raise `CheckpointError` for other state."""
     tensors: dict[str, Tensor | Packed] = {}
     for key, value in state.items():
         tensors.update(_flat(optimizer, name, key, value)[0])
@@ -218,7 +219,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any], skipped: frozens
 
 
 def _put_back(now: dict[str, Any], before: Mapping[str, Any], skipped: frozenset[str]) -> None:
-    """What is not saved is as it was made."""
+    """Reset values that are not saved to their initial ones."""
     for key in [key for key in now if key not in skipped]:
         if key not in before:
             del now[key]
@@ -233,7 +234,7 @@ def _restored(saved: Mapping[str, Any], device: torch.device | None) -> Any:
 
 
 def _no_tensor(path: str) -> Any:
-    raise ValueError(f"{path} is no tensor of a parameter")
+    raise ValueError(f"{path} is not a tensor of a parameter")
 
 
 def _equal(before: Any, now: Any) -> bool:

@@ -1,10 +1,10 @@
-"""A user's own optimizer, kept as the object that it is while its parameters are spread.
+"""Wrap a user's own optimizer object, whose parameters are replaced when the model is sharded.
 
 [Note: why the object stays]
-People make an optimizer over their model's parameters, then a learning-rate scheduler over the optimizer, and
-only then spread the model. What the optimizer must update afterwards are other tensors: this rank's shards, or
-fp32 weights behind smaller ones. They take the places of the old ones in its groups, so that everything that
-holds the optimizer, and every setting of a group, goes on as it was.
+Users create an optimizer over their model's parameters, then a learning-rate scheduler over the optimizer, and only
+then shard the model. Afterwards the optimizer must update other tensors: this rank's shards, or fp32 master weights.
+They replace the old parameters in its groups, so that everything that holds the optimizer, and every setting of a
+group, stays valid.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from plait.torch_internals import has_step_hooks
 _FUSED = (AdamW, Adam, SGD, Adagrad)
 
 OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
-"""An optimizer, or what makes one from a model's parameters."""
+"""An optimizer, or a function that builds one from a model's parameters."""
 
 
 class WrappedOptimizer:
-    """Remembers, by name, what a user's optimizer has in its groups; made before the model is spread."""
+    """A user's optimizer and the names of the parameters in its groups; created before the model is sharded."""
 
     def __init__(self, source: OptimizerSource, model: nn.Module) -> None:
         trainable = [param for param in model.parameters() if param.requires_grad]
@@ -38,14 +38,14 @@ class WrappedOptimizer:
         _refuse(self.optimizer)
         name_of = {param: name for name, param in model.named_parameters()}
         self.specs: list[GroupSpec] = []
-        """The groups by name, in the optimizer's order, without options: those stay where they are."""
+        """The names of each group, in the optimizer's order; options stay in the optimizer's groups."""
         for number, group in enumerate(self.optimizer.param_groups):
             strangers = [param for param in group["params"] if param not in name_of]
             if strangers:
                 raise ModelError(
-                    f"group {number} of the {type(self.optimizer).__name__} has {len(strangers)} parameters that the "
-                    f"model has not, the first of shape {tuple(strangers[0].shape)}: make the optimizer from the "
-                    "parameters of the model that is given"
+                    f"group {number} of the {type(self.optimizer).__name__} has {len(strangers)} parameters that are "
+                    f"not in the model, the first of shape {tuple(strangers[0].shape)}: create the optimizer from the "
+                    "parameters of the given model"
                 )
             names = tuple(name_of[param] for param in group["params"] if param.requires_grad)
             self.specs.append(GroupSpec(names, {}))
@@ -53,15 +53,15 @@ class WrappedOptimizer:
 
     @property
     def param_form(self) -> ParamForm:
-        """What it is to be given of a parameter that is spread over ranks."""
+        """In which form it gets sharded parameters."""
         return declared_param_form(self.optimizer)
 
     def left_out(self, model: nn.Module) -> list[str]:
-        """The trainable parameters that the optimizer does not have."""
+        """Return the trainable parameters that the optimizer does not have."""
         return [name for name, param in model.named_parameters() if param.requires_grad and name not in self.names]
 
     def onto(self, tensors: Mapping[str, Tensor]) -> Optimizer:
-        """The optimizer, over these tensors in the places of the parameters with those names."""
+        """Replace the optimizer's parameters by these tensors, by name; return the optimizer."""
         for group, spec in zip(self.optimizer.param_groups, self.specs, strict=True):
             names = [name for name in spec.names if name in tensors]
             group["params"] = [tensors[name] for name in names]
@@ -75,7 +75,7 @@ class WrappedOptimizer:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """The step of an optimizer, without torch's wrapper around it where that does nothing here.
+    """Return an optimizer's `step`, without torch's wrapper if that has no effect.
 
     The wrapper serves profilers and step hooks; for a small model it costs as much as the update.
     """
@@ -94,7 +94,7 @@ def _refuse(optimizer: Optimizer) -> None:
         used = bool(optimizer.state)
     if used:
         raise ModelError(
-            f"the {name} has state already: spread the model first, and load the optimizer's state afterwards"
+            f"the {name} already has state: prepare the model first, and load the optimizer's state afterwards"
         )
 
 
@@ -107,7 +107,7 @@ def _restart_adagrad(optimizer: Adagrad) -> None:
 
 
 def _use_fused(optimizer: Optimizer) -> None:
-    """Where the user left the choice to torch, take the fused kernel: the same maths in one pass."""
+    """Use the fused kernel if the user left the choice to torch: the same maths in one pass."""
     groups = optimizer.param_groups
     left_open = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
     plain = not any(group.get("differentiable") or group.get("capturable") for group in groups)
