@@ -81,12 +81,12 @@ def with_gradient(group: dict[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
-# [Note: what an optimizer says of itself] Two optional attributes of its class, or of the function that builds it, say in
-# which form it gets parameters that are sharded over ranks:
+# [Note: what an optimizer says of itself] Two optional attributes of its class, or of the function that builds it,
+# declare in which form it gets parameters that are sharded over ranks:
 #
 # - `elementwise = True`: each element is updated by itself, with the values of its group. It gets this rank's shard of
-#   each parameter, as a plain tensor: the fastest form. In a run description `optim.elementwise` declares it for a class
-#   that does not.
+#   each parameter, as a plain tensor: the fastest form. In a run description `optim.elementwise` declares it for a
+#   class that does not.
 # - `takes_dtensors = True`: it looks at whole parameters, and sums over ranks itself; it gets the DTensors. So do
 #   Plait's own LAMB, Adafactor and Muon.
 #
