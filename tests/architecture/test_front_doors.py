@@ -97,7 +97,7 @@ def test_rooms_import_each_other_through_their_front_doors() -> None:
         ("plait.cli.train", "from plait.config.run import RunConfig"),
         ("plait.cli.train", "import plait.config"),
         ("plait.cli.train", "def f():\n    from plait.config.run import RunConfig"),
-        ("plait.cli.train", "if TYPE_CHECKING:\n    from plait.distributed.tensor_parallel import WORDS"),
+        ("plait.cli.train", "if TYPE_CHECKING:\n    from plait.distributed.tensor_parallel import STYLES"),
         ("plait.frontends.accelerate.config", "from plait.frontends.deepspeed.config import read_config"),
         ("plait.frontends.accelerate.config", "from plait.frontends.key_report import Account"),
         ("plait.__main__", "from plait.cli.main import main"),

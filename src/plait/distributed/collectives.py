@@ -1,4 +1,4 @@
-"""Collectives of flat tensors and of small Python objects."""
+"""Collectives: of flat tensors, of small Python objects, and with gradients (all-reduce, all-gather, all-to-all, …)."""
 
 from __future__ import annotations
 
@@ -126,3 +126,125 @@ class Channel:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+# ---- collectives with gradients
+#
+# | function                | forward        | backward       | from → to                                          |
+# |-------------------------|----------------|----------------|----------------------------------------------------|
+# | `copy_to_region`        | –              | all-reduce     | replicated → replicated, for sharded work          |
+# | `all_reduce`            | all-reduce     | –              | partial → replicated                               |
+# | `all_gather`            | all-gather     | reduce-scatter | sharded → replicated, for sharded work             |
+# | `reduce_scatter`        | reduce-scatter | all-gather     | partial → sharded                                  |
+# | `split`                 | local chunk    | all-gather     | replicated → sharded                               |
+# | `all_gather_replicated` | all-gather     | local chunk    | sharded → replicated, for the same work everywhere |
+# | `all_to_all`            | all-to-all     | all-to-all     | sharded along one dimension → along another        |
+#
+# "Partial": the sum over ranks is the tensor. The difference between the two all-gathers is the gradient: where the
+# ranks shard the work that follows, each has a partial gradient; where all do the same work, each has all of it.
+
+
+_Operation = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
+
+
+def copy_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Pass a replicated tensor to sharded work: the gradient is summed over ranks."""
+    return _apply_collective(x, _identity, _all_reduce, 0, group)
+
+
+def copy_param_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`copy_to_region` for a parameter: partial gradients are summed in fp32, whatever their dtype."""
+    return _apply_collective(x, _identity, _all_reduce_fp32, 0, group)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks."""
+    return _apply_collective(x, _all_reduce, _identity, 0, group)
+
+
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All shards along `dim`, for sharded work."""
+    return _apply_collective(x, _all_gather, _reduce_scatter, dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's chunk, along `dim`, of the sum over ranks."""
+    return _apply_collective(x, _reduce_scatter, _all_gather, dim, group)
+
+
+def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's chunk, along `dim`, of a replicated tensor."""
+    return _apply_collective(x, _split, _all_gather, dim, group)
+
+
+def all_gather_replicated(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All shards along `dim`, for work that every rank does in the same way."""
+    return _apply_collective(x, _all_gather, _split, dim, group)
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of (ranks, …), row r is sent to rank r; what rank r sends becomes row r."""
+    return _apply_collective(x, _all_to_all, _all_to_all, 0, group)
+
+
+def _apply_collective(
+    x: Tensor, forward: _Operation, backward: _Operation, dim: int, group: dist.ProcessGroup
+) -> Tensor:
+    moved: Tensor = _Collective.apply(x, forward, backward, dim % max(x.ndim, 1), group)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: _Operation, backward: _Operation, dim: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.backward_way, ctx.dim, ctx.group = backward, dim, group
+        return forward(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.backward_way(grad, ctx.dim, ctx.group), None, None, None, None
+
+
+def _identity(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _all_reduce_fp32(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return _all_reduce(x.float(), dim, group).to(x.dtype)
+
+
+def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    chunks = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    all_gather_flat(chunks, x.contiguous(), group=group)
+    if dim == 0:
+        return chunks
+    if x.shape[0] == 1 and dim == 1:
+        return chunks.flatten(0, 1)[None]  # already in order
+    return torch.cat(chunks.chunk(group.size()), dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    chunks = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size(), dim))
+    local = chunks.new_empty((chunks.shape[0] // group.size(), *chunks.shape[1:]))
+    reduce_scatter_flat(local, chunks, group=group)
+    return local
+
+
+def _split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    share = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)
+
+
+def _all_to_all(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from plait.config import CustomTensorPlan, choose
-from plait.distributed import tensor_parallel_styles
+from plait.distributed.collectives import all_gather_replicated, split
 from plait.distributed.tensor_parallel_styles import (
     PLAN_KEY,
     SEQUENCE_KEY,
@@ -155,10 +155,10 @@ class ResidualBlock(Style):
 
     def _cut(self, x: Tensor) -> Tensor:
         check_sequence(x.shape[1], self.site.size)
-        return tensor_parallel_styles.split(x, 1, self.site.group)
+        return split(x, 1, self.site.group)
 
     def _join(self, x: Tensor) -> Tensor:
-        return tensor_parallel_styles.all_gather_replicated(x, 1, self.site.group)
+        return all_gather_replicated(x, 1, self.site.group)
 
 
 class SequenceSharded(Style):
@@ -195,7 +195,7 @@ class WholeSequence(Style):
             wrap_forward(self.site.module, enter=self._join, leave=self._cut)
 
     def _join(self, x: Tensor) -> Tensor:
-        joined = tensor_parallel_styles.all_gather_replicated(x, 1, self.site.group)
+        joined = all_gather_replicated(x, 1, self.site.group)
         self._rows, self._tokens = joined.shape[:2]
         return joined
 
@@ -207,7 +207,7 @@ class WholeSequence(Style):
                     f"{tuple(x.shape)}, of which no dimension is the tokens; set {SEQUENCE_KEY}: false"
                 )
             x = x.view(self._rows, self._tokens, *x.shape[1:])
-        return tensor_parallel_styles.split(x, 1, self.site.group)
+        return split(x, 1, self.site.group)
 
 
 def check_sequence(length: int, size: int) -> None:

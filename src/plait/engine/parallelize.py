@@ -300,7 +300,7 @@ def apply_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[C
     if shared is not None:
         from plait.distributed import apply_expert_parallel
 
-        experts = list(apply_expert_parallel(module, shared, alike=alike, stage=stage).values())
+        experts = list(apply_expert_parallel(module, shared, replicated=alike, stage=stage).values())
     if tensor is not None:
         _log_replicated_share(module, tensor.size(), given.log)
     return cut, experts

@@ -31,7 +31,7 @@ ATTENTION |= {
 
 
 @contextmanager
-def seats_of(rank: int, ep: int, tp: int, experts: int) -> Iterator[ExpertPlacement]:
+def placement_of(rank: int, ep: int, tp: int, experts: int) -> Iterator[ExpertPlacement]:
     dist.init_process_group("fake", rank=rank, world_size=ep * tp, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
         yield ExpertPlacement.on(init_device_mesh("cpu", (ep, tp), mesh_dim_names=("ep", "tp")), experts)
@@ -48,15 +48,15 @@ def test_each_choice_is_taken_by_one_of_the_ranks_that_see_it_and_goes_to_the_ra
     held: list[int] = []
     taken = torch.zeros_like(index)
     for rank in range(ep * tp):
-        with seats_of(rank, ep, tp, experts) as seats:
-            held += range(experts)[seats.of_rank()]
-            chosen, none = seats.own(index), ep * seats.share
+        with placement_of(rank, ep, tp, experts) as placement:
+            held += range(experts)[placement.local_experts()]
+            chosen, none = placement.local_choices(index), ep * placement.experts_per_rank
             taken += chosen < none
             for expert, number in zip(index.tolist(), chosen.tolist(), strict=True):
                 if number < none:
-                    there, place = divmod(number, seats.share)
-                    assert expert == (there * tp + rank % tp) * seats.share + place
-            assert seats.own(torch.tensor(experts)) == none  # a choice that was dropped stays so
+                    there, place = divmod(number, placement.experts_per_rank)
+                    assert expert == (there * tp + rank % tp) * placement.experts_per_rank + place
+            assert placement.local_choices(torch.tensor(experts)) == none  # a choice that was dropped stays so
     assert held == list(range(experts))
     assert taken.eq(ep).all()  # once on each rank of ep, which stand for tokens of their own
 

@@ -22,7 +22,7 @@ from plait.distributed import open_world
 sections = json.loads(sys.argv[1])
 model = {"type": "llama", "vocab_size": 512, "dim": 384, "layers": 12, "heads": 6, "seq_len": 16}
 config = parse_sections(model=model, **sections).config
-engine = prepare_native(Preparation(config, open_world(config), say=lambda _: None))
+engine = prepare_native(Preparation(config, open_world(config), log=lambda _: None))
 ids = torch.randint(0, 512, (1, 16))
 for _ in range(4):
     engine.train_step([{"input_ids": ids, "labels": ids}])

@@ -6,7 +6,7 @@ from tests.refusals import missing, refused
 from torch import nn
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
-from plait.distributed.tensor_parallel import WORDS, resolve_plan, styles_of
+from plait.distributed.tensor_parallel import STYLES, resolve_plan, styles_of
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.models.common.protocol import TensorPlanned
@@ -63,7 +63,7 @@ def test_a_stage_of_a_pipeline_need_not_have_everything_a_plan_names() -> None:
 def test_the_plan_of_a_model_names_every_layer_of_its_blocks(config: object) -> None:
     model = on_meta(config)
     assert isinstance(model, TensorPlanned)
-    assert set(model.tensor_plan().values()) <= WORDS.keys()
+    assert set(model.tensor_plan().values()) <= STYLES.keys()
     words = styles_of(model)
     layers = {name for name, module in model.named_modules() if module._parameters and name.startswith("blocks.")}
     assert layers <= words.keys()
