@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.distributed import first_input, undo_compile
 from plait.errors import ModelError
-from plait.precision import Policy, cast_floats
+from plait.precision import Policy, cast_floats, map_tensors
 
 # [Note: copies on their own stream] The host is a step ahead of the device. A copy on the stream of the device's work
 # would begin when that work is done; on its own stream it begins at once, and a batch arrives before the device needs
@@ -29,24 +29,13 @@ class InputMover:
     def __call__(self, value: Any) -> Any:
         """Return the same structure with every tensor on the device."""
         moved: list[Tensor] = []
-        result = self._move(value, moved)
+        result = map_tensors(lambda tensor: self._copy(tensor, moved), value)
         if moved and self._stream is not None:
             work = torch.cuda.current_stream(self._device)
             work.wait_stream(self._stream)
             for tensor in moved:
                 tensor.record_stream(work)  # it was allocated on the copy stream, which must not reuse its memory yet
         return result
-
-    def _move(self, value: Any, moved: list[Tensor]) -> Any:
-        if isinstance(value, Tensor):
-            return self._copy(value, moved)
-        if isinstance(value, Mapping):
-            return {key: self._move(item, moved) for key, item in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._move(item, moved) for item in value))
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._move(item, moved) for item in value)
-        return value
 
     def _copy(self, tensor: Tensor, moved: list[Tensor]) -> Tensor:
         if self._stream is None or tensor.device.type != "cpu":

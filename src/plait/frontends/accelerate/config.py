@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.config import choose, read, show, whole_number
 from plait.errors import ConfigError, Problem
-from plait.frontends import KeyEntry, KeyReader, TranslatedSettings, Translation, mapped, refused, unneeded
+from plait.frontends import KeyEntry, KeyReader, TranslatedSettings, Translation, honoured, mapped, refused, unneeded
 from plait.launch import Machines
 
 # Values as people write them in YAML.
@@ -107,6 +107,20 @@ def _switch(path: str, on: Any = True, off: Any = False) -> Reader:
     return read
 
 
+def _when_on(values: Mapping[str, Any], reader: Reader) -> Reader:
+    """A reader for a switch that sets these values when it is on; `reader` records the outcome then."""
+
+    def read(settings: AccelerateSettings, key: str, value: Any) -> None:
+        if not settings.flag(key, value):
+            settings.unneeded(key, value, "off, as here")
+            return
+        for path, setting in values.items():
+            settings.set(path, setting)
+        reader(settings, key, value)
+
+    return read
+
+
 # ---- dynamo_config
 
 
@@ -126,13 +140,8 @@ def _mode(settings: AccelerateSettings, key: str, value: Any) -> None:
     settings.honoured(key, value, "strategy.compile.mode")
 
 
-def _regional(settings: AccelerateSettings, key: str, value: Any) -> None:
-    scope = "block" if settings.flag(key, value) else "auto"
-    settings.set("strategy.compile.scope", scope)
-    settings.honoured(key, value, f"strategy.compile.scope: {scope}")
-
-
-def _dynamo(settings: AccelerateSettings, key: str, value: Any) -> None:
+def read_dynamo(settings: AccelerateSettings, key: str, value: Any) -> None:
+    """Read the section `dynamo_config`."""
     section(DYNAMO)(settings, key, value)
     if settings.get("strategy.compile.enabled") is False:  # any other key of `strategy.compile` would enable it
         for path in ("mode", "fullgraph", "dynamic", "scope"):
@@ -144,7 +153,7 @@ DYNAMO: dict[str, Reader] = {
     "dynamo_mode": _mode,
     "dynamo_use_fullgraph": _switch("strategy.compile.fullgraph"),
     "dynamo_use_dynamic": _switch("strategy.compile.dynamic", True, None),
-    "dynamo_use_regional_compilation": _regional,
+    "dynamo_use_regional_compilation": _switch("strategy.compile.scope", "block", "auto"),
 }
 
 
@@ -358,7 +367,6 @@ _MEGATRON: dict[str, Reader] = {
 }
 MEGATRON: dict[str, Reader] = {f"megatron_lm_{name}": reader for name, reader in _MEGATRON.items()}
 
-read_dynamo = _dynamo
 read_parallelism = section(PARALLELISM)
 read_megatron = section(MEGATRON)
 read_mpirun = section(
@@ -398,21 +406,16 @@ def _sharding(settings: AccelerateSettings, key: str, value: Any) -> None:
         value = SHARDING[int(value) - 1]  # torch numbers them from 1
     choice = settings.choice(key, value, SHARDING)
     if choice is not None:
-        _shard(settings, "_HYBRID_SHARD_ZERO2" if choice == "HYBRID_SHARD_ZERO2" else choice)
-        settings.honoured(key, value, f"strategy.sharding: {settings.get('strategy.sharding')}")
+        sharding = "_HYBRID_SHARD_ZERO2" if choice == "HYBRID_SHARD_ZERO2" else choice
+        settings.set("strategy.sharding", sharding)
+        settings.honoured(key, value, f"strategy.sharding: {sharding}")
 
 
 def _reshard(settings: AccelerateSettings, key: str, value: Any) -> None:
-    if str(value).lower() not in ("true", "false"):
+    if str(value).lower() in ("true", "false"):
+        _switch("strategy.sharding", "FULL_SHARD", "SHARD_GRAD_OP")(settings, key, value)
+    else:
         _sharding(settings, key, value)  # FSDP 1 takes a strategy here
-        return
-    sharding = "FULL_SHARD" if settings.flag(key, value) else "SHARD_GRAD_OP"
-    _shard(settings, sharding)
-    settings.honoured(key, value, f"strategy.sharding: {sharding}")
-
-
-def _shard(settings: AccelerateSettings, sharding: str) -> None:
-    settings.set("strategy.sharding", sharding)
 
 
 def _policy(settings: AccelerateSettings, key: str, value: Any) -> None:
@@ -453,36 +456,11 @@ def _backward_prefetch(settings: AccelerateSettings, key: str, value: Any) -> No
         settings.mapped(key, value, "the next block is always prefetched, as BACKWARD_PRE: the same result, faster")
 
 
-def _forward_prefetch(settings: AccelerateSettings, key: str, value: Any) -> None:
-    if settings.flag(key, value):
-        settings.set("strategy.forward_prefetch", 1)
-        settings.honoured(key, value, "strategy.forward_prefetch: 1")
-    else:
-        settings.unneeded(key, value, "off, as here")
-
-
-def _recompute(settings: AccelerateSettings, key: str, value: Any) -> None:
-    if settings.flag(key, value):
-        settings.set("strategy.recompute.mode", "full")
-        settings.honoured(key, value, "strategy.recompute: full")
-    else:
-        settings.unneeded(key, value, "off, as here")
-
-
 def _version(settings: AccelerateSettings, key: str, value: Any) -> None:
     if str(value) not in ("1", "2"):
         settings.wrong(key, f"{value!r} is not a version of FSDP", "Write 1 or 2.")
         return
     settings.mapped(key, value, "both versions use torch's fully_shard (FSDP 2)")
-
-
-def _offload(settings: AccelerateSettings, key: str, value: Any) -> None:
-    if not settings.flag(key, value):
-        settings.unneeded(key, value, "off, as here")
-        return
-    settings.set("strategy.offload.optimizer", "cpu")
-    settings.set("strategy.offload.params", "cpu")
-    settings.mapped(key, value, "strategy.offload: {optimizer: cpu, params: cpu}; params only where they are resharded")
 
 
 def _state_dict(settings: AccelerateSettings, key: str, value: Any) -> None:
@@ -501,10 +479,15 @@ FSDP_READERS: dict[str, Reader] = {
     "fsdp_min_num_params": _min_params,
     "fsdp_backward_prefetch": _backward_prefetch,
     "fsdp_backward_prefetch_policy": _backward_prefetch,
-    "fsdp_forward_prefetch": _forward_prefetch,
-    "fsdp_activation_checkpointing": _recompute,
+    "fsdp_forward_prefetch": _when_on({"strategy.forward_prefetch": 1}, honoured("strategy.forward_prefetch: 1")),
+    "fsdp_activation_checkpointing": _when_on(
+        {"strategy.recompute.mode": "full"}, honoured("strategy.recompute: full")
+    ),
     "fsdp_activation_checkpointing_offload": refused_if_on("activations are recomputed, not offloaded; leave it out"),
-    "fsdp_offload_params": _offload,
+    "fsdp_offload_params": _when_on(
+        {"strategy.offload.optimizer": "cpu", "strategy.offload.params": "cpu"},
+        mapped("strategy.offload: {optimizer: cpu, params: cpu}; params only where they are resharded"),
+    ),
     "fsdp_state_dict_type": _state_dict,
     "fsdp_cpu_ram_efficient_loading": mapped(
         "weights are created or read in shards (strategy.meta_init); a model object is taken from rank 0"
@@ -669,18 +652,6 @@ def _mixed_precision(settings: AccelerateSettings, key: str, value: Any) -> None
         settings.honoured(key, value, f"precision.compute: {choice}, with fp32 weights in the optimizer")
 
 
-def _old_fp16(settings: AccelerateSettings, key: str, value: Any) -> None:
-    if settings.flag(key, value):
-        settings.set("precision.compute", "fp16")
-        settings.mapped(key, value, "the old name of mixed_precision: fp16; precision.compute: fp16")
-    else:
-        settings.unneeded(key, value, "off, as here")
-
-
-def _old_dynamo(settings: AccelerateSettings, key: str, value: Any) -> None:
-    read_dynamo(settings, key, {"dynamo_backend": value})
-
-
 def _use_cpu(settings: AccelerateSettings, key: str, value: Any) -> None:
     if settings.flag(key, value):
         settings.set("device", "cpu")
@@ -712,7 +683,7 @@ def _gpu_ids(settings: AccelerateSettings, key: str, value: Any) -> None:
         settings.refused(key, value, f"start with CUDA_VISIBLE_DEVICES={value}")
 
 
-_MEETING = mapped("used with several machines; also `plait launch --node_rank`, `--master_addr`, `--master_port`")
+_RENDEZVOUS = mapped("used with several machines; also `plait launch --node_rank`, `--master_addr`, `--master_port`")
 _SAGEMAKER = refused("is for Amazon SageMaker; start the processes there with `plait launch`")
 _TPU = refused_if_on("TPUs are not supported")
 
@@ -724,11 +695,9 @@ READERS: dict[str, Reader] = {
     "debug": mapped("a mismatched collective is always reported, with the rank that waits"),
     "num_processes": _num_processes,
     "num_machines": _num_machines,
-    "machine_rank": _MEETING,
-    "main_process_ip": _MEETING,
-    "main_process_port": _MEETING,
-    "rdzv_backend": _MEETING,
-    "same_network": _MEETING,
+    **dict.fromkeys(
+        ("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"), _RENDEZVOUS
+    ),
     "gpu_ids": _gpu_ids,
     "main_training_function": unneeded("scripts run as they are"),
     "enable_cpu_affinity": mapped("`plait launch --bind_cores_to_rank`"),
@@ -741,18 +710,13 @@ READERS: dict[str, Reader] = {
     "fp8_config": refused_if_on(
         "Accelerate's 8-bit backends are not used here; a run description has `precision: fp8`"
     ),
-    "downcast_bf16": _TPU,
-    "tpu_name": _TPU,
-    "tpu_zone": _TPU,
-    "tpu_use_cluster": _TPU,
-    "tpu_use_sudo": _TPU,
-    "tpu_vm": _TPU,
-    "tpu_env": _TPU,
-    "command_file": _TPU,
-    "commands": _TPU,
+    **dict.fromkeys(
+        ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), _TPU
+    ),
+    **dict.fromkeys(("command_file", "commands"), _TPU),
     # of older versions
-    "fp16": _old_fp16,
-    "dynamo_backend": _old_dynamo,
+    "fp16": _when_on({"precision.compute": "fp16"}, mapped("precision.compute: fp16; now mixed_precision: fp16")),
+    "dynamo_backend": lambda settings, key, value: read_dynamo(settings, key, {"dynamo_backend": value}),
     # of the other compute environment
     **dict.fromkeys(
         (
