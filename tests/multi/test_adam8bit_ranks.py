@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.checkpoint import entries, load_into, open_checkpoint, save_checkpoint
 from plait.checkpoint.convert.detect import open_source
-from plait.checkpoint.pieces import Later
+from plait.checkpoint.pieces import DeferredTensor
 from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
@@ -88,7 +88,7 @@ def engine_in(tier: str, folder: str) -> NativeEngine:
 
 
 def lates_of(engine: NativeEngine) -> set[str]:
-    return {name for name, entry in engine.state_entries().items() if isinstance(entry, Later)}
+    return {name for name, entry in engine.state_entries().items() if isinstance(entry, DeferredTensor)}
 
 
 def go_on_packed(rank: int, size: int, steps: list[Any], tiers: list[str], folder: str) -> dict[Any, Any]:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from plait.checkpoint.memory import thread_count as thread_count
     from plait.checkpoint.node_local import find_node_local as find_node_local
     from plait.checkpoint.pieces import STRIP as STRIP
+    from plait.checkpoint.pieces import DeferredTensor as DeferredTensor
     from plait.checkpoint.pieces import Entry as Entry
-    from plait.checkpoint.pieces import Later as Later
     from plait.checkpoint.pieces import WriteAssignment as WriteAssignment
     from plait.checkpoint.pieces import held_pieces as held_pieces
     from plait.checkpoint.ranks import attempt as attempt
@@ -96,7 +96,7 @@ else:
             "load": ["Fetch", "Mismatch", "entries", "load_into", "matches", "nothing_to_fetch", "verify"],
             "manifest": ["Checkpoint", "MANIFEST_NAME", "Manifest", "open_checkpoint", "read_manifest", "saved_at"],
             "memory": ["SavedTensor", "WRITERS", "saved_tensor", "checkpoint_memory", "thread_count"],
-            "pieces": ["Entry", "Later", "STRIP", "WriteAssignment", "held_pieces"],
+            "pieces": ["Entry", "DeferredTensor", "STRIP", "WriteAssignment", "held_pieces"],
             "ranks": ["attempt", "raise_on_all_ranks"],
             "save": ["CheckpointWriter", "Saved", "save_checkpoint", "write_single_process"],
             "node_local": ["find_node_local"],

@@ -237,7 +237,7 @@ def _read_later(reader: PieceReader, index: Index, held: HeldPiece) -> str | Non
         for region in regions_to_read(index, [HeldPiece(strip, buffer)]):
             if (problem := _copy(reader, region)) is not None:
                 return problem
-        held.deferred.take(rows.start, buffer)
+        held.deferred.store_rows(rows.start, buffer)
     return None
 
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,10 @@ class Index:
             about[piece.name] = piece.dtype, piece.whole
             pieces.setdefault(piece.name, []).append(stored)
         return cls(
-            {name: TensorRecord(*about[name], tuple(sorted(pieces[name], key=_start))) for name in sorted(about)}
+            {
+                name: TensorRecord(*about[name], tuple(sorted(pieces[name], key=attrgetter("start"))))
+                for name in sorted(about)
+            }
         )
 
     def text(self) -> str:
@@ -176,10 +180,6 @@ def coverage_problem(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], 
         for at in range(number[start[0]], number[start[0] + shape[0]]):
             slabs[at].append((start[1:], shape[1:]))
     return next((reason for slab in slabs if (reason := coverage_problem(slab, whole[1:]))), None)
-
-
-def _start(piece: StoredPiece) -> tuple[int, ...]:
-    return piece.start
 
 
 FORMAT = 2

@@ -18,31 +18,31 @@ STRIP = 4 * BLOCK
 
 # Tensors of a checkpoint that training holds in another form, such as moments in 8 bits.
 #
-# [Note: a few rows at a time] All of them at once in the form that a checkpoint has would take several times the memory
-# that the other form is chosen for. So rows are made when they are written and let go of, and those that are read are
-# taken apart before the next; as many at a time as there are threads.
+# [Note: a few rows at a time] A whole tensor in the dtype of the checkpoint would take several times the memory that
+# the packed form saves. So some rows are unpacked, written and freed, and rows that are read are packed before the
+# next ones; as many at a time as there are threads.
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
-    """A tensor that is made when it is written, and taken apart when it was read; see [Note: a few rows at a time]."""
+class DeferredTensor:
+    """A tensor that is unpacked when it is written, and packed when it is read; see [Note: a few rows at a time]."""
 
     like: Tensor
-    """Of the same shape and, where ranks have parts of it, the same parts; its values and dtype mean nothing."""
+    """A tensor of the same shape and the same sharding; its values and dtype are not used."""
     dtype: torch.dtype
-    make: Callable[[int, int], Tensor]
-    """Rows of this rank's part, from one to the one behind the last, on the host."""
-    take: Callable[[int, Tensor], None]
-    """Hold what rows of this rank's part say, from this one on."""
+    make_rows: Callable[[int, int], Tensor]
+    """Returns the rows from `begin` to `end` of this rank's shard, on the host."""
+    store_rows: Callable[[int, Tensor], None]
+    """Stores rows of this rank's shard, from row `begin` on."""
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """The global shape."""
         return self.like.shape
 
 
-Entry = Tensor | Later
-"""What a checkpoint holds under one name."""
+Entry = Tensor | DeferredTensor
+"""What is saved under one name of a checkpoint."""
 
 
 class Piece(NamedTuple):
@@ -77,18 +77,18 @@ class HeldPiece:
     piece: Piece
     tensor: Tensor
     """On the meta device where there is a `deferred`."""
-    deferred: Later | None = None
+    deferred: DeferredTensor | None = None
 
     def strips(self) -> Iterator[Tensor]:
-        """Its values, some rows after others; see [Note: a few rows at a time] in `spec.deferred`."""
+        """Yield its values, some rows after others; see [Note: a few rows at a time]."""
         if self.deferred is None:
             yield self.tensor
             return
         for rows in self.rows_at_once():
-            yield self.deferred.make(rows.start, rows.stop)
+            yield self.deferred.make_rows(rows.start, rows.stop)
 
     def rows_at_once(self) -> Iterator[slice]:
-        """The rows of each strip."""
+        """Return the rows of each strip."""
         rows = self.piece.shape[0]
         step = max(1, STRIP * rows // max(self.piece.bytes, 1))
         return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
@@ -96,12 +96,12 @@ class HeldPiece:
 
 def held_pieces(entries: Mapping[str, Entry]) -> list[HeldPiece]:
     """Return what this rank holds of each tensor; a rank without a shard of a tensor holds no piece of it."""
-    held = _held({name: entry.like if isinstance(entry, Later) else entry for name, entry in entries.items()})
+    held = _held({name: entry.like if isinstance(entry, DeferredTensor) else entry for name, entry in entries.items()})
     pairs = ((piece, entries[piece.piece.name]) for piece in held)
-    return [_held_later(piece.piece, entry) if isinstance(entry, Later) else piece for piece, entry in pairs]
+    return [_held_later(piece.piece, entry) if isinstance(entry, DeferredTensor) else piece for piece, entry in pairs]
 
 
-def _held_later(piece: Piece, later: Later) -> HeldPiece:
+def _held_later(piece: Piece, later: DeferredTensor) -> HeldPiece:
     """Return the same piece of a tensor that is made when it is written."""
     piece = piece._replace(dtype=later.dtype)
     return HeldPiece(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)

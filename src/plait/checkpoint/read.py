@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +39,7 @@ class ByteRange:
 
     def __init__(self, stored: StoredPiece, itemsize: int, low: Sequence[int], high: Sequence[int]) -> None:
         shape = stored.shape or (1,)
-        self.row = itemsize
-        for length in shape[1:]:
-            self.row *= length
+        self.row = math.prod(shape[1:]) * itemsize
         self.first, self.last = (low[0], high[0]) if stored.shape else (0, 1)
         self.whole_rows = all((a, b) == (0, n) for a, b, n in zip(low[1:], high[1:], shape[1:], strict=True))
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -173,8 +173,7 @@ def write_single_process(
             for name, (shape, dtype) in tensors.items()
         ]
         _make_staging(staging, sum(piece.bytes for piece in pieces))
-        alone = ((piece, partial(_in_one, read, piece.name)) for piece in pieces)
-        written = _write(staging / _file_name(0), alone, pieces)
+        written = _write(staging / _file_name(0), [(piece, partial(_read_strips, read, piece)) for piece in pieces])
         manifest, text = _describe(target, [written], dict(state), step=step, world_size=1)
         _seal(staging, manifest, text)
         _name(staging, target)
@@ -261,27 +260,24 @@ class _Job:
 
     def _write_part(self, staging: Path, mine: Sequence[HeldPiece], threads: int) -> _Written:
         path = staging / _file_name(self.channel.rank)
-        tensors = [(piece.piece, piece.strips) for piece in mine]
-        written = _write(path, tensors, [piece.piece for piece in mine], threads=threads)
+        written = _write(path, [(held.piece, held.strips) for held in mine], threads=threads)
         if self.reopen:
             _compare(path, written)
         return written
 
 
-def _in_one(read: Callable[[str], Tensor], name: str) -> Iterator[Tensor]:
-    yield read(name)
+def _read_strips(read: Callable[[str], Tensor], piece: Piece) -> list[Tensor]:
+    return [read(piece.name)]
 
 
-def _write(
-    path: Path,
-    tensors: Iterable[tuple[Piece, Callable[[], Iterable[Tensor]]]],
-    pieces: Sequence[Piece],
-    *,
-    threads: int = 1,
-) -> _Written:
-    with TensorFileWriter(path, [(piece.key, piece.dtype, piece.shape) for piece in pieces]) as file:
+PieceStrips = tuple[Piece, Callable[[], Iterable[Tensor]]]
+"""A piece, and what returns its values, some rows after others."""
 
-        def write(item: tuple[Piece, Callable[[], Iterable[Tensor]]]) -> tuple[Piece, StoredPiece]:
+
+def _write(path: Path, tensors: Sequence[PieceStrips], *, threads: int = 1) -> _Written:
+    with TensorFileWriter(path, [(piece.key, piece.dtype, piece.shape) for piece, _ in tensors]) as file:
+
+        def write(item: PieceStrips) -> tuple[Piece, StoredPiece]:
             piece, strips = item
             digests = tuple(file.write_strips(piece.key, strips()))
             return piece, StoredPiece(path.name, file.slots[piece.key].begin, piece.start, piece.shape, digests)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from plait.checkpoint.folder import CheckpointFolder
 from plait.checkpoint.manifest import MANIFEST_NAME, is_complete, read_manifest, saved_at
@@ -33,6 +33,7 @@ class Storage(Protocol):
     """The interface of a `checkpoint.storage`. File names are relative, with slashes: `step-00000010/index.json`.
 
     It belongs to one run. Constructed on every rank, called on the first rank of each file system; may raise anything.
+    A storage that renames folders atomically has `atomic_rename = True` and a method `rename(old, new)`.
     """
 
     def write(self, name: str, source: Path) -> None:
@@ -46,15 +47,6 @@ class Storage(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file."""
-
-
-class AtomicStorage(Storage, Protocol):
-    """A storage that renames a folder atomically, and declares it by `atomic_rename = True`."""
-
-    atomic_rename: ClassVar[bool]
-
-    def rename(self, old: str, new: str) -> None:
-        """Rename a folder to a name that does not exist."""
 
 
 class FolderStorage:
@@ -183,8 +175,7 @@ class StoredCheckpoints:
 
     def newest(self) -> str | None:
         """Return the name of the checkpoint that was saved last."""
-        complete = self._translate_errors(self._complete)
-        return max(complete, key=lambda name: (complete[name], name), default=None)
+        return _newest(self._translate_errors(self._complete))
 
     def fetch(self, wanted: str) -> str:
         """Copy the checkpoint that `checkpoint.resume` names to the folder of the run, if only the storage has it.
@@ -194,7 +185,7 @@ class StoredCheckpoints:
         complete = self._translate_errors(self._complete)
         if wanted == "auto":
             newest_here = self._folder.newest()
-            newest = max(complete, key=lambda name: (complete[name], name), default=None)
+            newest = _newest(complete)
             if newest is not None and (newest_here is None or saved_at(newest_here) < complete[newest]):
                 self._translate_errors(lambda: self._fetch(newest))
             return wanted
@@ -223,3 +214,7 @@ class StoredCheckpoints:
             raise CheckpointError(
                 f"{_KEY} {self._name!r} cannot be read ({type(error).__name__}: {error}); repair or remove it"
             ) from error
+
+
+def _newest(complete: Mapping[str, float]) -> str | None:
+    return max(complete, key=lambda name: (complete[name], name), default=None)

@@ -64,9 +64,7 @@ def lay_out(
     slots: dict[str, Slot] = {}
     for key, dtype, shape in ordered:
         assert key not in slots, f"two tensors are called {key}"
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        size = math.prod(shape) * dtype.itemsize
         fields[key] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         slots[key] = Slot(dtype, tuple(shape), offset, size)
         offset += size

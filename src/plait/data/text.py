@@ -215,11 +215,6 @@ def _string(record: dict[str, Any], key: str, where: str) -> str:
 # Folders that are made once and then only read, by any number of processes.
 
 
-def cache_root(setting: str | None) -> Path:
-    """The folder that was asked for, or `plait` in the user's cache folder."""
-    return Path(setting).expanduser() if setting is not None else Path.home() / ".cache" / "plait"
-
-
 def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     """The folder `root/name`, filled by `build` if it does not exist yet.
 
@@ -299,7 +294,8 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
             what = "completion" if source.has_prompts else "text"
             raise DataError(f"{config.path}: every {what} is empty, so there is nothing to learn")
 
-    return Corpus(cached(cache_root(config.cache), name, build))
+    cache = Path.home() / ".cache" / "plait" if config.cache is None else Path(config.cache).expanduser()
+    return Corpus(cached(cache, name, build))
 
 
 def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTokenizer, *, masked: bool) -> int:

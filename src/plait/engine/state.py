@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plait.checkpoint import Entry, Later
+from plait.checkpoint import DeferredTensor, Entry
 from plait.distributed import is_sharded, persistent_buffers
 from plait.engine.master_weights import MasterWeights
 from plait.errors import CheckpointError
@@ -49,8 +49,11 @@ def _collect(model: nn.Module, master_weights: MasterWeights, optimizer: Optimiz
                 tensors[f"optim.{name}.{key}"] = _whole(master_weights, index, value, optimizer, key)
             else:
                 made, taken = partial(unpack_on_host, value), partial(pack_from_host, value)
-                tensors[f"optim.{name}.{key}"] = Later(
-                    _whole(master_weights, index, value.codes, optimizer, key), torch.float32, make=made, take=taken
+                tensors[f"optim.{name}.{key}"] = DeferredTensor(
+                    _whole(master_weights, index, value.codes, optimizer, key),
+                    torch.float32,
+                    make_rows=made,
+                    store_rows=taken,
                 )
     return tensors
 

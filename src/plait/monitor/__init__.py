@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from plait.monitor.events import Sink as Sink
     from plait.monitor.files import JsonlSink as JsonlSink
     from plait.monitor.files import events_path as events_path
+    from plait.monitor.files import plain_json as plain_json
     from plait.monitor.files import read_events as read_events
     from plait.monitor.format import format_bytes as format_bytes
     from plait.monitor.format import format_clock as format_clock
@@ -44,7 +45,7 @@ else:
             ".": ["report"],
             "console": ["encodable"],
             "events": ["Event", "EventKind", "MessageEvent", "Sink"],
-            "files": ["JsonlSink", "events_path", "read_events"],
+            "files": ["JsonlSink", "events_path", "plain_json", "read_events"],
             "format": ["format_clock", "format_count", "format_duration", "scalars", "format_bytes"],
             "history": ["History", "history"],
             "report": ["card", "document", "escaped", "fact_list", "footer", "page_header", "write_report"],

@@ -58,21 +58,22 @@ def encode(event: Event, rank: int) -> str:
         "rank": rank,
         "data": event.data,
     }
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain_json(record), ensure_ascii=False, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """Return a value as strict JSON has it: NaN and infinities are strings, tensors of one element are numbers."""
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     # A number of another library (numpy's, or a tensor of one element) says what it is in Python's terms.
     item = getattr(value, "item", None)
-    return _plain(item()) if callable(item) and getattr(value, "ndim", 1) == 0 else str(value)
+    return plain_json(item()) if callable(item) and getattr(value, "ndim", 1) == 0 else str(value)
 
 
 def _revive(value: Any) -> Any:

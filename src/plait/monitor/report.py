@@ -612,7 +612,7 @@ def answers_card(folder: Path) -> str:
     shown = [answer for step in steps for answer in [a for a in answers if a.step == step][:MOST_EACH]]
     rows = "".join(
         f'<tr><td class="n">{answer.step:,}</td><td><pre>{_short(answer.prompt)}</pre></td>'
-        f'<td><pre>{_short(answer.answer)}</pre></td><td class="n">{_reward(answer.reward)}</td></tr>'
+        f'<td><pre>{_short(answer.answer)}</pre></td><td class="n">{_or_dash(answer.reward, format_decimal)}</td></tr>'
         for answer in shown
     )
     if not rows:
@@ -646,10 +646,6 @@ def _spread(steps: Sequence[int]) -> list[int]:
 
 def _short(content: str) -> str:
     return escaped(content if len(content) <= MOST_SIGNS else content[:MOST_SIGNS] + " …")
-
-
-def _reward(value: float | None) -> str:
-    return "–" if value is None else escaped(format_decimal(value))
 
 
 def write_report(

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, written with its own package: no torch, no tensorflow."""
+"""Sinks for experiment trackers: TensorBoard, written with its own package without torch, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -42,9 +42,6 @@ class TensorBoardSink:
 # Curves for Weights & Biases, online where there is an account and a network, on disk otherwise.
 
 
-WANDB_GROUPS = {EventKind.TRAIN: "train", EventKind.VALIDATE: "val", EventKind.TEST: "test"}
-
-
 class WandbSink:
     """One run on W&B for one work_dir: a resumed run goes on with the curves that are there.
 
@@ -74,7 +71,7 @@ class WandbSink:
 
     def write(self, event: Event) -> None:
         """Send the event's numbers; RUN_START becomes the run's config."""
-        if group := WANDB_GROUPS.get(event.kind):
+        if group := GROUPS.get(event.kind):
             values = {f"{group}/{name}": value for name, value in scalars(event).items()}
             self.run.log({"step": event.step, "epoch": event.epoch, **values})
         elif event.kind is EventKind.RUN_START:

@@ -2,9 +2,9 @@
 
 [Note: narrow in training, wide outside] In training a moment is `Packed`; whoever looks at the state from outside (a
 checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. A checkpoint has them made some
-rows at a time, see `plait.checkpoint.Later`; `unpack` makes all of them. Packed again, by loading or by the next step,
-they give the codes that were there before. So a run may change between the two optimizers at any checkpoint, and blocks
-never meet the layout of a file.
+rows at a time, see `plait.checkpoint.DeferredTensor`; `unpack` makes all of them. Packed again, by loading or the next
+step, they give the codes that were there before. So a run may change between the two optimizers at any checkpoint, and
+blocks never meet the layout of a file.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from plait.checkpoint import (
     BLOCK,
     STRIP,
     WRITERS,
+    DeferredTensor,
     Entry,
-    Later,
     SavedTensor,
     checkpoint_memory,
     contiguous_bytes,
@@ -127,9 +127,9 @@ class SimulatedCheckpoints:
             needed = checkpoint_memory(written, **host, background=self._settings.async_save)
             separate = engine.world.device.type != "cpu"  # otherwise the recorder sees the host
             at_once = thread_count(WRITERS, **host)
-            lates = [entries[name].bytes for name, entry in tensors.items() if isinstance(entry, Later)]
+            lates = [entries[name].bytes for name, entry in tensors.items() if isinstance(entry, DeferredTensor)]
             largest = max([*lates, away.largest])
-            # See [Note: a few rows at a time] in `spec.deferred`; a block may have to be put together from two strips.
+            # See [Note: a few rows at a time], `plait.checkpoint.pieces`; a block may be assembled from two strips.
             wide = (min(largest, STRIP) + 2 * BLOCK * (largest > STRIP) + WORKSPACE_BYTES) * at_once if largest else 0.0
             if self.saves:
                 strided = [tensor for name, tensor in tensors.items() if not entries[name].contiguous]

@@ -208,11 +208,8 @@ def headline(report: Report) -> list[tuple[str, str, str]]:
 
 def grids(report: Report) -> Iterator[Grid]:
     """Every table that has something to say."""
-    for grid in (_time(report), _phases(report), _ranks(report), _memory(report), _messages(report)):
-        if grid.rows:
-            yield grid
-    for grid in (_modules(report), _operators(report)):
-        if grid.rows:
+    for make in (_time, _phases, _ranks, _memory, _messages, _modules, _operators):
+        if (grid := make(report)).rows:
             yield grid
 
 
@@ -391,7 +388,8 @@ def _header(report: Report) -> str:
 
 
 def _table(grid: Grid) -> str:
-    head = "".join(f"<th{_side(index)}>{page.escaped(heading)}</th>" for index, heading in enumerate(grid.heads))
+    names = [page.escaped(heading) for heading in grid.heads]
+    head = f"<th>{names[0]}</th>" + "".join(f'<th class="n">{name}</th>' for name in names[1:])
     rows = []
     for number, row in enumerate(grid.rows):
         mark = ' class="differs"' if grid.last_is_sum and number == len(grid.rows) - 1 else ""
@@ -400,10 +398,6 @@ def _table(grid: Grid) -> str:
         cells = "".join(f'<td class="n">{page.escaped(cell)}</td>' for cell in row[1:])
         rows.append(f"<tr{mark}>{first}{cells}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _side(index: int) -> str:
-    return ' class="n"' if index else ""
 
 
 def _traces(report: Report) -> str:

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.config import counted
-from plait.monitor import card, document, escaped, fact_list, footer, page_header
+from plait.monitor import card, document, escaped, fact_list, footer, page_header, plain_json
 from plait.prove.compare import Rounding
-from plait.prove.job import Deviation, ProofTrace, plain
+from plait.prove.job import Deviation, ProofTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Certificate:
             "first_tensor": None if tensor is None else asdict(tensor),
             **asdict(self),
         }
-        path.write_text(json.dumps(plain(data), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(plain_json(data), indent=1) + "\n", encoding="utf-8")
 
 
 def compare_findings(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from plait.monitor import plain_json
 
 TRACE = "trace.json"
 """The file with a run's `Trace`, in its folder."""
@@ -74,7 +74,7 @@ class ProofTrace:
 
     def write(self, path: Path) -> None:
         """As JSON; a number that JSON does not know becomes text."""
-        path.write_text(json.dumps(plain(asdict(self))), encoding="utf-8")
+        path.write_text(json.dumps(plain_json(asdict(self))), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ProofTrace:
@@ -88,14 +88,3 @@ class ProofTrace:
         ]
         content["checks"] = [tuple(check) for check in content["checks"]]
         return cls(**content)
-
-
-def plain(value: Any) -> Any:
-    """A value as strict JSON has it: `inf` and `nan` are texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value

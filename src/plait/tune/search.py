@@ -15,7 +15,6 @@ from typing import Any
 
 from plait.atomic_write import write_atomically
 from plait.config import (
-    Parsed,
     RunConfig,
     check,
     check_complete,
@@ -183,13 +182,6 @@ def _remove(folder: Path) -> None:
 # Whether a set of settings makes a run, found out without starting one.
 
 
-def check_run(source: str, overrides: Sequence[str]) -> Parsed:
-    """The run to be tuned; a `ConfigError` where it cannot be one."""
-    parsed = parse(source, overrides)
-    check_complete(parsed, require_length=True)
-    return parsed
-
-
 def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
     """What the settings come to on `ranks` ranks, as text that is equal where two runs would be.
 
@@ -241,7 +233,9 @@ def tune(
     a candidate that fails is a record with its reason.
     """
     config = config or TuneConfig()
-    run = check_run(source, overrides).config
+    parsed = parse(source, overrides)
+    check_complete(parsed, require_length=True)
+    run = parsed.config
     records = TrialRecords(Path(out), run, config, fresh=fresh)
     _refuse_code(records, config)
     legal = _legal(candidates(run, space_of(run, config)), source, overrides, config, records)
@@ -289,13 +283,13 @@ def _legal(
     why = {key: record.outcome.reason for record in reversed(refused) for key in record.settings}
     idle = [key for key in config.space if key in why and key not in possible]
     if idle:  # one alone may keep all others from every run
-        raise ConfigError([_idle(key, why[key]) for key in [key for key in idle if key in why[key]] or idle])
+        remedy = "Leave the key out, or correct it."
+        named = [key for key in idle if key in why[key]] or idle
+        raise ConfigError(
+            [Problem(f"space.{key}", f"none of its values makes a run: {why[key]}", remedy) for key in named]
+        )
     records.add(*refused)
     return list(kept.values())
-
-
-def _idle(key: str, reason: str) -> Problem:
-    return Problem(f"space.{key}", f"none of its values makes a run: {reason}", "Leave the key out, or correct it.")
 
 
 def _measure(

@@ -150,7 +150,7 @@ def write_as_two_ranks(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
         return [tensors[piece.name][inside].contiguous() if inside else tensors[piece.name]]
 
     written = [
-        _write(folder / f"rank-{rank:05d}.safetensors", [(piece, partial(part, piece)) for piece in pieces], pieces)
+        _write(folder / f"rank-{rank:05d}.safetensors", [(piece, partial(part, piece)) for piece in pieces])
         for rank, pieces in enumerate(ranks)
     ]
     _seal(folder, *_describe(folder, written, {}, step=STEPS, world_size=2))

@@ -648,7 +648,8 @@ class DeepSpeedSource(Source):
 def _open(files: Files, model: Pickled, order: Sequence[str] | None) -> tuple[DeepSpeedEntries, str, int, Any]:
     """Return the entries, the stage, the number of ranks, and the optimizer state that rank 0 saved."""
     if files.universal is not None:
-        common = _if_there(files.universal / "optimizer_state.pt")
+        optimizer_state = files.universal / "optimizer_state.pt"
+        common = open_file(optimizer_state) if optimizer_state.is_file() else None
         # What is not trained is there too, but in fp32; the model-states file has it in its own precision.
         models = [open_file(files.models[rank]) for rank in sorted(files.models)]
         rest = untrained(models, {f"model.{name}" for name in shapes_of(model)})
@@ -673,10 +674,6 @@ def _open(files: Files, model: Pickled, order: Sequence[str] | None) -> tuple[De
     models = [open_file(path) for path in files.of_ranks(files.models, ranks, "model_states")]
     entries = stage_3(model, shards)
     return untrained(models, entries) | entries, "3", ranks, optimizer
-
-
-def _if_there(path: Path) -> Any:
-    return open_file(path) if path.is_file() else None
 
 
 def _ranks(optimizer: Pickled) -> int:
@@ -724,7 +721,7 @@ def write_deepspeed(source: Source, target: Path) -> int:
     with replacing(target, source=source.path, needed=needed, overwrite=False) as staging:
         tag = f"global_step{plan.steps}"
         _write(plan, staging / tag)
-        for pointer in ("latest", "latest_universal"):
+        for pointer in _POINTERS:
             (staging / pointer).write_text(tag, encoding="utf-8")
         return sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
 

@@ -170,13 +170,10 @@ def write_huggingface(source: Source, target: Path, description: Description, *,
         shutil.copyfile(path, target / name)
     for name, text in description.texts.items():
         (target / name).write_text(text, encoding="utf-8")
+    config = {key: value for key, value in description.config.items() if key not in ("dtype", "torch_dtype")}
     # Under the name that all versions of transformers read.
-    _write_json(target / CONFIG, {**_without_dtype(description.config), "torch_dtype": _main_dtype(entries)})
+    _write_json(target / CONFIG, {**config, "torch_dtype": _main_dtype(entries)})
     return sum(file.stat().st_size for file in target.iterdir())
-
-
-def _without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
 
 
 def _main_dtype(entries: Mapping[str, TensorEntry]) -> str:

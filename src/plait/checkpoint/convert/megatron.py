@@ -197,7 +197,7 @@ class Recipes:
 
     def make(self, target: str, *names: str, by: Callable[[Tensor], Tensor] | None = None) -> None:
         """One tensor of `transformers`, from the first of these names that there is."""
-        self.all[f"model.{target}"] = (f"model.{self._stored_name(names)}",), by or _same
+        self.all[f"model.{target}"] = (f"model.{self._stored_name(names)}",), by or (lambda tensor: tensor)
 
     def _stored_name(self, names: tuple[str, ...]) -> str:
         for name in names:
@@ -219,10 +219,6 @@ def refuse(whole: MegatronWeights, expected: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{whole.path} was trained with {name} {actual!r}, and can be read where that is {value!r}"
             )
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 # The format `torch_dist`: files of `torch.distributed.checkpoint`, in which layers and experts lie in stacks.
@@ -421,8 +417,8 @@ def _attention(recipes: Recipes, ours: str, theirs: str, heads: AttentionHeads) 
 
 def _gated(recipes: Recipes, ours: str, theirs: str, names: tuple[str, str, str]) -> None:
     gate, up, down = names
-    recipes.make(f"{ours}{gate}.weight", f"{theirs}linear_fc1.weight", by=_first_half)
-    recipes.make(f"{ours}{up}.weight", f"{theirs}linear_fc1.weight", by=_second_half)
+    recipes.make(f"{ours}{gate}.weight", f"{theirs}linear_fc1.weight", by=lambda joined: joined.chunk(2)[0])
+    recipes.make(f"{ours}{up}.weight", f"{theirs}linear_fc1.weight", by=lambda joined: joined.chunk(2)[1])
     recipes.make(f"{ours}{down}.weight", f"{theirs}linear_fc2.weight")
 
 
@@ -430,14 +426,6 @@ def _mixture(recipes: Recipes, ours: str, theirs: str, names: tuple[str, str, st
     recipes.make(f"{ours}gate.weight", f"{theirs}mlp.router.weight")
     for expert in range(experts):
         _gated(recipes, f"{ours}experts.{expert}.", f"{theirs}mlp.experts.local_experts.{expert}.", names)
-
-
-def _first_half(joined: Tensor) -> Tensor:
-    return joined.chunk(2)[0]
-
-
-def _second_half(joined: Tensor) -> Tensor:
-    return joined.chunk(2)[1]
 
 
 def _config(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.checkpoint import CheckpointWriter, load_into, open_checkpoint, save_checkpoint
 from plait.checkpoint.convert.detect import open_source
-from plait.checkpoint.pieces import Entry, Later
+from plait.checkpoint.pieces import DeferredTensor, Entry
 from plait.checkpoint.tensorfile import TensorFileWriter
 from plait.config import parse_sections
 from plait.distributed import World, open_world
@@ -31,9 +31,9 @@ class Turned:
         self.columns = values.t().clone()
         self.at_once: list[int] = []
 
-    def later(self) -> Later:
+    def later(self) -> DeferredTensor:
         like = torch.empty(self.columns.shape[::-1], dtype=torch.uint8, device="meta")
-        return Later(like, self.columns.dtype, make=self._make, take=self._take)
+        return DeferredTensor(like, self.columns.dtype, make_rows=self._make, store_rows=self._take)
 
     def _make(self, begin: int, end: int) -> Tensor:
         self.at_once.append(end - begin)
