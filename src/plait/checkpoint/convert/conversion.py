@@ -1,4 +1,4 @@
-"""One conversion, from an open source to a target under its name."""
+"""Converting an open source to a target path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.plugins import call, find
 
 Format = Literal["hf", "torch", "plait", "deepspeed"]
 FORMATS: tuple[Format, ...] = ("hf", "torch", "plait", "deepspeed")
-"""What can be written."""
+"""The formats that can be written."""
 
 WRITERS: Mapping[str, str] = MappingProxyType(
     {
@@ -31,12 +31,12 @@ WRITERS: Mapping[str, str] = MappingProxyType(
         "deepspeed": "plait.checkpoint.convert.deepspeed:write_deepspeed",
     }
 )
-"""What writes each of them; it comes in as a writer of the user's own does, and returns the bytes that it wrote."""
+"""The writer of each format, loaded as a user's own is; each returns the bytes that it wrote."""
 
 _KEY = "--to"
 
 SHARD_SIZE = 5 * 10**9
-"""Bytes of one file of a Hugging Face folder, unless told otherwise."""
+"""Bytes of one file of a Hugging Face folder, by default."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class ConversionResult:
 
 
 class Writer(Protocol):
-    """What `plait convert --to` may name: a function that writes another kind of checkpoint."""
+    """A user-provided writer for `plait convert --to`: a function that writes another format."""
 
     def __call__(self, source: Source, target: Path, /) -> None:
-        """Write all that it takes of a source to a file or folder, which gets its name once this has returned."""
+        """Write the source to a file or folder at `target`, which is renamed once this has returned."""
 
 
 def _write_with(writer: str, source: Source, staging: Path) -> int:
@@ -60,17 +60,17 @@ def _write_with(writer: str, source: Source, staging: Path) -> int:
         return staging.stat().st_size
     files = [path for path in staging.rglob("*") if path.is_file()]
     if not files:
-        raise ConfigError(Problem(_KEY, f"{writer!r} wrote nothing", "Write to the path that it is given."))
+        raise ConfigError(Problem(_KEY, f"{writer!r} wrote nothing", "Write to the path that it gets."))
     return sum(path.stat().st_size for path in files)
 
 
 def write_plait(source: Source, target: Path) -> int:
-    """Write a checkpoint of Plait's; returns its size."""
+    """Write a Plait checkpoint; returns its size."""
     return write_single_process(target, source.entries, source.read, source.state, step=steps(source))
 
 
 def select_for(source: Source, to: Format | str, *, optimizer: bool) -> Source:
-    """What of a source goes into such a target; `optimizer` is asked for by name for `torch` alone."""
+    """Return the part of a source that a format takes; `optimizer` is used for `torch` alone."""
     if not any(name.startswith("model.") for name in source.entries):
         raise CheckpointError(f"{source.path} holds no weights: there is nothing to convert")
     if to == "hf":
@@ -90,9 +90,9 @@ def convert(
     optimizer: bool = False,
     overwrite: bool = False,
 ) -> ConversionResult:
-    """Write all of a source (see `select_for`) in another form; one tensor after another, and all or nothing.
+    """Write all of a source (see `select_for`) in another format, one tensor after another; all or nothing.
 
-    `to` may name a `Writer` of the user's own. `description` is needed for `hf` alone.
+    `to` may name a user-provided `Writer`. `description` is needed for `hf` alone.
     """
     assert to != "hf" or description is not None
     needed = sum(entry.bytes for entry in source.entries.values())
@@ -109,19 +109,19 @@ def convert(
 
 
 def steps(source: Source) -> int:
-    """How many optimizer steps a checkpoint is the result of; 0 where it does not say."""
+    """Return the number of optimizer steps of a checkpoint; 0 where it is not stored."""
     return int((source.state.get("engine") or {}).get("steps") or 0)
 
 
-# The target: all of it under its name, or nothing.
+# The target: complete under its name, or absent.
 
 
 @contextmanager
 def replacing(target: Path, *, source: Path, needed: int, overwrite: bool) -> Iterator[Path]:
-    """A hidden path beside `target` to write a file or a folder to; it gets its name when the block ends well.
+    """Yield a hidden path beside `target` for a file or folder, which is renamed to `target` when the block succeeds.
 
-    Before: an existing target is refused, unless it may be overwritten, and so is a disk without `needed` bytes.
-    After a failure nothing is left, and what was there is as it was.
+    An existing target is refused unless it may be overwritten, and so is a disk without `needed` free bytes. After a
+    failure nothing is left, and an existing target is unchanged.
     """
     target = Path(os.path.abspath(target))
     try:
@@ -157,12 +157,12 @@ def _refuse(target: Path, source: Path, *, overwrite: bool) -> None:
         from plait.checkpoint.convert.detect import kind_of
 
         if kind_of(target) is None:
-            raise CheckpointError(f"{target} is a folder of other things than a checkpoint; choose another name")
+            raise CheckpointError(f"{target} is a folder that is not a checkpoint; choose another name")
 
 
 def _publish(staging: Path, target: Path) -> None:
     if target.is_dir() or (target.exists() and staging.is_dir()):
-        # Only a file can take the place of another thing in one step.
+        # Only a file can be replaced atomically.
         os.replace(target, _backup_path(target))
         try:
             os.replace(staging, target)
@@ -174,12 +174,12 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _backup_path(target: Path) -> Path:
-    """Where the old one waits until the new one has its name."""
+    """Return the name of the old target until the new one is in place."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def _put_back(target: Path) -> None:
-    """Where the old one still waits, the new one did not come, or there was no time to remove the old one."""
+    """Restore the old target if the new one is missing, else remove it."""
     backup = _backup_path(target)
     if not backup.exists():
         return

@@ -36,16 +36,16 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files that belong to a model beside its weights and its `config.json`."""
+"""Files of a model other than its weights and its `config.json`."""
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder holds weights in this form."""
+    """Whether a folder holds weights of `transformers`."""
     return any((folder / name).is_file() for name in (INDEX, SINGLE, OLD_INDEX, OLD_SINGLE))
 
 
 class HuggingFaceSource(Source):
-    """Weights of a `transformers` folder, in safetensors files or in the older files of `torch.save`."""
+    """The weights of a `transformers` folder, in safetensors files or in the older files of `torch.save`."""
 
     kind = "hf"
 
@@ -61,7 +61,7 @@ class HuggingFaceSource(Source):
             for name, file in files_of.items():
                 entries = _entries(self._files[file])
                 if name not in entries:
-                    raise CheckpointError(f"{path / INDEX} says that {name} lies in {file.name}, and it does not")
+                    raise CheckpointError(f"{path / INDEX} says that {name} is in {file.name}, but it is not")
                 self.entries[f"model.{name}"] = entries[name]
                 self._homes[f"model.{name}"] = file
         except BaseException:
@@ -93,7 +93,7 @@ class HuggingFaceSource(Source):
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
-    """The `config.json` of a folder, where there is one."""
+    """Return the `config.json` of a folder; None where it is absent."""
     path = folder / CONFIG
     if not path.is_file():
         return None
@@ -101,7 +101,7 @@ def read_description(folder: Path) -> dict[str, Any] | None:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
+    """Return the file of each tensor."""
     for name in (INDEX, OLD_INDEX):
         index = folder / name
         if index.is_file():
@@ -128,18 +128,18 @@ def _entries(file: SafetensorsFile | TorchFile) -> Mapping[str, TensorEntry]:
 
 @dataclass(frozen=True)
 class Description:
-    """What a `transformers` folder has beside its weights."""
+    """The contents of a `transformers` folder other than the weights."""
 
     config: Mapping[str, Any]
-    """The contents of `config.json`; the dtype is put in when the weights are known."""
+    """The contents of `config.json`; the dtype is added when the weights are written."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Files to copy, by the name they get."""
+    """Files to copy, by their new name."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Files to write, by name."""
 
 
 def companions(folder: Path) -> dict[str, Path]:
-    """The files in a folder that belong to a model beside its weights."""
+    """Return the files of a model in a folder, other than weights and config."""
     return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
 
 
@@ -148,7 +148,9 @@ def write_huggingface(source: Source, target: Path, description: Description, *,
     entries = {name.removeprefix("model."): e for name, e in source.entries.items() if name.startswith("model.")}
     odd = [name for name, entry in entries.items() if entry.dtype not in DTYPES.values()]
     if odd:
-        raise CheckpointError(f"safetensors knows no {entries[odd[0]].dtype}, which {odd[0]} has; choose a --dtype")
+        raise CheckpointError(
+            f"safetensors does not have {entries[odd[0]].dtype}, the dtype of {odd[0]}; choose a --dtype"
+        )
     target.mkdir()
     shards = _shards(entries, shard_size)
     width = len(shards)
@@ -177,7 +179,7 @@ def write_huggingface(source: Source, target: Path, description: Description, *,
 
 
 def _main_dtype(entries: Mapping[str, TensorEntry]) -> str:
-    """The dtype in which most of the weights are."""
+    """Return the dtype of most of the weights."""
     sizes: dict[torch.dtype, int] = {}
     for entry in entries.values():
         if entry.dtype.is_floating_point:
@@ -187,7 +189,7 @@ def _main_dtype(entries: Mapping[str, TensorEntry]) -> str:
 
 
 def _shards(entries: Mapping[str, TensorEntry], limit: int) -> list[list[str]]:
-    """Names for each file, in order; a tensor larger than the limit has a file to itself."""
+    """Return the names in each file, in order; a tensor larger than the limit has its own file."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, entry in entries.items():

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron, opened as the model of `transformers` that computes the same."""
+"""Megatron checkpoints, opened as the model of `transformers` that computes the same."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from plait.checkpoint.convert.source import Recipe, Source, TensorEntry, View, f
 from plait.config import read_json_object, read_name
 from plait.errors import CheckpointError
 
-# Where a checkpoint of Megatron lies: a folder of iterations, one of them, and the files in it.
+# The folders of a Megatron checkpoint: one of all iterations, one for each iteration, and the files in it.
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the newest iteration of a folder."""
 BACKEND = "metadata.json"
-"""Says in which format an iteration of distributed files is."""
+"""Names the format of an iteration of distributed files."""
 RANK_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d+)((?:_\d+)*)")
 
 Coordinates = tuple[int, ...]
-"""Of a rank, as its folder's name has them: tensor, then pipeline and experts where there is more than one."""
+"""The coordinates in the name of a rank's folder: tensor, then pipeline and expert where their size is above 1."""
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint of Megatron, or like one that holds several."""
+    """Whether a folder looks like a Megatron checkpoint, or a folder of several."""
     return (path / TRACKER).is_file() or _is_distributed(path) or bool(rank_files(path))
 
 
 def iteration(path: Path) -> Path:
-    """The folder of one iteration: the path itself, or the newest that lies in it."""
+    """Return the folder of one iteration: the path itself, or the newest iteration in it."""
     if not (path / TRACKER).is_file():
         return path
     named = read_name(path / TRACKER, CheckpointError)
@@ -47,7 +47,7 @@ def iteration(path: Path) -> Path:
 
 
 def rank_files(path: Path) -> dict[Coordinates, Path]:
-    """The files of all ranks, where each rank wrote its own."""
+    """Return the files of all ranks, where each rank wrote its own."""
     files = {}
     for folder in path.glob("mp_rank_*"):
         named = _RANK.fullmatch(folder.name)
@@ -78,13 +78,13 @@ def _backend(path: Path) -> str | None:
     return named if isinstance(named, str) else None
 
 
-# What the two formats of Megatron have in common: whole tensors under its names, layers counted over the model.
+# Common to both formats of Megatron: unsharded tensors under its names, with layers numbered over the whole model.
 
 
 LAYER = r"decoder\.layers\.(\d+)\."
-"""How names of a layer begin."""
+"""The prefix of names in a layer."""
 IGNORED = r"_extra_state|\.core_attention\."
-"""What belongs to the arithmetic of Transformer Engine, and not to the model."""
+"""Buffers of Transformer Engine, which are not part of the model."""
 
 
 class MegatronWeights(Source):
@@ -104,7 +104,7 @@ class MegatronWeights(Source):
         self.entries = {f"model.{name}": entry for name, entry in entries.items()}
         self.args = args
         self.tied = not args("untie_embeddings_and_output_weights", False)
-        """Whether the head is the embedding. The last stage of a pipeline has a copy of it then."""
+        """Whether the head is tied to the embedding. The last pipeline stage then has a copy of it."""
         self.facts = {"written by": "Megatron", **facts, "left out": "the optimizer's state"}
         self.state = {}
         self._read = read
@@ -118,50 +118,50 @@ class MegatronWeights(Source):
 
 
 class Arguments:
-    """The command line that a checkpoint was trained with, as Megatron saves it."""
+    """The training arguments (`args`) that Megatron saves in a checkpoint."""
 
     def __init__(self, saved: Any, path: Path) -> None:
         if not isinstance(saved, Inert):
             raise CheckpointError(
-                f"{path} does not hold the arguments of its training (`args`), which tell how many heads its attention "
-                "has; save it with Megatron-LM, whose checkpoints do"
+                f"{path} does not hold the training arguments (`args`), which are needed for the number of attention "
+                "heads; save it with Megatron-LM, whose checkpoints do"
             )
         self._saved, self._path = saved, path
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """One of them; `default` where it is absent or None."""
+        """Return an argument; `default` where it is absent or None."""
         value = field(self._saved, name)
         return default if value is None else value
 
     def count(self, name: str) -> int:
-        """One that must be a whole number."""
+        """Return an argument that must be an integer."""
         value = self(name)
         if not isinstance(value, int):
-            raise CheckpointError(f"{self._path}: its arguments say nothing of {name}, which is needed to read it")
+            raise CheckpointError(f"{self._path}: its arguments have no integer {name}, which is needed to read it")
         return value
 
 
-# How a model of `transformers` is made of Megatron's tensors: what every family needs for it.
+# Recipes that make the tensors of a `transformers` model from Megatron's: the code common to all families.
 
 
 class HFDescription(NamedTuple):
-    """A model of `transformers`."""
+    """A model of `transformers`, made from a Megatron checkpoint."""
 
     config: dict[str, Any]
     """Its `config.json`."""
     recipes: Mapping[str, Recipe]
-    """Its tensors, `model.<name>`, each made of Megatron's."""
+    """The recipe of each of its tensors, `model.<name>`."""
 
 
 class AttentionHeads(NamedTuple):
-    """Attention, whose queries, keys and values Megatron keeps in one matrix: group after group."""
+    """The attention heads. Megatron keeps queries, keys and values in one matrix: group after group."""
 
     queries: int
     groups: int
     size: int
 
     def select(self, which: int) -> Callable[[Tensor], Tensor]:
-        """What takes the queries (0), keys (1) or values (2) out of that matrix, or out of its bias."""
+        """Return a function that takes the queries (0), keys (1) or values (2) out of that matrix, or its bias."""
         per_group = self.queries // self.groups
         rows = [slice(0, per_group), slice(per_group, per_group + 1), slice(per_group + 1, per_group + 2)][which]
 
@@ -173,7 +173,7 @@ class AttentionHeads(NamedTuple):
 
 
 def heads_of(whole: MegatronWeights) -> AttentionHeads:
-    """As the arguments of the training have them."""
+    """Return the attention heads from the training arguments."""
     args = whole.args
     count = args.count("num_attention_heads")
     groups = args.count("num_query_groups") if args("group_query_attention", False) else count
@@ -181,22 +181,22 @@ def heads_of(whole: MegatronWeights) -> AttentionHeads:
 
 
 class Recipes:
-    """Collected one by one; they know which of several names a tensor has."""
+    """Collects recipes; a tensor may have one of several names in the checkpoint."""
 
     def __init__(self, whole: MegatronWeights) -> None:
         self._whole = whole
         self.all: dict[str, Recipe] = {}
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds such a tensor."""
+        """Whether the checkpoint holds a tensor of this name."""
         return f"model.{name}" in self._whole.entries
 
     def shape(self, *names: str) -> tuple[int, ...]:
-        """That of the tensor with the first of these names that there is."""
+        """Return the shape of the tensor with the first of these names that exists."""
         return tuple(self._whole.entries[f"model.{self._stored_name(names)}"].shape)
 
     def make(self, target: str, *names: str, by: Callable[[Tensor], Tensor] | None = None) -> None:
-        """One tensor of `transformers`, from the first of these names that there is."""
+        """Add one tensor of `transformers`, made from the first of these names that exists."""
         self.all[f"model.{target}"] = (f"model.{self._stored_name(names)}",), by or (lambda tensor: tensor)
 
     def _stored_name(self, names: tuple[str, ...]) -> str:
@@ -207,35 +207,33 @@ class Recipes:
 
 
 def layers_of(whole: MegatronWeights) -> Iterator[tuple[int, str]]:
-    """The number of each layer, and how the names of its tensors begin."""
+    """Return the number of each layer, and the prefix of its names."""
     return ((layer, f"decoder.layers.{layer}.") for layer in range(whole.args.count("num_layers")))
 
 
 def refuse(whole: MegatronWeights, expected: Mapping[str, Any]) -> None:
-    """Refuse a model whose arguments say that it computes something else than is known here."""
+    """Refuse a model whose training arguments differ from the supported ones."""
     for name, value in expected.items():
         actual = whole.args(name, value)
         if actual != value:
-            raise CheckpointError(
-                f"{whole.path} was trained with {name} {actual!r}, and can be read where that is {value!r}"
-            )
+            raise CheckpointError(f"{whole.path} was trained with {name} {actual!r}; only {value!r} is supported")
 
 
-# The format `torch_dist`: files of `torch.distributed.checkpoint`, in which layers and experts lie in stacks.
+# The format `torch_dist`: files of `torch.distributed.checkpoint`, in which layers and experts are stacked.
 
 
 COMMON = "common.pt"
-"""What is no tensor, and the same on all ranks."""
+"""Holds everything other than tensors that is the same on all ranks."""
 _STACK = re.compile(r"decoder\.layers\.(?!\d)")
 _EXPERTS = ".mlp.experts.experts."
 _NOT_MODEL = re.compile(rf"^(?:optimizer|rng_state|rerun_state_machine|chained_\d+)\b|{IGNORED}")
 
 StackIndex = tuple[str, tuple[int, ...]]
-"""The tensor that was saved, and where in its first dimensions one of ours lies."""
+"""The stored tensor, and the index of a layer and expert in its first dimensions."""
 
 
 def read_distributed(path: Path) -> MegatronWeights:
-    """Open an iteration; each layer and each expert is a tensor of its own, wherever it lies."""
+    """Open an iteration; each layer and each expert becomes a tensor of its own."""
     chunks = Chunks(path)
     common = open_file(path / COMMON)
     locations: dict[str, StackIndex] = {}
@@ -252,7 +250,7 @@ def read_distributed(path: Path) -> MegatronWeights:
 
 
 def _unstacked(stored: str, entry: TensorEntry) -> dict[str, StackIndex]:
-    """Our tensors in one that was saved."""
+    """Return the tensors of layers and experts in a stored one."""
     if _STACK.match(stored):
         rest = stored.removeprefix("decoder.layers.")
         layers: list[StackIndex] = [(f"decoder.layers.{layer}.{rest}", (layer,)) for layer in range(entry.shape[0])]
@@ -269,7 +267,7 @@ def _unstacked(stored: str, entry: TensorEntry) -> dict[str, StackIndex]:
     return tensors
 
 
-# The GPT that Megatron began with: learned positions, LayerNorm, biases everywhere; as GPT-2.
+# Megatron's original GPT (learned positions, LayerNorm, biases) as GPT-2.
 
 
 _GPT2_SETTINGS = {
@@ -283,12 +281,12 @@ _GPT2_SETTINGS = {
 
 
 def as_gpt2(whole: MegatronWeights) -> HFDescription:
-    """The model as GPT-2 of `transformers`, which keeps its matrices the other way round."""
+    """Return the model as GPT-2 of `transformers`, which stores its matrices transposed."""
     refuse(whole, _GPT2_SETTINGS)
     recipes, heads = Recipes(whole), heads_of(whole)
     if heads.groups != heads.queries:
         raise CheckpointError(
-            f"{whole.path} has learned positions and groups of heads, as no model of transformers has"
+            f"{whole.path} has learned positions and grouped queries, which no model of transformers supports"
         )
     recipes.make("transformer.wte.weight", "embedding.word_embeddings.weight")
     recipes.make("transformer.wpe.weight", "embedding.position_embeddings.weight")
@@ -308,7 +306,7 @@ def as_gpt2(whole: MegatronWeights) -> HFDescription:
         "n_layer": args.count("num_layers"),
         "n_head": heads.queries,
         "n_inner": recipes.shape("decoder.layers.0.mlp.linear_fc2.weight")[1],
-        # The fused kernel, which is the default there, approximates.
+        # Megatron's default, the fused kernel, is the tanh approximation.
         "activation_function": "gelu_new" if args("openai_gelu", False) or args("bias_gelu_fusion", True) else "gelu",
         "layer_norm_epsilon": float(args("norm_epsilon", 1e-5)),
         "tie_word_embeddings": whole.tied,
@@ -337,7 +335,7 @@ def _layer(recipes: Recipes, ours: str, theirs: str, suffix: str, heads: Attenti
     recipes.make(f"{ours}mlp.c_proj.{suffix}", f"{theirs}mlp.linear_fc2.{suffix}", by=turn)
 
 
-# Llama and its kin: rotated positions, RMSNorm, gated layers; as Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE.
+# Models with RoPE, RMSNorm and SwiGLU as Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE.
 
 
 _LLAMA_SETTINGS = {
@@ -354,11 +352,11 @@ _LLAMA_SETTINGS = {
     "moe_router_pre_softmax": False,
 }
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's `--use-rope-scaling` is, besides its factor."""
+"""The settings of Megatron's `--use-rope-scaling` other than its factor."""
 
 
 def as_llama(whole: MegatronWeights) -> HFDescription:
-    """The model as one of `transformers`, whichever of the family its tensors make it."""
+    """Return the model as one of `transformers`; its tensors decide which of the family it is."""
     refuse(whole, _LLAMA_SETTINGS)
     recipes, heads = Recipes(whole), heads_of(whole)
     recipes.make("model.embed_tokens.weight", "embedding.word_embeddings.weight")
@@ -394,7 +392,7 @@ def _experts(recipes: Recipes) -> int:
 
 
 def _attention(recipes: Recipes, ours: str, theirs: str, heads: AttentionHeads) -> None:
-    # Transformer Engine computes a norm and the product behind it as one, and keeps the norm's weight there.
+    # Transformer Engine fuses a norm with the linear layer after it, and keeps the norm's weight there.
     inside = f"{theirs}self_attention."
     recipes.make(
         f"{ours}input_layernorm.weight", f"{inside}linear_qkv.layer_norm_weight", f"{theirs}input_layernorm.weight"
@@ -473,21 +471,21 @@ def _rope(whole: MegatronWeights) -> dict[str, Any]:
     return {"rope_type": "llama3", **base, "factor": float(whole.args("rope_scaling_factor", 8.0)), **_LLAMA_3}
 
 
-# The format `torch`: a file for each rank, in which layers are counted from 0 in each pipeline stage.
+# The format `torch`: one file per rank, in which layers are numbered from 0 in each pipeline stage.
 
 
 _ROWS = re.compile(r"(?:word_embeddings|output_layer|linear_qkv|linear_fc1)\.(?:weight|bias)$")
-"""Cut along their first dimension."""
+"""Column-parallel: sharded along their first dimension."""
 _COLUMNS = re.compile(r"(?:linear_proj|linear_fc2)\.weight$")
-"""Cut along their second one."""
+"""Row-parallel: sharded along their second dimension."""
 _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)\.")
 
 TensorParallelParts = dict[str, list[PickledTensor]]
-"""Of each tensor, what the ranks along the tensor axis hold."""
+"""The shards of each tensor, one for each rank along the tensor axis."""
 
 
 def read_ranks(path: Path) -> MegatronWeights:
-    """Open an iteration, and put together what its ranks hold."""
+    """Open an iteration, and assemble the tensors from the shards of its ranks."""
     files = rank_files(path)
     contents = {coordinates: _content(file) for coordinates, file in sorted(files.items())}
     args = Arguments(next(iter(contents.values())).get("args"), path)
@@ -510,7 +508,7 @@ def read_ranks(path: Path) -> MegatronWeights:
 
 
 class _Shape:
-    """How many ranks there are along each axis, and what their folders are called."""
+    """The number of ranks along each axis, and the names of their folders."""
 
     def __init__(self, args: Arguments) -> None:
         self.tensor = args.count("tensor_model_parallel_size")
@@ -519,17 +517,17 @@ class _Shape:
         split = args("expert_tensor_parallel_size", self.tensor)
         if args("num_experts") and split != self.tensor:
             raise CheckpointError(
-                f"its experts are cut over {split} ranks and the rest over {self.tensor}; save it with "
+                f"its experts are sharded over {split} ranks and other layers over {self.tensor}; save it with "
                 "--ckpt-format torch_dist, which can be read"
             )
 
     def coordinates(self, tensor: int, stage: int, expert: int) -> Coordinates:
-        """As the name of a rank's folder has them."""
+        """Return the coordinates of a rank, as the name of its folder has them."""
         stages = (stage,) if self.pipeline > 1 else ()
         return (tensor, *stages, *((expert,) if self.experts > 1 else ()))
 
     def all_coordinates(self) -> list[Coordinates]:
-        """Those of all ranks."""
+        """Return the coordinates of all ranks."""
         return [
             self.coordinates(tensor, stage, expert)
             for tensor in range(self.tensor)
@@ -546,7 +544,7 @@ def _folder(coordinates: Coordinates) -> str:
 def _content(file: Path) -> Mapping[str, Any]:
     content = open_file(file)
     if not isinstance(content, Mapping) or not _models(content):
-        raise CheckpointError(f"{file} holds no model of Megatron: it lacks `model`")
+        raise CheckpointError(f"{file} does not hold a Megatron model: it lacks `model`")
     if any("language_model" in model for model in _models(content)):
         raise CheckpointError(
             f"{file} holds a model from before Megatron Core; convert it with Megatron-LM's tools/checkpoint/convert.py"
@@ -555,7 +553,7 @@ def _content(file: Path) -> Mapping[str, Any]:
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The model of a rank; with virtual stages, each of its pieces."""
+    """Return the model of a rank; with virtual stages, one for each of them."""
     if isinstance(content.get("model"), Mapping):
         return [content["model"]]
     names = sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
@@ -566,7 +564,7 @@ def _collect(contents: Mapping[Coordinates, Mapping[str, Any]], shape: _Shape) -
     tensors: TensorParallelParts = {}
     first_layer = 0
     pieces = len(_models(next(iter(contents.values()))))
-    for piece in range(pieces):  # all ranks' first pieces come before any second one
+    for piece in range(pieces):  # the first virtual stages of all ranks come before the second ones
         for stage in range(shape.pipeline):
             layers = 0
             for expert in range(shape.experts):
@@ -579,12 +577,12 @@ def _collect(contents: Mapping[Coordinates, Mapping[str, Any]], shape: _Shape) -
 
 
 def _layers(model: Mapping[str, Any]) -> int:
-    """How many layers a stage has."""
+    """Return the number of layers in a stage."""
     return len({match[1] for name in model if (match := re.match(LAYER, name))})
 
 
 def _of_stage(ranks: Sequence[Mapping[str, Any]], first_layer: int, expert: int, shape: _Shape) -> TensorParallelParts:
-    """What the ranks of one stage hold, under the names of the whole model."""
+    """Return the shards of the ranks of one stage, under the names of the whole model."""
     local_experts = {match[2] for name in ranks[0] if (match := _EXPERT.search(name))}
 
     def of_model(name: str) -> str:
@@ -612,7 +610,9 @@ def _join(name: str, shards: Sequence[Tensor], *, gated: bool) -> Tensor:
         return torch.cat(list(shards), dim=1)
     if not _ROWS.search(name):
         return shards[0]
-    if gated and "linear_fc1" in name:  # each rank has its part of the gate, and below it its part of the rest
+    if (
+        gated and "linear_fc1" in name
+    ):  # each rank has its shard of the gate, and below it its shard of the up projection
         return torch.cat(
             [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
         )
@@ -621,11 +621,11 @@ def _join(name: str, shards: Sequence[Tensor], *, gated: bool) -> Tensor:
 
 _POSITIONS = "embedding.position_embeddings.weight"
 _VOCAB_TENSORS = ("model.model.embed_tokens.weight", "model.transformer.wte.weight", "model.lm_head.weight")
-"""What has a row for each word."""
+"""The tensors with one row per token of the vocabulary."""
 
 
 def open_megatron(path: Path) -> Source:
-    """The weights, under the names of `transformers`; `state["config"]` describes the model.
+    """Open the weights under the names of `transformers`; `state["config"]` describes the model.
 
     Megatron need not be installed, and nothing in the files is executed. The optimizer's state is left out.
     """
@@ -646,9 +646,9 @@ def _refuse_the_rest(whole: MegatronWeights, used: set[str]) -> None:
     left = sorted(name.removeprefix("model.") for name in whole.entries.keys() - used - copied)
     if left:
         shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-        raise CheckpointError(f"{whole.path} holds what no model has that is known here: {shown}")
+        raise CheckpointError(f"{whole.path} holds tensors that no supported model has: {shown}")
 
 
 def without_padding(source: Source, vocab_size: int) -> Source:
-    """The first so many rows of the vocabulary: Megatron adds some, so that ranks can share it evenly."""
+    """Return a source without the rows that Megatron adds to the vocabulary, so that ranks can share it evenly."""
     return first_rows(source, [name for name in _VOCAB_TENSORS if name in source.entries], vocab_size)

@@ -16,7 +16,7 @@ from plait.errors import CheckpointError
 
 
 class PlaitSource(Source):
-    """A checkpoint folder, a folder of them, or the work_dir of a run: then its newest."""
+    """A Plait checkpoint; of a folder of several, or the work_dir of a run, the newest."""
 
     kind = "plait"
 
@@ -39,7 +39,7 @@ class PlaitSource(Source):
         }
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor, joined from its pieces."""
+        """Return one whole tensor, assembled from its pieces."""
         record = self._tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype)
         problem = try_to_read(self._fill, whole, record)
@@ -54,11 +54,11 @@ class PlaitSource(Source):
             self._reader.copy(stored, record.dtype, (0,) * len(inside), stored.shape, target)
 
     def verify(self) -> str:
-        """Compare every byte with the checksums that were written with it."""
+        """Compare every byte with its checksum; returns a summary, raises `CheckpointError` on damage."""
         verify(self._checkpoint)
-        count = len(self._checkpoint.manifest.files) + 1  # the manifest itself was compared when it was opened
+        count = len(self._checkpoint.manifest.files) + 1  # the manifest itself was verified when it was opened
         return f"{count} files are as they were written: the checksum of every byte agrees"
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._reader.close()

@@ -1,4 +1,4 @@
-"""A checkpoint of any kind, opened for reading."""
+"""A checkpoint in any format, opened for reading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.errors import CheckpointError
 
 
 class TensorEntry(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """Shape and dtype of a tensor, known without reading it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,10 +28,10 @@ class TensorEntry(NamedTuple):
 
 
 class Source(ABC):
-    """Names and shapes at once, values one tensor at a time: a conversion never holds the whole.
+    """An open checkpoint: names and shapes are known at once, values are read one tensor at a time.
 
-    Names are Plait's, whatever wrote the checkpoint: `model.<parameter>`, `optim.<parameter>.<key>` with the keys of
-    torch's optimizers (`exp_avg`, `exp_avg_sq`, `step`). Parameter names stay as the writer had them.
+    Names are Plait's in every format: `model.<parameter>`, `optim.<parameter>.<key>` with the keys of torch's
+    optimizers (`exp_avg`, `exp_avg_sq`, `step`). Parameter names stay as they were written.
     """
 
     kind: str
@@ -39,25 +39,25 @@ class Source(ABC):
     path: Path
     entries: Mapping[str, TensorEntry]
     state: Mapping[str, Any]
-    """What is no tensor and has a meaning in Plait: `engine` ({steps, skips_in_a_row, scaler}), `config`, … or {}."""
+    """State other than tensors, under Plait's keys: `engine` ({steps, skips_in_a_row, scaler}), `config`, … or {}."""
     facts: Mapping[str, str]
-    """What a reader wants to know of it besides: who wrote it, at which step, for how many ranks."""
+    """Facts to show: which program wrote it, at which step, on how many ranks."""
 
     @property
     def description(self) -> Path:
-        """The file that `state` was read from, for messages; the checkpoint itself where it has no manifest."""
+        """The file that `state` was read from, for messages; the checkpoint's path where it has no manifest."""
         manifest = self.path / MANIFEST_NAME
         return manifest if manifest.is_file() else self.path
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """One whole tensor, on the CPU. It may be a view of a file: never write to it."""
+        """Return one whole tensor, on the CPU. It may be a view of a file: never write to it."""
 
     def verify(self) -> str:
-        """Read all of it, and say what that has shown. Damage is a `CheckpointError` that names the file."""
+        """Read every tensor, and return a summary. Raises a `CheckpointError` that names a damaged file."""
         for name in self.entries:
             self.read(name)
-        return f"{len(self.entries)} tensors are there, to the last byte; there are no checksums to compare them with"
+        return f"{len(self.entries)} tensors are complete; the format has no checksums to compare them with"
 
     @abstractmethod
     def close(self) -> None:
@@ -70,11 +70,11 @@ class Source(ABC):
         self.close()
 
 
-# A source seen otherwise: under other names, joined or split, in another dtype. Nothing is read before its time.
+# Views of a source: under other names, joined or split, in another dtype. Tensors are read when they are asked for.
 
 
 Recipe = tuple[tuple[str, ...], Callable[..., Tensor]]
-"""The tensors that one is made of, and how; must work on meta tensors too."""
+"""The names of the tensors that one is made of, and the function, which must work on meta tensors too."""
 
 _EMA = "hook.ema."
 _SHOWN = 12
@@ -92,7 +92,7 @@ class View(Source):
         self.entries = {name: _expected(source, recipe) for name, recipe in recipes.items()}
 
     def read(self, name: str) -> Tensor:
-        """Make one tensor."""
+        """Return one tensor, made by its recipe."""
         names, make = self._recipes[name]
         return make(*(self._source.read(name) for name in names))
 
@@ -102,7 +102,7 @@ class View(Source):
 
 
 class ProgressSource(Source):
-    """A source that tells how much of it was read."""
+    """A source that reports the size of every tensor that is read."""
 
     def __init__(self, source: Source, on_read: Callable[[int], None]) -> None:
         self.kind, self.path, self.facts, self.state = source.kind, source.path, source.facts, source.state
@@ -110,7 +110,7 @@ class ProgressSource(Source):
         self._source, self._on_read = source, on_read
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor and tell its size."""
+        """Return one tensor and report its size."""
         tensor = self._source.read(name)
         self._on_read(self.entries[name].bytes)
         return tensor
@@ -121,20 +121,20 @@ class ProgressSource(Source):
 
 
 def with_state(source: Source, state: Mapping[str, Any]) -> Source:
-    """The same tensors, with other state beside them."""
+    """Return a view of the same tensors with another `state`."""
     return View(source, {name: _unchanged(name) for name in source.entries}, state=state)
 
 
 def only(source: Source, *sections: str) -> Source:
-    """The entries of some parts: `model`, `optim`, …"""
+    """Return a view of some sections: `model`, `optim`, …"""
     kept = tuple(f"{section}." for section in sections)
     return View(source, {name: _unchanged(name) for name in source.entries if name.startswith(kept)})
 
 
 def averaged(source: Source) -> Source:
-    """The model alone, with the moving averages that the hook `ema` saved in place of the weights it trained.
+    """Return a view of the model alone, with the averages that the hook `ema` saved in place of the trained weights.
 
-    No optimizer goes with them: its state belongs to the weights.
+    It has no optimizer state, which belongs to the trained weights.
     """
     averages = {name.removeprefix(_EMA) for name in source.entries if name.startswith(_EMA)}
     if not averages:
@@ -148,7 +148,7 @@ def averaged(source: Source) -> Source:
 
 
 def first_rows(source: Source, names: Iterable[str], count: int) -> Source:
-    """The same, with no more than so many rows of some tensors."""
+    """Return a view with only the first `count` rows of some tensors."""
     cut = frozenset(names)
 
     def recipe(name: str) -> Recipe:
@@ -158,7 +158,7 @@ def first_rows(source: Source, names: Iterable[str], count: int) -> Source:
 
 
 def cast(source: Source, dtype: torch.dtype) -> Source:
-    """The weights in another dtype; what is no weight, and what is no float, stays as it is."""
+    """Return a view with the floating-point weights in another dtype; everything else is unchanged."""
 
     def recipe(name: str) -> Recipe:
         if name.startswith("model.") and source.entries[name].dtype.is_floating_point:
@@ -169,11 +169,11 @@ def cast(source: Source, dtype: torch.dtype) -> Source:
 
 
 def translated(source: Source, made: Mapping[str, Recipe], *, unused: Iterable[str] = ()) -> Source:
-    """The same model under other names, with the optimizer state of each parameter in the same way.
+    """Return a view of the model under other names, with the optimizer state of each parameter made in the same way.
 
-    `made` speaks of parameters, without `model.`. Parts that are missing and entries that nothing is made of are
-    an error with a table; `unused` are patterns of names that may be left over. Parts other than model and
-    optimizer stay as they are.
+    `made` has the recipes by parameter name, without `model.`. Missing tensors and weights that no recipe uses are an
+    error with a table; `unused` are patterns of names that may be left over. Sections other than model and optimizer
+    are unchanged.
     """
     names = {name.removeprefix("model.") for name in source.entries if name.startswith("model.")}
     used = {source_name for sources, _ in made.values() for source_name in sources}
@@ -208,10 +208,10 @@ def _optimizer_recipe(source: Source, sources: tuple[str, ...], key: str, make: 
     if all(source.entries[n].shape == source.entries[f"model.{p}"].shape for n, p in zip(names, sources, strict=True)):
         return names, make
     if all(source.entries[name].shape.numel() == 1 for name in names):
-        return _unchanged(names[0])  # a count of steps, which joined parameters have in common
+        return _unchanged(names[0])  # a step count, which joined parameters share
     raise CheckpointError(
-        f"{source.path}: {names[0]} has the shape {tuple(source.entries[names[0]].shape)} and not its parameter's, "
-        "so it cannot follow the parameter to another layout; `--to torch` and `--to hf` take the weights alone"
+        f"{source.path}: {names[0]} has the shape {tuple(source.entries[names[0]].shape)}, not its parameter's, so it "
+        "cannot be converted with the parameter; `--to torch` and `--to hf` take the weights alone"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint, short enough to read: layers that are alike are one row."""
+"""A short table of a checkpoint's contents: layers of equal tensors share one row."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from plait.checkpoint.convert.source import TensorEntry
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A whole component of a name that is a number."""
+"""A component of a name that is a number."""
 
 
 Numbers = tuple[int, ...]
 
 
 class SummaryRow(NamedTuple):
-    """One tensor, or several that differ in their numbers only."""
+    """One tensor, or several whose names differ in their numbers only."""
 
     name: str
     """`layers.{0..31}.attention.wq.weight` where they are several."""
@@ -29,7 +29,7 @@ class SummaryRow(NamedTuple):
 
 
 class SummaryGroup(NamedTuple):
-    """Everything under one first word: `model`, `optim`, `rng`, `hook`."""
+    """All tensors with the same first component: `model`, `optim`, `rng`, `hook`."""
 
     name: str
     tensors: int
@@ -38,10 +38,10 @@ class SummaryGroup(NamedTuple):
 
 
 def summary_rows(entries: Mapping[str, TensorEntry], *, every: bool = False) -> list[SummaryRow]:
-    """The table, part by part in the order of the checkpoint: `every` tensor in its own row, or alike ones together.
+    """Return the rows of the table in the order of the checkpoint; with `every`, one row per tensor.
 
-    Together are: layers (`{0..31}`), the states of one parameter (`{exp_avg,exp_avg_sq}`), and all counts of an
-    optimizer's steps (`*.step`).
+    Otherwise these share a row: layers (`{0..31}`), the states of one parameter (`{exp_avg,exp_avg_sq}`), and all step
+    counts of an optimizer (`*.step`).
     """
     order = list(dict.fromkeys(name.partition(".")[0] for name in entries))
     entries = dict(sorted(entries.items(), key=lambda item: order.index(item[0].partition(".")[0])))
@@ -68,7 +68,7 @@ def _numbers(stem: str) -> Numbers:
 
 
 def _split(name: str, entry: TensorEntry) -> tuple[str, str]:
-    """A parameter and the key of its state; of anything else, the name alone."""
+    """Split an optimizer's name into parameter and key; return any other name with an empty key."""
     if not name.startswith("optim."):
         return name, ""
     stem, _, key = name.rpartition(".")
@@ -76,7 +76,7 @@ def _split(name: str, entry: TensorEntry) -> tuple[str, str]:
 
 
 def group_totals(entries: Mapping[str, TensorEntry]) -> list[SummaryGroup]:
-    """The total of each part."""
+    """Return the totals of each group."""
     groups: dict[str, list[TensorEntry]] = {}
     for name, entry in entries.items():
         groups.setdefault(name.partition(".")[0], []).append(entry)
@@ -91,13 +91,13 @@ def _row(name: str, tensors: int, entry: TensorEntry) -> SummaryRow:
 
 
 def _products(combinations: list[Numbers]) -> Iterable[list[Numbers]]:
-    """Groups in which every number of one place goes with every number of the next, so that ranges tell them all."""
+    """Split into groups that are full products of the numbers of each column, so that ranges describe them."""
     columns = [set(column) for column in zip(*combinations, strict=True)]
     if math.prod(len(column) for column in columns) == len(combinations):
         yield combinations
         return
     for column in range(len(columns)):
-        # Numbers that go with the same others belong together.
+        # Numbers that occur with the same others form a group.
         others: dict[int, set[Numbers]] = {}
         for numbers in combinations:
             others.setdefault(numbers[column], set()).add(numbers[:column] + numbers[column + 1 :])

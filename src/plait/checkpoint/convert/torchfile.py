@@ -1,4 +1,4 @@
-"""Plain state dicts: files of `torch.save`, and single safetensors files. Reading any, writing the first."""
+"""Plain state dicts: files of `torch.save`, read and written, and single safetensors files, read."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.tensorfile import BLOCK, as_bytes
 from plait.errors import CheckpointError
 
-# What others call the parts of a checkpoint, recognised by how they are nested.
+# The keys that other programs use for the parts of a checkpoint.
 
 
 MODEL_WORDS = frozenset({"model", "module", "state_dict", "model_state_dict"})
-"""Keys under which a whole state dict is put."""
+"""Keys of a whole state dict."""
 OPTIMIZER_WORDS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
-"""Keys under which the state of an optimizer is put."""
+"""Keys of an optimizer's state."""
 STEP_WORDS = ("step", "steps", "global_step", "global_steps", "iteration", "iter_num")
-"""Keys under which a count of optimizer steps is put."""
+"""Keys of a count of optimizer steps."""
 
 _PIECE = re.compile(r"state\.(?P<parameter>.+)\.(?P<key>[^.]+)")
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def plait_name(path: Sequence[Any]) -> str | None:
-    """Plait's name for the tensor at a path of keys; None where it belongs to neither model nor optimizer.
+    """Return Plait's name for the tensor at a path of keys; None where it belongs to neither model nor optimizer.
 
     `("optim", "state", "0.weight", "exp_avg")` and `("optim", "state.0.weight.exp_avg")`, the two forms that
     torch's `get_optimizer_state_dict` makes, become `optim.0.weight.exp_avg`.
@@ -63,12 +63,12 @@ def _optimizer(text: str) -> str | None:
 
 
 def clean(name: str) -> str:
-    """A parameter's name without the wrappers that compiling, sharding and recomputing put into it."""
+    """Return a parameter's name without the prefixes of torch.compile, FSDP and activation checkpointing."""
     return _WRAPPERS.sub("", name)
 
 
 def without_wrapper(names: Mapping[str, str]) -> dict[str, str]:
-    """Take off the `module.` that replicating puts before every name, if it is before every one."""
+    """Remove the prefix `module.` of DDP, if every name has it."""
     bare = [name.partition(".")[2] for name in names.values()]
     if not names or not all(name.startswith("module.") for name in bare):
         return dict(names)
@@ -76,10 +76,10 @@ def without_wrapper(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def guessed_paths(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """How names were nested, where the writer did not say.
+    """Guess how names were nested, where the writer did not store it.
 
-    `model.` may be the key of a whole state dict or the beginning of its own names; the first is meant where an
-    optimizer stands beside it, or nothing else does.
+    `model.` may be the key of a whole state dict or a prefix of the parameter names; it is taken for the key where
+    there is an optimizer beside it, or nothing else.
     """
     split = {name: name.partition(".") for name in names}
     heads = {head for head, _, _ in split.values()}
@@ -89,15 +89,15 @@ def guessed_paths(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def steps_of(content: Mapping[Any, Any]) -> int | None:
-    """How many steps were made, where a key says so."""
+    """Return the step count under one of the usual keys; None without one."""
     values = (content.get(key) for key in STEP_WORDS)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 def engine_state(source: Source, steps: int | None) -> dict[str, Any]:
-    """The state of a source that was written without Plait: empty where there is no optimizer to go on with.
+    """Return the `state` of a source that was not written by Plait: empty where it has no optimizer state.
 
-    `steps` is what its writer said; absent, the optimizer's own count is taken.
+    `steps` is the stored step count; where it is None, the optimizer's own count is taken.
     """
     if not any(name.startswith("optim.") for name in source.entries):
         return {}
@@ -125,7 +125,7 @@ class StateDictSource(Source):
         return self._file.read(name.removeprefix("model."))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -151,7 +151,9 @@ class TorchSource(Source):
             states = dict(_optimizer_state(model, names, optimizer))
             self._tensors.update(states)
             if not states:
-                self.facts["optimizer"] = "its parameters are numbered in an order that the file does not tell"
+                self.facts["optimizer"] = (
+                    "left out: its parameters are numbered, and the file does not have their order"
+                )
         self.entries = {name: TensorEntry(tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}
         ours = content.get("state")
         if isinstance(ours, Mapping) and "engine" in ours:
@@ -164,7 +166,7 @@ class TorchSource(Source):
         return read_file_tensor(self._tensors[name])
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -184,7 +186,7 @@ def _model_in(content: Mapping[Any, Any]) -> dict[str, FileTensor]:
 def _optimizer_state(
     model: Mapping[str, FileTensor], names: Mapping[str, str], optimizer: Any
 ) -> Iterator[tuple[str, FileTensor]]:
-    """`optim.<parameter>.<key>`: by name where the file has names, by number where the order is beyond doubt."""
+    """Yield `optim.<parameter>.<key>`: by name where the file has names, by number where the order is certain."""
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
         return
     per_parameter: Mapping[Any, Any] = optimizer["state"]
@@ -198,7 +200,7 @@ def _optimizer_state(
 
 
 def _numbered(model: Mapping[str, FileTensor], optimizer: Mapping[Any, Any]) -> dict[Any, str]:
-    """The name of each number: as the groups tell it, or in the model's order where there is one group of all."""
+    """Return the name of each number: from the groups' names, or in the model's order where one group has all."""
     groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
     if all("param_names" in group for group in groups):
@@ -223,7 +225,7 @@ def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
 
     `{name: tensor}`, or with `optimizer` `{"model": …, "optim": {"state": {name: {key: tensor}}, "param_groups":
     …}, "state": …}`, where `optim` is what `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` takes.
-    torch writes the archive with room for the tensors, which are then put in one after another.
+    torch writes the archive without the tensors' bytes, which are then filled in one tensor after another.
     """
     names = [name for name in source.entries if name.startswith("model.")]
     if optimizer:
@@ -238,7 +240,7 @@ def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
 
 
 def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: bool) -> None:
-    """The archive as torch writes it, without a byte of the tensors, which lie in it in the order of `names`."""
+    """Write the archive without the tensors' bytes, which belong in it in the order of `names`."""
     model: dict[str, Tensor] = {}
     state: dict[str, dict[str, Tensor]] = {}
     with _hollow(target, max((source.entries[name].bytes for name in names), default=0)) as make:
@@ -260,7 +262,7 @@ def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: b
 
 @contextmanager
 def _hollow(target: Path, size: int) -> Iterator[Callable[[TensorEntry], Tensor]]:
-    """Makes tensors of any size that take no memory: each is a map of one file that is nothing but a hole."""
+    """Yield a function that makes tensors without memory: each is a memory map of one sparse file."""
     hole = target.with_name(f".{target.name}.hole")
     try:
         hole.touch()
@@ -278,7 +280,7 @@ def _hollow(target: Path, size: int) -> Iterator[Callable[[TensorEntry], Tensor]
 
 
 def _hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the run description says of the optimizer, under torch's keys."""
+    """Return the optimizer's hyperparameters of the run description, under torch's keys."""
     described = (state.get("config") or {}).get("optim") or {}
     settings = {key: described[key] for key in ("lr", "betas", "eps", "weight_decay") if described.get(key) is not None}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
@@ -296,13 +298,13 @@ def _fill(source: Source, file: BinaryIO, records: list[zipfile.ZipInfo], names:
             file.write(block)
             at += len(block)
         if len(data):
-            file.seek(at + 4)  # behind the mark of the descriptor that follows the data
+            file.seek(at + 4)  # after the signature of the data descriptor
             file.write(crc.to_bytes(4, "little"))
         yield crc
 
 
 def _correct_directory(file: BinaryIO, archive: zipfile.ZipFile, checksums: Mapping[str, int]) -> None:
-    """Put the checksums into the directory at the end: torch does not look at them, other readers of archives do."""
+    """Write the checksums into the zip directory: torch does not verify them, other zip readers do."""
     at = archive.start_dir
     for info in archive.infolist():
         file.seek(at)
