@@ -1,10 +1,10 @@
-"""The one way in for parts: Plait's own, the user's, and those of installed packages.
+"""Load and build what a section of the run description names: built-in, user-provided, or from an installed package.
 
-A section of a run description that may be a part says what it is by `type`; see [Note: one way in],
-`plait.config.part`. The room that needs it calls `build`, which loads it, holds its arguments against its signature and
-calls it. A section of Plait's own comes the same way: `builds` names the function that makes what it describes.
+A section that may name a user's class or function does so by `type`; see [Note: one way in], `plait.config.part`. Code
+that needs it calls `build`, which imports the target, checks the arguments against its signature and calls it. A
+built-in section is built in the same way: its `builds` names the function to call.
 
-A package brings parts by entry points, one group a kind:
+A package provides plug-ins by entry points, one group per kind:
 
     [project.entry-points."plait.optimizer"]
     soap = "my_package.optim:SOAP"
@@ -40,9 +40,9 @@ from plait.errors import ConfigError, PlaitError, Problem
 
 
 def load(section: Section, key: str) -> Any:
-    """What a section names: a class, a function, or the object that a script gave. `key` is for messages.
+    """Return what a section names: a class, a function, or the object that a script gave. `key` is for messages.
 
-    Raises `ConfigError` where it cannot be imported, is not trusted, or two plug-ins have its name.
+    Raises `ConfigError` if it cannot be imported, is not trusted, or several plug-ins have its name.
     """
     if isinstance(section, ImportedPart):
         return load_code(section.target, key=f"{key}.target")
@@ -51,73 +51,73 @@ def load(section: Section, key: str) -> Any:
     return section.given if section.given is not None else find(section.plugin_kind, section.type, f"{key}.type")
 
 
-def find(kind: PluginKind, name: str, key: str) -> Any:
-    """What a name of a part stands for: `package.module:name`, or a plug-in of this kind. Raises as `load` does."""
+def find(plugin_kind: PluginKind, name: str, key: str) -> Any:
+    """Return what `package.module:name`, or the name of a plug-in of this kind, stands for. Raises as `load` does."""
     if ":" in name or isinstance(name, StoredName):
         return load_code(name, key=key)
-    return load_plugin(kind, name, key=key)
+    return load_plugin(plugin_kind, name, key=key)
 
 
 def build(section: Section, key: str, *args: Any, accepts: type | tuple[type, ...] = (), **given: Any) -> Any:
-    """Make what a section describes: what it names is called with `args`, `given` and the section's own arguments.
+    """Call what a section names with `args`, `given` and the section's own arguments; return the result.
 
-    A section of Plait's own is passed itself, behind `args`. An object of a class in `accepts` that a script gave is
-    returned as it is. Raises `ConfigError` for arguments that do not fit, with the nearest that would.
+    A built-in section is passed itself, after `args`. If a script gave an object of a class in `accepts`, it is
+    returned as it is. Raises `ConfigError` for unknown arguments, with the nearest known one.
     """
-    made = load(section, key)
+    target = load(section, key)
     if not isinstance(section, (CustomPart, ImportedPart)):
-        return made(*args, section, **given)
-    name, name_key, arguments, inside = _written(section, key)
-    if accepts and not isinstance(made, type) and isinstance(made, accepts):
+        return target(*args, section, **given)
+    name, name_key, arguments, arguments_key = _name_and_arguments(section, key)
+    if accepts and not isinstance(target, type) and isinstance(target, accepts):
         if arguments:
-            message = f"a {type(made).__name__} that is made already takes no arguments"
-            raise ConfigError(Problem(f"{inside}.{next(iter(arguments))}", message, "Give them where it is made."))
-        return made
-    if not callable(made):
-        message = f"{name!r} is a {type(made).__name__}, which cannot be called to make one"
-        raise ConfigError(Problem(name_key, message, "Name a class, or a function that returns one."))
-    return call(made, inside, *args, name=name, arguments=arguments, **given)
+            message = f"an object of {type(target).__name__} takes no arguments"
+            raise ConfigError(Problem(f"{arguments_key}.{next(iter(arguments))}", message, "Pass them to its class."))
+        return target
+    if not callable(target):
+        message = f"{name!r} is a {type(target).__name__}, which cannot be called"
+        raise ConfigError(Problem(name_key, message, "Name a class, or a function that returns an object."))
+    return call(target, arguments_key, *args, name=name, arguments=arguments, **given)
 
 
-def make(section: Section, key: str, *args: Any, kind: type, **given: Any) -> Any:
-    """What `build` makes, refused unless it is of `kind`, a class or a protocol; of a part it may be given, too."""
-    made = build(section, key, *args, accepts=kind, **given)
-    if isinstance(made, kind) and not isinstance(made, type):
+def build_instance(section: Section, key: str, *args: Any, cls: type, **given: Any) -> Any:
+    """Return what `build` returns, or the object that a script gave; refused unless it is a `cls` (or a protocol)."""
+    made = build(section, key, *args, accepts=cls, **given)
+    if isinstance(made, cls) and not isinstance(made, type):
         return made
     assert isinstance(section, (CustomPart, ImportedPart)), section.builds
-    name, name_key, *_ = _written(section, key)
-    what, where = f"{name!r} made a {type(made).__name__}, which is not a {kind.__name__}", _place(kind)
-    if Protocol not in kind.__bases__:
-        raise ConfigError(Problem(name_key, what, f"Return an object of a class derived from {where}."))
-    needed = [each for each, value in vars(kind).items() if callable(value) and not each.startswith("_")]
-    missing = [f"`{each}`" for each in needed if not callable(getattr(made, each, None))]
-    raise ConfigError(Problem(name_key, f"{what}: it has no {listed(missing)}", f"Add it, as {where} says."))
+    name, name_key, *_ = _name_and_arguments(section, key)
+    message, path = f"{name!r} returned a {type(made).__name__}, which is not a {cls.__name__}", _import_path(cls)
+    if Protocol not in cls.__bases__:
+        raise ConfigError(Problem(name_key, message, f"Return an object of a class derived from {path}."))
+    methods = [method for method, value in vars(cls).items() if callable(value) and not method.startswith("_")]
+    missing = [f"`{method}`" for method in methods if not callable(getattr(made, method, None))]
+    raise ConfigError(Problem(name_key, f"{message}: it has no {listed(missing)}", f"Add it; see {path}."))
 
 
-def _place(kind: type) -> str:
-    """Where users import a class from: the front door of its room, if it is there."""
-    room = ".".join(kind.__module__.split(".")[:2])
-    return f"{room if hasattr(sys.modules.get(room), kind.__name__) else kind.__module__}.{kind.__name__}"
+def _import_path(cls: type) -> str:
+    """Return the path that users import a class from: its top-level package if that exports it."""
+    package = ".".join(cls.__module__.split(".")[:2])
+    return f"{package if hasattr(sys.modules.get(package), cls.__name__) else cls.__module__}.{cls.__name__}"
 
 
-def function(section: CustomPart, key: str, *takes: str) -> Callable[..., Any]:
-    """The function that a section names, with the section's arguments, to be called with `takes` by position.
+def load_function(section: CustomPart, key: str, *takes: str) -> Callable[..., Any]:
+    """Return the function that a section names, with the section's arguments, to be called with `takes` by position.
 
-    A class is made with the arguments, and what it makes is the function.
+    A class is instantiated with the arguments, and its object is the function.
     """
-    made = load(section, key)
+    target = load(section, key)
     name, arguments = str(section.type), section.arguments
-    if isinstance(made, type):
-        made, arguments = call(made, key, name=name, arguments=arguments), {}
-    if not callable(made):
-        message = f"{name!r} is a {type(made).__name__}, which cannot be called"
+    if isinstance(target, type):
+        target, arguments = call(target, key, name=name, arguments=arguments), {}
+    if not callable(target):
+        message = f"{name!r} is a {type(target).__name__}, which cannot be called"
         raise ConfigError(Problem(f"{key}.type", message, f"Name a function of ({', '.join(takes)})."))
-    _check_arguments(made, key, takes, name, arguments, {}, shown=takes)
-    return partial(made, **arguments) if arguments else made
+    _check_arguments(target, key, takes, name, arguments, {}, shown=takes)
+    return partial(target, **arguments) if arguments else target
 
 
-def _written(section: CustomPart | ImportedPart, key: str) -> tuple[str, str, dict[str, Any], str]:
-    """A part's name and its key, its arguments and the key that they stand in."""
+def _name_and_arguments(section: CustomPart | ImportedPart, key: str) -> tuple[str, str, dict[str, Any], str]:
+    """Return what a section names and the key of that, its arguments and the key that contains them."""
     if isinstance(section, ImportedPart):
         return str(section.target), f"{key}.target", section.args, f"{key}.args"
     return str(section.type), f"{key}.type", section.arguments, key
@@ -126,16 +126,16 @@ def _written(section: CustomPart | ImportedPart, key: str) -> tuple[str, str, di
 def call(
     function: Callable[..., Any], key: str, *args: Any, name: str, arguments: Mapping[str, Any], **given: Any
 ) -> Any:
-    """Call a part with what Plait gives and with the user's `arguments`; what does not fit is a `ConfigError`."""
-    if twice := next((each for each in arguments if each in given), None):
-        raise ConfigError(Problem(f"{key}.{twice}", f"{name!r} is given {twice!r} by Plait", f"Leave out `{twice}`."))
+    """Call user-provided code with what Plait gives and with the user's `arguments`; a misfit is a `ConfigError`."""
+    if twice := next((argument for argument in arguments if argument in given), None):
+        raise ConfigError(Problem(f"{key}.{twice}", f"{name!r} gets {twice!r} from Plait", f"Leave out `{twice}`."))
     _check_arguments(function, key, args, name, arguments, given)
     try:
         return function(*args, **given, **arguments)
     except (PlaitError, MemoryError):
         raise
-    except Exception as error:  # whatever a part of somebody else's raises while it is made
-        if type(error).__name__ == "OutOfMemoryError":  # torch's: no matter of arguments, and answered elsewhere
+    except Exception as error:  # user-provided code may raise anything
+        if type(error).__name__ == "OutOfMemoryError":  # torch's: not caused by arguments, and explained elsewhere
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{name!r} failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
@@ -154,37 +154,33 @@ def _check_arguments(
 ) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C, and says nothing of its arguments
+    except (TypeError, ValueError):  # written in C, without a signature
         return
     known = signature.parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    named = [each.name for each in known.values() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    free = [each for each in named[len(args) :] if each not in given]
-    if not takes_any:
-        for each in arguments:
-            if each not in free:
-                raise ConfigError(
-                    Problem(f"{key}.{each}", f"{name!r} takes no argument {each!r}", choose(each, free, "argument"))
-                    if free
-                    else Problem(f"{key}.{each}", f"{name!r} takes no arguments here", f"Leave out `{each}`.")
-                )
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in known.values())
+    named = [param.name for param in known.values() if param.kind in (param.KEYWORD_ONLY, param.POSITIONAL_OR_KEYWORD)]
+    free = [argument for argument in named[len(args) :] if argument not in given]
+    unknown = None if takes_any else next((argument for argument in arguments if argument not in free), None)
+    if unknown is not None:
+        path = f"{key}.{unknown}"
+        if free:
+            message = f"{name!r} takes no argument {unknown!r}"
+            raise ConfigError(Problem(path, message, choose(unknown, free, "argument")))
+        raise ConfigError(Problem(path, f"{name!r} takes no arguments here", f"Leave out `{unknown}`."))
     try:
         signature.bind(*args, **given, **arguments)
     except TypeError as error:
-        words = [*(shown or (f"<{type(each).__name__}>" for each in args)), *(f"{each}=…" for each in given)]
-        message = f"{name!r} cannot be called as {name.rpartition(':')[2]}({', '.join(words)}): {error}"
-        missing = [
-            each.name
-            for each in known.values()
-            if each.name in free and each.default is each.empty and each.name not in arguments
-        ]
+        passed = [*(shown or (f"<{type(arg).__name__}>" for arg in args)), *(f"{argument}=…" for argument in given)]
+        message = f"{name!r} cannot be called as {name.rpartition(':')[2]}({', '.join(passed)}): {error}"
+        required = (param.name for param in known.values() if param.default is param.empty)
+        missing = [argument for argument in required if argument in free and argument not in arguments]
         remedy = f"Write `{key}.{missing[0]}`." if missing else "Give it that signature."
         raise ConfigError(Problem(key, message, remedy)) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A part that an installed package declares."""
+    """A plug-in that an installed package declares."""
 
     kind: str
     name: str
@@ -198,26 +194,26 @@ class Plugin:
     """Why its name cannot be used."""
 
 
-def installed() -> list[Plugin]:
-    """Every plug-in of every installed package, with what is wrong with its declaration. Imports none of them."""
-    own = builtin_names(RunConfig)
+def installed_plugins() -> list[Plugin]:
+    """Return every plug-in of every installed package, with the problems of its declaration. Imports none of them."""
+    builtin = builtin_names(RunConfig)
     return [
-        Plugin(kind, each.name, each.value, *_origin(each.dist), _problem(kind, each.name, several, own))
+        Plugin(kind, entry.name, entry.value, *_origin(entry.dist), _problem(kind, entry.name, same_name, builtin))
         for kind in plugin_kinds()
-        for several in entry_points_of(kind).values()
-        for each in several
+        for same_name in entry_points_of(kind).values()
+        for entry in same_name
     ]
 
 
-def _problem(kind: str, name: str, several: Sequence[Any], own: Mapping[str, frozenset[str]]) -> str:
-    if kind not in get_args(PluginKind):
-        return f"plait.{kind} is not a kind of part. {choose(kind, get_args(PluginKind), 'kind')}"
-    if kind in ("algorithm", "environment"):
+def _problem(plugin_kind: str, name: str, several: Sequence[Any], builtin: Mapping[str, frozenset[str]]) -> str:
+    if plugin_kind not in get_args(PluginKind):
+        return f"plait.{plugin_kind} is not a kind of plug-in. {choose(plugin_kind, get_args(PluginKind), 'kind')}"
+    if plugin_kind in ("algorithm", "environment"):
         return "nothing in this version uses it"
-    if name in own.get(kind, ()):
+    if name in builtin.get(plugin_kind, ()):
         return f"Plait's own {name} comes first: write {several[0].value} in a run description"
     if len(several) > 1:
-        return "several packages bring this name: write the one you want as package.module:name"
+        return "several packages provide this name: write the one you want as package.module:name"
     return ""
 
 

@@ -26,7 +26,7 @@ from plait.cli.files import write_file
 from plait.config import yaml_io
 from plait.errors import ConfigError, Problem
 from plait.launch import cgroup_limit, cpu_count
-from plait.plugins import installed
+from plait.plugins import installed_plugins
 
 Health = Literal["ok", "note", "bad"]
 _CHILD_S = 180.0
@@ -279,7 +279,7 @@ def doctor(out: str | None = None, *, as_json: bool = False) -> None:
 
 def show_plugins(*, as_json: bool = False) -> None:
     """Print the plug-ins of installed packages, and their packages. None of them is imported."""
-    plugins = installed()
+    plugins = installed_plugins()
     if as_json:
         print(json.dumps([asdict(plugin) for plugin in plugins], indent=1))
         return

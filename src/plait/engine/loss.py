@@ -13,14 +13,14 @@ from torch import Tensor
 from plait.config import RunConfig
 from plait.errors import ModelError
 from plait.models import LossTerm
-from plait.plugins import function
+from plait.plugins import load_function
 
 LossFunction = Callable[[Any, Any], Any]
 
 
 def described_loss(config: RunConfig) -> LossFunction | None:
     """Return the function that `train.loss` names; None if the model returns its loss itself."""
-    return None if config.train.loss is None else function(config.train.loss, "train.loss", "outputs", "batch")
+    return None if config.train.loss is None else load_function(config.train.loss, "train.loss", "outputs", "batch")
 
 
 class WeightedLoss(NamedTuple):

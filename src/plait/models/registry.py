@@ -9,7 +9,7 @@ from torch import nn
 
 from plait.config import CustomModel, GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
 from plait.errors import ConfigError, ModelError, Problem
-from plait.plugins import make
+from plait.plugins import build_instance
 
 
 def build_model(config: ModelConfig, *, trust_code: bool = False) -> nn.Module:
@@ -21,7 +21,7 @@ def build_model(config: ModelConfig, *, trust_code: bool = False) -> nn.Module:
         message = f"a {type(config.given).__name__} that is made already cannot be made once more where it is needed"
         raise ConfigError(Problem("model.type", message, "Name its class here, or give it as `Runner(model=…)`."))
     given = {"trust_code": trust_code} if isinstance(config, HFConfig) else {}
-    model: nn.Module = make(config, "model", kind=nn.Module, **given)
+    model: nn.Module = build_instance(config, "model", cls=nn.Module, **given)
     return model
 
 

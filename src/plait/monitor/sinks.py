@@ -13,7 +13,7 @@ from typing import Any, Self
 from plait.config import CustomSink, LogConfig
 from plait.monitor.console import ConsoleSink, choose_mode, encodable, prefix
 from plait.monitor.events import Event, EventKind, Sink
-from plait.plugins import load, make
+from plait.plugins import build_instance, load
 
 # One voice for a run: every event goes to every sink, and no sink can stop the run.
 
@@ -131,4 +131,4 @@ def _made(config: CustomSink, key: str, work_dir: Path, rank: int) -> list[Sink]
     every_rank = getattr(load(config, key), "every_rank", False)
     if rank != 0 and not every_rank:
         return []
-    return [make(config, key, work_dir, kind=Sink, **({"rank": rank} if every_rank else {}))]
+    return [build_instance(config, key, work_dir, cls=Sink, **({"rank": rank} if every_rank else {}))]

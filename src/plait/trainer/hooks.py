@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.config import CUSTOM_HOOKS, EarlyStopConfig, EmaConfig, HookConfig, ProfileConfig, RollbackConfig
 from plait.engine import Engine, StepResult
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.plugins import make
+from plait.plugins import build_instance
 from plait.torch_internals import foreach_copy_, foreach_lerp_
 from plait.trainer.watch import record_suspect, spike_limit
 
@@ -135,12 +135,12 @@ def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = N
     """Build each hook of the section `hooks`, and the one that the section `profile` asks for."""
     hooks: list[Hook] = []
     for index, config in enumerate(configs):
-        hook: Hook = make(config, f"hooks.{index}", kind=Hook)
+        hook: Hook = build_instance(config, f"hooks.{index}", cls=Hook)
         if isinstance(config, CUSTOM_HOOKS) and config.priority is not None:
             hook.priority = config.priority
         hooks.append(hook)
     if profile is not None:
-        hooks.append(make(profile, "profile", kind=Hook))
+        hooks.append(build_instance(profile, "profile", cls=Hook))
     return hooks
 
 

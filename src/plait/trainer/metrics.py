@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.config import AccuracyConfig, MetricConfig
 from plait.errors import ModelError
-from plait.plugins import make
+from plait.plugins import build_instance
 
 
 class Metric(ABC):
@@ -62,7 +62,7 @@ def accuracy(config: AccuracyConfig) -> Accuracy:
 
 def build_metrics(configs: Sequence[MetricConfig]) -> list[Metric]:
     """Build each metric of the section `metrics`."""
-    return [make(config, f"metrics.{index}", kind=Metric) for index, config in enumerate(configs)]
+    return [build_instance(config, f"metrics.{index}", cls=Metric) for index, config in enumerate(configs)]
 
 
 def _label(inputs: Any, key: str) -> Tensor | None:

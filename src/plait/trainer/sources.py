@@ -33,7 +33,7 @@ from plait.data import RankLoader, build_dataset, is_stream, prepare, stack, tok
 from plait.distributed import World, is_transformers_model, on_main
 from plait.engine import described_loss
 from plait.errors import ConfigError, Problem
-from plait.plugins import function
+from plait.plugins import load_function
 
 if TYPE_CHECKING:
     from plait.trainer.hooks import Hook
@@ -160,7 +160,7 @@ def make_loader(
             if collate is not None:
                 message, remedy = "`collate_fn` was given from Python as well", "Leave out one of the two."
                 raise ConfigError(Problem(f"{role}.collate", message, remedy))
-            collate = function(section.collate, f"{role}.collate", "samples")
+            collate = load_function(section.collate, f"{role}.collate", "samples")
         dataset = _described(role, section, config, world)
         pinned = section.pin_memory if section.pin_memory is not None else world.device.type == "cuda"
         return RankLoader(

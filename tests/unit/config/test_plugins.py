@@ -93,7 +93,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_plug_in_is_found_by_its_name(packages: Path) -> None:
     assert plugins.build(part("mine"), "optim", [], lr=0.25) == ("mine", 0.25)
-    found = {(each.name, each.package) for each in plugins.installed()}
+    found = {(each.name, each.package) for each in plugins.installed_plugins()}
     assert found >= {("mine", "good 1.0"), ("broken", "other 1.0")}
 
 
@@ -116,6 +116,6 @@ def test_what_is_declared_wrongly_is_listed_with_the_reason(packages: Path) -> N
         "[plait.optimizer]\nAdamW = third:make\n[plait.optimizers]\nmine = third:make\n"
     )
     entry_points_of.cache_clear()
-    problems = {(each.kind, each.name): each.problem for each in plugins.installed()}
+    problems = {(each.kind, each.name): each.problem for each in plugins.installed_plugins()}
     assert problems["optimizer", "mine"] == ""
     assert all(problems[each] for each in [("optimizer", "both"), ("optimizer", "AdamW"), ("optimizers", "mine")])

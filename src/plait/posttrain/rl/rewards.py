@@ -17,7 +17,7 @@ from plait.data import MicroBatch
 from plait.distributed import World
 from plait.engine import NativeEngine
 from plait.errors import ConfigError, Problem, TrainingError
-from plait.plugins import find, function
+from plait.plugins import find, load_function
 from plait.posttrain.data.datasets import stack
 from plait.posttrain.data.records import ChatMessage
 from plait.posttrain.data.tasks import Check, Prompt
@@ -215,7 +215,7 @@ def find_function(config: RunConfig) -> tuple[str, Check]:
     key = f"{phase}.reward"
     if isinstance(name, str):
         return name, find("reward", REWARDS[name], key)(sources)
-    return str(name.type), function(name, key, "prompt", "answer", "right answer")
+    return str(name.type), load_function(name, key, "prompt", "answer", "right answer")
 
 
 def _own(sources: Sequence[ExampleData]) -> Literal["task", "gsm8k"] | None:
