@@ -312,6 +312,7 @@ def test_a_reader_is_found_by_either_name(mine: Any, tmp_path: Path, name: str) 
 
 
 def test_a_kind_that_nothing_uses_yet_is_listed_with_that(mine: Any) -> None:
-    problems = {(each.kind, each.name): each.problem for each in plugins.installed_plugins() if each.package == "mine 1.0"}
+    mine_only = [plugin for plugin in plugins.installed_plugins() if plugin.package == "mine 1.0"]
+    problems = {(plugin.kind, plugin.name): plugin.problem for plugin in mine_only}
     assert {kind for (kind, _), problem in problems.items() if problem} == {"algorithm", "environment"}
     assert len(problems) == POINTS.count(" = ")
