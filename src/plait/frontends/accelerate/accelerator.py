@@ -53,11 +53,13 @@ from plait.frontends.accelerate.utils.deepspeed import (
 from plait.frontends.deepspeed import Recipe, Scheduler
 from plait.precision import make_policy
 
-# The part of an `Accelerator` that prepares models, optimizers, loaders and schedulers.
 
+class Accelerator(Processes):
+    """Accelerate's Accelerator; Plait's engine parallelizes the models that it prepares.
 
-class PreparingAccelerator(Processes):
-    """Reads the arguments of an `Accelerator`, and prepares models, optimizers, loaders and schedulers."""
+    Arguments are Accelerate's. `config_file` is an `accelerate` YAML; `sections` are sections of a run description
+    that override everything else (`sections={"strategy": "zero3"}`). `key_report` has the outcome of every key.
+    """
 
     def __init__(
         self,
@@ -103,10 +105,8 @@ class PreparingAccelerator(Processes):
             sections=sections,
         )
         super().__init__(world or open_world(self.config))
-        self._autocast = next(
-            (handler for handler in handlers if isinstance(handler, AutocastKwargs)), AutocastKwargs()
-        )
-        self._profile = next((handler for handler in handlers if isinstance(handler, ProfileKwargs)), ProfileKwargs())
+        self._autocast = next((kwargs for kwargs in handlers if isinstance(kwargs, AutocastKwargs)), AutocastKwargs())
+        self._profile = next((kwargs for kwargs in handlers if isinstance(kwargs, ProfileKwargs)), ProfileKwargs())
         self._gatherer = Gatherer(self.world)
         policy = make_policy(self.config.precision)
         self._dtype = policy.compute if policy.mixed else None
@@ -138,7 +138,7 @@ class PreparingAccelerator(Processes):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Return whether there are several ranks, and whether each has the full model."""
+        """Whether there are several ranks, and whether each has the full model."""
         if not self.use_distributed:
             return DistributedType.NO
         if self.config.strategy.stage > 0:
@@ -147,7 +147,7 @@ class PreparingAccelerator(Processes):
         return types.get(self.device.type, DistributedType.MULTI_CPU)
 
     @property
-    def state(self) -> PreparingAccelerator:
+    def state(self) -> Accelerator:
         """The accelerator itself, which has the attributes of the state: `num_processes`, `device`, …"""
         return self
 
@@ -225,7 +225,7 @@ class PreparingAccelerator(Processes):
         joint = len(owners) > 1
         module = Joint([owner.module for owner in owners]) if joint else owners[0].module
         modes = [owner.module.training for owner in owners]
-        dummy = optimizer
+        given = optimizer
         if isinstance(optimizer, DummyOptim):
             optimizer = make_optimizer(self._recipe, optimizer, module)
         engine = build_engine(self.config, self.world, module, optimizer, self.print)
@@ -233,7 +233,7 @@ class PreparingAccelerator(Processes):
             owner.bind(engine, index if joint else None)
             owner.train(mode)
         prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)
-        prepared.given = dummy
+        prepared.given = given
         self._optimizers.append(prepared)
         return prepared
 
@@ -247,11 +247,8 @@ class PreparingAccelerator(Processes):
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         if slice_fn_for_dispatch is not None:
-            raise ConfigError(
-                Problem(
-                    "slice_fn_for_dispatch", "batches are always split along their first dimension", "Leave it out."
-                )
-            )
+            problem = "batches are always split along their first dimension"
+            raise ConfigError(Problem("slice_fn_for_dispatch", problem, "Leave it out."))
         options, layout = self.dataloader_config, self.world.layout
         share = BatchShare(self.world.data_rank, layout.data_parallel, options.split_batches, options.even_batches)
         placed = self.device_placement if device_placement is None else device_placement
@@ -312,28 +309,7 @@ class PreparingAccelerator(Processes):
 
     clear = free_memory
 
-
-def _gradient_state(steps: int, plugin: GradientAccumulationPlugin | None, configured: int | None) -> GradientState:
-    if plugin is not None and steps != 1:
-        problem = "is set beside gradient_accumulation_plugin"
-        raise ConfigError(Problem("gradient_accumulation_steps", problem, "Set num_steps of the plugin."))
-    plugin = plugin or GradientAccumulationPlugin(num_steps=steps)
-    if configured is not None and plugin.num_steps not in (1, configured):
-        problem = f"{plugin.num_steps}, but {configured} in the DeepSpeed configuration"
-        raise ConfigError(Problem("gradient_accumulation_steps", problem, "Set it once, or the same in both places."))
-    return GradientState(
-        num_steps=configured or step_count(plugin.num_steps),
-        adjust_scheduler=plugin.adjust_scheduler,
-        sync_with_dataloader=plugin.sync_with_dataloader,
-        sync_each_batch=plugin.sync_each_batch,
-    )
-
-
-# The part of an `Accelerator` that saves and loads checkpoints and weights, and logs to trackers.
-
-
-class SavingAccelerator(PreparingAccelerator):
-    """Saves and loads what was prepared, and logs to trackers."""
+    # ---- checkpoints
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects too; they need `state_dict` and `load_state_dict`."""
@@ -459,37 +435,24 @@ class SavingAccelerator(PreparingAccelerator):
         self._trackers.finish()
         self.world.close()
 
-
-class Accelerator(SavingAccelerator):
-    """Accelerate's Accelerator; Plait's engine parallelizes the models that it prepares.
-
-    Arguments are Accelerate's. `config_file` is an `accelerate` YAML; `sections` are sections of a run description
-    that override everything else (`sections={"strategy": "zero3"}`). `key_report` has the outcome of
-    every key.
-    """
-
     # ---- one step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward through the mean loss of one micro-batch, divided by `gradient_accumulation_steps`."""
         models = [model for model in self._models if model.engine is not None and model.in_graph]
-        engines: dict[int, tuple[LoopEngine, bool]] = {}
-        for model in models:
-            engine = model.engine
-            assert engine is not None
-            engine.accumulation = self.gradient_accumulation_steps
-            engines[id(engine)] = (
-                engine,
-                self.sync_gradients and all(model.syncs for model in models if model.engine is engine),
-            )
+        engines = list({id(model.engine): model.engine for model in models if model.engine is not None}.values())
         if not engines:
             raise TrainingError(
                 "backward was called, but no prepared model has been called since the last step; call what "
                 "`prepare` returned, not the model that it was given"
             )
-        passes = list(engines.values())
+        last = []
+        for engine in engines:
+            engine.accumulation = self.gradient_accumulation_steps
+            syncs = all(model.syncs for model in models if model.engine is engine)
+            last.append(self.sync_gradients and syncs)
         self.gradient_state.stepped = False
-        backward([engine for engine, _ in passes], loss, last=[last for _, last in passes], **kwargs)
+        backward(engines, loss, last=last, **kwargs)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -630,3 +593,19 @@ class Accelerator(SavingAccelerator):
         finally:
             for sampler, value in zip(samplers, before, strict=True):
                 sampler.even_batches = value
+
+
+def _gradient_state(steps: int, plugin: GradientAccumulationPlugin | None, configured: int | None) -> GradientState:
+    if plugin is not None and steps != 1:
+        problem = "is set beside gradient_accumulation_plugin"
+        raise ConfigError(Problem("gradient_accumulation_steps", problem, "Set num_steps of the plugin."))
+    plugin = plugin or GradientAccumulationPlugin(num_steps=steps)
+    if configured is not None and plugin.num_steps not in (1, configured):
+        problem = f"{plugin.num_steps}, but {configured} in the DeepSpeed configuration"
+        raise ConfigError(Problem("gradient_accumulation_steps", problem, "Set it once, or the same in both places."))
+    return GradientState(
+        num_steps=configured or step_count(plugin.num_steps),
+        adjust_scheduler=plugin.adjust_scheduler,
+        sync_with_dataloader=plugin.sync_with_dataloader,
+        sync_each_batch=plugin.sync_each_batch,
+    )

@@ -69,7 +69,7 @@ class Processes:
         self.world.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once a host."""
+        """Print once per host."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 

@@ -95,7 +95,7 @@ def arguments_of_launcher(variables: Mapping[str, str], *, configured: bool) -> 
     if variables.get("DYNAMO_BACKEND", "no").lower() != "no":
         requests.append("torch.compile")
     if requests and not configured:
-        message = f"asks for {' and '.join(requests)} in variables that are not read here"
+        message = f"asks for {' and '.join(requests)} in environment variables, which are not supported"
         remedy = "Write Accelerator(config_file=…) with the file that it reads."
         raise ConfigError(Problem("accelerate launch", message, remedy))
     arguments: dict[str, Any] = {}

@@ -151,7 +151,7 @@ class BaseModule(nn.Module):
 
 
 class BaseModel(BaseModule):
-    """A whole model: `forward(..., mode)` returns losses, predictions or tensors."""
+    """The base class of models: `forward(..., mode)` returns losses, predictions or tensors."""
 
     def __init__(self, data_preprocessor: Any = None, init_cfg: Any = None) -> None:
         super().__init__(init_cfg)

@@ -9,7 +9,7 @@ from plait.errors import MissingExtraError
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """tqdm's bar; elsewhere than on the first process of a host it counts and shows nothing."""
+    """Return a tqdm progress bar, which is shown on the first process of each host only."""
     try:
         from tqdm.auto import tqdm as bar  # type: ignore[import-untyped]
     except ImportError as missing:

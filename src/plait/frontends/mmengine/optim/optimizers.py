@@ -24,7 +24,7 @@ for _name, _cls in vars(torch.optim).items():
 
 
 @OPTIMIZERS.register_module(name=["HybridAdam", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam"])
-def HybridAdam(  # noqa: N802  # it stands for a class
+def HybridAdam(  # noqa: N802  # MMEngine's name, of a class
     params: Iterable[Any],
     lr: float = 1e-3,
     bias_correction: bool = True,
@@ -71,8 +71,8 @@ class BaseOptimWrapper:
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
     ) -> None:
-        whole = isinstance(accumulative_counts, int) and not isinstance(accumulative_counts, bool)
-        if not whole or accumulative_counts < 1:
+        is_int = isinstance(accumulative_counts, int) and not isinstance(accumulative_counts, bool)
+        if not is_int or accumulative_counts < 1:
             message = f"{accumulative_counts!r} is not a number of batches"
             raise ConfigError(Problem("optim_wrapper.accumulative_counts", message, "Write 1 or more."))
         self.optimizer = optimizer

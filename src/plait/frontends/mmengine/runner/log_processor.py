@@ -71,12 +71,12 @@ class LogProcessor:
     def get_log_after_epoch(self, runner: Any, batch_idx: int, mode: str) -> tuple[dict[str, Any], str]:
         """Return the values and the line after a validation or test."""
         named = {entry["data_src"] for entry in self.custom_cfg}
-        whole: list[dict[str, Any]] = [
+        epoch_means: list[dict[str, Any]] = [
             {"data_src": key, "window_size": "epoch", "method_name": "mean"}
             for key in ("time", "data_time")
             if key not in named
         ]
-        scalars = self._scalars(runner, batch_idx - 1, mode, whole)
+        scalars = self._scalars(runner, batch_idx - 1, mode, epoch_means)
         last: dict[str, Any] = {key: scalars.pop(key) for key in ("data_time", "time") if key in scalars}
         infos = self._infos(runner, mode)
         count = len(runner.loader_of(mode))

@@ -133,21 +133,17 @@ def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
 
 def known_arguments(runner: Any) -> list[str]:
     """Return the names of a runner's arguments."""
-    parameters = inspect.signature(runner.__init__).parameters.values()
-    return [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in ("self", "cfg")
-    ]
+    parameters = inspect.signature(runner.__init__).parameters
+    return [name for name in parameters if name not in ("self", "cfg", "unknown")]
 
 
 def takes_nothing(function: Any) -> bool:
-    """Whether a function can be called without arguments."""
-    if not callable(function):
+    """Whether a function can be called without arguments; not, if it is None."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
         return False
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return all(parameter.default is not parameter.empty or parameter.kind in variadic for parameter in parameters)
+    return True
 
 
 def misspelt(keys: Any, known: Any) -> list[Problem]:
@@ -307,9 +303,7 @@ class BaseRunner(Checkpoints):
             )
         if default_scope not in (None, "mmengine", "plait"):
             message = f"{default_scope!r}: default scopes are not supported"
-            raise ConfigError(
-                Problem("default_scope", message, f"Write the scope in the name: type='{default_scope}.Name'.")
-            )
+            raise ConfigError(Problem("default_scope", message, f"Write the scope in names: '{default_scope}.Name'."))
         wanted = wanted_phases(
             {"cfg": train_cfg, "dataloader": train_dataloader},
             {"cfg": val_cfg, "dataloader": val_dataloader, "evaluator": val_evaluator},
