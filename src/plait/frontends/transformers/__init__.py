@@ -1,7 +1,7 @@
-"""The Hugging Face Trainer, spread by Plait: `from plait.frontends.transformers import PlaitTrainer`.
+"""The Hugging Face Trainer on Plait's engine: `from plait.frontends.transformers import PlaitTrainer`.
 
 `TrainingArguments` are those of `transformers`, for runs with `deepspeed=`. Both need `transformers` and
-`accelerate`, and are loaded on first use.
+`accelerate`, and are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

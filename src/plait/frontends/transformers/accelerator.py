@@ -1,4 +1,4 @@
-"""The Trainer's Accelerator: loaders, metrics and processes are Accelerate's, models and optimizers Plait's."""
+"""The Trainer's Accelerator: Accelerate's loaders, metrics and processes, and Plait's models and optimizers."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from plait.errors import ModelError
 from plait.frontends.accelerate import Gatherer, PreparedModel, PreparedOptimizer, backward, build_engine
 from plait.precision import make_policy
 
-# Untyped, and not everywhere installed.
+# Without types, and not always installed.
 _accelerate: Any = import_module("accelerate")
-_kinds: Any = import_module("accelerate.utils").DistributedType
+_DistributedType: Any = import_module("accelerate.utils").DistributedType
 
 
 class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
-    """An Accelerator of Accelerate's own, in which a model and its optimizer are one of Plait's engines."""
+    """An `accelerate.Accelerator` that prepares a model and its optimizer as one of Plait's engines."""
 
     def __init__(self, config: RunConfig, **kwargs: Any) -> None:
-        # Precision is the engine's: there is to be no autocast around it, and no scaler beside its own.
+        # Precision is the engine's: no autocast around it, and no scaler beside its own.
         super().__init__(**{**kwargs, "mixed_precision": "no"})
         self.config = config
         self.world: World = open_world(config)
         policy = make_policy(config.precision)
         self._dtype = policy.compute if policy.mixed else None
-        self._bound: PreparedModel | None = None
-        """The model on its engine; it stays there when the Trainer begins again."""
+        self._prepared_model: PreparedModel | None = None
+        """The model on its engine, which it keeps when the Trainer trains again."""
         self.trained_names: list[list[str]] = []
-        """The parameters of each of the optimizer's groups, in order: its files know them by number alone."""
+        """The names of the parameters in each of the optimizer's groups: its files have their numbers alone."""
 
     @property
     def distributed_type(self) -> Any:
-        """Replicas, as far as the Trainer is concerned, whatever they are."""
+        """Report replicas to the Trainer, whatever the strategy is."""
         if self.num_processes == 1:
-            return _kinds.NO
-        return _kinds.MULTI_CPU if self.device.type == "cpu" else _kinds.MULTI_GPU
+            return _DistributedType.NO
+        return _DistributedType.MULTI_CPU if self.device.type == "cpu" else _DistributedType.MULTI_GPU
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """A model, which is spread when its optimizer comes; one for evaluation stays whole."""
+        """Return a prepared model, which is sharded with its optimizer; one for evaluation stays unsharded."""
         if isinstance(model, PreparedModel):
             return model
-        if self._bound is not None and self._bound.module is model:
-            if not any(each is self._bound for each in self._models):
-                self._models.append(self._bound)
-            return self._bound
+        if self._prepared_model is not None and self._prepared_model.module is model:
+            if not any(known is self._prepared_model for known in self._models):
+                self._models.append(self._prepared_model)
+            return self._prepared_model
         prepared = PreparedModel(model, self.device, self._dtype)
         if evaluation_mode:
             prepared.to_device()
@@ -61,22 +61,22 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """An optimizer on the engine of its model."""
+        """Return the optimizer on the engine of its model."""
         if isinstance(optimizer, PreparedOptimizer):
             self._optimizers.append(optimizer)
             return optimizer
         params = [param for group in optimizer.param_groups for param in group["params"]]
         owners = [model for model in self._models if isinstance(model, PreparedModel) and model.owns(params)]
         if len(owners) != 1:
-            raise ModelError(f"the optimizer's parameters belong to {len(owners)} prepared models; they must be one's")
+            raise ModelError(f"the optimizer's parameters belong to {len(owners)} prepared models, expected one")
         owner = owners[0]
         names = {id(param): name for name, param in owner.module.named_parameters()}
         groups = optimizer.param_groups
         self.trained_names = [[names.get(id(param), "") for param in group["params"]] for group in groups]
-        # The Trainer computes the loss from the answer, see `loss_outside`.
+        # The Trainer computes the loss from the outputs, see `loss_of_outputs`.
         engine = build_engine(self.config, self.world, owner.module, optimizer, self.print, whole_vocabulary=False)
         owner.bind(engine, None)
-        self._bound = owner
+        self._prepared_model = owner
         prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)
         self._optimizers.append(prepared)
         return prepared
@@ -84,7 +84,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader over the ranks that see different data."""
+        """Return a loader whose batches are split over the data-parallel ranks."""
         layout = self.world.layout
         if layout.data_parallel == layout.size:
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
@@ -107,14 +107,14 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Everything of a round of batches; of ranks that see the same data, one's."""
+        """Gather the batches of all data-parallel ranks."""
         if self.world.layout.data_parallel == self.world.size:
             return super().gather_for_metrics(input_data, use_gather_object)
         return Gatherer(self.world).gather_for_metrics(input_data, self.gradient_state, as_objects=use_gather_object)
 
     @property
     def trained(self) -> PreparedModel | None:
-        """The model on its engine, once there is one."""
+        """The model on its engine, once an optimizer is prepared."""
         return next((model for model in self._models if getattr(model, "engine", None) is not None), None)
 
     @property
@@ -125,7 +125,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         return self.trained.engine
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward through this rank's part of the step's loss."""
+        """Run backward from this rank's loss."""
         kwargs.pop("scale_wrt_gas", None)
         trained = self.trained
         assert trained is not None
@@ -134,7 +134,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside are added up on this rank."""
+        """Accumulate the gradients of the block on this rank."""
         assert isinstance(model, PreparedModel)
         before, model.syncs = model.syncs, False
         try:
@@ -143,14 +143,14 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             model.syncs = before
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the global norm in the step that follows; returns the norm before, on the device."""
+        """Clip the global norm in the next step; returns the norm before clipping, on the device."""
         return self.engine.clip_grad_norm(float(max_norm))
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the schedule waits, which the Trainer asks after every step: see `PreparedOptimizer.overflowed`."""
+        """Whether the last step overflowed, so that the Trainer does not step its schedule."""
         return any(optimizer.overflowed for optimizer in self._optimizers)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The model itself."""
+        """Return the model without its wrapper."""
         return model.module if isinstance(model, PreparedModel) else super().unwrap_model(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What `TrainingArguments` say about how training is spread, as a run description."""
+"""`TrainingArguments` as a run description: strategy, precision and seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.frontends.accelerate import (
     merged,
 )
 
-_TRAINERS = {
+_TRAINER_KEYS = {
     "train_batch_size": "per_device_train_batch_size",
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -25,87 +25,87 @@ _TRAINERS = {
     "steps_per_print": "logging_steps",
     "wall_clock_breakdown": "the Trainer's own times",
 }
-"""Keys of a DeepSpeed configuration that the Trainer itself sees to, and by which argument."""
-_MADE = ("optimizer", "scheduler")
+"""Keys of a DeepSpeed configuration that the Trainer itself honours, with the argument for it."""
+_BUILT_KEYS = ("optimizer", "scheduler")
 
 
 def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig, KeyReport]:
-    """The run description of a Trainer's arguments; `sections`, in Plait's own words, stand over it."""
+    """Return the run description of a Trainer's arguments; `sections`, in Plait's own keys, take precedence."""
     plugins: list[Any] = []
     if args.fsdp_plugin_args is not None:
         plugins.append(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
     precision = args.mixed_precision
-    own: dict[str, Any] = {"seed": args.seed, "deterministic": bool(args.full_determinism)}
+    settings: dict[str, Any] = {"seed": args.seed, "deterministic": bool(args.full_determinism)}
     if args.deepspeed:
-        theirs = _with_precision(_deepspeed(args), precision)
-        plugins.append(DeepSpeedPlugin(hf_ds_config=theirs))
-        precision = None  # its sections say it now
-        own["precision"] = {"cast_inputs": True}  # as the Trainer itself does under DeepSpeed
+        deepspeed = _with_precision(_translated_keys(args), precision)
+        plugins.append(DeepSpeedPlugin(hf_ds_config=deepspeed))
+        precision = None  # its sections have it now
+        settings["precision"] = {"cast_inputs": True}  # as the Trainer itself does under DeepSpeed
     if getattr(args, "torch_compile", False):
         plugins.append(TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode))
     if args.parallelism_config is not None:
         raise ConfigError(
             Problem(
                 "parallelism_config",
-                "its sizes are read from `sections` here",
+                "is read from `sections` here",
                 "Write PlaitTrainer(…, sections={'strategy': {'layout': {'tp': 2}}}).",
             )
         )
     handlers = []
     if args.ddp_bucket_cap_mb is not None:
         handlers.append(DistributedDataParallelKwargs(bucket_cap_mb=args.ddp_bucket_cap_mb))
-    own = merged(own, sections or {})
+    settings = merged(settings, sections or {})
     if args.ddp_timeout:
-        own.setdefault("timeout_s", float(args.ddp_timeout))
+        settings.setdefault("timeout_s", float(args.ddp_timeout))
     if args.tf32 and args.mixed_precision == "no":
-        own.setdefault("precision", "tf32")
+        settings.setdefault("precision", "tf32")
     config, report = build_config(
         None,
         plugins,
         handlers,
         mixed_precision=precision,
         cpu=args.use_cpu,
-        sections=own,
+        sections=settings,
     )
     for key, value in deepspeed_of(args).items():
-        if key in _TRAINERS:
-            report.add(KeyOutcome.MAPPED, key, value, f"the Trainer sees to it: {_TRAINERS[key]}")
-        elif key in _MADE:
-            report.add(KeyOutcome.HONOURED, key, value, "made as DeepSpeed makes it, in the Trainer's loop")
+        if key in _TRAINER_KEYS:
+            report.add(KeyOutcome.MAPPED, key, value, f"the Trainer honours it: {_TRAINER_KEYS[key]}")
+        elif key in _BUILT_KEYS:
+            report.add(KeyOutcome.HONOURED, key, value, "built as by DeepSpeed, in the Trainer's loop")
     return config, report
 
 
 def deepspeed_of(args: Any) -> dict[str, Any]:
-    """The DeepSpeed configuration of a Trainer, its open values filled from the arguments; empty without one."""
+    """Return the DeepSpeed configuration of a Trainer, `auto` filled in from the arguments; empty without one."""
     return dict(args.hf_deepspeed_config.config) if args.deepspeed else {}
 
 
 def refuse_mismatches(args: Any) -> None:
-    """Where configuration and arguments say different things, name both."""
+    """Raise where configuration and arguments differ, naming both."""
     if args.deepspeed and args.hf_deepspeed_config.mismatches:
-        found = [each.removeprefix("- ") for each in dict.fromkeys(args.hf_deepspeed_config.mismatches)]
-        message = f"it disagrees with TrainingArguments: {'; '.join(found)}"
+        mismatches = [line.removeprefix("- ") for line in dict.fromkeys(args.hf_deepspeed_config.mismatches)]
+        message = f"it disagrees with TrainingArguments: {'; '.join(mismatches)}"
         raise ConfigError(Problem("deepspeed", message, "Write 'auto' there, or the same value."))
 
 
-def _with_precision(config: dict[str, Any], asked: str) -> dict[str, Any]:
-    """DeepSpeed's configuration, completed for the format that `bf16` or `fp16` of the arguments asks for.
+def _with_precision(config: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Return the configuration with the section for `bf16` or `fp16` of the arguments, switched on.
 
-    As Accelerate does it: a section that is absent is added, switched on. One that is there without `enabled` stays
-    off with Accelerate, which then trains in fp32 without a word; that is an error here.
+    As in Accelerate, an absent section is added. One without `enabled` stays off in Accelerate, which then trains in
+    fp32 silently; that is an error here.
     """
-    if asked == "no":
+    if precision == "no":
         return config
-    if asked not in config:
-        return {**config, asked: {"enabled": True, "auto_cast": True} if asked == "fp16" else {"enabled": True}}
-    section = config[asked]
+    if precision not in config:
+        return {**config, precision: {"enabled": True, "auto_cast": True} if precision == "fp16" else {"enabled": True}}
+    section = config[precision]
     if not (isinstance(section, Mapping) and section.get("enabled")):
-        message = f"it is not switched on by {section!r}, and TrainingArguments have {asked}=True"
-        raise ConfigError(Problem(f"deepspeed.{asked}.enabled", message, "Write 'auto' or true there."))
+        message = f"it is not switched on by {section!r}, and TrainingArguments have {precision}=True"
+        raise ConfigError(Problem(f"deepspeed.{precision}.enabled", message, "Write 'auto' or true there."))
     return config
 
 
-def _deepspeed(args: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration without what the Trainer itself does, batch sizes and clipping for example."""
+def _translated_keys(args: Any) -> dict[str, Any]:
+    """Return DeepSpeed's configuration without the keys that the Trainer itself honours."""
     refuse_mismatches(args)
-    return {key: value for key, value in deepspeed_of(args).items() if key not in (*_TRAINERS, *_MADE)}
+    return {key: value for key, value in deepspeed_of(args).items() if key not in (*_TRAINER_KEYS, *_BUILT_KEYS)}

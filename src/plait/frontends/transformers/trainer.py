@@ -1,4 +1,4 @@
-"""`PlaitTrainer`: Hugging Face's Trainer, its loop untouched, on Plait's engine."""
+"""`PlaitTrainer`: Hugging Face's Trainer, with its own loop, on Plait's engine."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ from plait.transformers_internals import overrides
 
 if TYPE_CHECKING:
     from plait.engine import LoopEngine
-    from plait.frontends.transformers.accelerator import TrainerAccelerator
 
-# The state of a Trainer's engine, in Plait's own form.
+# Checkpoints of the engine, in Plait's own format.
 
 
 _HOOK = "trainer"
@@ -57,7 +56,7 @@ def save(accelerator: TrainerAccelerator, folder: Path) -> None:
 
 
 def load(accelerator: TrainerAccelerator, folder: Path, *, weights_only: bool = False) -> None:
-    """Go on from a checkpoint that any number of ranks wrote under any strategy; every rank must call it."""
+    """Load a checkpoint of any number of ranks and any strategy; every rank must call it."""
     engine, world = accelerator.engine, accelerator.world
     checkpoint = open_checkpoint(folder)
     if not weights_only:
@@ -73,10 +72,10 @@ def load(accelerator: TrainerAccelerator, folder: Path, *, weights_only: bool = 
         restore_groups(engine.optimizer, unpack(state["hooks"][_HOOK]["groups"], {}))
 
 
-# Checkpoints that the Trainer itself wrote: optimizer, schedule and loss scale go on under any of Plait's strategies.
+# Checkpoints that the Trainer itself wrote: optimizer, schedule and loss scale, resumed under any strategy.
 #
-# Weights, the place in the data and random numbers are read by the Trainer's own code, as they always are. What is read
-# here is found in the files, not loaded: no pickle is executed, and a rank has one whole tensor in memory at a time.
+# The Trainer's own code reads weights, the position in the data and random numbers. Here no pickle is executed, and a
+# rank has one full tensor in memory at a time.
 
 
 OPTIMIZER, SCHEDULE, SCALER, STATE = "optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json"
@@ -85,12 +84,12 @@ _SHOWN = 6
 
 
 def deepspeed_folder(checkpoint: Path) -> Path | None:
-    """What DeepSpeed wrote inside a checkpoint of the Trainer; None where it had no part in it."""
+    """Return the folder that DeepSpeed wrote inside a checkpoint of the Trainer; None where there is none."""
     return newest_tag(checkpoint, "deepspeed")
 
 
-def load_foreign(accelerator: TrainerAccelerator, checkpoint: Path) -> Mapping[str, Any]:
-    """Take the optimizer's state, and what DeepSpeed has cut also the weights; returns the state of the schedule.
+def load_trainer_checkpoint(accelerator: TrainerAccelerator, checkpoint: Path) -> Mapping[str, Any]:
+    """Load the optimizer's state, and the weights that DeepSpeed sharded; return the state of the schedule.
 
     Every rank must call it.
     """
@@ -99,39 +98,39 @@ def load_foreign(accelerator: TrainerAccelerator, checkpoint: Path) -> Mapping[s
         schedule = load_values(checkpoint / SCHEDULE)
     if (inside := deepspeed_folder(checkpoint)) is not None:
         schedule = schedule or foreign_state(inside).get("lr_scheduler") or {}
-        _take_from_deepspeed(accelerator, checkpoint, inside, schedule)
+        _load_deepspeed(accelerator, checkpoint, inside, schedule)
     else:
-        _take(accelerator, checkpoint)
+        _load_optimizer(accelerator, checkpoint)
     if not schedule:
-        raise CheckpointError(f"{checkpoint} has no {SCHEDULE}, so the learning rate to go on with is not known")
+        raise CheckpointError(f"{checkpoint} has no {SCHEDULE}, so the learning rate to resume with is unknown")
     return schedule
 
 
-def _take(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
+def _load_optimizer(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
     if not (checkpoint / OPTIMIZER).is_file():
         raise CheckpointError(
-            f"{checkpoint} has neither the folder `plait` nor {OPTIMIZER}, so there is no optimizer state to go on "
-            "from. Load its weights with from_pretrained, and train without resume_from_checkpoint"
+            f"{checkpoint} has neither the folder `plait` nor {OPTIMIZER}, so there is no optimizer state to "
+            "resume from. Load its weights with from_pretrained, and train without resume_from_checkpoint"
         )
     engine, content = accelerator.engine, TorchFile(checkpoint / OPTIMIZER).content
     try:
         groups, states = content["param_groups"], content["state"]
     except (KeyError, TypeError):
-        raise CheckpointError(f"{checkpoint / OPTIMIZER} is no state_dict of an optimizer") from None
+        raise CheckpointError(f"{checkpoint / OPTIMIZER} is not a state_dict of an optimizer") from None
     _check_groups(checkpoint, groups, accelerator)
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for group, names in zip(groups, accelerator.trained_names, strict=True):
         for number, name in zip(group["params"], names, strict=True):
             for key, value in states.get(number, {}).items():
-                found[f"{name}.{key}"] = value if isinstance(value, FileTensor) else torch.tensor(float(value))
-    entries = {name: TensorEntry(value.shape, value.dtype) for name, value in found.items()}
-    _fill(engine, checkpoint, entries, lambda name: read_file_tensor(found[name]))
+                tensors[f"{name}.{key}"] = value if isinstance(value, FileTensor) else torch.tensor(float(value))
+    entries = {name: TensorEntry(value.shape, value.dtype) for name, value in tensors.items()}
+    _fill(engine, checkpoint, entries, lambda name: read_file_tensor(tensors[name]))
     settings = [{key: value for key, value in group.items() if key not in PLACED} for group in groups]
     restore_groups(engine.optimizer, settings)
-    _count(engine, checkpoint, {})
+    _restore_counters(engine, checkpoint, {})
 
 
-def _take_from_deepspeed(
+def _load_deepspeed(
     accelerator: TrainerAccelerator, checkpoint: Path, inside: Path, schedule: Mapping[str, Any]
 ) -> None:
     engine = accelerator.engine
@@ -142,29 +141,29 @@ def _take_from_deepspeed(
                 if name not in source.entries:
                     raise CheckpointError(f"{inside}, saved by DeepSpeed, does not have {name.removeprefix('model.')}")
                 assign_full_tensor(tensor, source.read(name))
-        entries = {n.removeprefix("optim."): e for n, e in source.entries.items() if n.startswith("optim.")}
-        _fill(engine, inside, entries, lambda name: source.read(f"optim.{name}"))
-        _count(engine, checkpoint, source.state["engine"])
+        states = {name.removeprefix("optim."): e for name, e in source.entries.items() if name.startswith("optim.")}
+        _fill(engine, inside, states, lambda name: source.read(f"optim.{name}"))
+        _restore_counters(engine, checkpoint, source.state["engine"])
     for group, rate in zip(engine.optimizer.param_groups, schedule.get("_last_lr", ()), strict=False):
         group["lr"] = rate  # a schedule sets it for the update after the next
 
 
 def load_scale(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
-    """Go on with the loss scale of a `GradScaler`, where this run has one too."""
+    """Resume the loss scale of a `GradScaler`, where this run has a scaler too."""
     scaler = accelerator.engine.scaler
     if scaler is not None and (checkpoint / SCALER).is_file():
-        theirs = load_values(checkpoint / SCALER)
-        if theirs:  # a scaler that was off says nothing
-            scaler.restore({**scaler.state(), "scale": theirs["scale"], "clean_steps": theirs["_growth_tracker"]})
+        saved = load_values(checkpoint / SCALER)
+        if saved:  # empty for a disabled scaler
+            scaler.restore({**scaler.state(), "scale": saved["scale"], "clean_steps": saved["_growth_tracker"]})
 
 
 def load_weights(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
-    """Take the weights alone from the files that `from_pretrained` reads; every rank must call it."""
+    """Load the weights alone, from the files that `from_pretrained` reads; every rank must call it."""
     engine, adapters = accelerator.engine, checkpoint / ADAPTERS
-    tensors = {name: each for name, each in engine.state_tensors().items() if name.startswith("model.")}
-    if adapters.is_file():  # what is not trained is not in there
-        tensors = {name: each for name, each in tensors.items() if name.removeprefix("model.") not in engine.frozen()}
-    stored = {name: _in_adapters(name) if adapters.is_file() else name for name in tensors}
+    tensors = {name: tensor for name, tensor in engine.state_tensors().items() if name.startswith("model.")}
+    if adapters.is_file():  # has trained parameters alone
+        tensors = {n: tensor for n, tensor in tensors.items() if n.removeprefix("model.") not in engine.frozen()}
+    stored = {name: _name_in_adapter_file(name) if adapters.is_file() else name for name in tensors}
     with open_source(adapters if adapters.is_file() else checkpoint) as source:
         if absent := [name.removeprefix("model.") for name in stored.values() if name not in source.entries]:
             raise CheckpointError(
@@ -176,20 +175,20 @@ def load_weights(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
     engine.state_loaded()
 
 
-def _in_adapters(name: str) -> str:
-    """What `peft` calls a parameter of the adapter `default` in its file."""
+def _name_in_adapter_file(name: str) -> str:
+    """Return the name that `peft` gives a parameter of the adapter `default` in its file."""
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 def _fill(
     engine: LoopEngine, checkpoint: Path, entries: Mapping[str, TensorEntry], read: Callable[[str], Tensor]
 ) -> None:
-    """Make room for an optimizer's state, and read it, a tensor at a time."""
+    """Allocate an optimizer's state and read it, one tensor at a time."""
     weights = engine.state_tensors()
-    if wrong := list(_misfits(weights, entries)):
-        raise CheckpointError(f"the optimizer in {checkpoint} is not of this model: {_few(wrong, '; ')}")
-    room = {name: (entry.shape, _dtype(weights, name, entry)) for name, entry in entries.items()}
-    engine.allocate_optimizer_state(room)
+    if mismatches := list(_mismatches(weights, entries)):
+        raise CheckpointError(f"the optimizer in {checkpoint} is not of this model: {_few(mismatches, '; ')}")
+    shapes = {name: (entry.shape, _dtype(weights, name, entry)) for name, entry in entries.items()}
+    engine.allocate_optimizer_state(shapes)
     tensors = engine.state_tensors()
     for name in entries:
         if f"optim.{name}" in tensors:  # else another rank updates that parameter
@@ -197,58 +196,58 @@ def _fill(
     engine.state_loaded()
 
 
-def _misfits(weights: Mapping[str, Tensor], entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+def _mismatches(weights: Mapping[str, Tensor], entries: Mapping[str, TensorEntry]) -> Iterator[str]:
     for name, entry in entries.items():
         weight = weights.get(f"model.{name.rpartition('.')[0]}")
         if weight is None:
-            yield f"{name} belongs to no parameter here"
+            yield f"{name} has no parameter in this model"
         elif entry.shape not in (weight.shape, torch.Size()):
-            yield f"{name} is {tuple(entry.shape)}, and the parameter {tuple(weight.shape)}"
+            yield f"{name} has shape {tuple(entry.shape)}, and the parameter {tuple(weight.shape)}"
 
 
 def _dtype(weights: Mapping[str, Tensor], name: str, entry: TensorEntry) -> torch.dtype:
-    """As torch does it: what is shaped like a parameter is kept as the parameter is, numbers stay as they are."""
+    """Return the dtype of a state, as torch chooses it: a tensor has the parameter's, a number its own."""
     return weights[f"model.{name.rpartition('.')[0]}"].dtype if entry.shape else entry.dtype
 
 
 def _check_groups(checkpoint: Path, groups: Sequence[Mapping[str, Any]], accelerator: TrainerAccelerator) -> None:
-    here = accelerator.engine.optimizer.param_groups
-    theirs, ours = [len(group["params"]) for group in groups], [len(names) for names in accelerator.trained_names]
-    if theirs != ours:
+    current = accelerator.engine.optimizer.param_groups
+    saved_sizes, sizes = [len(group["params"]) for group in groups], [len(names) for names in accelerator.trained_names]
+    if saved_sizes != sizes:
         raise CheckpointError(
-            f"the optimizer in {checkpoint} has groups of {theirs} parameters, and this one of {ours}: train the same "
-            "parameters, with the same weight_decay rules"
+            f"the optimizer in {checkpoint} has groups of {saved_sizes} parameters, and this one of {sizes}: train the "
+            "same parameters, with the same weight_decay rules"
         )
-    for group, own in zip(groups, here, strict=True):
-        if unknown := sorted(group.keys() - own.keys() - {"initial_lr"}):
+    for saved, group in zip(groups, current, strict=True):
+        if unknown := sorted(saved.keys() - group.keys() - {"initial_lr"}):
             raise CheckpointError(
-                f"{checkpoint} has the state of another optimizer than {type(accelerator.engine.optimizer).__name__}: "
+                f"{checkpoint} has the state of another optimizer, not {type(accelerator.engine.optimizer).__name__}: "
                 f"its groups have {_few(unknown)}; set the `optim` that it was trained with"
             )
 
 
-def _count(engine: LoopEngine, checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Go on counting steps, as the Trainer itself does."""
+def _restore_counters(engine: LoopEngine, checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Restore the number of steps, as the Trainer itself does."""
     steps = read_json_object(checkpoint / STATE, CheckpointError).get("global_step")
     if type(steps) is not int or steps < 0:
         raise CheckpointError(f"{checkpoint / STATE} has the global_step {steps!r}, expected a number of steps")
     engine.restore({"skips_in_a_row": 0, "scaler": None, **state, "steps": steps})
 
 
-def _few(words: Sequence[str], between: str = ", ") -> str:
-    more = f"{between}and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-    return between.join(words[:_SHOWN]) + more
+def _few(items: Sequence[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return separator.join(items[:_SHOWN]) + more
 
 
-_trainer: Any = import_module("transformers.trainer")  # barely typed, and not everywhere installed
+_trainer: Any = import_module("transformers.trainer")  # almost without types, and not always installed
 _FOLDER = "plait"
-"""Beside the weights in a checkpoint of the Trainer: the whole state, as any run of Plait's has it."""
+"""The folder of Plait's own checkpoint inside one of the Trainer."""
 
 
 class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
-    """`transformers.TrainingArguments` that do not make DeepSpeed itself cut the models that are loaded from now on.
+    """`transformers.TrainingArguments` that do not make DeepSpeed itself shard the models that are loaded afterwards.
 
-    With `deepspeed=` at stage 3, those of `transformers` have `from_pretrained` do so. The file that `deepspeed=` names
+    With `deepspeed=` at stage 3, those of `transformers` make `from_pretrained` shard models. The file of `deepspeed=`
     may have comments, as everywhere in Plait.
     """
 
@@ -265,55 +264,54 @@ class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
 
 @overrides
 class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
-    """A `transformers.Trainer` whose model and optimizer are spread by Plait.
+    """A `transformers.Trainer` whose model and optimizer are on Plait's engine.
 
-    Takes what the Trainer takes. How training is spread is read from the arguments (`fsdp`, `deepspeed`, `bf16`, …);
-    `sections` of a run description stand over them: `sections={"strategy": "zero3"}`. `key_report` has the
-    outcome of every key.
+    Takes the arguments of the Trainer. The strategy is read from them (`fsdp`, `deepspeed`, `bf16`, …); `sections` of a
+    run description take precedence: `sections={"strategy": "zero3"}`. `key_report` has the outcome of every key.
     """
 
     def __init__(self, *args: Any, sections: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._sections = sections
-        self._given: dict[str, Any] = {}
+        self._accelerator_args: dict[str, Any] = {}
         self._recipe = Recipe({})
         super().__init__(*args, **kwargs)
-        _refuse_cut(self.model)
+        _refuse_deepspeed_shards(self.model)
         if self.accelerator.world.layout.tp > 1 and vars(self)["compute_loss_func"] is None:
-            self.compute_loss_func = loss_outside(self.model)
+            self.compute_loss_func = loss_of_outputs(self.model)
 
     # ---- the accelerator
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        self._given = super()._build_accelerator_args(**kwargs)
+        self._accelerator_args = super()._build_accelerator_args(**kwargs)
         for name in ("deepspeed_plugin", "fsdp_plugin", "dynamo_plugin", "parallelism_config"):
-            self._given.pop(name, None)
-        self._given["mixed_precision"] = "no"
-        return self._given
+            self._accelerator_args.pop(name, None)
+        self._accelerator_args["mixed_precision"] = "no"
+        return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and put one of Plait's in its place."""
+        """Create the accelerator, and replace it by a `TrainerAccelerator`."""
         config, self.key_report = config_of(self.args, self._sections)
         self._recipe = Recipe(deepspeed_of(self.args))
-        fsdp, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None  # the plugin would ask for FSDP's own way
+        fsdp, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None  # so that no FSDP plugin is created
         try:
             super().create_accelerator_and_postprocess()
         finally:
             self.args.fsdp_plugin_args = fsdp
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-        self.accelerator = TrainerAccelerator(config, **self._given)
+        self.accelerator = TrainerAccelerator(config, **self._accelerator_args)
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
     def get_tp_size(self) -> int:
-        """How many ranks see the same data."""
+        """Return the number of ranks that see the same data."""
         layout = self.accelerator.world.layout
         return int(layout.size // layout.data_parallel)
 
-    # ---- what a DeepSpeed configuration describes
+    # ---- the optimizer and schedule of a DeepSpeed configuration
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The Trainer's optimizer; or, as with DeepSpeed, the one of its configuration, over all that is trained."""
+        """Return the Trainer's optimizer or, as with DeepSpeed, the one of its configuration over all parameters."""
         if self._recipe.has_optimizer:
             given = vars(self)["optimizer"]
             if given is None:
@@ -324,33 +322,33 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's schedule, or the one of a DeepSpeed configuration."""
+        """Return the Trainer's schedule, or the one of a DeepSpeed configuration."""
         if not self._recipe.has_schedule:
             return super().create_scheduler(num_training_steps, optimizer)
         if vars(self)["lr_scheduler"] is not None:
             raise _given_twice("scheduler")
-        theirs = self.args.hf_deepspeed_config
-        theirs.fill_match("scheduler.params.total_num_steps", num_training_steps, "num_training_steps (calculated)")
+        deepspeed = self.args.hf_deepspeed_config
+        deepspeed.fill_match("scheduler.params.total_num_steps", num_training_steps, "num_training_steps (calculated)")
         warmup = max(1, self.args.get_warmup_steps(num_training_steps))
-        theirs.fill_match("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
+        deepspeed.fill_match("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
         refuse_mismatches(self.args)
         self.lr_scheduler = Recipe(deepspeed_of(self.args)).schedule(self.optimizer if optimizer is None else optimizer)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    # ---- the model in use
+    # ---- the model
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         bare: nn.Module = self.accelerator.unwrap_model(model)
         trained: nn.Module | None = self.accelerator.trained
         if trained is not None and trained.module is bare:
-            return trained  # called by itself, it would do without the engine's precision and sharding
+            return trained  # the bare model would compute without the engine's precision and sharding
         return bare
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.accelerator.config.strategy.stage == 0:
             super()._move_model_to_device(model, device)
-        # Otherwise it is cut first: no device need hold the whole.
+        # Otherwise it is sharded first: no device has to hold the whole model.
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
@@ -360,12 +358,12 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         if grad_norm is None:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
         assert grad_norm is not None
-        return grad_norm  # the Trainer makes a number of it where it logs
+        return grad_norm  # the Trainer converts it where it logs
 
     # ---- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole weights as `save_pretrained` does; of adapters, these alone."""
+        """Write the full weights as `save_pretrained` does; of a model with adapters, the adapters alone."""
         trained = self.accelerator.trained
         if trained is None:
             super().save_model(output_dir, _internal_call)
@@ -391,14 +389,14 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
             load(self.accelerator, folder / _FOLDER)
             schedule: Mapping[str, Any] = load_values(folder / _trainer.SCHEDULER_NAME)
         else:
-            schedule = load_foreign(self.accelerator, folder)
+            schedule = load_trainer_checkpoint(self.accelerator, folder)
         self.lr_scheduler.load_state_dict(schedule)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / _FOLDER).is_dir() or deepspeed_folder(folder) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # Otherwise weights come with the optimizer's state, once the model is spread: DeepSpeed may have cut them.
+        # Otherwise weights are loaded with the optimizer's state: DeepSpeed may have sharded them.
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and not (Path(checkpoint) / _FOLDER).is_dir():
@@ -412,38 +410,38 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
             load_weights(self.accelerator, best)
 
 
-def _refuse_cut(model: nn.Module) -> None:
+def _refuse_deepspeed_shards(model: nn.Module) -> None:
     if any(hasattr(param, "ds_id") for param in model.parameters()):
         raise ModelError(
-            "DeepSpeed has cut this model as it was loaded. Take TrainingArguments from plait.frontends.transformers, "
-            "or load the model before they are made"
+            "DeepSpeed sharded this model when it was loaded. Take TrainingArguments from "
+            "plait.frontends.transformers, or load the model before they are created"
         )
 
 
-def _given_twice(word: str) -> ConfigError:
-    message = "the configuration describes one, and `optimizers` has one too"
-    return ConfigError(Problem(f"deepspeed.{word}", message, "Leave out one of the two."))
+def _given_twice(key: str) -> ConfigError:
+    message = "the configuration has one, and `optimizers` has one too"
+    return ConfigError(Problem(f"deepspeed.{key}", message, "Leave out one of the two."))
 
 
-def loss_outside(model: nn.Module) -> Any:
-    """The loss of a `transformers` model, computed from its answer; None where the model has no such function.
+def loss_of_outputs(model: nn.Module) -> Any:
+    """Return the loss function of a `transformers` model, on its outputs; None where it has none.
 
-    Inside, a model cut along the vocabulary has a part of its logits; its answer is whole.
+    Inside a model that is sharded along the vocabulary the logits are a shard; in its outputs they are complete.
     """
     base: Any = model
     base = base.get_base_model() if hasattr(model, "get_base_model") else model
-    own: Any = getattr(base, "loss_function", None)
+    loss_function: Any = getattr(base, "loss_function", None)
     config: Any = getattr(base, "config", None)
-    if own is None or not hasattr(config, "vocab_size"):
+    if loss_function is None or not hasattr(config, "vocab_size"):
         return None
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        found: Tensor = own(
+        value: Tensor = loss_function(
             logits=outputs["logits"],
             labels=labels,
             vocab_size=config.get_text_config().vocab_size,
             num_items_in_batch=num_items_in_batch,
         )
-        return found
+        return value
 
     return loss
