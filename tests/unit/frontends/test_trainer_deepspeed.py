@@ -97,7 +97,7 @@ def test_optimizer_and_schedule_of_the_file_are_those_of_the_run(tmp_path: Path)
     assert history(ours, "learning_rate") == pytest.approx([RATE * each for each in RISE])
     for key in ("loss", "grad_norm", "learning_rate"):
         assert history(ours, key) == pytest.approx(history(theirs, key), rel=1e-4, abs=1e-6)
-    answered = {entry.key for entry in ours.report.entries}
+    answered = {entry.key for entry in ours.key_report.entries}
     assert {"optimizer", "scheduler", "gradient_clipping", "zero_optimization.stage"} <= answered
     again = PlaitTrainer(model(), args, train_dataset=data)
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
