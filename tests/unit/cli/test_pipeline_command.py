@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.refusals import missing, refused
 
-from plait.cli.pipeline import _place, pipeline, sort_words
+from plait.cli.pipeline import _ranks_and_start, pipeline, sort_arguments
 from plait.errors import ConfigError
 from plait.posttrain.phases import from_files, make_steps, run_steps
 from plait.posttrain.run import phase_runner
@@ -30,12 +30,12 @@ PHASE: dict[str, Any] = {
 
 def test_files_settings_and_flags_may_stand_in_any_order() -> None:
     line = "a.yaml optim.lr=3e-4 b.toml -n 2 --step 1 3 seed=5 --output-dir=out --data_path x.jsonl y.json --dry-run"
-    asked = sort_words(line.split())
+    asked = sort_arguments(line.split())
     assert (asked.files, asked.overrides) == (["a.yaml", "b.toml"], ["optim.lr=3e-4", "seed=5"])
     assert asked.options == {"nproc": "2", "dry_run": ""}
     assert asked.step_flags == ["--step", "1", "3", "--output-dir=out"]
     assert asked.flags == ["--data_path", "x.jsonl", "y.json"]
-    assert sort_words(["--actor-model", "m", "a.yaml"]).files == ["a.yaml"], "one folder is one word"
+    assert sort_arguments(["--actor-model", "m", "a.yaml"]).files == ["a.yaml"], "one folder is one word"
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_files_settings_and_flags_may_stand_in_any_order() -> None:
 )
 def test_words_that_mean_nothing_or_disagree_are_refused(words: str, key: str, names: list[str]) -> None:
     with refused(ConfigError, *names, key=key):
-        _place(sort_words(words.split()))
+        _ranks_and_start(sort_arguments(words.split()))
 
 
 def test_hosts_and_deployments_say_how_many_ranks_there_are(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("one slots=2\ntwo slots=3\n")
-    assert _place(sort_words(["--deployment-type", "multi_node", "--hostfile", str(hosts)]))[:2] == (5, 3)
-    assert _place(sort_words(["--deployment-type", "single_gpu"]))[:2] == (1, 1)
-    assert _place(sort_words(["-n2"]))[:2] == (2, 2)
+    assert _ranks_and_start(sort_arguments(["--deployment-type", "multi_node", "--hostfile", str(hosts)]))[:2] == (5, 3)
+    assert _ranks_and_start(sort_arguments(["--deployment-type", "single_gpu"]))[:2] == (1, 1)
+    assert _ranks_and_start(sort_arguments(["-n2"]))[:2] == (2, 2)
 
 
 def test_without_words_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

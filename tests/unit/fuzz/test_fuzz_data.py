@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from plait.cli.report import report
 from safetensors.torch import save_file
 from tests.unit.fuzz.mutate import bounded, damaged_json, draws, spoiled
 from torch import nn
 
 from plait.cli.files import read_file
 from plait.cli.generate import read_prompts
+from plait.cli.main import report
 from plait.config import parse
 from plait.data.sources import build_dataset
 from plait.data.tokenizer import load_tokenizer, train_tokenizer

@@ -1,7 +1,7 @@
-"""Rules between settings: each one a small function, run once the schema has passed.
+"""Rules between settings: each one a small function, called once the schema has passed.
 
-Each setting may be fine by itself and still contradict another, or be one that the others leave without
-effect. Both are errors, and all of them are reported together.
+A setting may be valid by itself and still contradict another, or have no effect beside the others. Both are errors, and
+all of them are reported together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def violations(config: RunConfig, *, has_val: bool, require_length: bool) -> list[Problem]:
-    """Every rule that `config` breaks."""
+    """Return a problem for every rule that `config` breaks."""
     facts = RunFacts(config, has_val or config.val_data is not None, require_length)
     return [problem for rule in RULES for problem in rule(facts)]
 
@@ -44,8 +44,8 @@ def check(
 ) -> None:
     """Raise `ConfigError` with every rule that `config` breaks.
 
-    `has_val` says that validation data is given as an object, `require_length` that the run must know when to
-    end, and `origins` (of `Parsed`) where each value came from.
+    `has_val`: validation data is given as an object. `require_length`: the run needs a length. `origins` (of `Parsed`)
+    has the origin of each value.
     """
     if problems := violations(config, has_val=has_val, require_length=require_length):
         known = origins or {}

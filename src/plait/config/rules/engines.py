@@ -1,4 +1,4 @@
-"""Rules for `strategy.engine`: what another library cannot honour, and what its own configuration may say."""
+"""Rules for `strategy.engine`: settings that another library does not support, and keys of its own configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.errors import Problem
 
 _NATIVE = "Use `engine: native`, or leave it out."
 _OFFLOAD = {"strategy.offload.optimizer": "offload_optimizer", "strategy.offload.params": "offload_param"}
-"""DeepSpeed's own words."""
+"""Plait's keys → DeepSpeed's, of `zero_optimization`."""
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion")
 
 PASSED_ON = (
@@ -52,34 +52,34 @@ ANSWERED_HERE = {
     "bfloat16": "precision",
     "steps_per_print": "log.every",
 }
-"""Keys that say what the run description says already; they may be repeated, and must then agree."""
+"""Keys that repeat keys of the run description; they may be given, with the same value."""
 
 REFUSED = {
-    "scheduler": ("the learning rate is Plait's to move", "Write it as `schedule`."),
-    "amp": ("Apex is gone from DeepSpeed", "Write `precision: bf16` or `fp16`."),
-    "tensorboard": ("the run's events are Plait's to write", "Write `log.sinks: [jsonl, tensorboard]`."),
-    "wandb": ("the run's events are Plait's to write", "Write `log.sinks: [jsonl, wandb]`."),
-    "csv_monitor": ("the run's events are Plait's to write", "Write `log.sinks: [jsonl, csv]`."),
-    "checkpoint": ("checkpoints are Plait's, the same for every engine", "Write it as `checkpoint` of the run."),
+    "scheduler": ("Plait sets the learning rate", "Write it as `schedule`."),
+    "amp": ("DeepSpeed no longer supports Apex", "Write `precision: bf16` or `fp16`."),
+    "tensorboard": ("Plait writes the events of the run", "Write `log.sinks: [jsonl, tensorboard]`."),
+    "wandb": ("Plait writes the events of the run", "Write `log.sinks: [jsonl, wandb]`."),
+    "csv_monitor": ("Plait writes the events of the run", "Write `log.sinks: [jsonl, csv]`."),
+    "checkpoint": ("checkpoints are Plait's with every engine", "Write it as `checkpoint` of the run."),
     "activation_checkpointing": (
-        "it acts only on models that call DeepSpeed's function",
+        "it applies only to models that call DeepSpeed's function",
         "Write `strategy.recompute`.",
     ),
     "autotuning": ("it starts runs of its own", "Use `plait tune`."),
-    "elasticity": ("it is gone from DeepSpeed", "Leave it out: a Plait checkpoint resumes on any number of ranks."),
-    "compression_training": ("it is gone from DeepSpeed", "Leave it out."),
-    "sparse_attention": ("it is gone from DeepSpeed", "Leave it out."),
+    "elasticity": ("DeepSpeed has removed it", "Leave it out: a Plait checkpoint resumes on any number of ranks."),
+    "compression_training": ("DeepSpeed has removed it", "Leave it out."),
+    "sparse_attention": ("DeepSpeed has removed it", "Leave it out."),
     "hybrid_engine": ("this engine trains only", "Leave it out."),
     "pipeline": ("this engine has data parallelism only", "Use `engine: native` with `strategy.layout.pp`."),
     "tensor_parallel": ("this engine has data parallelism only", "Use `engine: native` with `strategy.layout.tp`."),
     "expert_parallel": ("this engine has data parallelism only", "Use `engine: native` with `strategy.layout.ep`."),
-    "curriculum_learning": ("the order of samples is Plait's", "Leave it out."),
-    "data_efficiency": ("the order of samples is Plait's", "Leave it out."),
-    "compile": ("DeepCompile is not wired", "Use `engine: native` with `strategy.compile`."),
-    "torch_autocast": ("the formats are those of `precision`", "Write `precision: bf16` or `fp16`."),
-    "sparse_gradients": ("the checkpoint has no sparse state", "Leave it out."),
+    "curriculum_learning": ("Plait defines the order of samples", "Leave it out."),
+    "data_efficiency": ("Plait defines the order of samples", "Leave it out."),
+    "compile": ("DeepCompile is not supported", "Use `engine: native` with `strategy.compile`."),
+    "torch_autocast": ("`precision` sets the dtypes", "Write `precision: bf16` or `fp16`."),
+    "sparse_gradients": ("checkpoints have no sparse state", "Leave it out."),
 }
-"""Keys that are right elsewhere: why not here, and what to write."""
+"""Keys of DeepSpeed that are refused: why, and what to write."""
 
 COLOSSALAI_OWNED = {
     "precision": "precision.compute",
@@ -101,7 +101,7 @@ COLOSSALAI_OWNED = {
 
 
 def engine_options_need_their_engine(facts: RunFacts) -> Iterator[Problem]:
-    """`config` and `plugin` speak to another library."""
+    """`config` and `plugin` are options of another library."""
     strategy = facts.config.strategy
     if strategy.engine == "native":
         reason = "`strategy.engine` is native"
@@ -109,74 +109,74 @@ def engine_options_need_their_engine(facts: RunFacts) -> Iterator[Problem]:
             "strategy", strategy, ("config", "plugin"), reason, "Leave it out, or name an `engine`."
         )
     if strategy.engine == "deepspeed":
-        reason = "`strategy.engine` is deepspeed, and a plugin belongs to colossalai"
+        reason = "`strategy.engine` is deepspeed, and plugins belong to colossalai"
         yield from without_effect("strategy", strategy, ("plugin",), reason, "Leave it out.")
     if strategy.engine == "colossalai" and strategy.plugin is None:
         remedy = "Write `plugin: low_level_zero`, `gemini`, `hybrid`, `torch_ddp` or `torch_fsdp`."
-        yield Problem("strategy.plugin", "colossalai needs one, and there is none", remedy)
+        yield Problem("strategy.plugin", "colossalai needs one", remedy)
 
 
 def engines_act_on_what_is_set(facts: RunFacts) -> Iterator[Problem]:
-    """A key that the engine does not act on is refused. One of the user's own says what it does once it is loaded."""
+    """A key that the engine does not support is refused. Custom engines declare their keys once they are loaded."""
     engine = facts.config.strategy.engine
     if not isinstance(engine, CustomEngine):
         yield from unsupported(facts.config, engine, ENGINES[engine].traits)
 
 
 def unsupported(config: RunConfig, name: str, traits: EngineTraits) -> Iterator[Problem]:
-    """A problem for each key that was set and that an engine does not act on."""
+    """Yield a problem for each key that was set and that an engine does not support."""
     for path, value in not_honoured(config, traits):
         theirs = _OFFLOAD.get(path) if name == "deepspeed" else None
         remedy = f"Write `config: {{zero_optimization: {{{theirs}: {{device: {value}}}}}}}`." if theirs else _NATIVE
-        yield Problem(path, f"{show(value)}: engine {name} does not support it", remedy)
+        yield Problem(path, f"{show(value)} is not supported by engine {name}", remedy)
 
 
 def libraries_are_given_whole_models(facts: RunFacts) -> Iterator[Problem]:
-    """Another library spreads a model over all ranks in its own way."""
+    """Other libraries shard a model over all ranks, in their own units."""
     strategy = facts.config.strategy
     name = strategy.engine
     if isinstance(name, CustomEngine) or name == "native":
         return
     if (strategy.layout.dp_replicate or 1) > 1 and (strategy.layout.dp_shard or 1) > 1:
-        message = f"{strategy.layout.dp_replicate} copies of a sharded model: engine {name} has one way over all ranks"
+        message = f"{strategy.layout.dp_replicate}: engine {name} does not support replicas of a sharded model"
         yield Problem("strategy.layout.dp_replicate", message, _NATIVE)
     mode, allowed = strategy.recompute.mode, name == "deepspeed" or strategy.plugin == "torch_ddp"
     if mode == "auto" or (mode != "none" and not allowed):
         remedy = "Write `full`, `every` or `selective`." if allowed else _NATIVE
-        yield Problem("strategy.recompute.mode", f"{mode} is not possible under engine {name}", remedy)
+        yield Problem("strategy.recompute.mode", f"{mode} is not supported by engine {name}", remedy)
     if mode == "none":
         for key in keys_set(strategy.wrap, "classes", "names", "min_params"):
-            yield Problem(f"strategy.wrap.{key}", f"engine {name} finds its own units", _NATIVE)
+            yield Problem(f"strategy.wrap.{key}", f"engine {name} chooses its own wrap units", _NATIVE)
 
 
 def libraries_have_fewer_ways_to_update(facts: RunFacts) -> Iterator[Problem]:
-    """What happens between gradient and weight is the library's own, and has fewer choices."""
+    """The update is the library's, which supports fewer optimizers."""
     config = facts.config
     name = config.strategy.engine
     if isinstance(name, CustomEngine) or name == "native":
         return
     if config.optim.type not in _OPTIMIZERS:
-        message = f"{config.optim.type} looks at whole parameters or is remade by the library: not under engine {name}"
+        message = f"{config.optim.type} is not supported by engine {name}"
         yield Problem("optim.type", message, f"Use {listed(_OPTIMIZERS, 'or')}.")
     if name == "deepspeed" and not config.train.guard.enabled:
-        message = "false: DeepSpeed leaves out every step that is not finite"
+        message = "false: DeepSpeed always skips steps that are not finite"
         yield Problem("train.guard.enabled", message, _NATIVE)
 
 
 def stages_agree(facts: RunFacts) -> Iterator[Problem]:
-    """`strategy.zero` and the engine's own key are two words for one thing."""
+    """`strategy.zero` and the engine's own key name the same stage."""
     strategy = facts.config.strategy
     if strategy.engine == "native" or strategy.zero is None:
         return
     stage = engine_stage(strategy.engine, strategy.plugin, strategy.config)
     if stage is not None and stage != strategy.zero:
         where = "strategy.plugin" if strategy.plugin in ("gemini", "torch_ddp", "torch_fsdp") else "strategy.config"
-        message = f"{strategy.zero}, but `{where}` asks for stage {stage}"
+        message = f"{strategy.zero}, but `{where}` sets stage {stage}"
         yield Problem("strategy.zero", message, "Leave one of the two out.")
 
 
 def deepspeed_keys_are_known(facts: RunFacts) -> Iterator[Problem]:
-    """DeepSpeed reads over a key that it does not know; here it is an error."""
+    """DeepSpeed ignores an unknown key; here it is an error."""
     strategy = facts.config.strategy
     if strategy.engine != "deepspeed":
         return
@@ -186,16 +186,16 @@ def deepspeed_keys_are_known(facts: RunFacts) -> Iterator[Problem]:
             yield Problem(f"strategy.config.{key}", reason, remedy)
         elif key not in PASSED_ON and key not in ANSWERED_HERE:
             known = (*PASSED_ON, *ANSWERED_HERE)
-            yield Problem(f"strategy.config.{key}", "engine deepspeed knows no such key", choose(key, known, "key"))
+            yield Problem(f"strategy.config.{key}", "unknown key of engine deepspeed", choose(key, known, "key"))
     zero = config_value(strategy.config, "zero_optimization")
     for key in ("zenflow", "zenflow_config", "mics_shard_size", "elastic_checkpoint"):
         if config_value(zero, key) is not None:
-            reason = "scrambles weights in 0.19.8" if "zenflow" in key else "is gone from DeepSpeed, or not wired"
+            reason = "corrupts weights in 0.19.8" if "zenflow" in key else "is not supported"
             yield Problem(f"strategy.config.zero_optimization.{key}", f"{key} {reason}", "Leave it out.")
 
 
 def deepspeed_and_the_run_agree(facts: RunFacts) -> Iterator[Problem]:
-    """What both configurations say must be the same; what only DeepSpeed's says would reach DeepSpeed alone."""
+    """Values that both configurations have must be equal."""
     config = facts.config
     if config.strategy.engine != "deepspeed":
         return
@@ -207,12 +207,12 @@ def deepspeed_and_the_run_agree(facts: RunFacts) -> Iterator[Problem]:
     params = config_value(theirs, "optimizer", "params")
     for key in params if isinstance(params, Mapping) else ():
         if key not in type(config.optim).model_fields:
-            remedy = f"Leave it out: the optimizer is Plait's {config.optim.type}, which DeepSpeed is given."
+            remedy = f"Leave it out: DeepSpeed gets Plait's optimizer {config.optim.type}."
             yield Problem(f"strategy.config.optimizer.params.{key}", f"`optim` has no {key}", remedy)
 
 
 def _repeated(theirs: Mapping[str, Any] | None, config: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """Each thing that both say: path there, value there, key here, value here."""
+    """Yield what both configurations can set: path and value there, key and value here."""
     batch, train, precision, optim = config.batch, config.train, config.precision, config.optim
     yield "train_batch_size", config_value(theirs, "train_batch_size"), "batch.total", batch.total
     micro = config_value(theirs, "train_micro_batch_size_per_gpu")
@@ -240,44 +240,44 @@ def _repeated(theirs: Mapping[str, Any] | None, config: Any) -> Iterator[tuple[s
 
 
 def colossalai_plugins_have_their_limits(facts: RunFacts) -> Iterator[Problem]:
-    """Each plugin has stages and formats that it can, and options that the run description gives it."""
+    """Each plugin supports some stages and dtypes, and gets some options from the run description."""
     config, strategy = facts.config, facts.config.strategy
     if strategy.engine != "colossalai":
         return
     for key in strategy.config or {}:
         if key in COLOSSALAI_OWNED:
-            message = f"the run description says it: `{COLOSSALAI_OWNED[key]}`"
+            message = f"the run description sets it: `{COLOSSALAI_OWNED[key]}`"
             yield Problem(f"strategy.config.{key}", message, "Leave it out.")
     plugin, stage, compute = strategy.plugin, strategy.stage, config.precision.compute
     if compute == "fp16":
-        message = "fp16: colossalai moves its loss scale by other rules than `precision.scaler`"
+        message = "fp16: colossalai's loss scaler differs from `precision.scaler`"
         yield Problem("precision.compute", message, "Write `bf16`, or use another engine.")
     if plugin == "low_level_zero" and stage not in (1, 2):
         yield Problem("strategy.zero", f"{stage}: low_level_zero has the stages 1 and 2", "Write `strategy.zero: 2`.")
     if plugin == "hybrid" and stage == 3:
         yield Problem("strategy.zero", "3: hybrid has the stages 0, 1 and 2", "Write `strategy.zero: 2`.")
     if compute in ("fp32", "tf32") and (plugin == "gemini" or (plugin == "hybrid" and stage > 0)):
-        message = f"{compute}: {plugin} at stage {stage} computes in 16 bits only"
+        message = f"{compute}: {plugin} at stage {stage} supports 16-bit dtypes only"
         yield Problem("precision.compute", message, "Write `bf16`, or `plugin: low_level_zero`.")
     if plugin == "gemini" and (config.batch.accumulation or 1) > 1:
-        message = f"{config.batch.accumulation}: gemini is wired for one micro-batch a step"
+        message = f"{config.batch.accumulation}: gemini supports one micro-batch per step"
         yield Problem("batch.accumulation", message, "Leave it out, or use `plugin: low_level_zero`.")
     if plugin == "gemini" and config.optim.type not in ("AdamW", "Adam"):
-        message = f"{config.optim.type}: gemini takes ColossalAI's own Adam only"
+        message = f"{config.optim.type}: gemini supports ColossalAI's own Adam only"
         yield Problem("optim.type", message, "Use AdamW or Adam.")
 
 
 def stage_zero_adds_in_the_format_of_compute(facts: RunFacts) -> Iterator[Problem]:
-    """DeepSpeed without ZeRO adds up gradients as they come, and has no hysteresis in its fp16 scaler."""
+    """DeepSpeed without ZeRO reduces gradients in their dtype, and its fp16 scaler has no hysteresis."""
     config = facts.config
     compute = config.precision.compute
     if config.strategy.engine != "deepspeed" or config.strategy.stage > 0 or compute in ("fp32", "tf32"):
         return
     if compute == "fp16":
-        message = "fp16 at stage 0 has a loss scaler of another kind in DeepSpeed"
+        message = "fp16: DeepSpeed's loss scaler at stage 0 differs from `precision.scaler`"
         yield Problem("precision.compute", message, "Write `strategy.zero: 1`.")
     elif config.precision.reduce != compute:
-        message = f"{config.precision.reduce}: at stage 0 DeepSpeed adds gradients up in {compute}"
+        message = f"{config.precision.reduce}: at stage 0 DeepSpeed reduces gradients in {compute}"
         yield Problem("precision.reduce", message, f"Write `strategy.zero: 1`, or `precision.reduce: {compute}`.")
 
 

@@ -1,4 +1,4 @@
-"""What a rule may look at."""
+"""What rules are given, and the checks that they share."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from plait.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The run description, and what is known about the run besides."""
+    """The run description, and further facts about the run."""
 
     config: RunConfig
     has_val: bool
-    """There is validation data, described or given as an object."""
+    """There is validation data, in the run description or given as an object."""
     require_length: bool
-    """The run must know when to end."""
+    """The run needs `max_steps` or `max_epochs`."""
 
 
 def keys_set(section: Section, *names: str) -> list[str]:
-    """Those of `names` that were set to something, rather than left at their default."""
+    """Return those of `names` that the user has set, other than to null."""
     return [name for name in names if name in section.model_fields_set and getattr(section, name) is not None]
 
 
 def without_effect(path: str, section: Section, names: tuple[str, ...], reason: str, remedy: str) -> Iterator[Problem]:
-    """A problem for each of `names` that was set although it has no effect."""
+    """Yield a problem for each of `names` that was set although it has no effect."""
     for name in keys_set(section, *names):
         value = show(getattr(section, name))
         yield Problem(f"{path}.{name}", f"{value} has no effect: {reason}", remedy)

@@ -1,4 +1,4 @@
-"""Rules for `model`."""
+"""Rules for `model`, `data`, `precision`, and what a run does over time: `train`, `optim`, `checkpoint`, `log`, …"""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def kv_heads_divide_the_heads(facts: RunFacts) -> Iterator[Problem]:
     if isinstance(model, LlamaConfig) and model.kv_heads is not None and model.heads % model.kv_heads:
         fit = [str(n) for n in range(1, model.heads + 1) if model.heads % n == 0]
         message = f"{model.heads} heads ÷ {model.kv_heads} = {model.heads / model.kv_heads:g}, not a whole number"
-        yield Problem("model.kv_heads", message, f"What divides {model.heads}: {', '.join(fit)}.")
+        yield Problem("model.kv_heads", message, f"Write a divisor of {model.heads}: {', '.join(fit)}.")
 
 
 def rotary_heads_are_even(facts: RunFacts) -> Iterator[Problem]:
-    """RoPE turns pairs of a head's entries."""
+    """RoPE rotates pairs of a head's entries."""
     model = facts.config.model
     if isinstance(model, LlamaConfig) and model.dim % model.heads == 0 and model.dim // model.heads % 2:
-        message = f"{model.dim} ÷ {model.heads} heads = {model.dim // model.heads}, and RoPE needs an even number"
+        message = f"{model.dim} ÷ {model.heads} heads = {model.dim // model.heads}, but RoPE needs an even head size"
         up, down = model.dim + model.heads, model.dim - model.heads
         near = f"`model.dim: {down}` or `{up}`" if down else f"`model.dim: {up}`"
         yield Problem("model.dim", message, f"Write {near}, or other `model.heads`.")
@@ -59,30 +59,30 @@ def hf_model_has_one_source(facts: RunFacts) -> Iterator[Problem]:
     if not isinstance(model, HFConfig):
         return
     if model.path is not None and model.config is not None:
-        message = f"`model.config` is set and `model.path` too, to {model.path!r}: which one is the model?"
+        message = f"`model.config` and `model.path` ({model.path!r}) are both set"
         yield Problem("model.config", message, "Leave one of the two out.")
     elif model.path is None and model.config is None:
         remedy = "Write `model.path` (a folder), or `model.config` (with `model_type`)."
-        yield Problem("model", "an hf model needs `path` or `config`, and has neither", remedy)
+        yield Problem("model", "an hf model needs `path` or `config`", remedy)
     elif model.path is None and keys_set(model, "pretrained") and model.pretrained:
-        reason = "`model.config` comes without weights, they start random"
+        reason = "`model.config` has no weights, they are initialized at random"
         remedy = "Leave it out, or give a folder with weights as `model.path`."
         yield from without_effect("model", model, ("pretrained",), reason, remedy)
 
 
 def choices_are_experts(facts: RunFacts) -> Iterator[Problem]:
-    """A token is sent to some of the experts, and what they say about it depends on their scores."""
+    """A token is routed to some of the experts, which are weighted by their scores."""
     model = facts.config.model
     if not isinstance(model, MoeConfig):
         return
     if model.top_k > model.experts:
-        message = f"a token is to be sent to {model.top_k} experts, and there are {model.experts} (`model.experts`)"
+        message = f"{model.top_k} experts per token, but `model.experts` is {model.experts}"
         yield Problem("model.top_k", message, f"Write at most {model.experts}.")
     elif model.top_k == 1 < model.experts and model.normalize:
-        message = "with `model.top_k: 1` a weight divided by the sum of weights is 1: the router would learn nothing"
+        message = "true with `model.top_k: 1` makes every weight 1: the router would get no gradient"
         yield Problem("model.normalize", message, "Write `model.normalize: false`.")
     if model.moe_every > model.layers:
-        message = f"every {model.moe_every}th of {model.layers} layers is none: there would be no experts"
+        message = f"{model.moe_every} is more than the {model.layers} layers: there would be no experts"
         yield Problem("model.moe_every", message, f"Write at most {model.layers}, or use `model.type: llama`.")
 
 
@@ -103,19 +103,19 @@ _ROLES = ("data", "val_data", "test_data")
 def _sources(facts: RunFacts) -> Iterator[tuple[str, DataSource]]:
     for path in _ROLES:
         for key, source in leaf_sources(path, getattr(facts.config, path)):
-            if not isinstance(source, CUSTOM_DATA):  # whose keys are its own
+            if not isinstance(source, CUSTOM_DATA):  # whose keys are not known here
                 yield key, source
 
 
 def sources_of_a_mixture_fit_together(facts: RunFacts) -> Iterator[Problem]:
-    """Samples of all of them stand in one batch, and one tokenizer made their tokens."""
+    """Samples of all sources are in one batch, and share one tokenizer."""
     for path in _ROLES:
         mixture = getattr(facts.config, path)
         if not isinstance(mixture, MixtureData):
             continue
         if mixture.weights and len(mixture.weights) != len(mixture.sources):
-            message = f"{len(mixture.weights)} numbers for {len(mixture.sources)} sources"
-            yield Problem(f"{path}.weights", message, "Write one for each source, in their order.")
+            message = f"{len(mixture.weights)} weights for {len(mixture.sources)} sources"
+            yield Problem(f"{path}.weights", message, "Write one per source, in their order.")
         for key, source in leaf_sources(path, mixture):
             names, reason = (
                 ("shuffle", "workers", "pin_memory", "drop_last", "collate"),
@@ -124,13 +124,13 @@ def sources_of_a_mixture_fit_together(facts: RunFacts) -> Iterator[Problem]:
             yield from without_effect(key, source, names, reason, f"Write it beside `{path}.sources`.")
             length = getattr(source, "seq_len", None)
             if length is not None and length != mixture.seq_len:
-                message = f"{length}, but sequences of the first source have {mixture.seq_len}"
+                message = f"{length}, but `seq_len` of the first source is {mixture.seq_len}"
                 yield Problem(f"{key}.seq_len", message, f"Write `seq_len: {mixture.seq_len}`.")
         tokenized = text_sources(path, mixture)
         for key, text in tokenized[1:]:
             first = tokenized[0]
             if text.tokenizer not in (None, first[1].tokenizer):
-                message = f"{text.tokenizer!r}, but the tokenizer of the mixture is that of `{first[0]}`"
+                message = f"{text.tokenizer!r}, but the mixture uses the tokenizer of `{first[0]}`"
                 yield Problem(f"{key}.tokenizer", message, "Leave it out, or name the same one in both.")
             elif text.tokenizer is None:
                 yield from without_effect(
@@ -139,7 +139,7 @@ def sources_of_a_mixture_fit_together(facts: RunFacts) -> Iterator[Problem]:
 
 
 def own_tokenizer_has_its_own_size(facts: RunFacts) -> Iterator[Problem]:
-    """`vocab_size` is for a tokenizer that is trained."""
+    """`vocab_size` is the size of a tokenizer that is trained."""
     for path, source in _sources(facts):
         if isinstance(source, (TextData, JsonlData)) and source.tokenizer is not None:
             reason = f"the tokenizer {source.tokenizer!r} has a size of its own"
@@ -147,7 +147,7 @@ def own_tokenizer_has_its_own_size(facts: RunFacts) -> Iterator[Problem]:
 
 
 def val_fraction_needs_a_split(facts: RunFacts) -> Iterator[Problem]:
-    """Where all of a source is used, no part of it is set aside."""
+    """Where all of a source is used, none of it is split off."""
     for path, source in _sources(facts):
         if getattr(source, "split", None) == "all":
             remedy = f"Leave it out, or write `{path}.split: train` (or `val`)."
@@ -155,19 +155,19 @@ def val_fraction_needs_a_split(facts: RunFacts) -> Iterator[Problem]:
 
 
 def labels_fit_the_task(facts: RunFacts) -> Iterator[Problem]:
-    """Text becomes rows whose labels are the next tokens. A model that sees these tokens would learn to copy them."""
+    """Labels of text are the next tokens. A model that attends to later tokens would learn to copy them."""
     model = facts.config.model
     if not isinstance(model, HFConfig) or model.task == "causal-lm":
         return
     made = [path for path, source in _sources(facts) if isinstance(source, (TokensData, TextData, JsonlData))]
     if made:
-        message = f"{model.task!r}, and the labels that `{made[0]}` gives are the next tokens"
-        remedy = "Write `model.task: causal-lm`, or give a data set of your own with the labels of this task."
+        message = f"{model.task!r}, but the labels of `{made[0]}` are the next tokens"
+        remedy = "Write `model.task: causal-lm`, or use a custom data set with labels for this task."
         yield Problem("model.task", message, remedy)
 
 
 def sequences_fit_the_model(facts: RunFacts) -> Iterator[Problem]:
-    """A model is made for sequences of up to `seq_len`; a GPT has no position beyond."""
+    """Sequences are at most as long as `model.seq_len`; a GPT has no position embedding beyond it."""
     model = facts.config.model
     for path, source in _sources(facts):
         if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, (TokensData, TextData, JsonlData)):
@@ -178,16 +178,16 @@ def sequences_fit_the_model(facts: RunFacts) -> Iterator[Problem]:
 
 
 def trained_vocabulary_fits_the_model(facts: RunFacts) -> Iterator[Problem]:
-    """A token that the model has no embedding for cannot be looked up. Validation takes the training tokenizer."""
+    """Every token needs an embedding. Validation uses the training tokenizer."""
     model, tokenized = facts.config.model, text_sources("data", facts.config.data)
     if not isinstance(model, (GptConfig, LlamaConfig)) or not tokenized:
         return
     path, source = tokenized[0]
     if source.tokenizer is None and source.vocab_size > model.vocab_size:
-        message = f"{source.vocab_size} tokens, but the model knows {model.vocab_size} (`model.vocab_size`)"
+        message = f"{source.vocab_size} tokens, but `model.vocab_size` is {model.vocab_size}"
         remedy = f"Write `{path}.vocab_size: {model.vocab_size}`."
         if model.vocab_size < SMALLEST_BPE:
-            remedy = f"Give the model {SMALLEST_BPE} or more, one for each byte and one for the end."
+            remedy = f"Write `model.vocab_size: {SMALLEST_BPE}` or more: one per byte, and the end token."
         yield Problem(f"{path}.vocab_size", message, remedy)
 
 
@@ -208,7 +208,7 @@ _DYNAMIC = ("initial_power", "window", "hysteresis", "consecutive_hysteresis", "
 
 
 def scaler_needs_fp16(facts: RunFacts) -> Iterator[Problem]:
-    """Only fp16 is so narrow that gradients must be scaled into it."""
+    """Only fp16 needs loss scaling."""
     precision = facts.config.precision
     if precision.compute != "fp16":
         reason = f"the loss is scaled only in fp16, and `precision.compute` is {precision.compute}"
@@ -217,7 +217,7 @@ def scaler_needs_fp16(facts: RunFacts) -> Iterator[Problem]:
 
 
 def static_scale_does_not_move(facts: RunFacts) -> Iterator[Problem]:
-    """With a `static` scale there is nothing to grow or shrink."""
+    """A `static` scale does not change."""
     precision = facts.config.precision
     if precision.compute == "fp16" and precision.scaler.static is not None:
         reason = f"`precision.scaler.static` fixes the scale at {precision.scaler.static:g}"
@@ -225,10 +225,10 @@ def static_scale_does_not_move(facts: RunFacts) -> Iterator[Problem]:
 
 
 def fp16_reduction_needs_fp16(facts: RunFacts) -> Iterator[Problem]:
-    """Without a loss scale, sums in fp16 overflow or vanish."""
+    """Without loss scaling, sums in fp16 overflow or underflow."""
     precision = facts.config.precision
     if precision.reduce == "fp16" and precision.compute != "fp16":
-        message = f"fp16 sums need the loss scale of fp16, but `precision.compute` is {precision.compute}"
+        message = f"fp16 needs the loss scale of `precision.compute: fp16`, but that is {precision.compute}"
         choice = "fp32" if precision.compute in ("fp32", "tf32") else "bf16` or `fp32"
         yield Problem("precision.reduce", message, f"Write `{choice}`.")
 
@@ -242,7 +242,7 @@ def master_weights_are_a_choice_in_half_precision(facts: RunFacts) -> Iterator[P
 
 
 def fp8_stands_on_bf16(facts: RunFacts) -> Iterator[Problem]:
-    """What is not multiplied in 8 bits is computed in bf16, and layers must be whole to be scaled."""
+    """Everything but the 8-bit products is computed in bf16, and layers must not be sharded."""
     precision, strategy = facts.config.precision, facts.config.strategy
     if precision.fp8.recipe == "none":
         reason = "`precision.fp8.recipe` is none"
@@ -250,15 +250,15 @@ def fp8_stands_on_bf16(facts: RunFacts) -> Iterator[Problem]:
         yield from without_effect("precision.fp8", precision.fp8, names, reason, "Leave it out.")
         return
     if precision.compute != "bf16":
-        message = f"8-bit products stand beside bf16, but `precision.compute` is {precision.compute}"
+        message = f"8-bit products need bf16, but `precision.compute` is {precision.compute}"
         yield Problem("precision.fp8", message, "Write `precision.compute: bf16`.")
     if strategy.layout.tp > 1:
-        message = "layers that are cut over `strategy.layout.tp` have no 8-bit form yet"
+        message = f"8-bit products do not support tensor parallelism, but `strategy.layout.tp` is {strategy.layout.tp}"
         yield Problem("precision.fp8", message, "Write `precision: bf16`, or `strategy.layout.tp: 1`.")
 
 
 def earlier_scales_are_one_a_tensor(facts: RunFacts) -> Iterator[Problem]:
-    """What is kept from step to step is one number a tensor, and kernels note it."""
+    """Scales of earlier steps are one per tensor, and kernels record them."""
     fp8, strategy = facts.config.precision.fp8, facts.config.strategy
     if fp8.recipe == "none":
         return
@@ -268,10 +268,10 @@ def earlier_scales_are_one_a_tensor(facts: RunFacts) -> Iterator[Problem]:
         yield from without_effect("precision.fp8", fp8, _EARLIER, reason, remedy)
         return
     if fp8.recipe == "rowwise":
-        message = "only one number a tensor is kept from step to step, and `precision.fp8.recipe` is rowwise"
+        message = "earlier keeps one scale per tensor, but `precision.fp8.recipe` is rowwise"
         yield Problem("precision.fp8.scales", message, "Leave it out, or write `precision.fp8.recipe: tensorwise`.")
     if strategy.compile.enabled:
-        message = "compiled layers find their scales at once"
+        message = "earlier: compiled layers compute their scales at once"
         yield Problem("precision.fp8.scales", message, "Leave out `strategy.compile`, or write `now`.")
 
 
@@ -300,17 +300,15 @@ def one_length(facts: RunFacts) -> Iterator[Problem]:
     """A run ends after epochs or after steps."""
     train = facts.config.train
     if train.max_epochs is not None and train.max_steps is not None:
-        message = (
-            f"`train.max_steps` is {train.max_steps} and `train.max_epochs` {train.max_epochs}: which one ends it?"
-        )
+        message = f"{train.max_steps}, but `train.max_epochs` is set too, to {train.max_epochs}"
         yield Problem("train.max_steps", message, "Leave one of the two out.")
     if facts.require_length and train.max_epochs is None and train.max_steps is None:
-        message = "the run has no length: neither `max_epochs` nor `max_steps` is set"
+        message = "the run has no length: `max_epochs` or `max_steps` must be set"
         yield Problem("train", message, "Write `train.max_epochs` or `train.max_steps`.")
 
 
 def counting_fits_the_length(facts: RunFacts) -> Iterator[Problem]:
-    """`by_epoch` follows from the length; said the other way round it contradicts it."""
+    """`by_epoch` follows from the length, and may not contradict it."""
     train = facts.config.train
     lengths = {True: train.max_epochs, False: train.max_steps}
     if train.by_epoch is None or lengths[train.by_epoch] is not None:
@@ -331,34 +329,34 @@ def one_way_to_clip(facts: RunFacts) -> Iterator[Problem]:
 
 
 def measuring_needs_validation_data(facts: RunFacts) -> Iterator[Problem]:
-    """Whatever is decided by validation needs something to validate on."""
+    """What is decided by validation needs validation data."""
     if facts.has_val:
         return
     reason, remedy = "there is no validation data", "Leave it out, or add `val_data`."
     config = facts.config
     yield from without_effect("train", config.train, ("val_every", "val_batches"), reason, remedy)
     if config.checkpoint.best is not None:
-        yield Problem("checkpoint.best", f"no checkpoint can be the best one: {reason}", remedy)
+        yield Problem("checkpoint.best", "needs validation data", remedy)
     for index, hook in enumerate(config.hooks):
         if isinstance(hook, EarlyStopConfig):
-            yield Problem(f"hooks.{index}", f"early_stop watches validations, and {reason}", remedy)
+            yield Problem(f"hooks.{index}", "early_stop needs validation data", remedy)
 
 
 def going_back_needs_checkpoints(facts: RunFacts) -> Iterator[Problem]:
-    """There must be one to go back to, also where the newest was written after the loss had leapt."""
+    """There must be a checkpoint to roll back to, also where the newest was saved after the spike."""
     config = facts.config
     for index, hook in enumerate(config.hooks):
         if not isinstance(hook, RollbackConfig):
             continue
         path = f"hooks.{index}"
         if config.checkpoint.every is None:
-            message = "rollback goes back to a checkpoint, and `checkpoint.every` is not set"
+            message = "rollback needs checkpoints, but `checkpoint.every` is not set"
             yield Problem(path, message, "Write `checkpoint.every`, or leave the hook out.")
         elif config.checkpoint.keep < 2:
-            message = "rollback may need the checkpoint before the newest, and `checkpoint.keep` is 1"
+            message = "rollback may need the second-newest checkpoint, but `checkpoint.keep` is 1"
             yield Problem(path, message, "Write `checkpoint.keep: 2`, or more.")
         if config.phase in ONLINE:
-            message = f"rollback goes on with the data that come next, and those of {config.phase} are the model's own"
+            message = f"rollback continues with the next data, but in phase {config.phase} the model generates its data"
             yield Problem(path, message, "Leave it out.")
 
 
@@ -371,17 +369,17 @@ def nesterov_needs_momentum(facts: RunFacts) -> Iterator[Problem]:
 
 
 def a_cycle_of_momentum_needs_momentum(facts: RunFacts) -> Iterator[Problem]:
-    """OneCycle can move the momentum, where the optimizer has one."""
+    """OneCycle can cycle the momentum, where the optimizer has one."""
     schedule, optim = facts.config.schedule, facts.config.optim
     if not getattr(schedule, "cycle_momentum", False) or hasattr(optim, "betas") or getattr(optim, "momentum", 0) > 0:
         return
-    message = f"true, but {optim.type} runs without momentum here, so there is none to cycle"
+    message = f"true, but {optim.type} has no momentum here"
     remedy = "Write `optim.momentum`, or `false`." if hasattr(optim, "momentum") else "Leave it out."
     yield Problem("schedule.cycle_momentum", message, remedy)
 
 
 def warmup_start_needs_warmup(facts: RunFacts) -> Iterator[Problem]:
-    """A rise of no length has no start."""
+    """Without a warm-up there is no factor to start from."""
     schedule = facts.config.schedule
     if schedule is not None and getattr(schedule, "warmup", None) == 0:
         remedy = "Leave it out, or write `schedule.warmup`."
@@ -389,7 +387,7 @@ def warmup_start_needs_warmup(facts: RunFacts) -> Iterator[Problem]:
 
 
 def wandb_project_needs_wandb(facts: RunFacts) -> Iterator[Problem]:
-    """A project for a sink that is not there."""
+    """The project belongs to the wandb sink."""
     log = facts.config.log
     if "wandb" not in log.sinks:
         listed = ", ".join([*(str(getattr(sink, "type", sink)) for sink in log.sinks), "wandb"])
@@ -398,7 +396,7 @@ def wandb_project_needs_wandb(facts: RunFacts) -> Iterator[Problem]:
 
 
 def a_profile_fits_into_the_run(facts: RunFacts) -> Iterator[Problem]:
-    """Steps that never come cannot be recorded."""
+    """The recorded steps must be within the run."""
     profile, steps = facts.config.profile, facts.config.train.max_steps
     if profile is None or steps is None:
         return
@@ -411,7 +409,7 @@ def a_profile_fits_into_the_run(facts: RunFacts) -> Iterator[Problem]:
 
 
 def skips_are_counted_by_the_guard(facts: RunFacts) -> Iterator[Problem]:
-    """Without it a step that is not finite is made, and none is skipped; but in fp16 overflows always are."""
+    """Without the guard no step is skipped, except overflows in fp16."""
     config = facts.config
     if not config.train.guard.enabled and config.precision.compute != "fp16" and config.strategy.engine == "native":
         reason = "`train.guard.enabled` is false, so no step is skipped"

@@ -40,7 +40,7 @@ def options_need_a_tier(facts: RunFacts) -> Iterator[Problem]:
 
 
 def params_need_stage_three(facts: RunFacts) -> Iterator[Problem]:
-    """Below stage 3 weights stay whole on the device between their uses."""
+    """Below stage 3 full weights stay on the device between their uses."""
     strategy = facts.config.strategy
     offload = strategy.offload
     if offload.params == "none":
@@ -49,20 +49,20 @@ def params_need_stage_three(facts: RunFacts) -> Iterator[Problem]:
         message = f"{offload.params} needs stage 3: at stage {strategy.stage} the weights stay on the device"
         yield Problem(f"{_PATH}.params", message, "Write `strategy.zero: 3`, or leave it out.")
     if not offload.on:
-        message = f"{offload.params}, but the optimizer is to be on the device, and would have to fetch every weight"
+        message = f"{offload.params}, but `{_PATH}.optimizer` is none, and its update on the device needs the weights"
         yield Problem(f"{_PATH}.params", message, f"Write `{_PATH}.optimizer: cpu` (or `nvme`) too.")
 
 
 def optimizer_works_by_element(facts: RunFacts) -> Iterator[Problem]:
-    """A bucket is updated without looking at the rest, nor at other ranks."""
+    """A bucket is updated by itself, without other parameters and other ranks."""
     config = facts.config
     if config.strategy.offload.on and config.optim.elementwise is False:
-        message = f"{config.optim.type} looks at whole parameters, but an offloaded one is updated in parts"
+        message = f"{config.optim.type} needs full parameters, but an offloaded optimizer updates parts of them"
         yield Problem("optim.type", message, f"Use AdamW, Adam, Lion, SGD or Adagrad, or leave out `{_PATH}`.")
 
 
 def shares_leave_something(facts: RunFacts) -> Iterator[Problem]:
-    """Shares on the device and in host memory that leave nothing for files."""
+    """The shares on the device and in host memory leave something for files."""
     offload = facts.config.strategy.offload
     if offload.share + offload.host_ratio >= 1.0:
         message = f"{offload.host_ratio:g} and `{_PATH}.ratio: {offload.share:g}` leave nothing for files"
@@ -70,41 +70,39 @@ def shares_leave_something(facts: RunFacts) -> Iterator[Problem]:
 
 
 def a_share_needs_weights_on_the_device(facts: RunFacts) -> Iterator[Problem]:
-    """The share that is updated on the device must be there; with `params` all weights live on the host."""
+    """The share that is updated on the device must be there; with `params` all weights are on the host."""
     offload = facts.config.strategy.offload
     if offload.params != "none" and offload.ratio != 0:
-        message = f"{offload.ratio}, but with `{_PATH}.params: {offload.params}` no weight lives on the device"
+        message = f"{offload.ratio}, but with `{_PATH}.params: {offload.params}` no weight stays on the device"
         yield Problem(f"{_PATH}.ratio", message, "Leave one of the two out.")
 
 
 def delay_is_for_all(facts: RunFacts) -> Iterator[Problem]:
-    """What stays on the device is updated at once, so a delay would be one for some weights only."""
+    """What stays on the device is updated at once, so only some weights would be delayed."""
     offload = facts.config.strategy.offload
     if offload.delayed and offload.ratio != 0:
-        message = f"true, but `{_PATH}.ratio` keeps a share on the device, where updates are never late"
+        message = f"true, but `{_PATH}.ratio` keeps a share on the device, where updates cannot be delayed"
         yield Problem(f"{_PATH}.delayed", message, "Leave one of the two out.")
 
 
 def a_device_updates_its_own_weights_at_once(facts: RunFacts) -> Iterator[Problem]:
-    """What the device updates is the model's at once, and on the device."""
+    """Weights that the device updates are used at once, and stay on the device."""
     offload = facts.config.strategy.offload
     if offload.update != "device":
         return
     if offload.delayed:
-        message = (
-            f"device, but `{_PATH}.delayed` has updates wait for the next step, and the device has no room for that"
-        )
+        message = f"device, but `{_PATH}.delayed` keeps updates for the next step, which needs host memory"
         yield Problem(f"{_PATH}.update", message, "Write `update: cpu`, or leave one of the two out.")
     if offload.params != "none":
-        message = f"device, but with `{_PATH}.params: {offload.params}` the new weights belong to the host"
+        message = f"device, but with `{_PATH}.params: {offload.params}` the weights are on the host"
         yield Problem(f"{_PATH}.update", message, "Write `update: cpu`, or leave one of the two out.")
 
 
 def files_are_saved_in_the_foreground(facts: RunFacts) -> Iterator[Problem]:
-    """Saving in the background copies all state to host memory first, which is what files are to spare."""
+    """Asynchronous saving copies all state to host memory first, which the nvme tier is to avoid."""
     config = facts.config
     if config.strategy.offload.optimizer == "nvme" and config.checkpoint.async_save:
-        message = f"true copies the state to host memory first, but `{_PATH}.optimizer: nvme` keeps it out of there"
+        message = f"true copies the state to host memory, which `{_PATH}.optimizer: nvme` avoids"
         yield Problem("checkpoint.async_save", message, "Leave it out.")
 
 
@@ -119,52 +117,55 @@ OFFLOAD_RULES = (
     files_are_saved_in_the_foreground,
 )
 
-# Whether forward and backward pass are recorded (`strategy.graphs`): what stands against it, and who decides.
+# Whether forward and backward pass are captured as a CUDA graph (`strategy.graphs`), and what prevents it.
 
 
 REPEATING = ("gpt", "llama", "resnet")
-"""Described models whose Python does the same in every step. `auto` records no others."""
+"""Models whose Python code does the same in every step. `auto` captures no others."""
 
 
 def capture_obstacles(config: RunConfig) -> Iterator[str]:
-    """What a recording cannot go with: it does what it did the first time, on the device alone."""
+    """Yield why a graph cannot be captured: it replays the same kernels, on the device alone."""
     strategy, fp8 = config.strategy, config.precision.fp8
     if strategy.engine != "native":
-        yield f"cannot go with engine {strategy.engine_name}, which has passes of its own"
+        yield f"cannot be combined with engine {strategy.engine_name}, which runs its own passes"
     if strategy.offload.on or strategy.offload.activations != "none":
-        yield "cannot go with `strategy.offload`: the host has a part in every pass"
+        yield "cannot be combined with `strategy.offload`, which uses the host in every pass"
     if strategy.recompute.mode != "none" or strategy.tiles.names:
         yield (
-            "cannot go with `strategy.recompute` or `strategy.tiles`: torch keeps the random state of what is computed "
-            "again, which it cannot while it records"
+            "cannot be combined with `strategy.recompute` or `strategy.tiles`: torch saves the random state for "
+            "recomputation, which it cannot during capture"
         )
     if fp8.recipe != "none" and fp8.scales == "earlier":
-        yield "cannot go with `precision.fp8.scales: earlier`, whose scales are others in every step"
+        yield "cannot be combined with `precision.fp8.scales: earlier`, whose scales change in every step"
     if strategy.compile.mode in ("reduce-overhead", "max-autotune"):
-        yield f"cannot go with `strategy.compile.mode: {strategy.compile.mode}`, which records by itself"
+        yield f"cannot be combined with `strategy.compile.mode: {strategy.compile.mode}`, which captures graphs itself"
     if config.phase in ONLINE:
-        yield f"cannot go with phase {config.phase}, whose loop calls the model by itself"
+        yield f"cannot be combined with phase {config.phase}, whose loop calls the model itself"
     if config.profile:
-        yield "leaves `profile` nothing to look at: a recording has no operators and no modules"
+        yield "cannot be combined with `profile`: the replay of a graph has no operators and no modules"
 
 
 def check_graphs(config: RunConfig, *, ranks: int, accumulation: int, whole_steps: bool = True) -> None:
-    """Refuse to record what is no step of one process and one micro-batch; `whole_steps`: who trains asks for such."""
+    """Refuse to capture other steps than those of one process and one micro-batch.
+
+    `whole_steps`: the training loop calls whole steps, not single passes.
+    """
     if config.strategy.graphs is not True:
         return
     if ranks > 1:
-        _refuse(f"records the passes of one process, and there are {ranks}", "Start one process")
+        _refuse(f"captures the passes of one process, and there are {ranks}", "Start one process")
     if accumulation > 1:
-        message = f"records steps of one micro-batch, and a step has {accumulation}: a pass would have to add to others"
+        message = f"captures steps of one micro-batch, and a step has {accumulation}"
         _refuse(message, "Write `batch.accumulation: 1`")
     if not whole_steps:
-        _refuse("records both passes of a step as one, and this loop asks for them one by one", "Train with a Runner")
+        _refuse("captures both passes of a step together, and this loop calls them one by one", "Train with a Runner")
 
 
 def can_capture(config: RunConfig, *, ranks: int, accumulation: int, described: bool) -> bool:
-    """Whether a step could be recorded that nobody asked to: `auto` does it where the device waits for Python.
+    """Whether `auto` may capture the step of this run, once the device is seen to wait for Python.
 
-    `described`: the model is the one of `config.model`, and not an object of the user's.
+    `described`: the model is the one of `config.model`, not an object of the user's.
     """
     return (
         config.strategy.graphs == "auto"
@@ -173,14 +174,14 @@ def can_capture(config: RunConfig, *, ranks: int, accumulation: int, described: 
         and config.model.type in REPEATING
         and config.train.loss is None
         and config.phase is None
-        and not config.deterministic  # when a recording begins is a matter of time
+        and not config.deterministic  # when the capture begins depends on timing
         and ranks == accumulation == 1
         and not any(capture_obstacles(config))
     )
 
 
 def resolve_graphs(config: RunConfig, *, ranks: int, accumulation: int, described: bool) -> RunConfig:
-    """The same with `true` or `false` in place of `auto`, for a plan: recorded, or the device does not wait."""
+    """Return the run with `true` or `false` in place of `auto`, for a plan."""
     if config.strategy.graphs != "auto":
         return config
     records = can_capture(config, ranks=ranks, accumulation=accumulation, described=described)
@@ -195,7 +196,7 @@ _DEVICE_OF = {"nccl": "cuda", "xccl": "xpu"}
 
 
 def zero_and_sharding_agree(facts: RunFacts) -> Iterator[Problem]:
-    """`zero` and `sharding` are two words for one thing."""
+    """`zero` and `sharding` both name the ZeRO stage."""
     strategy = facts.config.strategy
     if strategy.zero is not None and strategy.sharding is not None and strategy.zero != strategy.stage:
         message = (
@@ -207,7 +208,7 @@ def zero_and_sharding_agree(facts: RunFacts) -> Iterator[Problem]:
 
 
 def sharding_options_need_sharding(facts: RunFacts) -> Iterator[Problem]:
-    """At stage 0 every rank has everything: there is nothing to reshard or to fetch ahead."""
+    """At stage 0 nothing is sharded, so nothing is resharded or prefetched."""
     strategy = facts.config.strategy
     if strategy.stage > 0:
         return
@@ -219,22 +220,22 @@ def sharding_options_need_sharding(facts: RunFacts) -> Iterator[Problem]:
 
 
 def reshard_fits_the_stage(facts: RunFacts) -> Iterator[Problem]:
-    """Whether parameters are resharded after the forward pass is what tells stage 3 from 1 and 2."""
+    """Stage 3 reshards parameters after the forward pass, stages 1 and 2 do not."""
     strategy = facts.config.strategy
     reshard, stage = strategy.reshard_after_forward, strategy.stage
     if reshard is None or stage == 0:
         return
-    keeps = reshard is False or (reshard is not True and reshard == 1)  # a group of one is no sharding
+    keeps = reshard is False or (reshard is not True and reshard == 1)  # a group of one rank does not shard
     if stage == 3 and keeps:
-        message = f"{show(reshard)} keeps parameters whole after the forward pass: that is stage 2, this is stage 3"
+        message = f"{show(reshard)} keeps full parameters after the forward pass, which is stage 2, but this is stage 3"
         yield Problem("strategy.reshard_after_forward", message, "Write `strategy.zero: 2`, or leave it out.")
     if stage < 3 and not keeps:
-        message = f"{show(reshard)} reshards parameters after the forward pass: that is stage 3, this is stage {stage}"
+        message = f"{show(reshard)} reshards parameters after the forward pass, which is stage 3, but this is {stage}"
         yield Problem("strategy.reshard_after_forward", message, "Write `strategy.zero: 3`, or leave it out.")
 
 
 def buckets_are_for_replicas(facts: RunFacts) -> Iterator[Problem]:
-    """Sharded gradients are reduced unit by unit, not in buckets."""
+    """Sharded gradients are reduced per wrap unit, not in buckets."""
     strategy = facts.config.strategy
     if strategy.stage > 0:
         reason = f"at stage {strategy.stage} gradients are reduced by unit (`strategy.wrap`), not in buckets"
@@ -242,17 +243,17 @@ def buckets_are_for_replicas(facts: RunFacts) -> Iterator[Problem]:
 
 
 def sharded_layout_needs_sharding(facts: RunFacts) -> Iterator[Problem]:
-    """A `dp_shard` axis at stage 0 would have nothing to do."""
+    """A `dp_shard` axis has no effect at stage 0."""
     strategy = facts.config.strategy
     shards = strategy.layout.dp_shard or 1
     if shards > 1 and strategy.stage == 0:
-        message = f"{shards} ranks are to share the model, but at stage 0 nothing is sharded"
+        message = f"{shards}, but at stage 0 nothing is sharded"
         remedy = "Write `strategy.zero: 1`, `2` or `3`, or use `strategy.layout.dp_replicate`."
         yield Problem("strategy.layout.dp_shard", message, remedy)
 
 
 def options_need_their_axis(facts: RunFacts) -> Iterator[Problem]:
-    """Options of an axis of one rank have nothing to act on."""
+    """Options of an axis have no effect where it has one rank."""
     strategy = facts.config.strategy
     for section, axis in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp")):
         if getattr(strategy.layout, axis) == 1:
@@ -263,15 +264,15 @@ def options_need_their_axis(facts: RunFacts) -> Iterator[Problem]:
 
 
 def micro_batches_are_accumulation(facts: RunFacts) -> Iterator[Problem]:
-    """`pipeline.micro_batches` and `batch.accumulation` are two words for one number."""
+    """`pipeline.micro_batches` and `batch.accumulation` are the same number."""
     micro_batches, accumulation = facts.config.strategy.pipeline.micro_batches, facts.config.batch.accumulation
     if micro_batches is not None and accumulation is not None and micro_batches != accumulation:
-        message = f"{micro_batches}, but `batch.accumulation` is {accumulation}; both are the micro-batches of a step"
+        message = f"{micro_batches}, but `batch.accumulation` is {accumulation}; both are the micro-batches per step"
         yield Problem("strategy.pipeline.micro_batches", message, "Leave one of them out.")
 
 
 def async_tensor_parallel_needs_compile(facts: RunFacts) -> Iterator[Problem]:
-    """The compiler is what puts collectives and matrix products into one kernel."""
+    """The compiler overlaps collectives with matrix products."""
     strategy = facts.config.strategy
     if strategy.tensor.async_tp and not strategy.compile.enabled:
         message = "true needs `strategy.compile`: it is the compiler that overlaps collectives with matrix products"
@@ -279,16 +280,16 @@ def async_tensor_parallel_needs_compile(facts: RunFacts) -> Iterator[Problem]:
 
 
 def compiled_tensor_parallel_keeps_activations(facts: RunFacts) -> Iterator[Problem]:
-    """A block that is cut over ranks, compiled and recomputed at once fails inside torch."""
+    """Tensor parallelism, compilation and recomputation of one block together fail inside torch."""
     strategy = facts.config.strategy
     if strategy.layout.tp > 1 and strategy.compile.enabled and strategy.recompute.mode != "none":
-        message = f"{strategy.recompute.mode} cannot go with `strategy.compile` where `layout.tp` is more than 1"
+        message = f"{strategy.recompute.mode} cannot be combined with `strategy.compile` and `layout.tp` above 1"
         remedy = "Leave one of the three out: torch fails on blocks with all of them."
         yield Problem("strategy.recompute.mode", message, remedy)
 
 
 def tiles_need_layers(facts: RunFacts) -> Iterator[Problem]:
-    """A size of tiles is for the layers that are named."""
+    """The size of tiles applies to the layers in `names`."""
     tiling = facts.config.strategy.tiles
     if not tiling.names:
         remedy = "Leave it out, or name layers: `names: [blocks.*.ffn]`."
@@ -302,13 +303,13 @@ def recompute_options_fit_the_mode(facts: RunFacts) -> Iterator[Problem]:
     recompute = facts.config.strategy.recompute
     for name, mode in (("every", "every"), ("save_ops", "selective"), ("budget_gib", "auto")):
         if recompute.mode != mode:
-            reason = f"`strategy.recompute.mode` is {recompute.mode}, and this belongs to {mode}"
+            reason = f"it belongs to mode {mode}, but `strategy.recompute.mode` is {recompute.mode}"
             remedy = f"Leave it out, or write `mode: {mode}`."
             yield from without_effect("strategy.recompute", recompute, (name,), reason, remedy)
 
 
 def compile_options_need_compile(facts: RunFacts) -> Iterator[Problem]:
-    """Options of a compiler that is off."""
+    """Options of the compiler have no effect where it is off."""
     section = facts.config.strategy.compile
     if not section.enabled:
         names = ("scope", "backend", "mode", "dynamic", "fullgraph")
@@ -317,14 +318,14 @@ def compile_options_need_compile(facts: RunFacts) -> Iterator[Problem]:
 
 
 def recorded_passes_repeat_themselves(facts: RunFacts) -> Iterator[Problem]:
-    """A recording does what it did the first time, on the device alone."""
+    """A graph replays the same kernels, on the device alone."""
     if facts.config.strategy.graphs is True:
         for reason in capture_obstacles(facts.config):
             yield Problem("strategy.graphs", f"true {reason}", "Leave one of the two out.")
 
 
 def wrap_needs_a_use(facts: RunFacts) -> Iterator[Problem]:
-    """Units are made to be sharded, waited for, recomputed or compiled one by one."""
+    """Wrap units are sharded, offloaded, recomputed or compiled one by one."""
     strategy = facts.config.strategy
     by_block = strategy.compile.enabled and strategy.compile.scope == "block"
     if strategy.stage > 0 or strategy.recompute.mode != "none" or by_block or strategy.offload.on:
@@ -336,7 +337,7 @@ def wrap_needs_a_use(facts: RunFacts) -> Iterator[Problem]:
 
 
 def backend_fits_the_device(facts: RunFacts) -> Iterator[Problem]:
-    """NCCL speaks between CUDA devices, XCCL between XPUs, and neither elsewhere."""
+    """NCCL needs CUDA devices, XCCL needs XPUs."""
     device, backend = facts.config.device, facts.config.backend
     needed = _DEVICE_OF.get(backend, device)
     if device not in ("auto", needed):
