@@ -129,8 +129,8 @@ def share_router_sums(model: nn.Module, mesh: DeviceMesh) -> None:
 # [Note: experts are cut over tp too]
 # The ranks of `ep` have different tokens, those of `tp` the same ones. Along `tp` nothing has to be sent to an expert:
 # each rank takes the choices that fall on its own experts, and the outputs of all ranks are summed. So a rank of `tp`
-# has its share of the experts' memory and work, and of what is sent over `ep`. Experts are not sharded by columns: matrix
-# products keep their size, and a shard stays a plain rectangle, however a model packs its matrices.
+# has its share of the experts' memory and work, and of what is sent over `ep`. Experts are not sharded by columns:
+# matrix products keep their size, and a shard stays a plain rectangle, however a model packs its matrices.
 
 
 @dataclass(frozen=True, slots=True)
