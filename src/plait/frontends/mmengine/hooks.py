@@ -180,15 +180,18 @@ def priority_of(value: Any) -> int:
     raise ConfigError(Problem("hook.priority", f"{value!r}", remedy))
 
 
+_GREATER = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
+"""Metrics with such names are better if larger."""
+
+
 def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, ...] = ()) -> bool:
     """Whether larger values of a metric are better, inferred from its name as in MMEngine."""
-    usual = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
     if metric in greater or metric in less:
         return metric in greater
     folded = metric.lower()
-    if any(pattern.lower() in folded for pattern in (*(greater or usual),)):
+    if any(pattern.lower() in folded for pattern in greater or _GREATER):
         return True
-    if any(pattern.lower() in folded for pattern in (*(less or ("loss",)),)):
+    if any(pattern.lower() in folded for pattern in less or ("loss",)):
         return False
     message = f"the name {metric!r} does not show whether larger values are better"
     raise ConfigError(Problem("hook.rule", message, "Write rule='greater' or rule='less'."))

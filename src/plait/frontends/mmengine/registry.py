@@ -112,47 +112,38 @@ def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]
     if accepted is None:
         return
     unknown = [key for key in cfg if key not in accepted and key not in ("type", "_scope_")]
+    remedies = {key: choose(key, accepted, "key") if accepted else "It takes no keys." for key in unknown}
     if unknown:
-        remedy = "It takes no keys." if not accepted else ""
-        raise ConfigError(
-            [
-                Problem(f"{path}.{key}", "there is no such key", remedy or choose(key, accepted, "key"))
-                for key in unknown
-            ]
-        )
+        raise ConfigError([Problem(f"{path}.{key}", "there is no such key", remedies[key]) for key in unknown])
 
 
 def _accepted(maker: Callable[..., Any]) -> list[str] | None:
     """Return the names of its arguments; None if it takes any."""
-    is_ours = isinstance(maker, type) and maker.__module__.startswith("plait.frontends.mmengine.")
-    if not is_ours:
-        return _named(maker)[0]
-    names: list[str] = []
+    if not (isinstance(maker, type) and maker.__module__.startswith("plait.frontends.mmengine.")):
+        names, takes_any = _arguments(maker)
+        return None if takes_any else names
+    names = []
     hidden = ("self", *getattr(maker, "fixed", ()))
-    for cls in maker.__mro__:  # type: ignore[attr-defined]
+    for cls in maker.__mro__:
         # The classes of this package pass other arguments on to their base class.
         if cls is object or "__init__" not in vars(cls):
             continue
-        _, more, named = _named(vars(cls)["__init__"])
+        named, takes_any = _arguments(vars(cls)["__init__"])
         names += [name for name in named if name not in (*hidden, *names)]
-        if not more:
-            return names
+        if not takes_any:
+            break
     return names
 
 
-def _named(maker: Any) -> tuple[list[str] | None, bool, list[str]]:
-    """Return the names that it takes, or None if it takes any; whether it does; and its named arguments."""
+def _arguments(maker: Any) -> tuple[list[str], bool]:
+    """Return the names of its arguments, and whether it takes any others."""
     try:
-        parameters = inspect.signature(maker).parameters.values()
+        parameters = inspect.signature(maker).parameters
     except (TypeError, ValueError):  # some C classes have no signature
-        return None, True, []
-    names = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return (None if more else names), more, names
+        return [], True
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    names = [name for name, parameter in parameters.items() if parameter.kind in named]
+    return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _import_target(key: str) -> Callable[..., Any] | None:
