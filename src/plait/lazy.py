@@ -24,9 +24,9 @@ def attach_names(
 ) -> None:
     """Let `package` offer names of its submodules, each loaded when it is first asked for.
 
-    `offers` has the names by submodule (`"loss"`, `"native.engine"`), `Offered=Inside` where a name is another one
-    there; under `"."` stand submodules that are offered themselves. `unknown(package, name)` makes the error for a name
-    that is not there.
+    `offers` has the names by submodule (`"loss"`, `"native.engine"`) or by a module elsewhere (`"plait.…"`),
+    `Offered=Inside` where a name is another one there; under `"."` stand submodules that are offered themselves.
+    `unknown(package, name)` makes the error for a name that is not there.
     """
     homes: dict[str, tuple[str, str]] = {}
     for home, names in offers.items():
@@ -35,7 +35,7 @@ def attach_names(
                 homes[name.rpartition(".")[2]] = f"{package}.{name}", ""
             else:
                 offered, _, inside = name.partition("=")
-                homes[offered] = f"{package}.{home}", inside or offered
+                homes[offered] = home if home.startswith("plait.") else f"{package}.{home}", inside or offered
     offer_names(sys.modules[package], homes, unknown or _unknown)
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from plait.data.tokenizer import train_tokenizer as train_tokenizer
     from plait.data.tokens import TokenFile as TokenFile
     from plait.data.tokens import TokenWriter as TokenWriter
+    from plait.torch_internals import sampler_num_samples as sampler_num_samples
 else:
     from plait.lazy import attach_names
 
@@ -44,5 +45,6 @@ else:
             "text": ["find_files", "open_file", "read_object"],
             "tokenizer": ["END", "TextTokenizer", "load_tokenizer", "train_tokenizer"],
             "tokens": ["TokenFile", "TokenWriter"],
+            "plait.torch_internals": ["sampler_num_samples"],
         },
     )

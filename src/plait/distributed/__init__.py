@@ -119,6 +119,9 @@ if TYPE_CHECKING:
     from plait.distributed.wrap import WrapUnit as WrapUnit
     from plait.distributed.wrap import find_wrap_units as find_wrap_units
     from plait.distributed.wrap import first_input as first_input
+    from plait.torch_internals import OptimizedModule as OptimizedModule
+    from plait.torch_internals import module_wrap_classes as module_wrap_classes
+    from plait.torch_internals import original_module_of as original_module_of
 else:
     from plait.lazy import attach_names
 
@@ -220,5 +223,6 @@ else:
             "tiling": ["tile_sequence"],
             "world": ["World", "make_mesh", "open_world"],
             "wrap": ["WrapUnit", "find_wrap_units", "first_input"],
+            "plait.torch_internals": ["OptimizedModule", "module_wrap_classes", "original_module_of"],
         },
     )

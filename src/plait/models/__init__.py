@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from plait.models.portable import to_transformers as to_transformers
     from plait.models.registry import build_model as build_model
     from plait.models.registry import preset as preset
+    from plait.transformers_internals import overrides as overrides
 else:
     from plait.lazy import attach_names
 
@@ -57,5 +58,6 @@ else:
             "llama": ["Llama", "LlamaBlock", "SwiGLU"],
             "portable": ["from_transformers", "to_transformers"],
             "registry": ["build_model", "preset"],
+            "plait.transformers_internals": ["overrides"],
         },
     )

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from plait.optim.wrap import OptimizerSource as OptimizerSource
     from plait.optim.wrap import WrappedOptimizer as WrappedOptimizer
     from plait.optim.wrap import bare_step as bare_step
+    from plait.torch_internals import count_schedule_step as count_schedule_step
+    from plait.torch_internals import schedule_steps as schedule_steps
 else:
     from plait.lazy import attach_names
 
@@ -76,5 +78,6 @@ else:
             "swapper": ["check_space", "host_need", "bucket_elements", "state_bytes", "updates_on_device"],
             "full_params": ["OwnedParams"],
             "wrap": ["OptimizerSource", "WrappedOptimizer", "bare_step"],
+            "plait.torch_internals": ["count_schedule_step", "schedule_steps"],
         },
     )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from plait.precision.mixed_precision import cast_floats as cast_floats
     from plait.precision.mixed_precision import make_policy as make_policy
     from plait.precision.mixed_precision import map_tensors as map_tensors
+    from plait.torch_internals import AnyBatchNorm as AnyBatchNorm
+    from plait.torch_internals import AnyInstanceNorm as AnyInstanceNorm
 else:
     from plait.lazy import attach_names
 
@@ -43,5 +45,6 @@ else:
                 "make_policy",
                 "map_tensors",
             ],
+            "plait.torch_internals": ["AnyBatchNorm", "AnyInstanceNorm"],
         },
     )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from plait.data import sampler_num_samples
 from plait.distributed import World
 from plait.errors import ConfigError, DataError, Problem, TrainingError
 from plait.frontends.accelerate.prepared import apply
-from plait.torch_internals import sampler_num_samples
 
 # The samples of each rank, in Accelerate's order.
 #

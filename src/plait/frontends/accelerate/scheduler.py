@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from plait.frontends.accelerate.optimizer import PreparedOptimizer
-from plait.torch_internals import count_schedule_step, schedule_steps
+from plait.optim import count_schedule_step, schedule_steps
 
 if TYPE_CHECKING:
     from plait.frontends.accelerate.data_loader import GradientState

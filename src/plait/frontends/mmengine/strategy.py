@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from plait.distributed import module_wrap_classes
 from plait.errors import ConfigError, Problem
 from plait.frontends import (
     KeyReader,
@@ -19,7 +20,6 @@ from plait.frontends import (
 )
 from plait.frontends.deepspeed import read_config, translate
 from plait.frontends.mmengine.registry import STRATEGIES
-from plait.torch_internals import module_wrap_classes
 
 Reader = KeyReader[TranslatedSettings]
 

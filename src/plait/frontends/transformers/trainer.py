@@ -33,7 +33,7 @@ from plait.frontends.accelerate import PLACED, PreparedOptimizer, full_weights, 
 from plait.frontends.deepspeed import Recipe, foreign_state, read_config
 from plait.frontends.transformers.accelerator import TrainerAccelerator
 from plait.frontends.transformers.arguments import config_of, deepspeed_of, refuse_mismatches
-from plait.transformers_internals import overrides
+from plait.models import overrides
 
 if TYPE_CHECKING:
     from plait.engine import LoopEngine

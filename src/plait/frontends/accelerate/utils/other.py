@@ -8,10 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from plait.distributed import detect_ranks
+from plait.distributed import detect_ranks, original_module_of
 from plait.frontends.accelerate.prepared import PreparedModel
 from plait.frontends.accelerate.state_files import write_object
-from plait.torch_internals import original_module_of
 
 
 def wait_for_everyone() -> None:
@@ -33,7 +32,7 @@ def extract_model_from_parallel(
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether `torch.compile` made it."""
-    from plait.torch_internals import OptimizedModule
+    from plait.distributed import OptimizedModule
 
     return isinstance(module, OptimizedModule)
 

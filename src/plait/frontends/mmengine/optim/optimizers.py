@@ -15,7 +15,7 @@ from plait.engine import ManualEngine, StepResult
 from plait.errors import ConfigError, Problem, TrainingError
 from plait.frontends.mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from plait.optim import Lion
-from plait.torch_internals import AnyBatchNorm, AnyInstanceNorm
+from plait.precision import AnyBatchNorm, AnyInstanceNorm
 
 OPTIMIZERS.register_module(module=Lion)
 for _name, _cls in vars(torch.optim).items():
