@@ -60,8 +60,8 @@ def train(rank: int, size: int, phase: str, description: dict[str, Any]) -> Trac
         assert isinstance(runner, OnlineRunner)
         runner.train()
         tensors = dict(runner.engine.state_tensors())
-        if runner.cast.critic is not None:
-            tensors |= {f"critic.{name}": value for name, value in runner.cast.critic.state_tensors().items()}
+        if runner.roles.critic is not None:
+            tensors |= {f"critic.{name}": value for name, value in runner.roles.critic.state_tensors().items()}
         whole = {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()}
         return noting.steps, runner.validate(), whole
 

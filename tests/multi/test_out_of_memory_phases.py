@@ -14,7 +14,7 @@ import yaml
 
 from plait.errors import GenerateError
 from plait.generate import Sampling
-from plait.posttrain.rl.rollout import RolloutWriter, Stop
+from plait.posttrain.rl.rollout import RolloutSampler, Stop
 from plait.posttrain.run import phase_runner
 from tests.refusals import refused
 
@@ -31,7 +31,7 @@ class Room(Hook):
 
     def before_run(self, runner):
         self.runner = runner
-        model = runner.engine.model if self.of == "policy" else runner.cast.critic.model
+        model = runner.engine.model if self.of == "policy" else runner.roles.critic.model
         model.register_forward_pre_hook(self.look, with_kwargs=True)
 
     def look(self, module, args, kwargs):
@@ -103,6 +103,6 @@ class Full:
 
 
 def test_memory_that_is_short_for_writing_is_told_with_the_setting_that_helps() -> None:
-    writer = RolloutWriter(Full(), None, None, lambda _: "", Stop((), ()))  # type: ignore[arg-type]
+    writer = RolloutSampler(Full(), None, None, lambda _: "", Stop((), ()))  # type: ignore[arg-type]
     with refused(GenerateError, "CUDA out of memory", "rollout.max_rows"):
         writer.write([], Sampling(), [])

@@ -63,7 +63,7 @@ from plait.posttrain import (
     attach,
     chat_template_in,
     fill_all,
-    open_judge,
+    open_scorer,
     open_start,
     read_adapter,
     read_tokenizer,
@@ -346,7 +346,7 @@ def generate(
     if reward is not None:
         if not Path(reward).exists():
             import_from_here()  # for a function in the current folder
-        reward_model = open_judge(reward, run_behind(path), trust_code=opening.trust_code)
+        reward_model = open_scorer(reward, run_behind(path), trust_code=opening.trust_code)
     paths = [path, *(against or [])]
     answers: list[list[str]] = [[] for _ in asked]
     rewards_shown: list[list[str]] = [[] for _ in asked]

@@ -89,7 +89,7 @@ def pipeline(argv: Sequence[str]) -> None:
 def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
     """Sort arguments into files, settings and flags. A flag takes the values up to the next flag or setting."""
     from plait.config import nearest
-    from plait.posttrain import FLAGS, WORDS
+    from plait.posttrain import FLAGS, TRAIN_FLAGS
 
     asked = PipelineCommand()
     flag_list: list[str] = []
@@ -105,12 +105,12 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
                 asked.options[name] = value
                 last, values_left = name, int(name in _ONE and not equals)
                 continue
-            if name not in WORDS and name not in FLAGS:
-                meant = nearest(name, (*_ONE, *_NONE, "trust_code", *WORDS, *FLAGS))
+            if name not in TRAIN_FLAGS and name not in FLAGS:
+                meant = nearest(name, (*_ONE, *_NONE, "trust_code", *TRAIN_FLAGS, *FLAGS))
                 remedy = f"Did you mean `--{meant}`? " if meant else ""
                 raise ConfigError(Problem(flag, "unknown flag", f"{remedy}`plait pipeline --help` lists them."))
-            flag_list = asked.step_flags if name in WORDS else asked.flags
-            values_left = 0 if equals else 1 if name in WORDS and name != "step" else 1 << 30
+            flag_list = asked.step_flags if name in TRAIN_FLAGS else asked.flags
+            values_left = 0 if equals else 1 if name in TRAIN_FLAGS and name != "step" else 1 << 30
             flag_list.append(argument)
             last = ""
         elif _is_setting(argument):
@@ -186,7 +186,15 @@ def _on_hosts(hostfile: str, command: list[str]) -> int:
 def _steps(asked: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
     from dataclasses import replace
 
-    from plait.posttrain import as_overrides, from_files, from_words, make_steps, read_steps, translate, with_words
+    from plait.posttrain import (
+        as_overrides,
+        from_files,
+        from_words,
+        make_steps,
+        read_steps,
+        translate,
+        with_train_flags,
+    )
 
     flags = read_steps(asked.step_flags)
     given = [
@@ -196,7 +204,7 @@ def _steps(asked: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
     for remark in remarks:
         typer.echo(remark, err=True)
     wanted = from_files(asked.files) if asked.files else from_words(flags)
-    wanted = with_words(wanted, flags, given)
+    wanted = with_train_flags(wanted, flags, given)
     common = (*as_overrides(settings), *asked.overrides)
     steps = tuple(replace(step, settings=(*step.settings, *common)) for step in wanted.steps)
     return make_steps(replace(wanted, steps=steps), ranks=ranks, local_ranks=local)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from plait.posttrain.data.template import template_of_run as template_of_run
     from plait.posttrain.data.template import tokenizer_folder as tokenizer_folder
     from plait.posttrain.deepspeed_chat import FLAGS as FLAGS
-    from plait.posttrain.deepspeed_chat import WORDS as WORDS
+    from plait.posttrain.deepspeed_chat import TRAIN_FLAGS as TRAIN_FLAGS
     from plait.posttrain.deepspeed_chat import read_steps as read_steps
     from plait.posttrain.deepspeed_chat import translate as translate
     from plait.posttrain.lora import AdapterSpec as AdapterSpec
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from plait.posttrain.phases import next_commands as next_commands
     from plait.posttrain.phases import outcome_of as outcome_of
     from plait.posttrain.phases import run_steps as run_steps
-    from plait.posttrain.phases import with_words as with_words
+    from plait.posttrain.phases import with_train_flags as with_train_flags
     from plait.posttrain.reward_judge import Question as Question
     from plait.posttrain.reward_judge import held_out as held_out
-    from plait.posttrain.reward_judge import open_judge as open_judge
+    from plait.posttrain.reward_judge import open_scorer as open_scorer
     from plait.posttrain.reward_judge import run_behind as run_behind
     from plait.posttrain.run import make_runner as make_runner
     from plait.posttrain.start import fill_all as fill_all
@@ -65,7 +65,7 @@ else:
                 "template_of_run",
                 "tokenizer_folder",
             ],
-            "deepspeed_chat": ["FLAGS", "WORDS", "read_steps", "translate"],
+            "deepspeed_chat": ["FLAGS", "TRAIN_FLAGS", "read_steps", "translate"],
             "lora": ["AdapterSpec", "attach", "has_adapters", "merged", "read_adapter"],
             "phases": [
                 "PhaseStep",
@@ -77,9 +77,9 @@ else:
                 "next_commands",
                 "outcome_of",
                 "run_steps",
-                "with_words",
+                "with_train_flags",
             ],
-            "reward_judge": ["Question", "held_out", "open_judge", "run_behind"],
+            "reward_judge": ["Question", "held_out", "open_scorer", "run_behind"],
             "run": ["make_runner"],
             "start": ["fill_all", "open_start"],
         },

@@ -17,22 +17,22 @@ from plait.errors import ConfigError, Problem
 # Command lines of other people's scripts: `--flag`, `--flag value`, `--flag=value`, `--flag a b`.
 
 
-def read_flags(words: Sequence[str], known: Collection[str]) -> dict[str, list[str]]:
+def read_flags(arguments: Sequence[str], known: Collection[str]) -> dict[str, list[str]]:
     """The values of each flag, whose dashes are read as underscores. An unknown flag is an error with a suggestion."""
     given: dict[str, list[str]] = {}
     current: list[str] | None = None
-    for word in words:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, equals, value = argument.partition("=")
             name = flag[2:].replace("-", "_")
             if name not in known:
                 raise ConfigError(Problem(flag, "unknown flag", choose(name, known, "flag")))
             current = given.setdefault(name, [])
             current += [value] if equals else []
         elif current is None:
-            raise ConfigError(Problem(word, "belongs to no flag", "Write `--flag value`."))
+            raise ConfigError(Problem(argument, "belongs to no flag", "Write `--flag value`."))
         else:
-            current.append(word)
+            current.append(argument)
     return given
 
 
@@ -41,7 +41,7 @@ Settings = dict[str, Any]
 
 
 class Flag(NamedTuple):
-    """What becomes of a flag: settings, made from its words; or none, and then why."""
+    """The translation of a flag: settings made from its values, or the reason why there are none."""
 
     answer: str
     """The key, or the reason."""
@@ -49,12 +49,12 @@ class Flag(NamedTuple):
     """None: the flag changes nothing here."""
 
 
-def _to(key: str, kind: Callable[[str], Any] = str) -> Flag:
-    return Flag(f"`{key}`", lambda words: {key: kind(words[0])})
+def _to(key: str, convert: Callable[[str], Any] = str) -> Flag:
+    return Flag(f"`{key}`", lambda values: {key: convert(values[0])})
 
 
-def _sources(words: list[str]) -> Settings:
-    return {"posttrain.data": [{"type": "file", "path": path} for path in words]}
+def _sources(values: list[str]) -> Settings:
+    return {"posttrain.data": [{"type": "file", "path": path} for path in values]}
 
 
 _SCHEDULES: Mapping[str, Settings] = MappingProxyType(
@@ -68,26 +68,26 @@ _SCHEDULES: Mapping[str, Settings] = MappingProxyType(
 )
 
 
-def _schedule(words: list[str]) -> Settings:
-    if words[0] not in _SCHEDULES:
+def _schedule(values: list[str]) -> Settings:
+    if values[0] not in _SCHEDULES:
         remedy = "Write a `schedule` of type CosineAnnealingWarmRestarts with the length of its first period."
-        if words[0] != "cosine_with_restarts":
-            remedy = choose(words[0], _SCHEDULES, "schedule")
-        raise ConfigError(Problem("--lr_scheduler_type", f"{words[0]!r} cannot be taken over", remedy))
-    return dict(_SCHEDULES[words[0]])
+        if values[0] != "cosine_with_restarts":
+            remedy = choose(values[0], _SCHEDULES, "schedule")
+        raise ConfigError(Problem("--lr_scheduler_type", f"{values[0]!r} cannot be taken over", remedy))
+    return dict(_SCHEDULES[values[0]])
 
 
-def _lora(words: list[str], at: str = "lora") -> Settings:
-    rank = int(words[0])
+def _lora(values: list[str], at: str = "lora") -> Settings:
+    rank = int(values[0])
     # Their adapters count 1 / rank.
     return {f"{at}.rank": rank, f"{at}.alpha": 1.0} if rank else {}
 
 
 def _model() -> Flag:
-    return Flag("`model.path`", lambda words: {"model.type": "hf", "model.path": words[0]})
+    return Flag("`model.path`", lambda values: {"model.type": "hf", "model.path": values[0]})
 
 
-_HERE = "nothing to set: "
+_NOTHING = "nothing to set: "
 _MINI = "mini-batch"
 """No key: its older sister flag means something else where it is given."""
 _LEAST = "least rate"
@@ -99,27 +99,27 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "train_data_path": Flag("`posttrain.data`", _sources),
         "val_data_path": Flag(
             "`posttrain.val_data`",
-            lambda words: {"posttrain.val_data": [{"type": "file", "path": path} for path in words]},
+            lambda values: {"posttrain.val_data": [{"type": "file", "path": path} for path in values]},
         ),
-        "test_data_path": Flag(_HERE + "validate another run on it, with `posttrain.val_data`"),
+        "test_data_path": Flag(_NOTHING + "validate another run on it, with `posttrain.val_data`"),
         "data_split": _to("posttrain.data_split"),
-        "data_output_path": Flag(_HERE + "tokens are made when a run starts, and are not kept in files"),
+        "data_output_path": Flag(_NOTHING + "tokens are made when a run starts, and are not kept in files"),
         "model_name_or_path": _model(),
         "model_name": _model(),
-        "num_padding_at_beginning": Flag(_HERE + "rows are padded at their end, where nothing looks at it"),
+        "num_padding_at_beginning": Flag(_NOTHING + "rows are padded at their end, where nothing looks at it"),
         "per_device_train_batch_size": _to("batch.micro", int),
-        "per_device_eval_batch_size": Flag(_HERE + "validation goes in batches of the size of training"),
+        "per_device_eval_batch_size": Flag(_NOTHING + "validation goes in batches of the size of training"),
         "max_seq_len": _to("posttrain.max_len", int),
         "learning_rate": _to("optim.lr", float),
         "minimum_learning_rate": Flag(
-            "`schedule.min_factor`, a share of `optim.lr`", lambda words: {_LEAST: float(words[0])}
+            "`schedule.min_factor`, a share of `optim.lr`", lambda values: {_LEAST: float(values[0])}
         ),
         "weight_decay": _to("optim.weight_decay", float),
         "num_train_epochs": _to("train.max_epochs", int),
         "gradient_accumulation_steps": _to("batch.accumulation", int),
         "lr_scheduler_type": Flag("`schedule.type`", _schedule),
         "num_warmup_steps": _to("schedule.warmup", int),
-        "class_weight": Flag(_HERE + "it weighs the classes of a classifier; answers have none"),
+        "class_weight": Flag(_NOTHING + "it weighs the classes of a classifier; answers have none"),
         "device": _to("device"),
         "output_dir": _to("work_dir"),
         "seed": _to("seed", int),
@@ -129,7 +129,7 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "dtype": _to("precision"),
         "zero_stage": _to("strategy.zero", int),
         "lora_dim": Flag("`lora.rank`, with `lora.alpha: 1` as theirs", _lora),
-        "lora_module_name": Flag("`lora.targets`", lambda words: {"lora.targets": [f"*{words[0]}*"]}),
+        "lora_module_name": Flag("`lora.targets`", lambda values: {"lora.targets": [f"*{values[0]}*"]}),
         "only_optimize_lora": Flag("`lora.only`", lambda _: {"lora.only": True}),
         "lora_learning_rate": _to("lora.lr", float),
         "actor_model_name_or_path": _model(),
@@ -139,56 +139,58 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "actor_weight_decay": _to("optim.weight_decay", float),
         "critic_weight_decay": _to("ppo.critic_weight_decay", float),
         "actor_lora_dim": Flag("`lora.rank`, with `lora.alpha: 1` as theirs", _lora),
-        "actor_lora_module_name": Flag("`lora.targets`", lambda words: {"lora.targets": [f"*{words[0]}*"]}),
+        "actor_lora_module_name": Flag("`lora.targets`", lambda values: {"lora.targets": [f"*{values[0]}*"]}),
         "actor_lora_learning_rate": _to("lora.lr", float),
         "critic_lora_dim": Flag(
             "`ppo.critic_lora.rank`, with `alpha: 1` as theirs", partial(_lora, at="ppo.critic_lora")
         ),
         "critic_lora_module_name": Flag(
-            "`ppo.critic_lora.targets`", lambda words: {"ppo.critic_lora.targets": [f"*{words[0]}*"]}
+            "`ppo.critic_lora.targets`", lambda values: {"ppo.critic_lora.targets": [f"*{values[0]}*"]}
         ),
         "critic_lora_learning_rate": _to("ppo.critic_lora.lr", float),
         "actor_zero_stage": _to("strategy.zero", int),
-        "critic_zero_stage": Flag(_HERE + "all models of a run are spread alike, as `strategy` says"),
+        "critic_zero_stage": Flag(_NOTHING + "all models of a run are spread alike, as `strategy` says"),
         "actor_gradient_checkpointing": Flag("`strategy.recompute`", lambda _: {"strategy.recompute": "full"}),
-        "critic_gradient_checkpointing": Flag(_HERE + "`strategy.recompute` holds for both"),
+        "critic_gradient_checkpointing": Flag(_NOTHING + "`strategy.recompute` holds for both"),
         "actor_dropout": Flag("`model.dropout` of a gpt; a `transformers` model has it in its `config.json`"),
-        "critic_dropout": Flag(_HERE + "the critic is described where the reward model is"),
-        "max_prompt_seq_len": Flag(_HERE + "`posttrain.max_len` is for prompt and answer together"),
+        "critic_dropout": Flag(_NOTHING + "the critic is described where the reward model is"),
+        "max_prompt_seq_len": Flag(_NOTHING + "`posttrain.max_len` is for prompt and answer together"),
         "max_answer_seq_len": _to("rollout.max_new_tokens", int),
         "per_device_generation_batch_size": _to("rollout.max_rows", int),
         "per_device_training_batch_size": _to("batch.micro", int),
         "per_device_mini_train_batch_size": Flag(
             "`batch.micro`; `--per_device_train_batch_size` beside it is then `rollout.max_rows`",
-            lambda words: {_MINI: int(words[0])},
+            lambda values: {_MINI: int(values[0])},
         ),
-        "generation_batches": Flag(_HERE + "`rollout.prompts` says how many prompts a rollout has, over all ranks"),
+        "generation_batches": Flag(_NOTHING + "`rollout.prompts` says how many prompts a rollout has, over all ranks"),
         "ppo_epochs": _to("ppo.epochs", int),
         "enable_ema": Flag("`hooks`", lambda _: {"hooks": [{"type": "ema", "decay": 0.992}]}),
         "unsupervised_dataset_name": Flag(
-            "`ppo.ptx_data`", lambda words: {"ppo.ptx_data": [{"type": "file", "path": path} for path in words]}
+            "`ppo.ptx_data`", lambda values: {"ppo.ptx_data": [{"type": "file", "path": path} for path in values]}
         ),
-        "unsupervised_dataset_config_name": Flag(_HERE + "a file has no configurations"),
+        "unsupervised_dataset_config_name": Flag(_NOTHING + "a file has no configurations"),
         "unsup_coef": _to("ppo.ptx_weight", float),
-        "enable_hybrid_engine": Flag(_HERE + "it always is one; `rollout.mode` says how it writes"),
-        "unpin_actor_parameters": Flag(_HERE + "whole weights are let go of after each rollout"),
-        "release_inference_cache": Flag(_HERE + "the cache is let go of after each rollout"),
-        "inference_tp_size": Flag(_HERE + "every rank writes alone, with whole weights"),
-        "tp_gather_partition_size": Flag(_HERE + "every rank writes alone, with whole weights"),
-        "offload_reference_model": Flag(_HERE + "the reference is sharded as the policy is; with `lora` there is none"),
-        "print_answers": Flag(_HERE + "some answers of every rollout are in `samples.jsonl`"),
-        "print_answers_interval": Flag(_HERE + "`rollout.samples` of every rollout are in `samples.jsonl`"),
-        "enable_test_mode": Flag(_HERE + "a short run is `train.stop_after=10`"),
+        "enable_hybrid_engine": Flag(_NOTHING + "it always is one; `rollout.mode` says how it writes"),
+        "unpin_actor_parameters": Flag(_NOTHING + "whole weights are let go of after each rollout"),
+        "release_inference_cache": Flag(_NOTHING + "the cache is let go of after each rollout"),
+        "inference_tp_size": Flag(_NOTHING + "every rank writes alone, with whole weights"),
+        "tp_gather_partition_size": Flag(_NOTHING + "every rank writes alone, with whole weights"),
+        "offload_reference_model": Flag(
+            _NOTHING + "the reference is sharded as the policy is; with `lora` there is none"
+        ),
+        "print_answers": Flag(_NOTHING + "some answers of every rollout are in `samples.jsonl`"),
+        "print_answers_interval": Flag(_NOTHING + "`rollout.samples` of every rollout are in `samples.jsonl`"),
+        "enable_test_mode": Flag(_NOTHING + "a short run is `train.stop_after=10`"),
         "test_stop_step": _to("train.stop_after", int),
-        "align_overflow": Flag(_HERE + "actor and critic skip their own steps; `train.guard` counts them"),
+        "align_overflow": Flag(_NOTHING + "actor and critic skip their own steps; `train.guard` counts them"),
         "eval_interval": _to("train.val_every", int),
         "eval_iters": _to("train.val_batches", int),
         "print_steps": _to("log.every", int),
         "save_steps": _to("checkpoint.every", int),
-        "compute_fp32_loss": Flag(_HERE + "losses are always computed in fp32"),
-        "print_loss": Flag(_HERE + "the loss is always shown"),
+        "compute_fp32_loss": Flag(_NOTHING + "losses are always computed in fp32"),
+        "print_loss": Flag(_NOTHING + "the loss is always shown"),
         "enable_tensorboard": Flag("`log.sinks`", lambda _: {"log.sinks": ["jsonl", "tensorboard"]}),
-        "tensorboard_path": Flag(_HERE + "it goes to `work_dir`"),
+        "tensorboard_path": Flag(_NOTHING + "it goes to `work_dir`"),
         "add_eot_token": Flag("`posttrain.template.end_token`", lambda _: {"posttrain.template.end_token": True}),
         "im_start": _to("posttrain.template.start"),
         "im_end": _to("posttrain.template.end"),
@@ -196,36 +198,36 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
         "user": _to("posttrain.template.user"),
         "assistant": _to("posttrain.template.assistant"),
         "template": _to("posttrain.template.kind"),
-        "inference": Flag(_HERE + "that is another command, `plait generate`"),
+        "inference": Flag(_NOTHING + "that is another command, `plait generate`"),
         "restore": Flag("`checkpoint.resume`", lambda _: {"checkpoint.resume": "auto"}),
         "checkpoint": _to("checkpoint.resume"),
-        "debug": Flag(_HERE + "a short run is `train.stop_after=10`"),
-        "label1_dim": Flag(_HERE + "classes of a classifier; answers have none"),
-        "label2_dim": Flag(_HERE + "classes of a classifier; answers have none"),
-        "label3_dim": Flag(_HERE + "classes of a classifier; answers have none"),
-        "chinese_percent": Flag(_HERE + "give the sources in `posttrain.data` in the mixture that is wanted"),
-        "only_query": Flag(_HERE + "only answers are learned; a prompt never is"),
-        "cut_flag_token": Flag(_HERE + "an example that is too long is left out and counted, not cut"),
-        "cut_flag_token_id": Flag(_HERE + "an example that is too long is left out and counted, not cut"),
-        "deepspeed_mpi": Flag(_HERE + "`plait launch` knows MPI"),
-        "deepscale": Flag(_HERE + "an old name of `--deepspeed`"),
+        "debug": Flag(_NOTHING + "a short run is `train.stop_after=10`"),
+        "label1_dim": Flag(_NOTHING + "classes of a classifier; answers have none"),
+        "label2_dim": Flag(_NOTHING + "classes of a classifier; answers have none"),
+        "label3_dim": Flag(_NOTHING + "classes of a classifier; answers have none"),
+        "chinese_percent": Flag(_NOTHING + "give the sources in `posttrain.data` in the mixture that is wanted"),
+        "only_query": Flag(_NOTHING + "only answers are learned; a prompt never is"),
+        "cut_flag_token": Flag(_NOTHING + "an example that is too long is left out and counted, not cut"),
+        "cut_flag_token_id": Flag(_NOTHING + "an example that is too long is left out and counted, not cut"),
+        "deepspeed_mpi": Flag(_NOTHING + "`plait launch` knows MPI"),
+        "deepscale": Flag(_NOTHING + "an old name of `--deepspeed`"),
         "deepscale_config": Flag("an old name of `--deepspeed_config`"),
-        "local_rank": Flag(_HERE + "the launcher tells each rank"),
-        "deepspeed": Flag(_HERE + "`strategy` says how training is spread"),
+        "local_rank": Flag(_NOTHING + "the launcher tells each rank"),
+        "deepspeed": Flag(_NOTHING + "`strategy` says how training is spread"),
         "deepspeed_config": Flag("`strategy.engine: deepspeed` with `strategy.config`, or `plait convert --to yaml`"),
     }
 )
 """Every flag of `main.py`, without its dashes."""
 
 
-def translate(words: Sequence[str]) -> tuple[Settings, list[str]]:
+def translate(arguments: Sequence[str]) -> tuple[Settings, list[str]]:
     """Settings for a command line of `main.py`, and what is to be said about flags that set nothing.
 
     `--flag value`, `--flag=value`, `--flag` and `--flag a b` are understood; an unknown flag is an error.
     """
     settings: Settings = {}
     said: list[str] = []
-    given = read_flags(words, FLAGS)
+    given = read_flags(arguments, FLAGS)
     for name, values in given.items():
         flag = FLAGS[name]
         if name == "deepspeed" and values:  # with the file behind it, as `transformers` has it
@@ -236,17 +238,17 @@ def translate(words: Sequence[str]) -> tuple[Settings, list[str]]:
         try:
             settings.update(flag.make(values))
         except (ValueError, IndexError):
-            raise ConfigError(Problem(f"--{name}", f"{' '.join(values) or 'nothing'!r} is no value for it")) from None
+            raise ConfigError(Problem(f"--{name}", f"{' '.join(values) or 'nothing'!r} is not a value of it")) from None
     return _together(settings, given), said
 
 
 def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Settings:
-    """What flags mean to each other."""
-    for place in ("lora", "ppo.critic_lora"):
-        if f"{place}.rank" in settings:
-            settings.setdefault(f"{place}.only", "only_optimize_lora" in given)  # absent, theirs trains everything
+    """Return the settings with what flags change about each other."""
+    for section in ("lora", "ppo.critic_lora"):
+        if f"{section}.rank" in settings:
+            settings.setdefault(f"{section}.only", "only_optimize_lora" in given)  # absent, theirs trains everything
         else:  # --lora_dim 0
-            settings = {key: value for key, value in settings.items() if not key.startswith(f"{place}.")}
+            settings = {key: value for key, value in settings.items() if not key.startswith(f"{section}.")}
     if (mini := settings.pop(_MINI, None)) is not None:
         if "per_device_train_batch_size" in given:
             settings["rollout.max_rows"] = settings["batch.micro"]
@@ -259,12 +261,12 @@ def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Setting
             raise ConfigError(Problem("--minimum_learning_rate", message))
         settings["schedule.min_factor"] = least / settings["optim.lr"]
     marks = ("start", "end", "system", "user", "assistant")
-    if any(f"posttrain.template.{word}" in settings for word in marks):
+    if any(f"posttrain.template.{mark}" in settings for mark in marks):
         settings.setdefault("posttrain.template.kind", "marked")
     return settings
 
 
-# The words of DeepSpeed-Chat's `train.py`: `--step 1 2 3 --deployment-type single_node`.
+# The flags of DeepSpeed-Chat's `train.py`: `--step 1 2 3 --deployment-type single_node`.
 
 
 PHASES: Mapping[str, str] = MappingProxyType({"1": "sft", "2": "reward", "3": "ppo"})
@@ -279,7 +281,7 @@ DEPLOYMENTS: Mapping[str, str] = MappingProxyType(
 )
 """Where a step runs."""
 
-WORDS: Mapping[str, str] = MappingProxyType(
+TRAIN_FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "step": "which steps, in order; `1 2 3` when absent",
         "deployment_type": "where they run",
@@ -290,7 +292,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "output_dir": "folder above the `work_dir` of every step",
     }
 )
-"""Every word of `train.py`, without its dashes."""
+"""Every flag of `train.py`, without its dashes."""
 
 _SIZES = ("350m", "1.3b", "6.7b", "13b", "66b")
 
@@ -317,20 +319,20 @@ class DeepSpeedChatSteps:
         reward = phase == "reward"
         model = (self.reward_model if reward else None) or self.actor_model
         zero = self.reward_zero if reward else self.actor_zero
-        found = [f"work_dir={self.output_dir}/{phase}"]
+        overrides = [f"work_dir={self.output_dir}/{phase}"]
         if model is not None:
-            found += ["model.type=hf", f"model.path={model}"]
+            overrides += ["model.type=hf", f"model.path={model}"]
         if zero is not None:
-            found.append(f"strategy.zero={zero}")
+            overrides.append(f"strategy.zero={zero}")
         # A judge of its own kind has its own weights.
         if phase != "sft" and not (reward and self.reward_model is not None):
-            found.append(f"posttrain.start={self.output_dir}/sft")
-        return found
+            overrides.append(f"posttrain.start={self.output_dir}/sft")
+        return overrides
 
 
-def read_steps(words: Sequence[str]) -> DeepSpeedChatSteps:
-    """Read a command line of `train.py`; an unknown word or value is an error that names it."""
-    given = read_flags(words, WORDS)
+def read_steps(arguments: Sequence[str]) -> DeepSpeedChatSteps:
+    """Read a command line of `train.py`; an unknown flag or value is an error that names it."""
+    given = read_flags(arguments, TRAIN_FLAGS)
     steps = given.get("step", list(PHASES))
     for step in steps or [""]:
         if step not in PHASES:

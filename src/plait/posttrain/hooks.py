@@ -38,8 +38,8 @@ class TellData(Hook):
     def before_run(self, runner: Runner) -> None:
         """Once, before the first step."""
         data, phase = self._data, runner.config.phase
-        level = "warning" if data.account.is_unusual else "info"
-        runner.emit(EventKind.MESSAGE, level=level, text=f"{phase}: {data.account}")
+        level = "warning" if data.report.is_unusual else "info"
+        runner.emit(EventKind.MESSAGE, level=level, text=f"{phase}: {data.report}")
         where = f" of {data.folder}" if isinstance(data.template, OfTokenizer) else ""
         runner.emit(EventKind.MESSAGE, level="info", text=f"{phase}: template {data.template.kind}{where}")
         on_main(runner.world, lambda: keep_tokenizer(data, Path(runner.config.work_dir)))
@@ -103,7 +103,7 @@ class AdapterFiles(Hook):
         tensors = whole_tensors(runner, lambda name: name.endswith((".lora_A.weight", ".lora_B.weight")))
         heads = {name for name, module in runner.engine.model.named_modules() if isinstance(module, ValueHead)}
         head = whole_tensors(runner, lambda name: name.rpartition(".")[0] in heads)
-        layers = {name for part in runner.world.gather(lora_layers(runner.engine.model)) for name in part}
+        layers = {name for names in runner.world.gather(lora_layers(runner.engine.model)) for name in names}
         if len(tensors) != 2 * len(layers):
             raise TrainingError(f"{len(tensors)} matrices were found for {len(layers)} adapters; nothing was written")
         transposed = any(runner.world.gather(has_transposed(runner.engine.model, lora_layers(runner.engine.model))))
@@ -118,15 +118,15 @@ class AdapterFiles(Hook):
 
 def whole_tensors(runner: Runner, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     """Parameters of a run by name, whole and on the host, in fp32. Every rank must ask for the same ones."""
-    found = {}
+    tensors = {}
     for entry, tensor in runner.engine.state_tensors().items():
         name = entry.removeprefix("model.")
         if entry.startswith("model.") and wanted(name):
             whole = tensor.full_tensor() if is_sharded(tensor) else tensor
-            found[name] = whole.detach().cpu().float()
+            tensors[name] = whole.detach().cpu().float()
     if runner.world.layout.pp > 1:  # each has the layers of its stage
-        found = {name: tensor for part in runner.world.gather(found) for name, tensor in part.items()}
-    return found
+        tensors = {name: tensor for stage in runner.world.gather(tensors) for name, tensor in stage.items()}
+    return tensors
 
 
 class ReferenceWords(Hook):
@@ -141,7 +141,7 @@ class ReferenceWords(Hook):
 
     def __init__(self, collate: Collate, *rows: PairRows | None) -> None:
         self._collate = collate
-        self._rows = [each for each in rows if each is not None]
+        self._rows = [split for split in rows if split is not None]
         self._known = False
 
     def before_run(self, runner: Runner) -> None:
@@ -184,8 +184,8 @@ class ReferenceWords(Hook):
                     continue
                 chosen, rejected = said["logprobs"].float().cpu().chunk(2)
                 mine += zip(numbers, chosen.tolist(), rejected.tolist(), strict=True)
-        for part in world.gather(mine):
-            for number, chosen_one, rejected_one in part:
+        for logprobs in world.gather(mine):
+            for number, chosen_one, rejected_one in logprobs:
                 rows.reference[number, 0], rows.reference[number, 1] = chosen_one, rejected_one
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:

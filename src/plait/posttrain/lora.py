@@ -156,7 +156,7 @@ def unmerge(model: nn.Module) -> int:
 
 
 def _move(model: nn.Module, sign: float) -> int:
-    found = 0
+    count = 0
     for module in model.modules():
         layer: Any = module
         if not has_adapter(module) or layer.lora_on is (sign < 0):
@@ -169,8 +169,8 @@ def _move(model: nn.Module, sign: float) -> int:
             change = difference(layer.lora_A.weight, layer.lora_B.weight, layer.lora_scale)
             layer.weight.add_(change.t() if is_transposed(module) else change, alpha=sign)
         layer.lora_on = sign < 0
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def difference(down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -219,17 +219,17 @@ def lora_layers(model: nn.Module) -> list[str]:
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers that the words mean, in the order of the model."""
+    """Return the names of the linear layers that the targets match, in the order of the model."""
     linear = [name for name, module in model.named_modules() if is_linear(module)]
     inside = _inside_blocks(model, linear)
     chosen: set[str] = set()
     problems = []
-    for word in targets:
-        found = inside if word == ALL else [name for name in linear if _fits(name, word)]
-        chosen.update(found)
-        if not found:
+    for target in targets:
+        matches = inside if target == ALL else [name for name in linear if _fits(name, target)]
+        chosen.update(matches)
+        if not matches:
             known = sorted({name.rpartition(".")[2] for name in linear})
-            message = f"{word!r} fits no linear layer of this model"
+            message = f"{target!r} matches no linear layer of this model"
             problems.append(Problem("lora.targets", message, f"Last names of its layers: {', '.join(known)}."))
     for name in sorted(chosen & _tied(model)):
         message = f"{name!r} shares its matrix with another layer, which an adapter beside it would change when merged"
@@ -241,11 +241,11 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 def freeze_others(model: nn.Module, also: Sequence[str]) -> None:
     """Let only what was added learn, and parameters whose names fit `also`."""
-    own = {
+    trained = {
         id(param)
-        for part in model.modules()
-        if isinstance(part, AddedModule)
-        for param in part.parameters(recurse=False)
+        for child in model.modules()
+        if isinstance(child, AddedModule)
+        for param in child.parameters(recurse=False)
     }
     problems = []
     for pattern in also:
@@ -254,7 +254,7 @@ def freeze_others(model: nn.Module, also: Sequence[str]) -> None:
     if problems:
         raise ConfigError(problems)
     for name, param in model.named_parameters():
-        param.requires_grad_(id(param) in own or any(fnmatchcase(name, pattern) for pattern in also))
+        param.requires_grad_(id(param) in trained or any(fnmatchcase(name, pattern) for pattern in also))
 
 
 def _inside_blocks(model: nn.Module, linear: list[str]) -> list[str]:
@@ -275,8 +275,8 @@ def _tied(model: nn.Module) -> set[str]:
     return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
-def _fits(name: str, word: str) -> bool:
-    return name == word or name.endswith(f".{word}") or fnmatchcase(name, word)
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
 # How the ranks of a tensor-parallel group share adapters: as they share the layers beside them.
@@ -290,30 +290,30 @@ _COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads"})
 _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 
-def with_adapters(model: nn.Module, words: Mapping[str, str]) -> dict[str, str]:
+def with_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """A tensor plan for a model with adapters, from the plan of the model without them."""
     from plait.distributed import enclosing_module
 
-    found = dict(words)
+    extended = dict(styles)
     for name, module in model.named_modules():
-        word = words.get(name)
-        if not has_adapter(module) or word in (None, "replicate", "inner"):
+        style = styles.get(name)
+        if not has_adapter(module) or style in (None, "replicate", "inner"):
             continue
         # Inside a region the input has been brought into shared work; elsewhere `B` does so itself.
-        before = "inner" if enclosing_module(name, words, "region") is not None else "sequence"
-        if word in _COLUMNS:
-            down, up = before, "colwise_gather" if word == "colwise_gather" else "colwise"
-        elif word in _ROWS:
-            down, up = str(word), "sequence"
-        elif word == "qkv_heads":
+        before = "inner" if enclosing_module(name, styles, "region") is not None else "sequence"
+        if style in _COLUMNS:
+            down, up = before, "colwise_gather" if style == "colwise_gather" else "colwise"
+        elif style in _ROWS:
+            down, up = str(style), "sequence"
+        elif style == "qkv_heads":
             down, up = before, "qkv_heads"
             parent = model.get_submodule(name.rpartition(".")[0])
             module.head_dim = parent.head_dim  # `B` is cut by heads too, and looks for their width around itself
         else:
-            message = f"{name!r} has an adapter, and the tensor plan gives it {word!r}, which an adapter cannot follow"
+            message = f"{name!r} has an adapter, and the tensor plan gives it {style!r}, which an adapter cannot follow"
             raise ConfigError(Problem("lora.targets", message, "Leave it out, or use strategy.layout.tp: 1."))
-        found[f"{name}.lora_A"], found[f"{name}.lora_B"] = down, up
-    return found
+        extended[f"{name}.lora_A"], extended[f"{name}.lora_B"] = down, up
+    return extended
 
 
 # A checkpoint with adapters, seen as one without: every adapter added to its matrix as it is read.
@@ -431,9 +431,9 @@ class Adapter:
         for name in have & set(self.layers):
             for key in ("lora_A", "lora_B"):
                 shape = tuple(model.get_parameter(f"{name}.{key}.weight").shape)
-                found = tuple(self.tensors[f"{name}.{key}.weight"].shape)
-                if found != shape:
-                    problems.append(f"{name}.{key}: {found} in the file, {shape} in the model")
+                actual = tuple(self.tensors[f"{name}.{key}.weight"].shape)
+                if actual != shape:
+                    problems.append(f"{name}.{key}: {actual} in the file, {shape} in the model")
         if problems:
             more = f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else ""
             raise ModelError(f"the adapter in {self.path} does not fit:\n  " + "\n  ".join(problems[:12]) + more)
@@ -541,16 +541,16 @@ def save_adapter(
         "init_lora_weights": True,
     }
     try:
-        with drafting(folder / "adapter") as draft:  # all is written before the first file gets its name
-            draft.mkdir()
+        with drafting(folder / "adapter") as staged:  # all is written before the first file gets its name
+            staged.mkdir()
             weights = {f"{PREFIX}{name}": tensor for name, tensor in kept.items()}
-            save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
-            (draft / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+            save_file(weights, staged / WEIGHTS, metadata={"format": "pt"})
+            (staged / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
             if head:
-                save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}, draft / HEAD)
+                save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}, staged / HEAD)
             else:
                 (folder / HEAD).unlink(missing_ok=True)
-            for file in draft.iterdir():
+            for file in staged.iterdir():
                 file.replace(folder / file.name)
     except OSError as error:
         raise CheckpointError(f"the adapter was not written to {folder}: {error}") from error
@@ -569,10 +569,10 @@ def _verify(folder: Path, kept: Mapping[str, Tensor]) -> None:
 
 def has_transposed(model: nn.Module, layers: Sequence[str]) -> bool:
     """Whether the layers are `Conv1D` of `transformers`. Files say it once for all."""
-    kinds = {is_transposed(model.get_submodule(name)) for name in layers}
-    if len(kinds) > 1:
+    orientations = {is_transposed(model.get_submodule(name)) for name in layers}
+    if len(orientations) > 1:
         raise ModelError("adapters beside both Linear and Conv1D layers cannot be saved in one folder")
-    return kinds == {True}
+    return orientations == {True}
 
 
 # Frozen matrices in 8 or 4 bits a number, beside adapters in full precision (Dettmers et al., 2023).
@@ -583,7 +583,7 @@ def has_transposed(model: nn.Module, layers: Sequence[str]) -> bool:
 # that, so that it never lies around whole.
 
 
-Kind = Literal["int8", "nf4"]
+QuantFormat = Literal["int8", "nf4"]
 BLOCK = 64
 
 
@@ -598,22 +598,22 @@ def _normal_levels() -> tuple[float, ...]:
 NF4 = _normal_levels()
 
 
-def pack(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def pack(weight: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix."""
     flat = weight.detach().float().flatten()
     blocks = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True)
     unit = blocks / torch.where(scales > 0, scales, 1.0)
-    if kind == "int8":
+    if fmt == "int8":
         return (unit * 127).round().to(torch.int8), scales
     levels = torch.tensor(NF4, device=weight.device)
     codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
     return codes[:, 0::2] * 16 + codes[:, 1::2], scales
 
 
-def unpack(codes: Tensor, scales: Tensor, kind: Kind, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def unpack(codes: Tensor, scales: Tensor, fmt: QuantFormat, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The matrix that codes and scales stand for."""
-    if kind == "int8":
+    if fmt == "int8":
         unit = codes.float() / 127
     else:
         both = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
@@ -626,7 +626,7 @@ class Quantized(nn.Module):
 
     weight_codes: Tensor
     weight_scales: Tensor
-    packed_kind: Kind
+    packed_format: QuantFormat
     packed_shape: torch.Size
 
     def forward(self, x: Tensor) -> Tensor:
@@ -637,7 +637,7 @@ class Quantized(nn.Module):
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The matrix as (out, in)."""
-        whole = unpack(self.weight_codes, self.weight_scales, self.packed_kind, self.packed_shape, dtype)
+        whole = unpack(self.weight_codes, self.weight_scales, self.packed_format, self.packed_shape, dtype)
         return whole.t() if is_transposed(self) else whole
 
 
@@ -652,16 +652,16 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.unpacked(grad.dtype), None
 
 
-def quantize(model: nn.Module, names: list[str], kind: Kind) -> None:
+def quantize(model: nn.Module, names: list[str], fmt: QuantFormat) -> None:
     """Pack the matrices of linear layers, in place. Names of all other tensors stay."""
     for name in names:
         module = model.get_submodule(name)
         weight = module._parameters.pop("weight")
         assert weight is not None
         original = type(module)
-        members = {"__module__": original.__module__, "packed_kind": kind, "packed_shape": weight.shape}
+        members = {"__module__": original.__module__, "packed_format": fmt, "packed_shape": weight.shape}
         module.__class__ = type(original.__name__, (Quantized, original), members)
-        codes, scales = pack(weight, kind)
+        codes, scales = pack(weight, fmt)
         module.register_buffer("weight_codes", codes)
         module.register_buffer("weight_scales", scales)
 
@@ -679,6 +679,6 @@ def whole_weight(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         del module._parameters["weight"]
-    codes, scales = pack(weight, module.packed_kind)
+    codes, scales = pack(weight, module.packed_format)
     module.weight_codes.copy_(codes)
     module.weight_scales.copy_(scales)

@@ -36,12 +36,12 @@ def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, center
 def parted(chosen: Tensor, rejected: Tensor, chosen_last: Tensor, rejected_last: Tensor) -> Tensor:
     """Where two rows of tokens are not the same any more, up to the end of the longer one.
 
-    `…_last` are the places of their last tokens. One that has ended differs from one that goes on.
+    `…_last` are the positions of their last tokens. One that has ended differs from one that goes on.
     """
-    places = torch.arange(chosen.shape[1], device=chosen.device)
+    positions = torch.arange(chosen.shape[1], device=chosen.device)
     shorter, longer = torch.minimum(chosen_last, rejected_last), torch.maximum(chosen_last, rejected_last)
-    same = (chosen == rejected) & (places <= shorter[:, None])
-    return (same.cumprod(1) == 0) & (places <= longer[:, None])
+    same = (chosen == rejected) & (positions <= shorter[:, None])
+    return (same.cumprod(1) == 0) & (positions <= longer[:, None])
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -98,11 +98,11 @@ def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     if is_sharded(logits):
         logits = logits.full_tensor()
     flat, targets = logits.flatten(0, -2), labels.flatten()
-    parts = [
-        -F.cross_entropy(part.float(), target, ignore_index=IGNORE_INDEX, reduction="none")
-        for part, target in zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
+    chunks = [
+        -F.cross_entropy(chunk.float(), target, ignore_index=IGNORE_INDEX, reduction="none")
+        for chunk, target in zip(torch.split(flat, CHUNK_TOKENS), torch.split(targets, CHUNK_TOKENS), strict=True)
     ]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(labels.shape)
+    return (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).view(labels.shape)
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -130,14 +130,15 @@ def from_bits(numbers: Tensor) -> Tensor:
 
 
 class MetricSums:
-    """Adds up what micro-batches tell. Nothing waits for the device, and ranks meet once a step."""
+    """Sums of metrics over the micro-batches of a step, without waiting for the device; one all-reduce per step."""
 
     def __init__(self) -> None:
         self._seen: list[Tensor] = []
 
-    def note(self, *parts: Tensor | float, device: torch.device) -> None:
-        """Take note of one micro-batch: the same numbers in the same order each time."""
-        self._seen.append(torch.stack([torch.as_tensor(part).detach().to(device, torch.float64) for part in parts]))
+    def add(self, *values: Tensor | float, device: torch.device) -> None:
+        """Add the values of one micro-batch, in the same order each time."""
+        numbers = [torch.as_tensor(value).detach().to(device, torch.float64) for value in values]
+        self._seen.append(torch.stack(numbers))
 
     def finish(self, group: dist.ProcessGroup | None) -> Tensor | None:
         """The sums over the step, on all ranks of a group that saw other data; None where nothing was noted."""
@@ -166,10 +167,12 @@ class Rewarding(nn.Module):
             losses = reward_loss(chosen, rejected, margin=reward.margin, center=reward.center)
         else:
             # An answer that has ended keeps the number that it ended with.
-            places = torch.arange(values.shape[1], device=values.device).minimum(last[:, None])
-            each = reward_loss(*values.gather(1, places).float().chunk(2), margin=reward.margin, center=reward.center)
+            positions = torch.arange(values.shape[1], device=values.device).minimum(last[:, None])
+            per_token = reward_loss(
+                *values.gather(1, positions).float().chunk(2), margin=reward.margin, center=reward.center
+            )
             compared = parted(*input_ids.chunk(2), *last.chunk(2))
-            losses = (each * compared).sum(1) / compared.sum(1).clamp(min=1)
+            losses = (per_token * compared).sum(1) / compared.sum(1).clamp(min=1)
         return {"loss": LossTerm(losses.sum(), len(losses)), "chosen": chosen.detach(), "rejected": rejected.detach()}
 
 
@@ -187,11 +190,13 @@ class Preferring(nn.Module):
         dpo, lengths = self.dpo, (labels != IGNORE_INDEX).sum(-1)
         tokens = token_logprobs(super().forward(input_ids, **inputs), labels).sum(-1)
         scale = 1.0 / lengths.clamp(min=1) if dpo.loss == "ipo" else torch.ones_like(tokens)
-        own = tokens * scale
+        logprobs = tokens * scale
         if dpo.reference == "base":
             with torch.no_grad(), adapters_off(self):
                 reference = token_logprobs(super().forward(input_ids, **inputs), labels).sum(-1) * scale
-        ratios = own if reference is None or dpo.reference == "none" else own - from_bits(reference)
+        ratios = logprobs
+        if reference is not None and dpo.reference != "none":
+            ratios = logprobs - from_bits(reference)
         chosen, rejected = ratios.chunk(2)
         losses = self._losses(chosen, rejected)
         if dpo.sft_weight:
@@ -201,7 +206,7 @@ class Preferring(nn.Module):
             "loss": LossTerm(losses.sum(), len(losses)),
             "chosen": dpo.beta * chosen.detach(),
             "rejected": dpo.beta * rejected.detach(),
-            "logprobs": own.detach(),
+            "logprobs": logprobs.detach(),
         }
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -219,7 +224,7 @@ class Preferring(nn.Module):
                 drift = self.drift
                 assert isinstance(drift, Drift)
                 if self.training:
-                    drift.note(chosen, rejected)
+                    drift.add(chosen, rejected)
                 weights = {"desirable": dpo.desirable, "undesirable": dpo.undesirable}
                 return kto_loss(chosen, rejected, beta=dpo.beta, point=drift.mean, **weights)
 
@@ -241,10 +246,10 @@ class Drift(AddedModule):
         """At first it has not moved."""
         self.mean.zero_()
 
-    def note(self, chosen: Tensor, rejected: Tensor) -> None:
-        """Take note of one micro-batch."""
+    def add(self, chosen: Tensor, rejected: Tensor) -> None:
+        """Add one micro-batch."""
         ratios = torch.cat((chosen, rejected)).detach().double()
-        self._sums.note(ratios.sum(), len(ratios), device=ratios.device)
+        self._sums.add(ratios.sum(), len(ratios), device=ratios.device)
 
     def finish(self, group: dist.ProcessGroup | None) -> None:
         """The step is over, on all ranks that saw other data."""

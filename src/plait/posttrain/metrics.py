@@ -49,31 +49,32 @@ class Preferences(Metric):
             "margin": sum(s.chosen - s.rejected for s in scores) / count,
             "chosen": sum(s.chosen for s in scores) / count,
             "rejected": sum(s.rejected for s in scores) / count,
-            "calibration_error": sum(abs(bin.said - bin.found) * bin.count for bin in calibration(scores)) / count,
+            "calibration_error": sum(abs(bin.predicted - bin.observed) * bin.count for bin in calibration(scores))
+            / count,
         }
 
 
 class Bin(NamedTuple):
     """Pairs about which a model is about equally sure."""
 
-    said: float
+    predicted: float
     """Mean probability that the one it prefers is the better one."""
-    found: float
+    observed: float
     """How often it is."""
     count: int  # type: ignore[assignment]  # hides tuple.count, on purpose
 
 
 def calibration(scores: Sequence[PairScore], bins: int = BINS) -> list[Bin]:
     """How sure a model is, from even to certain, beside how often it is right; bins without a pair are left out."""
-    found: dict[int, list[tuple[float, float]]] = {}
+    by_bin: dict[int, list[tuple[float, float]]] = {}
     for score in scores:
         margin = score.chosen - score.rejected
         sure = 1.0 / (1.0 + math.exp(-min(abs(margin), 500.0)))
-        place = min(int((sure - 0.5) * 2 * bins), bins - 1)
-        found.setdefault(place, []).append((sure, 1.0 if margin > 0 else 0.5 if margin == 0 else 0.0))
+        index = min(int((sure - 0.5) * 2 * bins), bins - 1)
+        by_bin.setdefault(index, []).append((sure, 1.0 if margin > 0 else 0.5 if margin == 0 else 0.0))
     return [
         Bin(sum(sure for sure, _ in pairs) / len(pairs), sum(right for _, right in pairs) / len(pairs), len(pairs))
-        for _, pairs in sorted(found.items())
+        for _, pairs in sorted(by_bin.items())
     ]
 
 
@@ -89,24 +90,24 @@ def draw_calibration(scores: Sequence[PairScore]) -> str:
     sure, correct = Scale(0.48, 1.02, 56, 380), Scale(-0.05, 1.05, bottom, top)
     margin_axis = Scale(low - width, high + width, 466, 790)
     pairs_axis = Scale(0, max(counts.values()) * 1.08, bottom, top)
-    curve = " ".join(f"{sure(each.said):.1f},{correct(each.found):.1f}" for each in bins)
-    parts = [
+    curve = " ".join(f"{sure(bin_.predicted):.1f},{correct(bin_.observed):.1f}" for bin_ in bins)
+    shapes = [
         *axes(sure, correct, "how sure the model is", "how often it is right"),
         *axes(margin_axis, pairs_axis, "chosen − rejected", "pairs", whole=True),
         f'<line class="guide" x1="{sure(0.5):.1f}" y1="{correct(0.5):.1f}" x2="{sure(1):.1f}" y2="{correct(1):.1f}"/>',
         f'<polyline class="curve" points="{curve}"/>',
-        *(f'<circle cx="{sure(each.said):.1f}" cy="{correct(each.found):.1f}" r="3.5"/>' for each in bins),
+        *(f'<circle cx="{sure(bin_.predicted):.1f}" cy="{correct(bin_.observed):.1f}" r="3.5"/>' for bin_ in bins),
     ]
-    for place, count in sorted(counts.items()):
-        start, end, level = margin_axis(low + place * width), margin_axis(low + (place + 1) * width), pairs_axis(count)
+    for bar, count in sorted(counts.items()):
+        start, end, level = margin_axis(low + bar * width), margin_axis(low + (bar + 1) * width), pairs_axis(count)
         size = f'width="{end - start:.1f}" height="{bottom - level:.1f}"'
-        parts.append(f'<rect x="{start:.1f}" y="{level:.1f}" {size}/>')
+        shapes.append(f'<rect x="{start:.1f}" y="{level:.1f}" {size}/>')
     if margin_axis.low < 0 < margin_axis.high:
         zero = f"{margin_axis(0):.1f}"
-        parts.append(f'<line class="guide" x1="{zero}" x2="{zero}" y1="{top}" y2="{bottom}"/>')
+        shapes.append(f'<line class="guide" x1="{zero}" x2="{zero}" y1="{top}" y2="{bottom}"/>')
     heading = "1 pair" if len(scores) == 1 else f"{len(scores):,} pairs"
     title = f'<text class="title" x="410" y="22" text-anchor="middle">{heading}</text>'
-    return image(820, 310, [title, *parts], label="how sure the model is, and how often it is right")
+    return image(820, 310, [title, *shapes], label="how sure the model is, and how often it is right")
 
 
 class CalibrationPlot(Hook):

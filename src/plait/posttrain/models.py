@@ -11,7 +11,7 @@ from plait.config import ONLINE, DpoConfig, LoraConfig, ModelConfig, PosttrainCo
 from plait.models import build_model
 from plait.posttrain.lora import Adapter, AdapterSpec, attach, freeze_others, quantize, read_adapter
 from plait.posttrain.losses import preferring, rewarding
-from plait.posttrain.rl.actor import acting
+from plait.posttrain.rl.actor import policy_class
 from plait.posttrain.rl.settings import Online
 from plait.posttrain.start import extend, open_start, swap_head
 
@@ -35,12 +35,12 @@ def make_model(config: RunConfig) -> nn.Module:
     if phase == "dpo":
         answering = partial(preferring, config=config.dpo or DpoConfig())
     elif phase in ONLINE:
-        answering = partial(acting, online=Online.of(config))
+        answering = partial(policy_class, online=Online.of(config))
     model = build_model(config.model, trust_code=config.trust_code)
     return _make(model, config.model, section.start, answering, config.lora)
 
 
-def make_writer(config: RunConfig) -> nn.Module:
+def make_generator_model(config: RunConfig) -> nn.Module:
     """The policy as one that only writes, with the parameters of `make_model` under the same names.
 
     What it answers to labels is of no use there, and kernels for single tokens know plain models only. Adapters stay

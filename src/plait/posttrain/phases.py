@@ -93,12 +93,16 @@ def taken_over(phase: str, parsed: Parsed, earlier: Sequence[PhaseStep]) -> Iter
     if phase == "train":
         return
     config, origins = parsed.config, parsed.origins
-    writer = next((step for step in reversed(earlier) if step.phase in WRITES), None)
-    judge = next((step for step in reversed(earlier) if step.phase == "reward"), None)
-    if writer is not None and not _said(origins, "posttrain.start") and not _own_judge(phase, config, writer):
-        yield from _begin_with(writer, config, origins)
-    if phase == "ppo" and judge is not None and not (config.ppo and (config.ppo.reward_model or config.ppo.reward)):
-        yield f"ppo.reward_model={judge.folder}"
+    policy = next((step for step in reversed(earlier) if step.phase in WRITES), None)
+    reward_model = next((step for step in reversed(earlier) if step.phase == "reward"), None)
+    if policy is not None and not _said(origins, "posttrain.start") and not _has_own_start(phase, config, policy):
+        yield from _begin_with(policy, config, origins)
+    if (
+        phase == "ppo"
+        and reward_model is not None
+        and not (config.ppo and (config.ppo.reward_model or config.ppo.reward))
+    ):
+        yield f"ppo.reward_model={reward_model.folder}"
     yield from _moved(config, earlier)
 
 
@@ -114,17 +118,17 @@ def _inside(path: str | Path, folder: str | Path) -> bool:
     return Path(path).absolute().is_relative_to(Path(folder).absolute())
 
 
-def _begin_with(writer: PhaseStep, config: RunConfig, origins: Mapping[str, str]) -> Iterator[str]:
-    made = writer.config
+def _begin_with(policy: PhaseStep, config: RunConfig, origins: Mapping[str, str]) -> Iterator[str]:
+    made = policy.config
     if _only_adapter(made) and config.lora is not None:
         # Its checkpoint is no model. The next step begins where it began, with its adapter.
         start = made.posttrain.start if made.posttrain else None
         if start is not None:
             yield f"posttrain.start={start}"
         if not _said(origins, "lora.adapter"):
-            yield f"lora.adapter={writer.folder / 'adapter'}"
+            yield f"lora.adapter={policy.folder / 'adapter'}"
     else:
-        yield f"posttrain.start={writer.folder}"
+        yield f"posttrain.start={policy.folder}"
     if text_sources("data", made.data) and not _said(origins, "posttrain.tokenizer"):
         yield f"posttrain.tokenizer={tokenizer_path(made.data)}"
 
@@ -148,11 +152,11 @@ def unusable(step: PhaseStep, config: RunConfig) -> str | None:
     return None
 
 
-def _own_judge(phase: str, config: RunConfig, writer: PhaseStep) -> bool:
+def _has_own_start(phase: str, config: RunConfig, policy: PhaseStep) -> bool:
     """A reward model of another kind has weights of its own."""
     if phase != "reward" or not isinstance(config.model, HFConfig):
         return False
-    theirs = writer.config.model
+    theirs = policy.config.model
     return not isinstance(theirs, HFConfig) or config.model.path != theirs.path
 
 
@@ -255,17 +259,17 @@ def from_words(steps: DeepSpeedChatSteps) -> Wanted:
     return Wanted(tuple(PhaseDescription(phase, DEFAULTS) for phase in NUMBERED.values()), steps.output_dir)
 
 
-def with_words(wanted: Wanted, steps: DeepSpeedChatSteps, given: Sequence[str]) -> Wanted:
+def with_train_flags(wanted: Wanted, steps: DeepSpeedChatSteps, given: Sequence[str]) -> Wanted:
     """Put words of `train.py` over the steps; `given` are those that were said."""
     numbers = {number for number, phase in NUMBERED.items() if phase in steps.phases}
-    found = []
+    described = []
     for number, step in enumerate(wanted.steps, start=1):
         # Where a step begins is decided once all are known.
-        settings = [each for each in steps.settings(step.phase) if not each.startswith(("work_dir=", "posttrain."))]
+        settings = [key for key in steps.settings(step.phase) if not key.startswith(("work_dir=", "posttrain."))]
         chosen = str(number) in numbers if "step" in given else True
-        found.append(replace(step, settings=(*step.settings, *settings), chosen=chosen))
+        described.append(replace(step, settings=(*step.settings, *settings), chosen=chosen))
     moved = "output_dir" in given
-    return Wanted(tuple(found), steps.output_dir if moved else wanted.output_dir, moved)
+    return Wanted(tuple(described), steps.output_dir if moved else wanted.output_dir, moved)
 
 
 def phase_of(file: str) -> str:
@@ -276,9 +280,9 @@ def phase_of(file: str) -> str:
     sections = [phase for phase in PHASES if phase in content]
     stem = Path(file).stem
     named = [phase for phase in COMMANDS if phase in stem.replace("-", "_").split("_")]
-    found = named if len(named) == 1 else sections
-    if len(found) == 1:
-        return found[0]
+    candidates = named if len(named) == 1 else sections
+    if len(candidates) == 1:
+        return candidates[0]
     if "data" in content and not sections:
         return "train"
     reason = f"it has the sections {', '.join(sections)}" if sections else "neither its keys nor its name say"
@@ -286,14 +290,14 @@ def phase_of(file: str) -> str:
 
 
 def make_pipeline_config(content: Mapping[str, Any], *, origin: str = "") -> PhasesConfig:
-    """A `PipelineConfig`; what is wrong with it is a `ConfigError` with every problem."""
+    """Return the description of a pipeline; raise a `ConfigError` with all its problems."""
     try:
-        found = PhasesConfig.model_validate(dict(content))
+        phases = PhasesConfig.model_validate(dict(content))
     except ValidationError as error:
         raise ConfigError(explain_section(error, PhasesConfig, "the pipeline", origin)) from None
-    if not found.steps:
-        raise ConfigError(Problem("steps", "there are none", "Write one, such as `{phase: sft}`.", origin))
-    return found
+    if not phases.steps:
+        raise ConfigError(Problem("steps", "empty", "Write one, such as `{phase: sft}`.", origin))
+    return phases
 
 
 def _of_config(config: PhasesConfig, folder: Path) -> Wanted:
@@ -427,11 +431,11 @@ def make_steps(wanted: Wanted, *, ranks: int, local_ranks: int) -> list[PhaseSte
         for look in (_complete, _spread(ranks, local_ranks)):
             with _Collecting(problems, where):
                 look(step)
-        problems += [replace(each, origin=where) for each in (*_names(step), *_before(step))]
+        problems += [replace(problem, origin=where) for problem in (*_names(step), *_before(step))]
     problems += _shared_folders(steps)
     if len(steps) == len(wanted.steps) and not problems:
         problems += _of_models(steps)
-        problems += [each for step in steps if step.chosen for each in problems_with(step)]
+        problems += [problem for step in steps if step.chosen for problem in problems_with(step)]
     if problems:
         raise ConfigError(problems)
     return steps
@@ -532,31 +536,33 @@ def _of_models(steps: Sequence[PhaseStep]) -> Iterator[Problem]:
         where = f"step {step.number}, {step.phase}"
         problems: list[Problem] = []
         start = step.config.posttrain.start if step.config.posttrain else None
-        maker = next((each for each in step.after if start is not None and _is_inside(start, each.folder)), None)
+        maker = next((before for before in step.after if start is not None and _is_inside(start, before.folder)), None)
         with _Collecting(problems, where):
             if maker is not None and newest(maker.folder) is None:
                 _same_shapes(step, maker)
-            elif step.phase != "train" and all(newest(each.folder) is not None for each in step.after):
+            elif step.phase != "train" and all(newest(before.folder) is not None for before in step.after):
                 with torch.device("meta"):
                     make_model(step.config)
-            _judge_fits(step)
+            _check_reward_model(step)
         yield from problems
 
 
-def _judge_fits(step: PhaseStep) -> None:
+def _check_reward_model(step: PhaseStep) -> None:
     """A reward model of an earlier step must read what the policy will write."""
-    judge = next((each for each in step.after if each.phase == "reward"), None)
-    if step.phase != "ppo" or judge is None:
+    reward = next((before for before in step.after if before.phase == "reward"), None)
+    if step.phase != "ppo" or reward is None:
         return
-    known, wanted = getattr(judge.config.model, "seq_len", None), longest(step.config)
+    known, wanted = getattr(reward.config.model, "seq_len", None), longest(step.config)
     if isinstance(known, int) and known < wanted:
         message = f"sees {known} tokens, and answers here come with up to {wanted}"
         raise ConfigError(Problem("ppo.reward_model", message, f"Write `posttrain.max_len: {known}` here."))
-    words = [(each.config.posttrain or PosttrainConfig()).template for each in (step, judge)]
-    if words[0] != words[1] and not any(each.kind == "auto" for each in words):  # what that is shows when they run
-        message = f"is trained on conversations that step {judge.number}, reward, writes in another template"
+    templates = [(run.config.posttrain or PosttrainConfig()).template for run in (step, reward)]
+    if templates[0] != templates[1] and not any(
+        template.kind == "auto" for template in templates
+    ):  # which it is shows later
+        message = f"is trained on conversations that step {reward.number}, reward, writes in another template"
         raise ConfigError(Problem("posttrain.template", message, "Write the same one for both."))
-    models = [each.config.model for each in (step, judge)]
+    models = [run.config.model for run in (step, reward)]
     folders = [Path(model.path) for model in models if isinstance(model, HFConfig) and model.path is not None]
     digests = {read_tokenizer(folder).digest for folder in folders if (folder / NAME).is_file()}
     if len(digests) > 1:
@@ -604,12 +610,12 @@ class _Collecting:
     def __enter__(self) -> _Collecting:
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
         if not isinstance(error, PlaitError):
             return False
         self.failed = True
         if isinstance(error, ConfigError):
-            self._problems += [replace(each, origin=self._where) for each in error.problems]
+            self._problems += [replace(problem, origin=self._where) for problem in error.problems]
         else:
             path = "model" if isinstance(error, ModelError) else self._key
             self._problems.append(Problem(path, in_one_line(error), "", self._where))
@@ -663,9 +669,9 @@ def draw_report(step: PhaseStep) -> Path | None:
 
 def _figures(phase: str, story: History) -> Iterator[str]:
     for key in _SHOWN_METRICS.get(phase, ()):
-        if found := story.values(key, EventKind.VALIDATE) or story.values(key):
-            first, last = found[0][1], found[-1][1]
-            yield f"{key} {last:.3f}" if len(found) == 1 else f"{key} {first:.3f} → {last:.3f}"
+        if points := story.values(key, EventKind.VALIDATE) or story.values(key):
+            first, last = points[0][1], points[-1][1]
+            yield f"{key} {last:.3f}" if len(points) == 1 else f"{key} {first:.3f} → {last:.3f}"
     if phase in ("ppo", "grpo") and (kl := story.values("kl")):
         yield f"kl {kl[-1][1]:.3f}"
     if phase not in _SHOWN_METRICS and (losses := story.values("loss", EventKind.VALIDATE) or story.values("loss")):
@@ -679,12 +685,12 @@ def next_commands(steps: Sequence[PhaseStep]) -> list[str]:
     if not written:
         return []
     last = written[-1]
-    found = [f"plait chat --path {last.folder}"]
+    commands = [f"plait chat --path {last.folder}"]
     before = next((step for step in last.after if step.phase in WRITES), None)
     if before is not None:
         page = last.folder.parent / "side_by_side.html"
-        found.append(f"plait generate {last.folder} --against {before.folder} --held-out 20 --html {page}")
-    return found
+        commands.append(f"plait generate {last.folder} --against {before.folder} --held-out 20 --html {page}")
+    return commands
 
 
 # Runs the steps that are not complete, one after another.
@@ -700,7 +706,7 @@ def command_of(step: PhaseStep, description: Path) -> list[str]:
     return [step.phase, str(description), *resume]
 
 
-def run_steps(steps: Sequence[PhaseStep], start: Start, say: Callable[[str], None]) -> int:
+def run_steps(steps: Sequence[PhaseStep], start: Start, log: Callable[[str], None]) -> int:
     """Run what is not complete. Ends at the first step that fails or is stopped, with its exit code; 0 at the end.
 
     A step counts as complete by what its own run wrote when it ended, so a pipeline that was killed finds where it was.
@@ -711,20 +717,20 @@ def run_steps(steps: Sequence[PhaseStep], start: Start, say: Callable[[str], Non
         if not step.chosen:
             continue
         if state is PhaseState.COMPLETE:
-            say(f"{name}: complete, in {step.folder}")
+            log(f"{name}: complete, in {step.folder}")
             continue
-        say(f"{name}: {'goes on' if newest(step.folder) is not None else 'begins'} in {step.folder}")
+        log(f"{name}: {'resumes' if newest(step.folder) is not None else 'starts'} in {step.folder}")
         code = start(command_of(step, write_description(step)))
         if (page := draw_report(step)) is not None:
-            say(f"{name}: {page}")
+            log(f"{name}: {page}")
         if code in STOPPED_CODES:
-            say(f"{name}: was stopped; what there is lies in {step.folder}")
+            log(f"{name}: stopped; its results are in {step.folder}")
             return code
         if code != 0:
-            say(f"{name}: failed with exit code {code}; what there is lies in {step.folder}")
+            log(f"{name}: failed with exit code {code}; its results are in {step.folder}")
             return code
         if state_of(step) is not PhaseState.COMPLETE:
-            reason = ending(step.folder) or "no reason is written down"
-            say(f"{name}: ended early ({reason})")
+            reason = ending(step.folder) or "no reason was recorded"
+            log(f"{name}: ended early ({reason})")
             return 1
     return 0

@@ -21,7 +21,7 @@ from plait.posttrain.data.records import ChatMessage
 from plait.posttrain.data.tasks import Check
 from plait.posttrain.data.template import Template, read_tokenizer, template_of_run
 from plait.posttrain.models import make_value_model
-from plait.posttrain.rl.actor import Judging
+from plait.posttrain.rl.actor import ScoringModel
 from plait.posttrain.rl.rewards import as_reward, find_function
 from plait.posttrain.rl.roles import described_in
 from plait.posttrain.start import head_name
@@ -42,7 +42,7 @@ class Question(NamedTuple):
         return self.messages[-1].content
 
 
-class RewardJudge(ABC):
+class ConversationScorer(ABC):
     """Gives answers a reward each."""
 
     @abstractmethod
@@ -50,7 +50,7 @@ class RewardJudge(ABC):
         """One number for each answer; not a number where nothing can be said of it."""
 
 
-class FunctionJudge(RewardJudge):
+class FunctionConversationScorer(ConversationScorer):
     """A function of (prompt, answer, right answer). What it raises is its own affair, and is not caught."""
 
     def __init__(self, function: Check) -> None:
@@ -58,14 +58,14 @@ class FunctionJudge(RewardJudge):
 
     def rewards(self, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
         """What the function says of each."""
-        found = [
+        rewards = [
             self._function(question.text, answer, question.right)
             for question, answer in zip(questions, answers, strict=True)
         ]
-        return [math.nan if reward is None else as_reward(reward) for reward in found]
+        return [math.nan if reward is None else as_reward(reward) for reward in rewards]
 
 
-class ModelJudge(RewardJudge):
+class ModelConversationScorer(ConversationScorer):
     """A reward model, which reads conversations as it read them in training."""
 
     def __init__(self, model: nn.Module, template: Template, pad: int, *, context: int | None) -> None:
@@ -75,7 +75,7 @@ class ModelJudge(RewardJudge):
         """The value at the end of each conversation; none for one that is longer than the model sees."""
         rows = [self._row(*pair) for pair in zip(questions, answers, strict=True)]
         fitting = [at for at, row in enumerate(rows) if self._context is None or len(row) <= self._context]
-        found = [math.nan] * len(rows)
+        scores_of_rows = [math.nan] * len(rows)
         device = next(self._model.parameters()).device
         for first in range(0, len(fitting), _ROWS):
             chosen = fitting[first : first + _ROWS]
@@ -84,15 +84,15 @@ class ModelJudge(RewardJudge):
             with torch.no_grad():
                 scores = self._model(ids, last=last)["scores"].tolist()
             for at, score in zip(chosen, scores, strict=True):
-                found[at] = score
-        return found
+                scores_of_rows[at] = score
+        return scores_of_rows
 
     def _row(self, question: Question, answer: str) -> torch.Tensor:
         written = self._template.conversation((*question.messages, ChatMessage("assistant", answer)))
         return torch.from_numpy(ExampleRow.judged(written).ids).long()
 
 
-def open_judge(who: str, run: RunConfig | None = None, *, trust_code: bool = False) -> RewardJudge:
+def open_scorer(who: str, run: RunConfig | None = None, *, trust_code: bool = False) -> ConversationScorer:
     """A reward model's folder, or a function: `task`, `gsm8k` or `package.module:name`.
 
     `run` is the run whose questions are asked; `task` needs it, to know which task they are of. `trust_code` runs what
@@ -105,42 +105,44 @@ def open_judge(who: str, run: RunConfig | None = None, *, trust_code: bool = Fal
         raise ConfigError(Problem("--reward", f"{who!r} is neither a folder nor a function", remedy))
     posttrain = (run.posttrain if run is not None else None) or PosttrainConfig()
     if who == "task" and not any(isinstance(source, TaskData) for source in posttrain.data):
-        raise ConfigError(Problem("--reward", "task: these are no questions of a made-up task", "Name another judge."))
-    asking = parse({"phase": "grpo", "grpo": {"reward": who}, "posttrain": posttrain}).config
+        raise ConfigError(Problem("--reward", "task: the data is not a made-up task", "Name another judge."))
+    grpo = parse({"phase": "grpo", "grpo": {"reward": who}, "posttrain": posttrain}).config
     try:
-        return FunctionJudge(find_function(asking)[1])
+        return FunctionConversationScorer(find_function(grpo)[1])
     except ConfigError as error:
         raise ConfigError(Problem("--reward", error.problems[0].message, error.problems[0].remedy)) from error
 
 
-def _open_model(path: str, trust_code: bool) -> RewardJudge:
+def _open_model(path: str, trust_code: bool) -> ConversationScorer:
     with open_source(Path(path)) as source:
-        config, kind = _run_of(source, trust_code), source.kind
-    if config is None and kind != "hf":
+        config, source_type = _run_of(source, trust_code), source.kind
+    if config is None and source_type != "hf":
         raise ModelError(f"{path} does not say what its model is like; `plait convert {path} NEW --to plait` may help")
     if config is not None and config.phase != "reward":
-        word = config.phase or "train"
-        raise ModelError(f"{path} is a run of `plait {word}`, whose model writes; `plait reward` makes one that judges")
+        command = config.phase or "train"
+        raise ModelError(
+            f"{path} is a run of `plait {command}`, whose model writes; `plait reward` makes one that judges"
+        )
     world = open_world(parse({}).config)
     described = described_in(path, config or RunConfig(trust_code=trust_code))
     with world.device:
-        model = make_value_model(described, path, lambda _: Judging, trust_code=trust_code)
+        model = make_value_model(described, path, lambda _: ScoringModel, trust_code=trust_code)
     head = f"model.{head_name(model)}.weight"
     with open_source(Path(path)) as source:
         if head not in source.entries or source.entries[head].shape[0] != 1:
             raise ModelError(f"{path} has no value head, as models of `plait reward` have: it cannot judge")
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
-    place = Path(path).absolute()
+    folder = Path(path).absolute()
     # The tokenizer that the run kept: the one that it names may have changed since.
     kept = tokenizer_beside(path)
-    named = [Path(each) for each in (section.tokenizer, getattr(described, "path", None)) if each is not None]
-    places = [*([] if kept is None else [kept.parent]), *named, place]
-    tokenizer = read_tokenizer(places[0])
-    words = section.template if config is not None else TemplateConfig()
+    named = [Path(file) for file in (section.tokenizer, getattr(described, "path", None)) if file is not None]
+    sources = [*([] if kept is None else [kept.parent]), *named, folder]
+    tokenizer = read_tokenizer(sources[0])
+    template_config = section.template if config is not None else TemplateConfig()
     context = getattr(described, "seq_len", None)
     model.eval().requires_grad_(False)
-    template = template_of_run(words, tokenizer, places, trust_code=trust_code)
-    return ModelJudge(model, template, tokenizer.end, context=context)
+    template = template_of_run(template_config, tokenizer, sources, trust_code=trust_code)
+    return ModelConversationScorer(model, template, tokenizer.end, context=context)
 
 
 def _run_of(source: Source, trust_code: bool = False) -> RunConfig | None:
@@ -161,7 +163,7 @@ def held_out(path: str, count: int, *, trust_code: bool = False) -> list[Questio
     """The first questions that a run kept for validation, which it has not learned from."""
     config = run_behind(path, trust_code=trust_code)
     if config is None or config.phase is None:
-        raise DataError(f"{path} is no run of a phase, so it kept no questions: give --prompts")
+        raise DataError(f"{path} is not a run of a phase, so it kept no questions: give --prompts")
     examples = prepare_data(config).examples[1][:count]
     if not examples:
         raise DataError(f"{path} kept no questions for validation: give --prompts")

@@ -24,7 +24,7 @@ class PhaseRunner(Runner):
         config = parsed.config
         check_phase(config)
         self.phase_data = data = prepare_data(config)
-        own, metrics = _around(config, data)
+        own_hooks, metrics = _around(config, data)
         self.begin(
             parsed,
             GivenObjects(
@@ -32,7 +32,7 @@ class PhaseRunner(Runner):
                 data=data.train,
                 val_data=data.val,
                 collate_fn=data.collate,
-                hooks=[*own, *hooks],
+                hooks=[*own_hooks, *hooks],
                 metrics=metrics,
             ),
         )

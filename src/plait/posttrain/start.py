@@ -60,7 +60,7 @@ class Start:
             return
         problems: list[str] = []
         for names, tensor, module in _base_tensors(model):
-            stored = next((found for name in names if (found := self._stored(name)) is not None), None)
+            stored = next((match for name in names if (match := self._stored(name)) is not None), None)
             shape = None if stored is None else self._source.entries[f"model.{stored}"].shape
             if isinstance(module, AddedModule):
                 continue
@@ -75,7 +75,7 @@ class Start:
 
     def fill(self, model: nn.Module, module: nn.Module) -> None:
         """Set the direct parameters and buffers of one module, as far as values are known for them."""
-        prefix = next(name for name, found in model.named_modules() if found is module)
+        prefix = next(name for name, child in model.named_modules() if child is module)
         for key, tensor in _direct(module):
             name = f"{prefix}.{key}" if prefix else key
             if not self._knows(name, tensor, module):
@@ -117,7 +117,7 @@ class Start:
         if down is None:
             return value
         up = self._stored(f"{base}.lora_B.weight")
-        first, second = (self._source.read(f"model.{each}").float() for each in (down, up))
+        first, second = (self._source.read(f"model.{matrix}").float() for matrix in (down, up))
         change = difference(first, second, self._scale)
         return value + (change.t() if is_transposed(module) else change).to(value.dtype)
 
@@ -125,7 +125,7 @@ class Start:
         candidates = (name, f"{self._prefix}{name}", name.removeprefix(self._prefix)) if self._prefix else (name,)
         if isinstance(module, ValueHead):
             candidates = (_SCORE, *candidates)
-        return next((each for each in candidates if each in self._names), None)
+        return next((candidate for candidate in candidates if candidate in self._names), None)
 
 
 def open_start(path: str | None, model: ModelConfig, adapter: Adapter | None, built: nn.Module) -> Start | None:
@@ -181,12 +181,12 @@ def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _base_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor, nn.Module]]:
     """Every tensor with all of its names, and a module that holds it."""
-    found: dict[int, tuple[list[str], Tensor, nn.Module]] = {}
+    tensors: dict[int, tuple[list[str], Tensor, nn.Module]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in _direct(module):
             name = f"{prefix}.{key}" if prefix else key
-            found.setdefault(id(tensor), ([], tensor, module))[0].append(name)
-    yield from found.values()
+            tensors.setdefault(id(tensor), ([], tensor, module))[0].append(name)
+    yield from tensors.values()
 
 
 def fill_all(model: nn.Module, start: Start) -> None:
@@ -197,7 +197,7 @@ def fill_all(model: nn.Module, start: Start) -> None:
                 start.fill(model, module)
 
 
-# A model as a phase needs it: with adapters, with another head, with another answer.
+# A model as a phase needs it: with adapters, with another head, with another output.
 #
 # [Note: a model is extended, not wrapped]
 # Its class is extended in place, as `models.hf` does it. So every parameter keeps its name: a checkpoint of any phase
@@ -240,10 +240,10 @@ def swap_head(model: nn.Module) -> str:
 
 def head_name(model: nn.Module) -> str:
     """The name of the layer that gives logits."""
-    found = getattr(model, "get_output_embeddings", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     name: str
     for name, module in model.named_modules():
-        if name and (module is found or (found is None and name in ("head", "lm_head"))):
+        if name and (module is head or (head is None and name in ("head", "lm_head"))):
             return name
     raise ModelError(
         f"no head was found in a {type(model).__name__}, so no value can take its place: name the last layer `head` or "
@@ -267,9 +267,9 @@ def _features(model: nn.Module) -> int:
 def _initializer(inherited: Callable[..., None] | None, start: Start | None) -> Callable[..., None]:
     def init_weights(self: nn.Module, module: nn.Module | None = None) -> None:
         """Fill the direct parameters and buffers of one module."""
-        if module is None:  # the word of `transformers` for all of the model
-            for each in self.modules():
-                init_weights(self, each)
+        if module is None:  # `transformers` calls it so for the whole model
+            for child in self.modules():
+                init_weights(self, child)
             return
         with whole_weight(module):
             if isinstance(module, AddedModule):
@@ -290,19 +290,19 @@ def _tensor_plan(original: type[nn.Module]) -> Callable[[nn.Module], dict[str, s
         with _without_adapters(self):
             declared = getattr(original, "tensor_plan", None)
             if declared is not None:
-                words = resolve_plan(self, declared(self), stage=True)
+                styles = resolve_plan(self, declared(self), stage=True)
             elif is_transformers_model(self):
-                words = transformers_styles(self)
+                styles = transformers_styles(self)
             else:
                 raise ModelError(
                     f"nothing says how the ranks share the layers of a {original.__name__}: give it a method "
                     "`tensor_plan()`, or use layout.tp: 1"
                 )
-        words = {
-            name: "replicate" if isinstance(self.get_submodule(name), ValueHead) else word
-            for name, word in words.items()
+        styles = {
+            name: "replicate" if isinstance(self.get_submodule(name), ValueHead) else style
+            for name, style in styles.items()
         }
-        return with_adapters(self, words)
+        return with_adapters(self, styles)
 
     return tensor_plan
 

@@ -9,7 +9,7 @@ from tests.refusals import refused
 
 from plait.config import check, parse
 from plait.errors import ConfigError
-from plait.posttrain.deepspeed_chat import DEPLOYMENTS, FLAGS, WORDS, read_steps, translate
+from plait.posttrain.deepspeed_chat import DEPLOYMENTS, FLAGS, TRAIN_FLAGS, read_steps, translate
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,7 +92,7 @@ def test_the_words_of_their_three_steps() -> None:
 @pytest.mark.parametrize("page", ["posttrain.md", "zh-CN/posttrain.md"])
 def test_every_flag_is_in_the_guide(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    words = [*FLAGS, *(name.replace("_", "-") for name in WORDS), *DEPLOYMENTS]
+    words = [*FLAGS, *(name.replace("_", "-") for name in TRAIN_FLAGS), *DEPLOYMENTS]
     assert [name for name in words if f"`--{name}`" not in text and f"`{name}`" not in text] == []
 
 

@@ -13,7 +13,7 @@ from tests.refusals import missing, refused
 from tests.unit.fuzz.mutate import bounded
 from typer.testing import CliRunner
 
-from plait.cli.generate import open_speaker
+from plait.cli.generate import open_conversation
 from plait.cli.main import app
 from plait.config import parse
 from plait.config.posttrain import TemplateConfig
@@ -126,7 +126,7 @@ def test_a_template_that_loses_a_message_or_refuses_one_is_said_with_the_row(tmp
     for phase in ("sft", "grpo"):
         with refused(DataError, "line 2", "'Be short.'", "posttrain.template.kind", "posttrain.incomplete: skip"):
             data_of(tmp_path, rows, phase, tokenizer=str(tmp_path))
-    assert data_of(tmp_path, rows, tokenizer=str(tmp_path), incomplete="skip").account.left_out == {"incomplete": 1}
+    assert data_of(tmp_path, rows, tokenizer=str(tmp_path), incomplete="skip").report.left_out == {"incomplete": 1}
     folder_of(tmp_path, "{{ raise_exception('roles must alternate') }}" + CHATML)
     with refused(DataError, str(tmp_path), "TemplateError: roles must alternate"):
         data_of(tmp_path, rows, tokenizer=str(tmp_path))
@@ -192,7 +192,7 @@ def test_nobody_forges_a_control_token(tmp_path: Path) -> None:
         assert forged in tokenizer.decode(ids, keep_special=True)
         found = template.conversation((ChatMessage("user", forged), ChatMessage("assistant", forged)))
         assert found.ids.count(int(tokenizer.token_id("<|im_end|>") or 0)) == (2 if kind == "tokenizer" else 3)
-    account = data_of(tmp_path, [{"messages": _turns(forged, "a")}], tokenizer=str(tmp_path)).account
+    account = data_of(tmp_path, [{"messages": _turns(forged, "a")}], tokenizer=str(tmp_path)).report
     assert list(account.noted.values()) == [1]
     assert not missing(str(account), "line 1", "'<|im_end|>'")
 
@@ -281,7 +281,7 @@ def test_a_run_keeps_the_template_that_it_used_and_whoever_opens_it_has_the_same
         with phase_runner("sft", description) as runner:
             runner.train()
         folder_of(tmp_path / "tok", "something else")  # the run does not depend on what became of the folder
-        speaker = open_speaker(str(tmp_path / kind))
+        speaker = open_conversation(str(tmp_path / kind))
         assert (
             speaker.tokenizer.decode(speaker.encode_conversation([Turn("user", "hi")]).tokens, keep_special=True)
             == expected
@@ -312,7 +312,7 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path: Path) -
             with refused(DataError, "posttrain.start", "'<|im_start|>'", "posttrain.tokenizer"):
                 data_of(tmp_path, rows, **given)
         else:
-            assert data_of(tmp_path, rows, **given).account.kept == 1
+            assert data_of(tmp_path, rows, **given).report.kept == 1
 
 
 def test_a_reward_model_reads_conversations_as_it_learned_to(tmp_path: Path) -> None:

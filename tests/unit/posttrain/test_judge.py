@@ -15,7 +15,7 @@ from tests.refusals import refused
 from plait.cli.main import main
 from plait.errors import ConfigError, DataError, ModelError
 from plait.posttrain.data.records import ChatMessage
-from plait.posttrain.reward_judge import Question, held_out, open_judge, run_behind
+from plait.posttrain.reward_judge import Question, held_out, open_scorer, run_behind
 from plait.posttrain.run import phase_runner
 
 MODEL = {"type": "gpt", "vocab_size": 12, "dim": 16, "layers": 1, "heads": 2, "seq_len": 16}
@@ -68,7 +68,7 @@ def test_a_reward_model_judges_as_it_did_in_training(runs: dict[str, str]) -> No
     assert config is not None
     pairs = prepare_data(config).examples[1]
     asked = [Question(pair.prompt) for pair in pairs]
-    judge = open_judge(runs["reward"])
+    judge = open_scorer(runs["reward"])
     right = judge.rewards(asked, [pair.messages[-1].content for pair in pairs])
     wrong = judge.rewards(asked, [pair.rejected or "" for pair in pairs])
     margin = sum(good - bad for good, bad in zip(right, wrong, strict=True)) / len(pairs)
@@ -77,7 +77,7 @@ def test_a_reward_model_judges_as_it_did_in_training(runs: dict[str, str]) -> No
 
 def test_an_answer_that_the_judge_cannot_see_whole_is_not_judged(runs: dict[str, str]) -> None:
     asked = [Question((ChatMessage("user", "ba="),))] * 2
-    short, long = open_judge(runs["reward"]).rewards(asked, ["ab", "ab" * 20])
+    short, long = open_scorer(runs["reward"]).rewards(asked, ["ab", "ab" * 20])
     assert math.isfinite(short)
     assert math.isnan(long)
 
@@ -85,19 +85,19 @@ def test_an_answer_that_the_judge_cannot_see_whole_is_not_judged(runs: dict[str,
 def test_functions_judge_too(runs: dict[str, str]) -> None:
     run = run_behind(runs["sft"])
     asked = questions(runs["sft"])
-    assert open_judge("task", run).rewards(asked, [question.right for question in asked]) == [1.0] * 20
+    assert open_scorer("task", run).rewards(asked, [question.right for question in asked]) == [1.0] * 20
     number = random.randrange(1000)
     maths = [Question((ChatMessage("user", "how many?"),), f"so\n#### {number}")] * 3
-    assert open_judge("gsm8k").rewards(maths, [f"it is {number}", f"#### {number + 1}", "none"]) == [1.0, 0.0, 0.0]
-    assert open_judge("operator:setitem").__class__.__name__ == "FunctionJudge"
+    assert open_scorer("gsm8k").rewards(maths, [f"it is {number}", f"#### {number + 1}", "none"]) == [1.0, 0.0, 0.0]
+    assert open_scorer("operator:setitem").__class__.__name__ == "FunctionConversationScorer"
 
 
 def test_what_cannot_judge_is_refused(runs: dict[str, str], tmp_path: Path) -> None:
     with refused(ModelError, runs["sft"], "`plait sft`", "`plait reward`"):
-        open_judge(runs["sft"])
+        open_scorer(runs["sft"])
     for who in ("nowhere", "no_module:f", "task"):
         with refused(ConfigError, who.removesuffix(":f"), key="--reward"):
-            open_judge(who, None if who != "task" else _of_file())
+            open_scorer(who, None if who != "task" else _of_file())
     with refused(DataError, str(tmp_path / "run"), "phase", "--prompts"):
         held_out(_pretrained(tmp_path), 3)
 

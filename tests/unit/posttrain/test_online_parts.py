@@ -156,24 +156,24 @@ def test_rewards_that_are_no_numbers_are_counted_out_or_stop_the_run() -> None:
     said: list[str] = []
     kind = FunctionScorer("fragile", fragile, world, bad="skip", say=said.append)
     for _ in range(2):
-        assert kind.judge(answers) == pytest.approx([*[math.nan] * 4, 1.0, 1.0], nan_ok=True)
+        assert kind.score(answers) == pytest.approx([*[math.nan] * 4, 1.0, 1.0], nan_ok=True)
     assert len(said) == 1  # the first time
     assert not missing(said[0], "fragile", "ValueError: cannot judge this", "6", "3")
     strict = FunctionScorer("fragile", fragile, world, bad="error")
     with refused(
         TrainingError, "fragile", "ValueError: cannot judge this", "'ba='", "6", "3", "rollout.bad_reward: skip"
     ):
-        strict.judge(answers)
+        strict.score(answers)
     with refused(TrainingError, "'1.5'", "str", "rollout.bad_reward: skip"):
-        strict.judge(answers[3:])
-    assert strict.judge([answers[2], answers[4]]) == pytest.approx([math.nan, 1.0], nan_ok=True)  # None says: unknown
+        strict.score(answers[3:])
+    assert strict.score([answers[2], answers[4]]) == pytest.approx([math.nan, 1.0], nan_ok=True)  # None says: unknown
 
 
 def test_empty_and_unfinished_answers_may_have_a_set_reward() -> None:
     world = open_world(parse({"device": "cpu"}).config)
     rollout = settings(rollout={"empty_reward": -1.0, "unfinished_reward": -2.0}).rollout
     scorer = Rules(FunctionScorer("fragile", fragile, world, bad="error"), rollout)
-    found = scorer.judge([answer(" "), answer("x", finished=False), answer("x")])
+    found = scorer.score([answer(" "), answer("x", finished=False), answer("x")])
     assert found == [-1.0, -2.0, 1.0]
 
 

@@ -51,8 +51,8 @@ def run(phase: str, description: dict[str, Any]) -> dict[str, torch.Tensor]:
         runner.train()
         assert isinstance(runner, OnlineRunner)
         tensors = dict(runner.engine.state_tensors())
-        if runner.cast.critic is not None:
-            tensors |= {f"critic.{name}": value for name, value in runner.cast.critic.state_tensors().items()}
+        if runner.roles.critic is not None:
+            tensors |= {f"critic.{name}": value for name, value in runner.roles.critic.state_tensors().items()}
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -89,7 +89,7 @@ def test_every_step_tells_its_figures_and_rollouts_leave_samples(tmp_path: Path)
 def test_rollouts_of_a_llama_go_the_short_way_for_single_tokens(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A policy's class has more to it than a Llama's, and the kernels know Llamas only; see `make_writer`."""
+    """A policy's class has more to it than a Llama's, and the kernels know Llamas only; see `make_generator_model`."""
     taken: list[torch.dtype] = []
 
     class Counted(LlamaDecodeStep):
@@ -138,7 +138,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
         runner.setup()
         before = runner.step
         assert before >= 2
-        assert runner.roller.experience.number == (before - 1) // 6
+        assert runner.worker.experience.number == (before - 1) // 6
         runner.train()
         assert runner.step == 30
 
@@ -153,7 +153,7 @@ def test_prompts_need_no_answers_and_those_without_room_are_counted(tmp_path: Pa
     changes: dict[str, Any] = {"grpo": {"group": 2, "reward": "task"}, "posttrain": data}
     with phase_runner("grpo", describe(tmp_path / "run", 1, **changes)) as runner:
         assert len(runner.phase_data.train) == 6
-        left_out = dict(runner.phase_data.account.left_out)
+        left_out = dict(runner.phase_data.report.left_out)
         assert left_out.pop("empty") == 1
         assert [("max_len" in reason, count) for reason, count in left_out.items()] == [(True, 1)]
         with refused(DataError, "targets", "0", "-100"):

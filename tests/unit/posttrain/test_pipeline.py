@@ -33,7 +33,7 @@ from plait.posttrain.phases import (
     phase_of,
     run_steps,
     state_of,
-    with_words,
+    with_train_flags,
 )
 from plait.posttrain.run import phase_runner
 from plait.trainer import Hook
@@ -309,7 +309,7 @@ def test_a_step_that_trained_everything_beside_its_adapter_is_passed_on_whole(fi
 def test_an_output_folder_moves_all_steps_and_what_they_name(files: list[str]) -> None:
     describe(files[1], work_dir="own/reward", posttrain={**RUN["posttrain"], "start": "own/sft"})
     words = ["--output-dir", "new"]
-    steps = checked(with_words(from_files(files), read_steps(words), ["output_dir"]))
+    steps = checked(with_train_flags(from_files(files), read_steps(words), ["output_dir"]))
     assert [str(step.folder) for step in steps] == ["new/sft", "new/reward", "new/dpo"]
     assert steps[1].config.posttrain is not None
     assert steps[1].config.posttrain.start == "new/sft"
@@ -349,7 +349,7 @@ def test_the_phase_of_a_description_is_what_it_says_or_is_called_or_has(files: l
 
 def test_steps_that_are_left_out_must_have_left_their_results(complete: list[str]) -> None:
     def asked(words: str, given: list[str]) -> list[PhaseStep]:
-        return checked(with_words(from_files(complete), read_steps(words.split()), given))
+        return checked(with_train_flags(from_files(complete), read_steps(words.split()), given))
 
     assert [step.chosen for step in asked("--step 2 3", ["step"])] == [False, True, True]
     with refused(ConfigError, "step 1, sft", "'nowhere/sft'", "`--step`", key="posttrain.start"):
@@ -363,7 +363,7 @@ def test_numbers_alone_are_the_three_steps_of_a_model_in_a_folder(tmp_path: Path
     model.save_pretrained(tmp_path / "model")
     words = f"--actor-model {tmp_path / 'model'} --reward-zero-stage 2 --output-dir {tmp_path / 'out'}"
     steps = read_steps(words.split())
-    wanted = with_words(from_words(steps), steps, ["actor_model", "reward_zero_stage", "output_dir"])
+    wanted = with_train_flags(from_words(steps), steps, ["actor_model", "reward_zero_stage", "output_dir"])
     with refused(ConfigError, "step sft", "{type: task}", key="posttrain.data"):
         checked(wanted)
     given = [replace(each, settings=(*each.settings, 'posttrain.data=[{"type": "task"}]')) for each in wanted.steps]

@@ -13,7 +13,7 @@ import pytest
 from plait.config import check, parse
 from plait.posttrain.data.tasks import gsm8k_reward
 from plait.posttrain.deepspeed_chat import read_steps
-from plait.posttrain.phases import from_files, make_steps, with_words
+from plait.posttrain.phases import from_files, make_steps, with_train_flags
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 def test_the_steps_of_rlhf_fit_each_other(files: list[str], phases: list[str], tmp_path: Path) -> None:
     wanted = from_files([str(EXAMPLES / "rlhf" / file) for file in files])
     words = read_steps(["--output-dir", str(tmp_path)])
-    steps = make_steps(with_words(wanted, words, ["output_dir"]), ranks=2, local_ranks=2)
+    steps = make_steps(with_train_flags(wanted, words, ["output_dir"]), ranks=2, local_ranks=2)
     assert [step.phase for step in steps] == phases
     assert [step.folder for step in steps] == [tmp_path / phase for phase in phases]
     assert {each.phase for each in steps[-1].after} == set(phases[:-1])

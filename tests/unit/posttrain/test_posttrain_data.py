@@ -127,11 +127,11 @@ def test_rows_that_cannot_be_used_are_counted_and_told(tmp_path: Path) -> None:
         "{no json",
     ]
     data = load(rows, tmp_path, incomplete="skip")
-    assert data.account.kept == len(data.train) == 1
-    left_out = dict(data.account.left_out)
+    assert data.report.kept == len(data.train) == 1
+    left_out = dict(data.report.left_out)
     assert (left_out.pop("empty"), left_out.pop("incomplete")) == (2, 3)
     assert [("max_len" in reason, count) for reason, count in left_out.items()] == [(True, 1), (True, 1)]
-    assert "line 2" in str(data.account)
+    assert "line 2" in str(data.report)
     same = {"prompt": "q", "chosen": "a", "rejected": "a"}
     with refused(DataError, "posttrain.data", "line 1", "rejected"):
         load([same], tmp_path, phase="dpo")
@@ -373,18 +373,18 @@ def test_school_maths_gives_answers_and_pairs_of_graded_solutions(tmp_path: Path
 def test_prompts_that_repeat_are_all_asked_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{index % 57}", "answer": str(index), "id": index} for index in range(80)]
     data = load(rows, tmp_path, phase="grpo")
-    assert len(data.train) == data.account.rows == data.account.kept == 80
-    assert len(data.account.prompts) == 57
+    assert len(data.train) == data.report.rows == data.report.kept == 80
+    assert len(data.report.prompts) == 57
     assert sorted(prompt.right for prompt in data.train) == sorted(str(index) for index in range(80))
-    said = str(data.account)
+    said = str(data.report)
     assert not missing(said, "80", "57", "'id'")
     again = load([*rows, *rows[:5]], tmp_path)
-    assert (len(again.train), again.account.rows) == (85, 85)
-    assert "5 of" in str(again.account)
+    assert (len(again.train), again.report.rows) == (85, 85)
+    assert "5 of" in str(again.report)
 
 
 def test_prompts_that_leave_little_room_for_an_answer_are_counted(tmp_path: Path) -> None:
-    account = load([{"prompt": "q"}, {"prompt": "q" * 60}], tmp_path, phase="grpo", max_len=64).account
+    account = load([{"prompt": "q"}, {"prompt": "q" * 60}], tmp_path, phase="grpo", max_len=64).report
     assert account.kept == 2
     assert list(account.noted.values()) == [2]
     assert not missing(str(account), "rollout.max_new_tokens", "max_len")
@@ -402,7 +402,7 @@ def test_weights_of_rows_and_turns_are_what_is_learned(tmp_path: Path) -> None:
     data = load(rows, tmp_path)
     assert [learned(data, index) for index in range(len(data.train))] == ["good"]
     assert data.tokenizer.decode(data.train[0]["input_ids"].tolist()) == "a?badb?good"
-    assert list(data.account.left_out.values()) == [2]
+    assert list(data.report.left_out.values()) == [2]
     with refused(DataError, "line 1", "'weight'", "0.5", "posttrain.incomplete: skip"):
         load([{"prompt": "q", "response": "a", "weight": 0.5}], tmp_path)
 
@@ -415,9 +415,9 @@ def test_answers_without_a_token_to_learn_are_counted(tmp_path: Path) -> None:
     backend.save(str(tmp_path / "small.json"))
     given: dict[str, Any] = {"tokenizer": str(tmp_path / "small.json"), "template": {"end_token": False}}
     data = load([{"prompt": "q", "response": "a"}, {"prompt": "q", "response": "x"}], tmp_path, **given)
-    assert (data.account.kept, data.account.left_out) == (1, {"empty": 1})
-    assert list(data.account.noted.values()) == [1]
-    assert "'x'" in str(data.account)
+    assert (data.report.kept, data.report.left_out) == (1, {"empty": 1})
+    assert list(data.report.noted.values()) == [1]
+    assert "'x'" in str(data.report)
     pair = {"prompt": "q", "chosen": "ax", "rejected": "ay"}
     with refused(DataError, "line 1", "posttrain.empty: skip"):
         load([pair], tmp_path, phase="dpo", empty="error", **given)
@@ -430,7 +430,7 @@ def test_prompts_that_are_both_trained_on_and_validated_on_are_counted(tmp_path:
     changes = {"val_data": [{"type": "file", "path": str(held)}]}
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     section = {"data": [{"type": "file", "path": str(tmp_path / "rows.jsonl")}], **changes}
-    account = prepare_data(parse({"phase": "sft", "model": MODEL, "posttrain": section}).config).account
+    account = prepare_data(parse({"phase": "sft", "model": MODEL, "posttrain": section}).config).report
     assert list(account.noted.values()) == [2]
     assert not missing(str(account), "posttrain.val_data", "held.jsonl, line 1")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.cli.generate import open_speaker
+from plait.cli.generate import open_conversation
 from plait.generate.conversation import Turn
 from plait.generate.options import Sampling
 from plait.generate.serve import Limits, Server
@@ -60,7 +60,7 @@ def test_a_result_answers_with_the_weights_that_training_ended_with(
         model = runner.engine.model.eval()
         with torch.no_grad():
             expected = model(ids)
-    speaker = open_speaker(str(tmp_path))
+    speaker = open_conversation(str(tmp_path))
     with torch.no_grad():
         assert torch.allclose(speaker.generator.model(ids), expected, atol=1e-5)
     prompt = speaker.encode_conversation([Turn("user", "cab=")]).tokens

@@ -18,7 +18,7 @@ from plait.posttrain.losses import as_bits
 # Several examples in one row, none of them cut.
 
 
-def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Rows of indices whose lengths add up to no more than `room`: the longest first, each where it fits best.
 
     A function of the lengths alone. Rows are given in the order of their first example.
@@ -26,13 +26,13 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []
     """(space left, row), sorted."""
-    for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
-        assert 0 < length <= room, "examples that do not fit were left out before"
+        assert 0 < length <= capacity, "examples that do not fit were left out before"
         at = bisect_left(free, (length, -1))
         if at == len(free):
             rows.append([index])
-            insort(free, (room - length, len(rows) - 1))
+            insort(free, (capacity - length, len(rows) - 1))
         else:
             space, row = free.pop(at)
             rows[row].append(index)
@@ -95,7 +95,7 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
         return len(self._groups)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        rows = [self._rows[each] for each in self._groups[index]]
+        rows = [self._rows[row] for row in self._groups[index]]
         if not self._packing:
             return {"input_ids": _long(rows[0].ids), "labels": _long(rows[0].labels)}
         lengths = [len(row) for row in rows]
@@ -160,12 +160,12 @@ class PadPairs:
     def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Stack, each padded to the longest."""
         ids = [item[f"{which}_ids"] for which in ("chosen", "rejected") for item in items]
-        found = {"input_ids": stack(ids, self._pad)}
+        batch = {"input_ids": stack(ids, self._pad)}
         if self._rewards:
-            return {**found, "last": torch.tensor([len(row) - 1 for row in ids])}
+            return {**batch, "last": torch.tensor([len(row) - 1 for row in ids])}
         labels = [item[f"{which}_labels"] for which in ("chosen", "rejected") for item in items]
         reference = torch.stack([item["reference"] for item in items], 1).flatten()
-        return {**found, "labels": stack(labels, IGNORE), "reference": as_bits(reference)}
+        return {**batch, "labels": stack(labels, IGNORE), "reference": as_bits(reference)}
 
 
 def stack(rows: Sequence[Tensor], fill: int) -> Tensor:

@@ -77,7 +77,7 @@ class RowReport:
         self.left_out[reason] += 1
         self.first.setdefault(reason, f"{where}{f': {detail}' if detail else ''}")
 
-    def note(self, what: str, where: str) -> None:
+    def count(self, what: str, where: str) -> None:
         """Count one that is used, and of which something is to be said."""
         self.noted[what] += 1
         self.first.setdefault(what, where)
@@ -96,12 +96,12 @@ class RowReport:
 
     def __str__(self) -> str:
         lost, twice = sum(self.left_out.values()), sum(count - 1 for count in self.examples.values())
-        found = [f"{self.rows} rows: {len(self.prompts)} distinct prompts, {self.kept} examples kept"]
-        found += [f"{twice} of them repeat another one"] if twice else []
-        found += [f"{lost} left out: {self._said(self.left_out)}"] if lost else []
-        found += [self._said(self.noted)] if self.noted else []
+        lines = [f"{self.rows} rows: {len(self.prompts)} distinct prompts, {self.kept} examples kept"]
+        lines += [f"{twice} of them repeat another one"] if twice else []
+        lines += [f"{lost} left out: {self._said(self.left_out)}"] if lost else []
+        lines += [self._said(self.noted)] if self.noted else []
         keys = ", ".join(f"{key!r} in {count} rows" for key, count in self.unread.items())
-        return "; ".join([*found, *([f"keys not used: {keys}"] if keys else [])])
+        return "; ".join([*lines, *([f"keys not used: {keys}"] if keys else [])])
 
     def _said(self, counts: Counter[str]) -> str:
         return "; ".join(f"{count} {why}, first {self.first[why]}" for why, count in sorted(counts.items()))
@@ -119,7 +119,7 @@ class PhaseData:
     template: Template
     folder: Path | None
     """Where the tokenizer came from, if it was not made here."""
-    account: RowReport
+    report: RowReport
     examples: tuple[Sequence[Example], Sequence[Example]]
     """Those for training and for validation, before any was left out for its length."""
 
@@ -130,90 +130,90 @@ def prepare_data(config: RunConfig) -> PhaseData:
     assert phase is not None
     if not section.data:
         raise ConfigError(no_examples())
-    account = RowReport()
+    report = RowReport()
     pairs, online = phase in ("reward", "dpo"), phase in ONLINE
     wanted = {"pairs": pairs, "answered": not online}
-    examples = list(_examples(section.data, section, account, **wanted))
+    examples = list(_examples(section.data, section, report, **wanted))
     if not examples:
-        raise DataError(f"no example is left of posttrain.data: {account}")
+        raise DataError(f"no example is left of posttrain.data: {report}")
     held = 0.0 if section.val_data else section.val_fraction
-    parts = split(examples, phase, data_split=section.data_split, val_fraction=held)
+    subsets = split(examples, phase, data_split=section.data_split, val_fraction=held)
     if section.val_data:
-        trained = {example.prompt_text for example in parts[0]}
-        parts = parts[0], list(_examples(section.val_data, section, account, **wanted))
-        for example in parts[1]:
+        trained = {example.prompt_text for example in subsets[0]}
+        subsets = subsets[0], list(_examples(section.val_data, section, report, **wanted))
+        for example in subsets[1]:
             if example.prompt_text in trained:
-                account.note("prompts of posttrain.val_data are trained on", example.where)
+                report.count("prompts of posttrain.val_data are trained on", example.where)
     folder = _folder(config, section)
     tokenizer = _tokenizer(config, section, folder, examples)
     _check_vocabulary(config, tokenizer)
     _check_same_tokens(config, section, tokenizer, folder)
     template = make_template(section.template, tokenizer, folder, trust_code=config.trust_code)
     limit = longest(config)
-    _note_texts((*parts[0], *parts[1]), tokenizer, account)
+    _report_texts((*subsets[0], *subsets[1]), tokenizer, report)
     made: list[Any]
     collate: Any = None
     if online:
-        room = (config.rollout or RolloutConfig()).max_new_tokens
-        made = [list(_prompts(part, template, limit, room, section, account)) for part in parts]
+        max_new = (config.rollout or RolloutConfig()).max_new_tokens
+        made = [list(_prompts(subset, template, limit, max_new, section, report)) for subset in subsets]
     elif pairs:
         judged = phase == "reward"
-        made = [PairRows(list(_pairs(part, template, limit, section, account, judged=judged))) for part in parts]
+        made = [PairRows(list(_pairs(subset, template, limit, section, report, judged=judged))) for subset in subsets]
         collate = PadPairs(tokenizer.end, rewards=judged)
     else:
         packing = (config.sft or SftConfig()).packing
-        rows = [list(_rows(part, template, limit, section, account)) for part in parts]
-        made = [AnswerRows(part, seq_len=limit, packing=packing, pad=tokenizer.end) for part in rows]
+        rows = [list(_rows(subset, template, limit, section, report)) for subset in subsets]
+        made = [AnswerRows(subset, seq_len=limit, packing=packing, pad=tokenizer.end) for subset in rows]
         collate = PadAnswers(tokenizer.end)
     train, val = made
     if len(train) == 0:
-        raise DataError(f"no example is left to train on: {account}")
-    return PhaseData(train, val if len(val) else None, collate, tokenizer, template, folder, account, parts)
+        raise DataError(f"no example is left to train on: {report}")
+    return PhaseData(train, val if len(val) else None, collate, tokenizer, template, folder, report, subsets)
 
 
 def prepare_rows(sources: Sequence[ExampleData], config: RunConfig, data: PhaseData) -> list[ExampleRow]:
     """Answers of further examples as rows, in the tokens of a phase's data; what cannot be used counts there."""
     section = config.posttrain or PosttrainConfig()
-    examples = list(_examples(sources, section, data.account, pairs=False, answered=True))
-    return list(_rows(examples, data.template, longest(config), section, data.account))
+    examples = list(_examples(sources, section, data.report, pairs=False, answered=True))
+    return list(_rows(examples, data.template, longest(config), section, data.report))
 
 
 def _examples(
-    sources: Sequence[ExampleData], section: PosttrainConfig, account: RowReport, *, pairs: bool, answered: bool
+    sources: Sequence[ExampleData], section: PosttrainConfig, report: RowReport, *, pairs: bool, answered: bool
 ) -> Iterator[Example]:
     for source in sources:
-        for example in _read(source, section, account, pairs=pairs, answered=answered):
-            account.meet(example)
+        for example in _read(source, section, report, pairs=pairs, answered=answered):
+            report.meet(example)
             yield example
 
 
 def _read(
-    source: ExampleData, section: PosttrainConfig, account: RowReport, *, pairs: bool, answered: bool
+    source: ExampleData, section: PosttrainConfig, report: RowReport, *, pairs: bool, answered: bool
 ) -> Iterator[Example]:
     if isinstance(source, TaskData):
-        account.rows += source.samples
+        report.rows += source.samples
         yield from make_task(source).examples(source.samples, source.wrongs if pairs else 1)
         return
     for where, row in read_rows(source.path):
-        account.rows += 1
+        report.rows += 1
         try:
             if isinstance(row, str):
                 raise IncompleteError(row)
             yield from examples_in(row, source, where, pairs=pairs, answered=answered)
         except IncompleteError as error:
             refuse = section.incomplete == "error"
-            account.leave_out("incomplete", where, refuse=refuse, key="incomplete", detail=str(error))
+            report.leave_out("incomplete", where, refuse=refuse, key="incomplete", detail=str(error))
         except EmptyError as error:
-            account.leave_out("empty", where, refuse=section.empty == "error", key="empty", detail=str(error))
+            report.leave_out("empty", where, refuse=section.empty == "error", key="empty", detail=str(error))
         except UnlearnedError as error:
-            account.leave_out("not to be learned", where, refuse=False, key="", detail=str(error))
+            report.leave_out("not to be learned", where, refuse=False, key="", detail=str(error))
 
 
 Written = TypeVar("Written")
 
 
 def _written(
-    examples: Sequence[Example], write: Callable[[Example], Written], section: PosttrainConfig, account: RowReport
+    examples: Sequence[Example], write: Callable[[Example], Written], section: PosttrainConfig, report: RowReport
 ) -> Iterator[tuple[Example, Written]]:
     """Examples as the template writes them; one that it cannot write is incomplete."""
     for example in examples:
@@ -221,36 +221,41 @@ def _written(
             yield example, write(example)
         except UnwritableError as error:
             refuse = section.incomplete == "error"
-            account.leave_out("incomplete", example.where, refuse=refuse, key="incomplete", detail=str(error))
+            report.leave_out("incomplete", example.where, refuse=refuse, key="incomplete", detail=str(error))
 
 
 def _rows(
-    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, account: RowReport
+    examples: Sequence[Example], template: Template, limit: int, section: PosttrainConfig, report: RowReport
 ) -> Iterator[ExampleRow]:
-    for example, tokens in _written(examples, lambda e: template.conversation(e.messages), section, account):
-        row = _fitting(tokens, template, example, limit, section, account)
+    for example, tokens in _written(examples, lambda e: template.conversation(e.messages), section, report):
+        row = _fitting(tokens, template, example, limit, section, report)
         if row is None:
             continue
         if not row.has_targets:
             refuse, detail = section.empty == "error", "no token of its answers is learned"
-            account.leave_out("empty", example.where, refuse=refuse, key="empty", detail=detail)
+            report.leave_out("empty", example.where, refuse=refuse, key="empty", detail=detail)
             continue
-        account.kept += 1
+        report.kept += 1
         yield row
 
 
 def _prompts(
-    examples: Sequence[Example], template: Template, limit: int, room: int, section: PosttrainConfig, account: RowReport
+    examples: Sequence[Example],
+    template: Template,
+    limit: int,
+    max_new: int,
+    section: PosttrainConfig,
+    report: RowReport,
 ) -> Iterator[Prompt]:
-    for example, tokens in _written(examples, lambda e: template.prompt(e.prompt), section, account):
+    for example, tokens in _written(examples, lambda e: template.prompt(e.prompt), section, report):
         if len(tokens) >= limit:
             detail = f"{len(tokens)} tokens, and at least one more must fit into {limit}"
             reason, refuse = "with a prompt longer than max_len", section.too_long == "error"
-            account.leave_out(reason, example.where, refuse=refuse, key="too_long", detail=detail)
+            report.leave_out(reason, example.where, refuse=refuse, key="too_long", detail=detail)
             continue
-        if len(tokens) + room > limit:
-            account.note("prompts leave less room than rollout.max_new_tokens within max_len", example.where)
-        account.kept += 1
+        if len(tokens) + max_new > limit:
+            report.count("prompts leave less room than rollout.max_new_tokens within max_len", example.where)
+        report.kept += 1
         yield Prompt(tuple(tokens), example.prompt, example.messages[-1].content)
 
 
@@ -259,7 +264,7 @@ def _pairs(
     template: Template,
     limit: int,
     section: PosttrainConfig,
-    account: RowReport,
+    report: RowReport,
     *,
     judged: bool,
 ) -> Iterator[tuple[ExampleRow, ExampleRow]]:
@@ -267,9 +272,9 @@ def _pairs(
         return [template.conversation(messages) for messages in example.pair]
 
     make = ExampleRow.judged if judged else ExampleRow
-    for example, both in _written(examples, write, section, account):
+    for example, both in _written(examples, write, section, report):
         longer = max(both, key=lambda tokens: len(tokens.ids))
-        if _fitting(longer, template, example, limit, section, account, whole=judged) is None:
+        if _fitting(longer, template, example, limit, section, report, whole=judged) is None:
             continue
         chosen, rejected = (make(tokens) for tokens in both)
         detail = None
@@ -278,21 +283,21 @@ def _pairs(
         elif not judged and not (chosen.has_targets and rejected.has_targets):
             detail = "no token of an answer is learned"
         if detail is not None:
-            account.leave_out("empty", example.where, refuse=section.empty == "error", key="empty", detail=detail)
+            report.leave_out("empty", example.where, refuse=section.empty == "error", key="empty", detail=detail)
             continue
-        account.kept += 1
+        report.kept += 1
         yield chosen, rejected
 
 
-def _note_texts(examples: Sequence[Example], tokenizer: ChatTokenizer, account: RowReport) -> None:
+def _report_texts(examples: Sequence[Example], tokenizer: ChatTokenizer, report: RowReport) -> None:
     """Count the rows in which somebody wrote a control token as text, or what the tokenizer has no tokens for."""
     controls = re.compile("|".join(map(re.escape, tokenizer.controls)) or "(?!)")
     for example in examples:
         texts = [*(message.content for message in example.messages), example.rejected or ""]
-        if (found := next(filter(None, map(controls.search, texts)), None)) is not None:
-            account.note("with the text of a control token, encoded as plain text", f"{example.where}: {found[0]!r}")
+        if (match := next(filter(None, map(controls.search, texts)), None)) is not None:
+            report.count("with the text of a control token, encoded as plain text", f"{example.where}: {match[0]!r}")
         if (unknown := next(filter(None, map(tokenizer.unknown_in, texts)), None)) is not None:
-            account.note("with characters that the tokenizer does not know", f"{example.where}: {unknown!r}")
+            report.count("with characters that the tokenizer does not know", f"{example.where}: {unknown!r}")
 
 
 def _fitting(
@@ -301,7 +306,7 @@ def _fitting(
     example: Example,
     limit: int,
     section: PosttrainConfig,
-    account: RowReport,
+    report: RowReport,
     *,
     whole: bool = False,
 ) -> ExampleRow | None:
@@ -311,7 +316,7 @@ def _fitting(
     prompt = len(template.prompt(example.prompt))
     reason = "with a prompt longer than max_len" if prompt >= limit else "longer than max_len"
     detail = f"{length} tokens, at most {limit}"
-    account.leave_out(reason, example.where, refuse=section.too_long == "error", key="too_long", detail=detail)
+    report.leave_out(reason, example.where, refuse=section.too_long == "error", key="too_long", detail=detail)
     return None
 
 
@@ -326,13 +331,13 @@ def longest(config: RunConfig) -> int:
         message = f"{section.max_len} is longer than `model.seq_len`, {known}"
         raise ConfigError(Problem("posttrain.max_len", message, "Make it shorter, or the model's sequences longer."))
     if section.max_len is not None and isinstance(described, HFConfig):
-        declared = next((found for key in CONTEXT_KEYS if (found := _description(described).get(key))), None)
+        declared = next((length for key in CONTEXT_KEYS if (length := _description(described).get(key))), None)
         if declared is not None and section.max_len > declared:
             message = f"{section.max_len} is longer than the model is made for, {declared} (its config.json)"
             raise ConfigError(Problem("posttrain.max_len", message, f"Write {declared} or less."))
-    found = section.max_len or known
-    assert found is not None
-    return int(found)
+    limit = section.max_len or known
+    assert limit is not None
+    return int(limit)
 
 
 def _folder(config: RunConfig, section: PosttrainConfig) -> Path | None:
@@ -343,7 +348,7 @@ def _folder(config: RunConfig, section: PosttrainConfig) -> Path | None:
         return Path(config.model.path)
     start = None if section.start is None else Path(section.start).absolute()
     near = () if start is None else (start, *start.parents[:2])
-    return next((place for place in near if (place / NAME).is_file()), None)
+    return next((folder for folder in near if (folder / NAME).is_file()), None)
 
 
 def _tokenizer(
@@ -351,11 +356,11 @@ def _tokenizer(
 ) -> ChatTokenizer:
     if folder is not None:
         return read_tokenizer(folder)
-    words = section.template
-    marks = (words.start, words.end) if words.kind == "marked" else ()
+    template = section.template
+    marks = (template.start, template.end) if template.kind == "marked" else ()
     if all(isinstance(source, TaskData) for source in section.data):
         alphabet = "".join(make_task(source).alphabet for source in section.data if isinstance(source, TaskData))
-        roles = f"{words.system}{words.user}{words.assistant}\n" if marks else ""
+        roles = f"{template.system}{template.user}{template.assistant}\n" if marks else ""
         return character_tokenizer(alphabet + roles, marks)
     texts = (message.content for example in examples for message in example.messages)
     return trained_tokenizer(texts, _vocabulary(config) or _TRAINED_SIZE, marks)
@@ -365,18 +370,18 @@ def _check_same_tokens(
     config: RunConfig, section: PosttrainConfig, tokenizer: ChatTokenizer, folder: Path | None
 ) -> None:
     """Refuse a tokenizer whose numbers mean other tokens than those that the weights have learned."""
-    places = {"posttrain.start": None if section.start is None else tokenizer_beside(section.start)}
+    tokenizers = {"posttrain.start": None if section.start is None else tokenizer_beside(section.start)}
     if isinstance(config.model, HFConfig) and config.model.path is not None:
-        file = Path(config.model.path) / NAME
-        places["model.path"] = file if file.is_file() else None
-    for key, place in places.items():
-        if place is not None and (folder is None or place.parent.resolve() != folder.resolve()):
-            check_same_tokens(key, place, tokenizer)
+        tokenizer_file = Path(config.model.path) / NAME
+        tokenizers["model.path"] = tokenizer_file if tokenizer_file.is_file() else None
+    for key, file in tokenizers.items():
+        if file is not None and (folder is None or file.parent.resolve() != folder.resolve()):
+            check_same_tokens(key, file, tokenizer)
 
 
-def tokenizer_beside(place: str | Path) -> Path | None:
+def tokenizer_beside(source: str | Path) -> Path | None:
     """The `tokenizer.json` of a run, of one of its checkpoints, or of a Hugging Face folder."""
-    path = Path(place).absolute()
+    path = Path(source).absolute()
     return next((folder / NAME for folder in (path, *path.parents[:2]) if (folder / NAME).is_file()), None)
 
 

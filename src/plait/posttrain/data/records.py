@@ -194,24 +194,24 @@ def examples_in(
         raise IncompleteError("'label' says whether the answer is good, and unpaired preferences are not read")
     worse = None if rejected is None else rejected[-1]
     text, thoughts = (None, None) if worse is None else (worse.content, worse.reasoning)
-    found = Example(messages, text, where, thoughts, fields.unread)
-    _refuse_empty(found, answered=answered)
+    example = Example(messages, text, where, thoughts, fields.unread)
+    _refuse_empty(example, answered=answered)
     if answered and not pairs and not any(m.learned for m in messages if m.role == "assistant"):
         raise UnlearnedError("every answer of the row has weight 0")
-    yield found
+    yield example
 
 
 def _learned(fields: _Fields, switches: Sequence[str]) -> bool:
-    """Whether a row or a turn is to be learned, as far as it says so itself."""
-    found = True
+    """Return whether a row or a turn is learned, by its own keys."""
+    learned = True
     for key in ("weight", *switches):
         value = fields.get(key)
         if value is None:
             continue
         if value not in (0, 1) or isinstance(value, str):
             raise IncompleteError(f"{key!r} is {value!r}; write 1 or true (learned), or 0 or false (not learned)")
-        found = found and bool(value)
-    return found
+        learned = learned and bool(value)
+    return learned
 
 
 def _answer_keys(config: FileData, *, pairs: bool) -> tuple[str, ...]:
@@ -244,8 +244,8 @@ def _prompt(fields: _Fields, config: FileData, *, implied: bool) -> tuple[ChatMe
     """What comes before the answer: text, messages, or an instruction with its input as Alpaca has it."""
     if config.prompt_key is None and not fields.has("prompt"):
         if fields.has("instruction"):
-            parts = [fields.text("instruction"), *([fields.text("input")] if fields.get("input") else [])]
-            return (*_history(fields), ChatMessage("user", "\n\n".join(parts)))
+            texts = [fields.text("instruction"), *([fields.text("input")] if fields.get("input") else [])]
+            return (*_history(fields), ChatMessage("user", "\n\n".join(texts)))
         if implied:
             return ()
     key = config.prompt_key or "prompt"
@@ -256,7 +256,7 @@ def _prompt(fields: _Fields, config: FileData, *, implied: bool) -> tuple[ChatMe
 def _history(fields: _Fields) -> Iterator[ChatMessage]:
     """Earlier questions with their answers, as Alpaca's `history` has them."""
     for entry in fields.get("history") or ():
-        if not isinstance(entry, Sequence) or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
+        if not isinstance(entry, Sequence) or len(entry) != 2 or not all(isinstance(item, str) for item in entry):
             raise IncompleteError(f"'history' holds {entry!r}, expected pairs of a question and its answer")
         yield ChatMessage("user", entry[0])
         yield ChatMessage("assistant", entry[1])
@@ -282,8 +282,8 @@ def _answered(fields: _Fields, key: str, before: tuple[ChatMessage, ...]) -> tup
     messages = _ending_with_an_answer(_messages(fields, key), key)
     if messages[0].role == "assistant":
         return (*before, *messages)
-    told = 1 if messages[0].role == "system" and before[:1] != messages[:1] else 0
-    if messages[told : told + len(before)] != before:
+    start = 1 if messages[0].role == "system" and before[:1] != messages[:1] else 0
+    if messages[start : start + len(before)] != before:
         raise IncompleteError(f"{key!r} is a conversation that does not begin with the prompt")
     return messages
 
@@ -301,17 +301,17 @@ def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool, answered: bool
     if not graded:
         if pairs:
             raise IncompleteError(f"no graded solutions, which pairs are made of; it has {fields.names}")
-        found = Example((question, ChatMessage("assistant", fields.text("answer"))), None, where)
-        _refuse_empty(found)
-        yield found
+        example = Example((question, ChatMessage("assistant", fields.text("answer"))), None, where)
+        _refuse_empty(example)
+        yield example
         return
     right = [value.text("solution") for value in graded if value.get("is_correct") is True]
     wrong = [value.text("solution") for value in graded if value.get("is_correct") is False]
     for good in right if answered else right[:1]:  # several answers are one prompt
         for bad in wrong if pairs else [None]:
-            found = Example((question, ChatMessage("assistant", good)), bad, where)
-            _refuse_empty(found)
-            yield found
+            example = Example((question, ChatMessage("assistant", good)), bad, where)
+            _refuse_empty(example)
+            yield example
 
 
 def _refuse_empty(example: Example, *, answered: bool = True) -> None:
@@ -330,14 +330,14 @@ def _messages(fields: _Fields, key: str) -> tuple[ChatMessage, ...]:
     value = fields.take(key)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise IncompleteError(f"{key!r} is of type {type(value).__name__}, expected text or a list of messages")
-    found = []
+    messages = []
     for entry in value:
         if not isinstance(entry, Mapping):
             raise IncompleteError(f"{key!r} holds a {type(entry).__name__}, expected messages with role and content")
         turn = _Fields(entry)
-        found.append(_message(turn, key))
+        messages.append(_message(turn, key))
         fields.below(key, turn)
-    return tuple(found)
+    return tuple(messages)
 
 
 def _message(turn: _Fields, key: str) -> ChatMessage:
@@ -363,14 +363,14 @@ def _message(turn: _Fields, key: str) -> ChatMessage:
 
 def _content(turn: _Fields) -> str:
     """A text, or a list of parts that are texts."""
-    parts = turn.take("content")
-    if not isinstance(parts, Sequence) or isinstance(parts, str | bytes):
+    content = turn.take("content")
+    if not isinstance(content, Sequence) or isinstance(content, str | bytes):
         return turn.text("content")
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text":
-            raise IncompleteError(f"'content' has a part of type {kind!r}; only text can be read")
-    return "".join(_Fields(part).text("text") for part in parts)
+    for item in content:
+        item_type = item.get("type") if isinstance(item, Mapping) else type(item).__name__
+        if item_type != "text":
+            raise IncompleteError(f"'content' has a part of type {item_type!r}; only text can be read")
+    return "".join(_Fields(item).text("text") for item in content)
 
 
 # Rows of JSON, of Parquet, and of folders that `datasets` saved.
@@ -386,13 +386,13 @@ Row = tuple[str, Mapping[str, Any] | str]
 
 def read_rows(path: str) -> Iterator[Row]:
     """Every row of a file or folder, in order. A line that is no JSON object comes as the reason why not."""
-    place = Path(path)
-    if not place.exists():
+    source = Path(path)
+    if not source.exists():
         raise DataError(f"{path} does not exist")
-    if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        yield from _saved_dataset(place)
+    if source.is_dir() and any((source / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        yield from _saved_dataset(source)
         return
-    files = find_files(path) if place.is_dir() else [place]
+    files = find_files(path) if source.is_dir() else [source]
     known = [file for file in files if file.suffix in (".jsonl", ".json", ".ndjson", ".parquet")]
     if not known:
         raise DataError(f"{path}: no .jsonl and no .parquet file, and no folder of datasets.save_to_disk")
@@ -434,7 +434,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     except ImportError as error:
         raise MissingExtraError("pyarrow", f"reading {path.name}", "parquet") from error
     file = parquet.ParquetFile
-    rows = _read_by_library(path, lambda: (row for each in file(path).iter_batches() for row in each.to_pylist()))
+    rows = _read_by_library(path, lambda: (row for batch in file(path).iter_batches() for row in batch.to_pylist()))
     for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
 
@@ -452,14 +452,14 @@ def _saved_dataset(path: Path) -> Iterator[Row]:
         datasets = import_module("datasets")
     except ImportError as error:
         raise MissingExtraError("datasets", f"reading the folder {path.name}", "datasets") from error
-    (found,) = _read_by_library(path, lambda: [datasets.load_from_disk(str(path))])
-    parts = dict(found) if hasattr(found, "items") else {"": found}
-    if len(parts) > 1:
+    (loaded,) = _read_by_library(path, lambda: [datasets.load_from_disk(str(path))])
+    splits = dict(loaded) if hasattr(loaded, "items") else {"": loaded}
+    if len(splits) > 1:
         raise DataError(
-            f"{path} has the splits {', '.join(parts)}: name one of them, such as {path / next(iter(parts))}"
+            f"{path} has the splits {', '.join(splits)}: name one of them, such as {path / next(iter(splits))}"
         )
-    for name, part in parts.items():
-        for number, row in enumerate(_read_by_library(path, part.__iter__), start=1):
+    for name, rows in splits.items():
+        for number, row in enumerate(_read_by_library(path, rows.__iter__), start=1):
             yield f"{path}{f'/{name}' if name else ''}, row {number}", row
 
 
@@ -476,7 +476,7 @@ def _refuse_mixed_splits(path: str, names: list[str]) -> None:
 # phases share one. The order of prompts is a hash of their text: it depends on neither seed nor file order.
 
 
-PLACES = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2, "grpo": 2}
+SHARE_OF_PHASE = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2, "grpo": 2}
 """Which of the three shares a phase takes."""
 
 
@@ -485,13 +485,13 @@ def split(
 ) -> tuple[list[Example], list[Example]]:
     """The examples of a phase: for training, for validation."""
     prompts = sorted({example.prompt_text for example in examples}, key=_hash)
-    shares, place = split_shares(data_split), PLACES[phase]
+    shares, share = split_shares(data_split), SHARE_OF_PHASE[phase]
     if sum(shares):
         bounds = [round(len(prompts) * sum(shares[:at]) / sum(shares)) for at in range(4)]
-        prompts = prompts[bounds[place] : bounds[place + 1]]
+        prompts = prompts[bounds[share] : bounds[share + 1]]
         if not prompts:
             raise DataError(
-                f"posttrain.data_split {data_split!r} leaves nothing for {phase}: share {place + 1} of three is empty"
+                f"posttrain.data_split {data_split!r} leaves nothing for {phase}: share {share + 1} of three is empty"
             )
     held = min(round(len(prompts) * val_fraction), len(prompts) - 1) if len(prompts) > 1 else 0
     if val_fraction > 0 and held == 0 and len(prompts) > 1:

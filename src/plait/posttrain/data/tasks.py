@@ -60,13 +60,13 @@ class Task(ABC):
         if samples > self.count:
             message = f"{samples}, but there are only {self.count} different questions of this size"
             raise ConfigError(Problem("posttrain.data.samples", message, "Ask for fewer, or raise `size`."))
-        found = []
+        examples = []
         order = SampleOrder(self.count, _ORDER_SEED, shuffle=True)
         for index, number in enumerate(order.indices(0, 0, samples).tolist()):
             question, answer = self.question(number)
             messages = (ChatMessage("user", question), ChatMessage("assistant", answer))
-            found += [Example(messages, self.wrong(number, which), f"question {index}") for which in range(wrongs)]
-        return found
+            examples += [Example(messages, self.wrong(number, which), f"question {index}") for which in range(wrongs)]
+        return examples
 
 
 class Arithmetic(Task):
@@ -95,8 +95,8 @@ class Arithmetic(Task):
         """The result, where the question is one."""
         body = question.strip()
         for sign in "+-":
-            first, found, second = body.removesuffix("=").partition(sign)
-            if body.endswith("=") and found and first.isdecimal() and second.isdecimal():
+            first, operator, second = body.removesuffix("=").partition(sign)
+            if body.endswith("=") and operator and first.isdecimal() and second.isdecimal():
                 return str(int(first) + int(second) if sign == "+" else int(first) - int(second))
         return None
 
@@ -121,31 +121,31 @@ class Sorting(Task):
         Two neighbours exchanged; a letter is another in its place, another, a near one, or one of the others once
         more, in order; cut off; too long; not sorted. From the ninth on there are two mistakes.
         """
-        kinds = 8
+        mistakes = 8
         right, noise = self.question(number)[1], _noise(number + which * self.count)
-        base = right if which < kinds else self.wrong(number, noise % kinds)
+        base = right if which < mistakes else self.wrong(number, noise % mistakes)
         at, other = noise // 8 % len(base), noise // 512 % 10
         near = min(max(self.alphabet.index(base[at]) + (1 if noise & 1 else -1), 0), 9)
-        match which % kinds:
+        match which % mistakes:
             case 0:
-                places = [place for place in range(len(base) - 1) if base[place] != base[place + 1]] or [0]
-                place = places[noise % len(places)]
-                found = base[:place] + base[place : place + 2][::-1] + base[place + 2 :]
+                swaps = [position for position in range(len(base) - 1) if base[position] != base[position + 1]] or [0]
+                position = swaps[noise % len(swaps)]
+                mistaken = base[:position] + base[position : position + 2][::-1] + base[position + 2 :]
             case 1:
-                found = _with(base, at, self.alphabet[other])
+                mistaken = _with(base, at, self.alphabet[other])
             case 2:
-                found = "".join(sorted(_with(base, at, self.alphabet[other])))
+                mistaken = "".join(sorted(_with(base, at, self.alphabet[other])))
             case 3:
-                found = "".join(sorted(_with(base, at, self.alphabet[near])))
+                mistaken = "".join(sorted(_with(base, at, self.alphabet[near])))
             case 4:
-                found = "".join(sorted(_with(base, at, base[other % len(base)])))
+                mistaken = "".join(sorted(_with(base, at, base[other % len(base)])))
             case 5:
-                found = base[:at]
+                mistaken = base[:at]
             case 6:
-                found = base[: at + 1] + base[at:] if noise & 1 else base + base[at:]
+                mistaken = base[: at + 1] + base[at:] if noise & 1 else base + base[at:]
             case _:
-                found = self.question(number)[0].removesuffix("=") if which == kinds - 1 else base[::-1]
-        return found if found and found != right else _another(right)
+                mistaken = self.question(number)[0].removesuffix("=") if which == mistakes - 1 else base[::-1]
+        return mistaken if mistaken and mistaken != right else _another(right)
 
     def solve(self, question: str) -> str | None:
         """The letters in order, where there are any."""
@@ -200,10 +200,10 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 def final_number(text: str) -> str | None:
     """The number behind `####`, or the last one of a text."""
     marked = text.rpartition("####")[2]
-    found = _NUMBER.findall(marked) or _NUMBER.findall(text)
-    if not found:
+    numbers = _NUMBER.findall(marked) or _NUMBER.findall(text)
+    if not numbers:
         return None
-    number: str = found[-1].replace(",", "")
+    number: str = numbers[-1].replace(",", "")
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 

@@ -43,30 +43,30 @@ class ChatTokenizer(TextTokenizer):
             Path(path).with_name(SETTINGS).write_text(settings + "\n", encoding="utf-8")
 
     def token_id(self, text: str) -> int | None:
-        """The token that a text is; None where it is none."""
-        found: int | None = self.backend.token_to_id(text)
-        return found
+        """Return the id of the token with this text; None if there is no such token."""
+        token: int | None = self.backend.token_to_id(text)
+        return token
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """The texts of control tokens, which are no such tokens where somebody writes them."""
+        """The texts of control tokens; in a message they are encoded as plain text."""
         return tuple(token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token with its number."""
-        found: dict[str, int] = self.backend.get_vocab()
-        return found
+        """Ids by token."""
+        vocabulary: dict[str, int] = self.backend.get_vocab()
+        return vocabulary
 
 
 def read_tokenizer(path: str | Path) -> ChatTokenizer:
     """Read a `tokenizer.json`, given itself or the folder that it lies in."""
     from tokenizers import Tokenizer
 
-    place = Path(path)
-    file = place / NAME if place.is_dir() else place
+    source = Path(path)
+    file = source / NAME if source.is_dir() else source
     if not file.is_file():
-        raise DataError(f"tokenizer {str(path)!r}: there is no {file.name if place.is_dir() else 'such file'}")
+        raise DataError(f"tokenizer {str(path)!r}: there is no {file.name if source.is_dir() else 'such file'}")
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
@@ -81,11 +81,11 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 def _named_end(settings: Path) -> str | None:
     """The end token of a tokenizer's settings: a text, or an object with it."""
-    found = read_settings(settings).get("eos_token")
-    word = found.get("content") if isinstance(found, dict) else found
-    if word is not None and not isinstance(word, str):
-        raise DataError(f"{settings} has the eos_token {found!r:.80}, expected a token")
-    return word
+    entry = read_settings(settings).get("eos_token")
+    token = entry.get("content") if isinstance(entry, dict) else entry
+    if token is not None and not isinstance(token, str):
+        raise DataError(f"{settings} has the eos_token {entry!r:.80}, expected a token")
+    return token
 
 
 class CharacterTokenizer(ChatTokenizer):
@@ -200,13 +200,13 @@ class Plain(Template):
     def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
         """All of it."""
         self._refuse_reasoning(messages)
-        found = ChatTokens([], [])
-        found.extend(self._tokenizer.begin, learned=False)
+        tokens = ChatTokens([], [])
+        tokens.extend(self._tokenizer.begin, learned=False)
         for message in messages:
             answer = message.role == "assistant"
             ids = self._tokenizer.encode(message.content)
-            found.extend(ids + self._end if answer else ids, learned=answer and message.learned)
-        return found
+            tokens.extend(ids + self._end if answer else ids, learned=answer and message.learned)
+        return tokens
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """All of it, with nothing behind."""
@@ -226,7 +226,7 @@ class Marked(Template):
 
     def __init__(self, tokenizer: ChatTokenizer, config: TemplateConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
-        self._words = {"system": config.system, "user": config.user, "assistant": config.assistant}
+        self._roles = {"system": config.system, "user": config.user, "assistant": config.assistant}
         self._start, self._stop = (self._mark(text) for text in (config.start, config.end))
         self._end = [tokenizer.end] if config.end_token else []
         mark = tokenizer.token_id(config.end)
@@ -237,23 +237,23 @@ class Marked(Template):
         return self._tokenizer.encode(text) if token is None else [token]
 
     def _opening(self, role: str) -> list[int]:
-        return self._start + self._tokenizer.encode(f"{self._words[role]}\n")
+        return self._start + self._tokenizer.encode(f"{self._roles[role]}\n")
 
     def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
         """All of it."""
         self._refuse_reasoning(messages)
-        line, found = self._tokenizer.encode("\n"), ChatTokens([], [])
-        found.extend(self._tokenizer.begin, learned=False)
+        line, tokens = self._tokenizer.encode("\n"), ChatTokens([], [])
+        tokens.extend(self._tokenizer.begin, learned=False)
         for message in messages:
             answer = message.role == "assistant"
-            found.extend(self._opening(message.role), learned=False)
+            tokens.extend(self._opening(message.role), learned=False)
             text = self._tokenizer.encode(message.content) + self._stop
-            found.extend(text, learned=answer and message.learned)
-            found.extend(line, learned=False)
+            tokens.extend(text, learned=answer and message.learned)
+            tokens.extend(line, learned=False)
         last = messages[-1]
         if last.role == "assistant":
-            found.extend(self._end, learned=last.learned)
-        return found
+            tokens.extend(self._end, learned=last.learned)
+        return tokens
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
@@ -262,7 +262,7 @@ class Marked(Template):
     @property
     def jinja(self) -> str:
         """The same as a chat template of `transformers`."""
-        words, marks = json.dumps(self._words), (json.dumps(self._config.start), json.dumps(self._config.end))
+        roles, marks = json.dumps(self._roles), (json.dumps(self._config.start), json.dumps(self._config.end))
         start, end = (f"{{{{ {mark} }}}}" for mark in marks)
         behind = (
             "{% if messages[-1]['role'] == 'assistant' and not add_generation_prompt %}{{ eos_token }}{% endif %}"
@@ -270,7 +270,7 @@ class Marked(Template):
             else ""
         )
         return (
-            f"{{% set roles = {words} %}}{_begin(self._tokenizer)}{{% for m in messages %}}"
+            f"{{% set roles = {roles} %}}{_begin(self._tokenizer)}{{% for m in messages %}}"
             f"{start}{{{{ roles[m['role']] + '\\n' + m['content'] }}}}{end}{{{{ '\\n' }}}}{{% endfor %}}{behind}"
             f"{{% if add_generation_prompt %}}{start}{{{{ roles['assistant'] + '\\n' }}}}{{% endif %}}"
         )
@@ -329,13 +329,13 @@ class OfTokenizer(Template):
     @property
     def jinja(self) -> str:
         """The same as a chat template of `transformers`."""
-        found = chat_template_in(self._folder)
-        assert found is not None, "a folder without one was refused"
-        return found
+        template = chat_template_in(self._folder)
+        assert template is not None, "a folder without one was refused"
+        return template
 
     def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
         """All of it. Where an answer begins and ends is found by writing the conversation down to there."""
-        found, done, answer = ChatTokens([], []), "", list[int]()
+        tokens, done, answer = ChatTokens([], []), "", list[int]()
         for index, message in enumerate(messages):
             if message.role != "assistant" or not message.learned:
                 continue
@@ -354,31 +354,31 @@ class OfTokenizer(Template):
                 )
             _check_written(_asked(messages[:index]), self._escaped_back(asked))
             _check_written([message], self._escaped_back(answered[len(asked) :]))
-            self._continue(found, done, asked, learned=False)
-            before = len(found.ids)
-            self._continue(found, asked, answered, learned=True)
-            answer, done = found.ids[before:], answered
+            self._continue(tokens, done, asked, learned=False)
+            before = len(tokens.ids)
+            self._continue(tokens, asked, answered, learned=True)
+            answer, done = tokens.ids[before:], answered
         if messages[-1].role == "assistant" and messages[-1].learned:
-            found.extend([end for end in self._end if end not in answer], learned=True)
-            return found
+            tokens.extend([end for end in self._end if end not in answer], learned=True)
+            return tokens
         whole = self._text(messages, asks=False)
         if not whole.startswith(done):
             raise UnwritableError(
                 "the chat template of the tokenizer writes the learned answers differently once the last message "
                 "follows; leave out what follows the last learned answer, or use posttrain.template.kind: marked"
             )
-        self._continue(found, done, whole, learned=False)
-        return found
+        self._continue(tokens, done, whole, learned=False)
+        return tokens
 
-    def _continue(self, found: ChatTokens, done: str, text: str, *, learned: bool) -> None:
-        """Add to `found`, which is `done` as tokens, what `text` has behind it.
+    def _continue(self, tokens: ChatTokens, done: str, text: str, *, learned: bool) -> None:
+        """Append to `tokens`, the encoding of `done`, the rest of `text`.
 
-        They are the tokens of the whole text, as a model is given it when it answers; only where those would join what
-        lies on both sides of the boundary, the two are encoded apart.
+        It is taken from the encoding of the whole text, as the model is prompted with it; if a token would span the
+        boundary, the rest is encoded separately.
         """
-        whole, count = self._encode(text), len(found.ids)
-        behind = whole[count:] if whole[:count] == found.ids else self._encode(text[len(done) :])
-        found.extend(behind, learned=learned)
+        whole, count = self._encode(text), len(tokens.ids)
+        behind = whole[count:] if whole[:count] == tokens.ids else self._encode(text[len(done) :])
+        tokens.extend(behind, learned=learned)
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """All of it, and the beginning of the assistant's turn."""
@@ -422,11 +422,11 @@ class OfTokenizer(Template):
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], *, asks: bool, tools: list[Mapping[str, Any]] | None = None
     ) -> str:
-        given, told = self._escaped(list(messages)), self._escaped(tools)
+        escaped, escaped_tools = self._escaped(list(messages)), self._escaped(tools)
         try:  # in a sandbox of `transformers`: a template reads messages, and reaches nothing else
             with limited(RENDERING_S):
                 text: str = self._transformers.apply_chat_template(
-                    given, tools=told, tokenize=False, add_generation_prompt=asks
+                    escaped, tools=escaped_tools, tokenize=False, add_generation_prompt=asks
                 )
         except _TooLongError:
             raise UnwritableError(
@@ -444,7 +444,7 @@ class OfTokenizer(Template):
         if isinstance(content, Mapping):
             return {key: self._escaped(value) for key, value in content.items()}
         if isinstance(content, list):
-            return [self._escaped(each) for each in content]
+            return [self._escaped(item) for item in content]
         if not isinstance(content, str):
             return content
         if any(_ESCAPES <= ord(character) < _ESCAPES + len(self._controls) for character in content):
@@ -461,13 +461,13 @@ class OfTokenizer(Template):
 
     def _encode(self, text: str) -> list[int]:
         last = chr(_ESCAPES + len(self._controls))
-        parts = re.split(f"([{chr(_ESCAPES)}-{last}])", text)
+        pieces = re.split(f"([{chr(_ESCAPES)}-{last}])", text)
         ids: list[int] = []
-        for number, part in enumerate(parts):
+        for number, piece in enumerate(pieces):
             if number % 2:
-                ids += self._tokenizer.encode(self._controls[ord(part) - _ESCAPES])
-            elif part:
-                ids += self._transformers(part, add_special_tokens=False)["input_ids"]
+                ids += self._tokenizer.encode(self._controls[ord(piece) - _ESCAPES])
+            elif piece:
+                ids += self._transformers(piece, add_special_tokens=False)["input_ids"]
         return ids
 
 
@@ -505,8 +505,8 @@ def has_powers(template: str) -> bool:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        found = Environment().lex(template)  # noqa: S701  # nothing is rendered
-        tokens = [(kind, value) for _, kind, value in found if kind != "whitespace"]
+        lexed = Environment().lex(template)  # noqa: S701  # nothing is rendered
+        tokens = [(name, value) for _, name, value in lexed if name != "whitespace"]
     except TemplateSyntaxError:  # said where it is used
         return False
     return any(now == ("operator", "**") and before[1] not in ("(", ",") for before, now in pairwise(tokens))
@@ -536,40 +536,40 @@ def chat_template_in(folder: Path | None) -> str | None:
     file = folder / CHAT_TEMPLATE
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = read_settings(folder / SETTINGS).get("chat_template")
-    if isinstance(found, list):  # several, each with a name
-        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
-    return found or None
+    template = read_settings(folder / SETTINGS).get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    return template or None
 
 
-def tokenizer_folder(place: str | Path | None) -> Path | None:
+def tokenizer_folder(source: str | Path | None) -> Path | None:
     """The folder of a tokenizer that is given by its folder or by its `tokenizer.json`."""
-    if place is None:
+    if source is None:
         return None
-    path = Path(place)
+    path = Path(source)
     if path.is_dir():
         return path
     return path.parent if path.name == NAME and path.is_file() else None
 
 
 def template_of_run(
-    config: TemplateConfig, tokenizer: ChatTokenizer, places: Sequence[Path], *, trust_code: bool = False
+    config: TemplateConfig, tokenizer: ChatTokenizer, sources: Sequence[Path], *, trust_code: bool = False
 ) -> Template:
-    """The template of a run that is over. Its tokenizer, which it kept, lies at the first of these places."""
-    place = places[0]
+    """Return the template of a finished run. The tokenizer that it kept is the first of `sources`."""
+    source = sources[0]
     if config.kind == "tokenizer":
-        place = next((each for each in places if chat_template_in(tokenizer_folder(each)) is not None), place)
-    return make_template(config, tokenizer, place, trust_code=trust_code)
+        source = next((path for path in sources if chat_template_in(tokenizer_folder(path)) is not None), source)
+    return make_template(config, tokenizer, source, trust_code=trust_code)
 
 
 def make_template(
-    config: TemplateConfig, tokenizer: ChatTokenizer, place: str | Path | None, *, trust_code: bool = False
+    config: TemplateConfig, tokenizer: ChatTokenizer, source: str | Path | None, *, trust_code: bool = False
 ) -> Template:
-    """The template that a section describes; `place` is where the tokenizer lies, if it came from a file or folder.
+    """The template that a section describes; `source` is the file or folder of the tokenizer, if it has one.
 
     `trust_code`: that folder may bring classes of its own, which are then run.
     """
-    folder = tokenizer_folder(place)
+    folder = tokenizer_folder(source)
     kind = config.kind
     if kind == "auto":
         kind = "plain" if chat_template_in(folder) is None else "tokenizer"

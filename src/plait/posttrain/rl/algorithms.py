@@ -19,15 +19,15 @@ from plait.models import LossTerm
 KlKind = Literal["k1", "k2", "k3"]
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlKind = "k1") -> Tensor:
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlKind = "k1") -> Tensor:
     """How far the policy is from the reference, judged by the tokens that it took.
 
     `k1` has no bias and may be negative; `k2` is half its square; `k3` has no bias and is never negative.
     """
     ratio = logprobs - reference
-    if kind == "k1":
+    if estimator == "k1":
         return ratio
-    if kind == "k2":
+    if estimator == "k2":
         return 0.5 * ratio * ratio
     return torch.expm1(-ratio) + ratio
 
@@ -42,9 +42,9 @@ def token_rewards(
     scores = scores if clip_score is None else scores.clamp(-clip_score, clip_score)
     kept = mask.bool()
     rewards = torch.where(kept, -beta * kl, torch.zeros_like(kl))
-    places = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(kept, places, -1).amax(1, keepdim=True)
-    at_end = (places == last) & kept
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(kept, positions, -1).amax(1, keepdim=True)
+    at_end = (positions == last) & kept
     return rewards + torch.where(at_end, scores[:, None].to(rewards.dtype), 0.0)
 
 
@@ -291,8 +291,8 @@ def of_ppo(
     """
     kl = kl_estimate(logprobs, reference)
     earned = token_rewards(rewards, kl, mask, beta=beta, clip_score=ppo.clip_score)
-    found = gae(earned, values, mask, gamma=ppo.gamma, lam=ppo.lam)
-    return Advantages(whiten(found.advantages, mask) if ppo.whiten else found.advantages, found.returns)
+    estimate = gae(earned, values, mask, gamma=ppo.gamma, lam=ppo.lam)
+    return Advantages(whiten(estimate.advantages, mask) if ppo.whiten else estimate.advantages, estimate.returns)
 
 
 def of_grpo(grpo: GrpoConfig, rewards: Tensor, mask: Tensor) -> Advantages:

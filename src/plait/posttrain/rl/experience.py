@@ -55,20 +55,20 @@ class Experience:
             self.ids[row, :length] = tokens[:-1]
             self.labels[row, len(prompt) - 1 : length] = tokens[len(prompt) :]
             self.lengths[row] = length
-        for each in (self.old, self.reference, self.advantages, self.values, self.returns):
-            each.zero_()
+        for numbers in (self.old, self.reference, self.advantages, self.values, self.returns):
+            numbers.zero_()
 
     def forget(self, rows: Tensor) -> None:
-        """Let nothing be learned from some answers."""
+        """Mask some answers, so that nothing is learned from them."""
         self.labels[rows] = IGNORE_INDEX
 
     def inputs(self, rows: Sequence[int], *names: str) -> dict[str, Tensor]:
         """Rows for a model, cut to the longest: ids and labels, and numbers under these names, as bits."""
         chosen = torch.tensor(rows)
         width = -(-int(self.lengths[chosen].max()) // STEP) * STEP
-        found = {"input_ids": self.ids[chosen, :width], "labels": self.labels[chosen, :width]}
+        batch = {"input_ids": self.ids[chosen, :width], "labels": self.labels[chosen, :width]}
         numbers = {name: as_bits(getattr(self, name)[chosen, :width]) for name in names}
-        return {**found, **numbers}
+        return {**batch, **numbers}
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps."""
@@ -105,8 +105,8 @@ class ExperienceLoader:
     ) -> None:
         answers = online.answers
         if answers % batch.total:
-            each = f" × {online.group} answers each" if online.group > 1 else ""
-            message = f"{online.rollout.prompts}{each} fill no whole number of batches of batch.total {batch.total}"
+            group = f" × {online.group} answers per prompt" if online.group > 1 else ""
+            message = f"{online.rollout.prompts}{group} is not a multiple of batch.total {batch.total}"
             raise ConfigError(Problem("rollout.prompts", message, "Make one a multiple of the other."))
         self.dataset = experience
         self.current: list[Sequence[int]] = []
@@ -142,68 +142,73 @@ class ExperienceLoader:
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step, from `start_step` on."""
-        first, within = divmod(start_step, self.steps_per_rollout)
+        first, step_in_rollout = divmod(start_step, self.steps_per_rollout)
         for rollout in range(first, self._rollouts):
             number = epoch * self._rollouts + rollout
-            if within == 0:
+            if step_in_rollout == 0:
                 self._roll(number)
             elif self.dataset.number != number:
                 raise TrainingError(
                     f"the run stopped within rollout {number}, and its checkpoint has the answers of rollout "
                     f"{self.dataset.number}: resume from a checkpoint of this run, with the same rollout and method"
                 )
-            for turn in range(within // self._per_pass, self._passes):
-                yield from self._pass(number * self._passes + turn, within % self._per_pass)
-                within = 0
+            for turn in range(step_in_rollout // self._per_pass, self._passes):
+                yield from self._pass(number * self._passes + turn, step_in_rollout % self._per_pass)
+                step_in_rollout = 0
 
     def _pass(self, turn: int, start: int) -> Iterator[list[MicroBatch]]:
         names = ("old", "advantages", *(() if self._online.reference == "none" else ("reference",)))
-        for step, parts in enumerate(self._order.epoch(turn, start), start):
-            self.current = [part.inputs for part in parts]
+        for step, micro_batches in enumerate(self._order.epoch(turn, start), start):
+            self.current = [micro_batch.inputs for micro_batch in micro_batches]
             scale = None
             if self._ptx is not None:
                 everybody = self._order.sample_ids(turn, step).tolist()
                 scale = self._ptx.scale(turn, everybody, int(self.dataset.mask[everybody].sum()))
-            yield [MicroBatch(self._inputs(turn, part.inputs, names, scale), part.samples) for part in parts]
+            yield [
+                MicroBatch(self._inputs(turn, micro_batch.inputs, names, scale), micro_batch.samples)
+                for micro_batch in micro_batches
+            ]
 
     def _inputs(self, turn: int, rows: Sequence[int], names: Sequence[str], scale: float | None) -> dict[str, Any]:
         inputs = self.dataset.inputs(rows, *names)
-        return inputs if self._ptx is None or scale is None else self._ptx.beside(inputs, turn, rows, scale)
+        return inputs if self._ptx is None or scale is None else self._ptx.append_to(inputs, turn, rows, scale)
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 class ExampleMixture:
-    """Examples that are to stay likely: one beside each answer, whichever rank has it."""
+    """Examples of the pretraining mixture (`ptx_data`): one for each answer, whichever rank has it."""
 
     def __init__(self, rows: Sequence[ExampleRow], *, weight: float, seed: int, pad: int, answers: int) -> None:
         self._rows, self._weight, self._pad, self._answers = rows, weight, pad, answers
         self._order = SampleOrder(len(rows), seed)
 
-    def _beside(self, turn: int, answer: int) -> ExampleRow:
-        epoch, place = divmod(turn * self._answers + answer, len(self._rows))
-        return self._rows[self._order.index(epoch, place)]
+    def _example_for(self, turn: int, answer: int) -> ExampleRow:
+        epoch, index = divmod(turn * self._answers + answer, len(self._rows))
+        return self._rows[self._order.index(epoch, index)]
 
     def scale(self, turn: int, answers: Sequence[int], targets: int) -> float:
-        """What their summed loss is multiplied by, so that divided by the step's `targets` it is a weighted mean."""
-        learned = sum(int((self._beside(turn, answer).labels != IGNORE_INDEX).sum()) for answer in answers)
+        """Return the factor of their summed loss that makes it a weighted mean once it is divided by `targets`."""
+        learned = sum(int((self._example_for(turn, answer).labels != IGNORE_INDEX).sum()) for answer in answers)
         return self._weight * targets / max(learned, 1)
 
-    def beside(self, inputs: dict[str, Tensor], turn: int, answers: Sequence[int], scale: float) -> dict[str, Tensor]:
-        """A micro-batch with its examples behind the answers."""
-        rows = [self._beside(turn, answer) for answer in answers]
+    def append_to(
+        self, inputs: dict[str, Tensor], turn: int, answers: Sequence[int], scale: float
+    ) -> dict[str, Tensor]:
+        """Return the micro-batch with its examples appended after the answers."""
+        rows = [self._example_for(turn, answer) for answer in answers]
         ids = stack([torch.from_numpy(row.ids).long() for row in rows], self._pad)
         labels = stack([torch.from_numpy(row.labels).long() for row in rows], IGNORE_INDEX)
         width = max(ids.shape[1], inputs["input_ids"].shape[1])
-        found = {name: _widened(tensor, width, 0) for name, tensor in inputs.items()}
-        found["input_ids"] = torch.cat(
+        batch = {name: _widened(tensor, width, 0) for name, tensor in inputs.items()}
+        batch["input_ids"] = torch.cat(
             [_widened(inputs["input_ids"], width, self._pad), _widened(ids, width, self._pad)]
         )
-        found["labels"] = torch.cat(
+        batch["labels"] = torch.cat(
             [_widened(inputs["labels"], width, IGNORE_INDEX), _widened(labels, width, IGNORE_INDEX)]
         )
-        return {**found, "ptx_scale": as_bits(torch.tensor([scale]))}
+        return {**batch, "ptx_scale": as_bits(torch.tensor([scale]))}
 
 
 def _widened(rows: Tensor, width: int, fill: int) -> Tensor:

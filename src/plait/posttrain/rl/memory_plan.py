@@ -19,7 +19,7 @@ from plait.plan import RunPlan, plan_run, shards_of
 from plait.posttrain.data.prepare import longest
 from plait.posttrain.losses import as_bits
 from plait.posttrain.models import make_model, make_value_model
-from plait.posttrain.rl.actor import Judging
+from plait.posttrain.rl.actor import ScoringModel
 from plait.posttrain.rl.experience import Experience
 from plait.posttrain.rl.roles import critic_config, described_in, make_critic
 from plait.posttrain.rl.settings import Online
@@ -33,7 +33,7 @@ class OtherModels(NamedTuple):
     """Bytes that a rank needs besides training the policy. Each is at least so much."""
 
     reference: float
-    judge: float
+    reward_model: float
     critic: float
     """Weights and what their update keeps."""
     writing: float
@@ -44,18 +44,18 @@ class OtherModels(NamedTuple):
     @property
     def models(self) -> float:
         """What is held all the time."""
-        return self.reference + self.judge + self.critic
+        return self.reference + self.reward_model + self.critic
 
     def __str__(self) -> str:
-        names = {"reference": self.reference, "reward model": self.judge, "critic": self.critic}
-        parts = [f"{name} {format_bytes(bytes_)}" for name, bytes_ in names.items() if bytes_]
-        return f"{', '.join(parts) or 'no other model'}; writing takes {format_bytes(self.writing)} for a while"
+        names = {"reference": self.reference, "reward model": self.reward_model, "critic": self.critic}
+        sizes = [f"{name} {format_bytes(bytes_)}" for name, bytes_ in names.items() if bytes_]
+        return f"{', '.join(sizes) or 'no other model'}; writing takes {format_bytes(self.writing)} for a while"
 
 
 class OnlineMemoryPlan(MemoryPlan):
     """Several models are in memory at once, and one of them writes: all of them are counted before the start."""
 
-    _beside: OtherModels | None = None
+    _other_models: OtherModels | None = None
 
     def simulate(self, ranks: Ranks) -> RunPlan | str | None:
         """Plan the policy's training with answers as long as they may be, and add the others."""
@@ -71,21 +71,21 @@ class OnlineMemoryPlan(MemoryPlan):
             return planned
         example = learned_from(config, micro)
         sizes = {"ranks": ranks.size, "local_ranks": ranks.local_size}
-        found = plan_run(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
-        if isinstance(found, RunPlan):
+        plan = plan_run(planned, **sizes, model=given.model, loss_function=given.loss_fn, example=example)
+        if isinstance(plan, RunPlan):
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
             try:
-                self._beside = count_other_models(config, layout)
+                self._other_models = count_other_models(config, layout)
             except PlaitError:  # building that model raises it again
                 return None
-            found = _together(found, self._beside)
-        return found
+            plan = _together(plan, self._other_models)
+        return plan
 
     def log(self) -> None:
         """Log the plan, and the memory of the models beside the policy."""
         super().log()
-        if self._beside is not None:
-            self.runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._beside}")
+        if self._other_models is not None:
+            self.runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._other_models}")
 
 
 def learned_from(config: RunConfig, rows: int) -> dict[str, Tensor]:
@@ -94,31 +94,31 @@ def learned_from(config: RunConfig, rows: int) -> dict[str, Tensor]:
     longest_ones = Experience(rows, longest(config), pad=0)
     longest_ones.lengths.fill_(longest_ones.width)
     names = ("old", "advantages", *(() if online.reference == "none" else ("reference",)))
-    found = longest_ones.inputs(range(rows), *names)
+    inputs = longest_ones.inputs(range(rows), *names)
     if isinstance(online.method, PpoConfig) and online.method.ptx_data:  # an example beside each answer
-        found |= {name: found[name].repeat(2, 1) for name in ("input_ids", "labels")}
-        found["ptx_scale"] = as_bits(torch.ones(1))
-    return found
+        inputs |= {name: inputs[name].repeat(2, 1) for name in ("input_ids", "labels")}
+        inputs["ptx_scale"] = as_bits(torch.ones(1))
+    return inputs
 
 
 def count_other_models(config: RunConfig, layout: Layout) -> OtherModels:
-    """What the other models and the writing take, from their shapes alone."""
+    """Return the memory of the other models and of generation, computed from shapes."""
     online, compute = Online.of(config), make_policy(config.precision).compute
     method, rollout = online.method, online.rollout
-    judge = critic = 0.0
+    reward_model = critic = 0.0
     with torch.device("meta"):
         policy = make_model(config)
         if isinstance(method, PpoConfig):
             critic = _at_rest(critic_config(config, method), layout, make_critic(config, method))
             if (path := method.reward_model) is not None:
                 described = described_in(path, config)
-                model = make_value_model(described, path, lambda _: Judging, trust_code=config.trust_code)
-                judge = _weights(config, layout, model)
+                model = make_value_model(described, path, lambda _: ScoringModel, trust_code=config.trust_code)
+                reward_model = _weights(config, layout, model)
     rows = min(rollout.max_rows, -(-online.answers // layout.size))
     cache = 0 if rollout.mode == "trainer" else cache_bytes(policy, rows=rows, tokens=longest(config), dtype=compute)
     whole = _numbers(policy) * compute.itemsize if rollout.mode in ("gathered", "vllm") else 0
     reference = _weights(config, layout, policy) if online.reference == "start" else 0.0
-    return OtherModels(reference, judge, critic, float(cache + whole), _at_rest(config, layout, policy))
+    return OtherModels(reference, reward_model, critic, float(cache + whole), _at_rest(config, layout, policy))
 
 
 def _numbers(model: nn.Module, *, trained: bool = False) -> int:
@@ -137,21 +137,21 @@ def _at_rest(config: RunConfig, layout: Layout, model: nn.Module) -> float:
     if config.strategy.offload.on:
         return weights
     masters = 4 if make_policy(config.precision).compute.itemsize < 4 and config.precision.master else 0
-    each = (state_bytes(config) + masters) / (layout.tp * shards_of(config, layout))
-    return weights + _numbers(model, trained=True) * each
+    bytes_per_param = (state_bytes(config) + masters) / (layout.tp * shards_of(config, layout))
+    return weights + _numbers(model, trained=True) * bytes_per_param
 
 
-def _together(found: RunPlan, beside: OtherModels) -> RunPlan:
-    """The policy's plan with the others in it. How long a step takes is not known: answers end when they end."""
-    more = beside.models / _GIB
-    writing = (beside.policy + beside.writing) / _GIB
-    peak, needed = max(found.peak_gib, writing) + more, max(found.needed_gib, writing) + more
-    refusal = found.refusal
-    if refusal is None and needed > found.memory_gib:
-        message = f"each device would need {needed:.1f} GiB, and has {found.memory_gib:.1f}; of it {beside}"
+def _together(plan: RunPlan, others: OtherModels) -> RunPlan:
+    """Return the policy's plan with the other models added, without a step time: the length of answers is not known."""
+    more = others.models / _GIB
+    writing = (others.policy + others.writing) / _GIB
+    peak, needed = max(plan.peak_gib, writing) + more, max(plan.needed_gib, writing) + more
+    refusal = plan.refusal
+    if refusal is None and needed > plan.memory_gib:
+        message = f"each device would need {needed:.1f} GiB, and has {plan.memory_gib:.1f}; of it {others}"
         remedy = (
             "Shard the models (`strategy.zero=3`), use `lora` (then there is no reference), or write fewer or shorter "
-            "answers at once (`rollout.max_rows`, `posttrain.max_len`). `plan=warn` starts it all the same."
+            "answers at once (`rollout.max_rows`, `posttrain.max_len`). `plan=warn` starts it anyway."
         )
         refusal = ConfigError(Problem("strategy", message, remedy))
-    return replace(found, peak_gib=peak, needed_gib=needed, seconds=None, refusal=refusal)
+    return replace(plan, peak_gib=peak, needed_gib=needed, seconds=None, refusal=refusal)

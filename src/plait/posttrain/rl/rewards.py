@@ -41,28 +41,28 @@ def ask(
     is wider than the micro-batch was stays zero. Every rank must ask for the same.
     """
     world, count = engine.world, len(lengths)
-    found = {name: torch.zeros(count, *shape) for name, shape in wanted.items()}
-    parts = world.layout.data_parallel
+    outputs = {name: torch.zeros(count, *shape) for name, shape in wanted.items()}
+    ranks = world.layout.data_parallel
     order = lengths.argsort(stable=True).tolist()  # rows of about the same length go together
-    share = order[world.data_rank :: parts]
-    for first in range(0, len(order[::parts]), rows):
+    share = order[world.data_rank :: ranks]
+    for first in range(0, len(order[::ranks]), rows):
         mine = share[first : first + rows]
         chosen = mine or order[:1]  # a rank without work helps those who share the model with it
         said = engine.evaluate_micro_batch(MicroBatch(inputs(chosen), len(mine))).outputs
         if said is None:  # others along `tp` say the same
             continue
-        for name, whole in found.items():
+        for name, whole in outputs.items():
             for row, values in zip(mine, said[name].float().cpu(), strict=False):
                 if values.ndim:
                     whole[row, : len(values)] = values
                 else:
                     whole[row] = values
     if world.everyone is not None:
-        for whole in found.values():
+        for whole in outputs.values():
             box = whole.to(world.device)
             dist.all_reduce(box, group=world.everyone)
             whole.copy_(box)
-    return found
+    return outputs
 
 
 NONE = math.nan
@@ -82,7 +82,7 @@ class Scorer(ABC):
     """Gives each answer a reward."""
 
     @abstractmethod
-    def judge(self, answers: Sequence[Answer]) -> list[float]:
+    def score(self, answers: Sequence[Answer]) -> list[float]:
         """The rewards, the same on every rank; every rank must ask for all of them."""
 
 
@@ -90,13 +90,13 @@ class FunctionScorer(Scorer):
     """A function of (prompt, answer, right answer). Ranks share the answers among them."""
 
     def __init__(
-        self, name: str, function: Check, world: World, *, bad: str, say: Callable[[str], None] = print
+        self, name: str, function: Check, world: World, *, bad: str, log: Callable[[str], None] = print
     ) -> None:
         self._name, self._function, self._world = name, function, world
-        self._refuses, self._say = bad == "error", say
-        self._told = False
+        self._refuses, self._log = bad == "error", log
+        self._warned = False
 
-    def judge(self, answers: Sequence[Answer]) -> list[float]:
+    def score(self, answers: Sequence[Answer]) -> list[float]:
         """Call the function for this rank's share. What goes wrong is known to all ranks before any of them stops.
 
         Where none of them does, it is said the first time: a function that never works would go unnoticed for long.
@@ -105,38 +105,38 @@ class FunctionScorer(Scorer):
         mine = [self._one(answer) for answer in answers[rank::size]]
         rewards = [NONE] * len(answers)
         failures: list[str] = []
-        for part, found in enumerate(self._world.gather(mine)):
-            rewards[part::size] = [reward for reward, _ in found]
-            failures += [failure for _, failure in found if failure is not None]
+        for shard, results in enumerate(self._world.gather(mine)):
+            rewards[shard::size] = [reward for reward, _ in results]
+            failures += [failure for _, failure in results if failure is not None]
         if failures:
             more = f"; of {len(answers)} answers {len(failures)} went wrong" if len(failures) > 1 else ""
             wrong = f"the reward function {self._name} {failures[0]}{more}"
             if self._refuses:
                 raise TrainingError(f"{wrong}. Mend it, or set rollout.bad_reward: skip")
-            if not self._told and self._world.is_main:
-                self._say(f"{wrong}. Such answers teach nothing; skipped_answers counts them from here on")
-            self._told = True
+            if not self._warned and self._world.is_main:
+                self._log(f"{wrong}. Such answers teach nothing; skipped_answers counts them from here on")
+            self._warned = True
         return rewards
 
     def _one(self, answer: Answer) -> tuple[float, str | None]:
         where = f"for the prompt {answer.prompt.text!r} and the answer {answer.text!r}"
         try:
-            found = self._function(answer.prompt.text, answer.text, answer.prompt.right)
-            if found is None:  # it says itself that it does not know
+            value = self._function(answer.prompt.text, answer.text, answer.prompt.right)
+            if value is None:  # it says itself that it does not know
                 return NONE, None
-            reward = as_reward(found)
+            reward = as_reward(value)
         except Exception as error:  # whatever a user's function raises must not leave other ranks waiting
             return NONE, f"raised {type(error).__name__}: {error} {where}"
         if not math.isfinite(reward):
-            return NONE, f"gave {found!r} {where}"
+            return NONE, f"gave {value!r} {where}"
         return reward, None
 
 
-def as_reward(found: Any) -> float:
+def as_reward(value: Any) -> float:
     """What a reward function returned as a number. A text is none, even of digits; True and False are 1 and 0."""
-    if isinstance(found, str | bytes):
-        raise TypeError(f"{found!r} is of type {type(found).__name__}, expected a number")
-    return float(found)
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r} is of type {type(value).__name__}, expected a number")
+    return float(value)
 
 
 class ModelScorer(Scorer):
@@ -146,14 +146,14 @@ class ModelScorer(Scorer):
         self._engine, self._template, self._pad = engine, template, pad
         self._rows, self._longest = rows, longest
 
-    def judge(self, answers: Sequence[Answer]) -> list[float]:
+    def score(self, answers: Sequence[Answer]) -> list[float]:
         """The number at the end of each answer."""
         rows = [self._row(answer) for answer in answers]
         # Text may become more tokens than it was written with, and one without its end is another answer.
         fits = [len(row) <= self._longest for row in rows]
         rows = [row[: self._longest] for row in rows]
         lengths = torch.tensor([len(row) for row in rows])
-        found = ask(
+        outputs = ask(
             self._engine,
             lengths,
             lambda chosen: {
@@ -163,7 +163,7 @@ class ModelScorer(Scorer):
             {"scores": ()},
             rows=self._rows,
         )
-        scores = found["scores"].tolist()
+        scores = outputs["scores"].tolist()
         return [score if fit and math.isfinite(score) else NONE for score, fit in zip(scores, fits, strict=True)]
 
     def _row(self, answer: Answer) -> torch.Tensor:
@@ -179,13 +179,13 @@ class Rules(Scorer):
     def __init__(self, scorer: Scorer, rollout: RolloutConfig) -> None:
         self._scorer, self._rollout = scorer, rollout
 
-    def judge(self, answers: Sequence[Answer]) -> list[float]:
+    def score(self, answers: Sequence[Answer]) -> list[float]:
         """The set rewards, and the scorer's for all others."""
-        found = [self._set(answer) for answer in answers]
-        left = [index for index, reward in enumerate(found) if reward is None]
-        asked = self._scorer.judge([answers[index] for index in left]) if left else []
+        rewards = [self._set(answer) for answer in answers]
+        left = [index for index, reward in enumerate(rewards) if reward is None]
+        asked = self._scorer.score([answers[index] for index in left]) if left else []
         given = dict(zip(left, asked, strict=True))
-        return [given[index] if reward is None else reward for index, reward in enumerate(found)]
+        return [given[index] if reward is None else reward for index, reward in enumerate(rewards)]
 
     def _set(self, answer: Answer) -> float | None:
         if not answer.text.strip() and self._rollout.empty_reward is not None:
@@ -208,7 +208,7 @@ def find_function(config: RunConfig) -> tuple[str, Check]:
     sources = (config.posttrain or PosttrainConfig()).data
     name = method.reward
     if name is None and isinstance(method, GrpoConfig):
-        name = _own(sources)
+        name = _task_reward(sources)
     if name is None:
         remedy = "Write `package.module:function`, `task` or `gsm8k`."
         raise ConfigError(Problem(f"{phase}.reward", "there is none, and the data cannot be checked", remedy))
@@ -218,6 +218,6 @@ def find_function(config: RunConfig) -> tuple[str, Check]:
     return str(name.type), load_function(name, key, "prompt", "answer", "right answer")
 
 
-def _own(sources: Sequence[ExampleData]) -> Literal["task", "gsm8k"] | None:
-    kinds = {type(source) for source in sources}
-    return "task" if kinds == {TaskData} else "gsm8k" if kinds == {Gsm8kData} else None
+def _task_reward(sources: Sequence[ExampleData]) -> Literal["task", "gsm8k"] | None:
+    types = {type(source) for source in sources}
+    return "task" if types == {TaskData} else "gsm8k" if types == {Gsm8kData} else None

@@ -28,26 +28,26 @@ from plait.posttrain.data.prepare import PhaseData, check_same_tokens, longest, 
 from plait.posttrain.data.records import ChatMessage
 from plait.posttrain.data.template import chat_template_in, read_tokenizer, template_of_run
 from plait.posttrain.models import make_model, make_value_model
-from plait.posttrain.rl.actor import Judging, valuing
+from plait.posttrain.rl.actor import ScoringModel, critic_class
 from plait.posttrain.rl.settings import Online
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRoles:
-    """Who takes part besides the policy; None where nobody is needed."""
+    """The engines beside the policy; None if the algorithm does not use one."""
 
     reference: NativeEngine | None
-    judge: NativeEngine | None
+    reward_model: NativeEngine | None
     critic: NativeEngine | None
 
 
 def make_model_roles(policy: Preparation, data: PhaseData) -> ModelRoles:
-    """Build them all beside the policy, each with its first weights. Every rank must take part."""
+    """Build the models beside the policy with their initial weights. A collective."""
     config = policy.config
     online = Online.of(config)
-    judge = critic = reference = None
+    reward_model = critic = reference = None
     if online.reference == "start":
         reference = _frozen(policy, lambda: make_model(config))
     if isinstance(online.method, PpoConfig):
@@ -56,24 +56,26 @@ def make_model_roles(policy: Preparation, data: PhaseData) -> ModelRoles:
             described = described_in(ppo.reward_model, config)
             check_reward_model(config, described, ppo.reward_model, data, policy.log)
             make = partial(
-                make_value_model, described, ppo.reward_model, lambda _: Judging, trust_code=config.trust_code
+                make_value_model, described, ppo.reward_model, lambda _: ScoringModel, trust_code=config.trust_code
             )
-            judge = _frozen(policy, make)
+            reward_model = _frozen(policy, make)
         if ppo.critic_start is not None and (kept := tokenizer_beside(ppo.critic_start)) is not None:
             check_same_tokens("ppo.critic_start", kept, data.tokenizer)
         critic = prepare_native(
             replace(policy, config=critic_config(config, ppo), model=partial(make_critic, config, ppo))
         )
-    return ModelRoles(reference, judge, critic)
+    return ModelRoles(reference, reward_model, critic)
 
 
 def make_critic(config: RunConfig, ppo: PpoConfig) -> nn.Module:
     """The critic: the reward model's weights, or the policy's first ones, with a value head."""
     assert config.model is not None
-    own = (config.posttrain or PosttrainConfig()).start
-    start = ppo.critic_start or ppo.reward_model or own
-    described = config.model if start == own else described_in(start or "", config)
-    return make_value_model(described, start, partial(valuing, ppo=ppo), ppo.critic_lora, trust_code=config.trust_code)
+    policy_start = (config.posttrain or PosttrainConfig()).start
+    start = ppo.critic_start or ppo.reward_model or policy_start
+    described = config.model if start == policy_start else described_in(start or "", config)
+    return make_value_model(
+        described, start, partial(critic_class, ppo=ppo), ppo.critic_lora, trust_code=config.trust_code
+    )
 
 
 def critic_config(config: RunConfig, ppo: PpoConfig) -> RunConfig:
@@ -89,7 +91,7 @@ def critic_config(config: RunConfig, ppo: PpoConfig) -> RunConfig:
 
 
 def _frozen(policy: Preparation, make: Callable[[], nn.Module]) -> NativeEngine:
-    """A model that is only asked: sharded as the run is, without optimizer state, in the format that computes."""
+    """Return an engine for inference: sharded as the run is, without optimizer state, in the compute dtype."""
     plain = {"offload": OffloadConfig(), "compile": CompileConfig(), "recompute": RecomputeConfig()}
     config = policy.config
     strategy = config.strategy.model_copy(update=plain)
@@ -101,7 +103,7 @@ def _frozen(policy: Preparation, make: Callable[[], nn.Module]) -> NativeEngine:
 
 
 def _held_still(model: nn.Module) -> nn.Module:
-    """Freeze all but the smallest parameter: an engine needs one to train, and this one is never told to."""
+    """Freeze all but the smallest parameter: an engine needs one that trains, though this one never steps."""
     smallest = min(model.parameters(), key=lambda param: param.numel())
     for param in model.parameters():
         param.requires_grad_(param is smallest)
@@ -109,22 +111,22 @@ def _held_still(model: nn.Module) -> nn.Module:
 
 
 def described_in(path: str, config: RunConfig) -> ModelConfig:
-    """What a model in a folder is like: as the run that wrote it says; of other folders, as `transformers` does."""
+    """Return the description of the model in a folder: of the run that wrote it, or of `transformers`."""
     with open_source(Path(path)) as source:
         stored = (source.state.get("config") or {}).get("model")
-        kind, file = source.kind, source.description
+        source_type, file = source.kind, source.description
     if stored is not None:
-        found = parse_stored({"model": stored}, file, trust_code=config.trust_code).model
-        assert found is not None
-        return found
-    if kind == "hf":
+        model = parse_stored({"model": stored}, file, trust_code=config.trust_code).model
+        assert model is not None
+        return model
+    if source_type == "hf":
         return HFConfig(path=path)
     assert config.model is not None
     return config.model
 
 
-def check_reward_model(config: RunConfig, described: ModelConfig, path: str, data: PhaseData, say: Say) -> None:
-    """Refuse what is no reward model, and one that reads other tokens, or fewer of them, than the policy writes."""
+def check_reward_model(config: RunConfig, described: ModelConfig, path: str, data: PhaseData, log: Log) -> None:
+    """Refuse a folder without a reward model, and one with another tokenizer, template or a shorter context."""
     with open_source(Path(path)) as source:
         stored, file = (source.state.get("config") or {}).get("posttrain"), source.description
         heads = [
@@ -136,7 +138,7 @@ def check_reward_model(config: RunConfig, described: ModelConfig, path: str, dat
         )
     kept = tokenizer_beside(path)
     if kept is None:
-        say(f"ppo.reward_model: {path} has no tokenizer, so nothing shows whether it reads the tokens of this run")
+        log(f"ppo.reward_model: {path} has no tokenizer, so nothing shows whether it reads the tokens of this run")
     elif (tokenizer := read_tokenizer(kept)).digest != data.tokenizer.digest:
         raise DataError(
             f"the reward model in {path} was trained with another tokenizer than this run has; name the same "
@@ -145,7 +147,7 @@ def check_reward_model(config: RunConfig, described: ModelConfig, path: str, dat
     elif stored is not None or chat_template_in(kept.parent) is not None:
         section = parse_stored({"posttrain": stored or {}}, file, trust_code=config.trust_code).posttrain
         section = section or PosttrainConfig()
-        named = [Path(each) for each in (section.tokenizer, getattr(described, "path", None)) if each is not None]
+        named = [Path(path) for path in (section.tokenizer, getattr(described, "path", None)) if path is not None]
         theirs = template_of_run(section.template, tokenizer, [kept.parent, *named], trust_code=config.trust_code)
         text = data.examples[0][0].prompt[-1].content  # which the tokenizer knows, whatever it is of
         said = (ChatMessage("user", text), ChatMessage("assistant", text))

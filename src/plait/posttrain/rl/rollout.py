@@ -29,28 +29,28 @@ from plait.posttrain.rl.settings import Online
 # Where the time of an online phase goes: writing answers, judging them, asking models about them, learning.
 
 
-PARTS = ("writing", "judging", "asking", "learning")
+STAGES = ("writing", "judging", "asking", "learning")
 
 
 class RolloutTimes:
     """Seconds of each part, and the tokens of all answers, summed up since the run began."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(STAGES, 0.0)
         self.tokens = 0
 
     @contextmanager
-    def count(self, part: str) -> Iterator[None]:
+    def count(self, stage: str) -> Iterator[None]:
         """What happens inside belongs to this part."""
         begun = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[part] += time.perf_counter() - begun
+            self.seconds[stage] += time.perf_counter() - begun
 
     def __str__(self) -> str:
         whole = sum(self.seconds.values()) or 1.0
-        shares = (f"{part} {seconds:.1f} s ({seconds / whole:.0%})" for part, seconds in self.seconds.items())
+        shares = (f"{stage} {seconds:.1f} s ({seconds / whole:.0%})" for stage, seconds in self.seconds.items())
         rate = self.tokens / (self.seconds["writing"] or 1.0)
         return f"where the time went: {', '.join(shares)}; answers were written at {rate:,.0f} tokens/s"
 
@@ -58,7 +58,7 @@ class RolloutTimes:
 # The live policy as a writer: answers, and what they are worth to whoever judges.
 
 
-VERIFIED = 32
+VERIFIED_ANSWERS = 32
 """Answers that the guard looks at."""
 
 
@@ -69,7 +69,7 @@ class Stop(NamedTuple):
     texts: tuple[str, ...]
 
 
-class WrittenAnswers(NamedTuple):
+class RolloutBatch(NamedTuple):
     """Answers, and what became of them."""
 
     answers: list[Answer]
@@ -78,7 +78,7 @@ class WrittenAnswers(NamedTuple):
     """NaN where nothing is known."""
 
 
-class RolloutWriter:
+class RolloutSampler:
     """Answers prompts with the live policy, and has the answers judged."""
 
     def __init__(
@@ -90,43 +90,45 @@ class RolloutWriter:
 
     def write(
         self, prompts: Sequence[Prompt], sampling: Sampling, keys: Sequence[int], *, verify: bool = False
-    ) -> WrittenAnswers:
+    ) -> RolloutBatch:
         """An answer to each prompt, on every rank. Together with the seed, a key decides what is drawn."""
         with self.clock.count("writing"):
-            found = self._generate([prompt.tokens for prompt in prompts], sampling, keys, verify=verify)
-        self.clock.tokens += sum(len(each.tokens) for each in found)
+            completions = self._generate([prompt.tokens for prompt in prompts], sampling, keys, verify=verify)
+        self.clock.tokens += sum(len(completion.tokens) for completion in completions)
         with self.clock.count("judging"):
-            answers = [self._answer(prompt, each) for prompt, each in zip(prompts, found, strict=True)]
-            rewards = torch.tensor(self._scorer.judge(answers), dtype=torch.float32)
-        return WrittenAnswers(answers, [each.tokens for each in found], rewards)
+            answers = [
+                self._answer(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
+            ]
+            rewards = torch.tensor(self._scorer.score(answers), dtype=torch.float32)
+        return RolloutBatch(answers, [completion.tokens for completion in completions], rewards)
 
     def _generate(
         self, asked: Sequence[Sequence[int]], sampling: Sampling, keys: Sequence[int], *, verify: bool
     ) -> list[Completion]:
         try:
-            found = self._hybrid.generate(asked, sampling, keys=keys)
+            completions = self._hybrid.generate(asked, sampling, keys=keys)
             if verify:
                 mode = self._hybrid.mode
-                self._hybrid.verify(asked[:VERIFIED], found[:VERIFIED])
+                self._hybrid.verify(asked[:VERIFIED_ANSWERS], completions[:VERIFIED_ANSWERS])
                 if self._hybrid.mode != mode:  # those answers were not the policy's
-                    found = self._hybrid.generate(asked, sampling, keys=keys)
+                    completions = self._hybrid.generate(asked, sampling, keys=keys)
         except torch.OutOfMemoryError as error:
             # Smaller micro-batches, which a run without memory is otherwise started again with, change nothing here.
             raise GenerateError(
                 f"memory was short while answers were written: {str(error).partition('.')[0]}; write a smaller "
                 "`rollout.max_rows`, the answers that a rank writes at once, or a smaller `rollout.max_new_tokens`"
             ) from error
-        return found
+        return completions
 
-    def _answer(self, prompt: Prompt, found: Completion) -> Answer:
-        tokens = found.tokens[:-1] if found.tokens[-1] in self._stop.tokens else found.tokens
+    def _answer(self, prompt: Prompt, completion: Completion) -> Answer:
+        tokens = completion.tokens[:-1] if completion.tokens[-1] in self._stop.tokens else completion.tokens
         text = cut(self._decode(tokens), self._stop.texts)
-        return Answer(prompt, text, found.finish_reason == "stop")
+        return Answer(prompt, text, completion.finish_reason == "stop")
 
     def accuracy(self, answers: Sequence[Answer]) -> float | None:
         """The share that is right, of those that can be checked; None where none can."""
-        found = [self._correct(each.prompt.text, each.text, each.prompt.right) for each in answers]
-        known = [each for each in found if each is not None]
+        judgements = [self._correct(answer.prompt.text, answer.text, answer.prompt.right) for answer in answers]
+        known = [correct for correct in judgements if correct is not None]
         return sum(known) / len(known) if known else None
 
 
@@ -137,35 +139,35 @@ class RolloutWorker:
         self,
         online: Online,
         prompts: Sequence[Prompt],
-        writer: RolloutWriter,
+        sampler: RolloutSampler,
         actor: NativeEngine,
-        cast: ModelRoles,
+        roles: ModelRoles,
         experience: Experience,
         *,
         sampling: Sampling,
         rows: int,
         folder: Path | None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         """`rows` go through a model at once; `folder` is where samples are kept, on the rank that keeps them."""
         self.experience = experience
         self.figures: dict[str, float] = {}
         """What the latest rollout was like."""
         self.controller = make_controller(online)
-        self._online, self._prompts, self._writer = online, prompts, writer
-        self._actor, self._cast, self._sampling, self._rows = actor, cast, sampling, rows
+        self._online, self._prompts, self._sampler = online, prompts, sampler
+        self._actor, self._roles, self._sampling, self._rows = actor, roles, sampling, rows
         self._order = SampleOrder(len(prompts), sampling.seed)
         self._verified: int | None = None
         self._idle: str | None = None
         """Why the latest rollout taught nothing."""
-        self.clock = writer.clock
-        self._folder, self._say = folder, say
+        self.clock = sampler.clock
+        self._folder, self._log = folder, log
 
     def asked(self, number: int) -> list[Prompt]:
         """The prompts of a rollout: a function of seed and number alone."""
         count, length = self._online.rollout.prompts, len(self._prompts)
-        places = [divmod(place, length) for place in range(number * count, (number + 1) * count)]
-        return [self._prompts[self._order.index(epoch, index)] for epoch, index in places]
+        positions = [divmod(position, length) for position in range(number * count, (number + 1) * count)]
+        return [self._prompts[self._order.index(epoch, index)] for epoch, index in positions]
 
     def roll(self, number: int, step: int) -> None:
         """Make the experience of rollout `number` from the policy as it is now. Every rank must take part."""
@@ -175,41 +177,41 @@ class RolloutWorker:
         asked = [prompt for prompt in self.asked(number) for _ in range(online.group)]
         keys = range(number * online.answers, (number + 1) * online.answers)
         due = self._verified is None or number - self._verified >= online.rollout.verify_every
-        written = self._writer.write(asked, self._sampling, keys, verify=due)
+        written = self._sampler.write(asked, self._sampling, keys, verify=due)
         if due:
             self._verified = number
         experience.put([prompt.tokens for prompt in asked], written.tokens)
         experience.number = number
         with self.clock.count("asking"):
-            entropies = self._look()
+            entropies = self._forward_models()
         answered = experience.mask
-        idle = self._weigh(written.rewards).zero_std_groups
+        idle = self._estimate_advantages(written.rewards).zero_std_groups
         self.figures = self._measure(written, answered, entropies)
         if isinstance(online.method, GrpoConfig):
             self.figures["zero_std_groups"] = idle
-        self._tell_idle(number, written.rewards, idle)
+        self._warn_if_idle(number, written.rewards, idle)
         self._keep(written, step)
 
-    def _look(self) -> Tensor:
+    def _forward_models(self) -> Tensor:
         """Ask every model about the answers; returns the policy's entropies."""
-        experience, cast = self.experience, self._cast
+        experience, roles = self.experience, self._roles
         shape = (experience.width,)
         wanted = {"logprobs": shape, "entropy": shape}
         if self._online.reference == "base":
             wanted["reference"] = shape
-        found = ask(self._actor, experience.lengths, experience.inputs, wanted, rows=self._rows)
-        experience.old.copy_(found["logprobs"])
-        held = found.get("reference")
-        if cast.reference is not None:
+        completion = ask(self._actor, experience.lengths, experience.inputs, wanted, rows=self._rows)
+        experience.old.copy_(completion["logprobs"])
+        held = completion.get("reference")
+        if roles.reference is not None:
             only = {"logprobs": shape}
-            held = ask(cast.reference, experience.lengths, experience.inputs, only, rows=self._rows)["logprobs"]
-        experience.reference.copy_(found["logprobs"] if held is None else held)
-        if cast.critic is not None:
-            values = ask(cast.critic, experience.lengths, experience.inputs, {"values": shape}, rows=self._rows)
+            held = ask(roles.reference, experience.lengths, experience.inputs, only, rows=self._rows)["logprobs"]
+        experience.reference.copy_(completion["logprobs"] if held is None else held)
+        if roles.critic is not None:
+            values = ask(roles.critic, experience.lengths, experience.inputs, {"values": shape}, rows=self._rows)
             experience.values.copy_(values["values"])
-        return found["entropy"]
+        return completion["entropy"]
 
-    def _tell_idle(self, number: int, rewards: Tensor, groups: float) -> None:
+    def _warn_if_idle(self, number: int, rewards: Tensor, groups: float) -> None:
         """Say it where a rollout teaches nothing, the first of several in a row."""
         idle = None
         if not bool(rewards.isfinite().any()):
@@ -217,24 +219,24 @@ class RolloutWorker:
         elif groups == 1.0:
             idle = "all answers to the same prompt have the same reward, so that no answer is better than another"
         if idle is not None and self._idle is None:
-            self._say(f"rollout {number} teaches nothing: {idle}. Look at the reward, the prompts and the temperature")
+            self._log(f"rollout {number} teaches nothing: {idle}. Look at the reward, the prompts and the temperature")
         self._idle = idle
 
-    def _weigh(self, rewards: Tensor) -> Advantages:
+    def _estimate_advantages(self, rewards: Tensor) -> Advantages:
         """Turn rewards into advantages. Answers without one teach nothing."""
         experience, method, controller = self.experience, self._online.method, self.controller
         experience.forget(~rewards.isfinite())
         mask = experience.mask
         if isinstance(method, GrpoConfig):
-            worth = of_grpo(method, rewards, mask)
+            estimate = of_grpo(method, rewards, mask)
         else:
             held = (experience.old, experience.reference, experience.values)
-            worth = of_ppo(method, rewards.nan_to_num(0.0), *held, mask, controller.beta)
-        experience.advantages.copy_(worth.advantages)
-        experience.returns.copy_(worth.returns)
-        return worth
+            estimate = of_ppo(method, rewards.nan_to_num(0.0), *held, mask, controller.beta)
+        experience.advantages.copy_(estimate.advantages)
+        experience.returns.copy_(estimate.returns)
+        return estimate
 
-    def _measure(self, written: WrittenAnswers, answered: Tensor, entropies: Tensor) -> dict[str, float]:
+    def _measure(self, written: RolloutBatch, answered: Tensor, entropies: Tensor) -> dict[str, float]:
         experience, rewards = self.experience, written.rewards
         known = rewards[rewards.isfinite()].double()
         figures = {
@@ -244,7 +246,7 @@ class RolloutWorker:
             "entropy": float(entropies[answered].double().mean()),
             "skipped_answers": float(len(rewards) - len(known)),
         }
-        if (accuracy := self._writer.accuracy(written.answers)) is not None:
+        if (accuracy := self._sampler.accuracy(written.answers)) is not None:
             figures["accuracy"] = accuracy
         if self._online.reference != "none":
             figures["kl"] = divergence(experience.old, experience.reference, answered)
@@ -252,7 +254,7 @@ class RolloutWorker:
             self.controller = self.controller.after(figures["kl"], len(rewards))
         return figures
 
-    def _keep(self, written: WrittenAnswers, step: int) -> None:
+    def _keep(self, written: RolloutBatch, step: int) -> None:
         if self._folder is None:
             return
         every = max(len(written.answers) // max(self._online.rollout.samples, 1), 1)
@@ -267,7 +269,7 @@ class RolloutWorker:
             with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:  # samples are for people; to end one rank for them would leave the others waiting
-            self._say(f"{self._folder / 'samples.jsonl'} cannot be written to: {error.strerror}; no more are kept")
+            self._log(f"{self._folder / 'samples.jsonl'} cannot be written to: {error.strerror}; no more are kept")
             self._folder = None
 
 
@@ -282,15 +284,15 @@ def make_controller(online: Online) -> FixedKl | AdaptiveKl:
 # Held-out prompts, answered by the likeliest tokens.
 
 
-def measure(writer: RolloutWriter, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, float]:
+def measure(sampler: RolloutSampler, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, float]:
     """Mean reward, accuracy where the data can be checked, and mean length. The same on every rank."""
     greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
-    written = writer.write(prompts, greedy, range(len(prompts)))
+    written = sampler.write(prompts, greedy, range(len(prompts)))
     known = written.rewards[written.rewards.isfinite()].double()
-    found = {
+    completion = {
         "reward": float(known.mean()) if len(known) else float("nan"),
         "length": sum(len(tokens) for tokens in written.tokens) / len(prompts),
         "skipped_answers": float(len(prompts) - len(known)),
     }
-    accuracy = writer.accuracy(written.answers)
-    return found if accuracy is None else {**found, "accuracy": accuracy}
+    accuracy = sampler.accuracy(written.answers)
+    return completion if accuracy is None else {**completion, "accuracy": accuracy}

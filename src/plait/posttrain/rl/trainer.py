@@ -22,13 +22,13 @@ from plait.monitor import EventKind
 from plait.posttrain.data.prepare import longest, prepare_rows
 from plait.posttrain.data.tasks import Prompt, correctness
 from plait.posttrain.lora import difference, has_adapter, is_transposed
-from plait.posttrain.models import make_writer
-from plait.posttrain.rl.actor import Tally, Told
+from plait.posttrain.models import make_generator_model
+from plait.posttrain.rl.actor import LossStats, StepStats
 from plait.posttrain.rl.experience import ExampleMixture, Experience, ExperienceLoader
 from plait.posttrain.rl.memory_plan import OnlineMemoryPlan
 from plait.posttrain.rl.rewards import FunctionScorer, ModelScorer, Rules, Scorer, find_function
 from plait.posttrain.rl.roles import ModelRoles, make_model_roles
-from plait.posttrain.rl.rollout import RolloutWorker, RolloutWriter, Stop
+from plait.posttrain.rl.rollout import RolloutSampler, RolloutWorker, Stop
 from plait.posttrain.rl.rollout import measure as measure_answers
 from plait.posttrain.rl.settings import Online
 from plait.posttrain.run import PhaseRunner
@@ -61,35 +61,35 @@ class Rollouts(Hook):
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
         """Add what this step did to what is known of the rollout."""
-        self._run.roller.clock.seconds["learning"] += time.perf_counter() - self._begun
-        runner.figures.update(self._run.roller.figures)
+        self._run.worker.clock.seconds["learning"] += time.perf_counter() - self._begun
+        runner.figures.update(self._run.worker.figures)
         if runner.step % runner.config.log.every and runner.step != runner.total_steps:
             return  # nobody will see it, and looking waits for the device
-        if (told := _told(runner.engine.model)) is not None:
-            runner.figures.update(policy_loss=told.loss, clip_fraction=told.clipped)
-        critic = self._run.cast.critic
-        if critic is not None and (told := _told(critic.model)) is not None:
-            runner.figures["value_loss"] = told.loss
+        if (stats := _step_stats(runner.engine.model)) is not None:
+            runner.figures.update(policy_loss=stats.loss, clip_fraction=stats.clipped)
+        critic = self._run.roles.critic
+        if critic is not None and (stats := _step_stats(critic.model)) is not None:
+            runner.figures["value_loss"] = stats.loss
 
     def after_run(self, runner: Runner) -> None:
         """Tell where the time went."""
-        runner.emit(EventKind.MESSAGE, level="info", text=str(self._run.roller.clock))
+        runner.emit(EventKind.MESSAGE, level="info", text=str(self._run.worker.clock))
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """The answers in use."""
-        return self._run.roller.experience.tensors()
+        return self._run.worker.experience.tensors()
 
     def state(self) -> dict[str, Any]:
         """Which rollout it is, and what was found out in it."""
-        roller = self._run.roller
-        return {"number": roller.experience.number, "beta": roller.controller.beta, "figures": roller.figures}
+        worker = self._run.worker
+        return {"number": worker.experience.number, "beta": worker.controller.beta, "figures": worker.figures}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on within the rollout."""
-        roller = self._run.roller
-        roller.experience.number = int(state["number"])
-        roller.controller = replace(roller.controller, beta=float(state["beta"]))
-        roller.figures = dict(state["figures"])
+        worker = self._run.worker
+        worker.experience.number = int(state["number"])
+        worker.controller = replace(worker.controller, beta=float(state["beta"]))
+        worker.figures = dict(state["figures"])
 
 
 class Critic(Hook):
@@ -104,7 +104,7 @@ class Critic(Hook):
 
     @property
     def _engine(self) -> NativeEngine:
-        critic = self._run.cast.critic
+        critic = self._run.roles.critic
         assert critic is not None, "the hook is there only with a critic"
         return critic
 
@@ -116,12 +116,12 @@ class Critic(Hook):
 
     def before_step(self, runner: Runner) -> None:
         """One step over the same answers as the policy's."""
-        experience, parts = self._run.roller.experience, []
+        experience, batches = self._run.worker.experience, []
         for rows in runner.loader.current:
             inputs = experience.inputs(rows, "values", "returns")
             old = inputs.pop("values")
-            parts.append(MicroBatch({**inputs, "old": old}, len(rows)))
-        self._engine.train_step(parts)
+            batches.append(MicroBatch({**inputs, "old": old}, len(rows)))
+        self._engine.train_step(batches)
 
     def after_run(self, runner: Runner) -> None:
         """Wait for its last step, and hear what there is to report of it."""
@@ -129,8 +129,10 @@ class Critic(Hook):
 
     def allocate(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """For the optimizer's state."""
-        found = {name.removeprefix("optim."): entry for name, entry in entries.items() if name.startswith("optim.")}
-        self._engine.allocate_optimizer_state(found)
+        optimizer_entries = {
+            name.removeprefix("optim."): entry for name, entry in entries.items() if name.startswith("optim.")
+        }
+        self._engine.allocate_optimizer_state(optimizer_entries)
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
         """Weights and optimizer state."""
@@ -146,16 +148,16 @@ class Critic(Hook):
         self._restored = True
 
 
-def _told(model: Any) -> Told | None:
-    tally = model.tally
-    assert isinstance(tally, Tally)
-    return tally.latest
+def _step_stats(model: Any) -> StepStats | None:
+    loss_stats = model.loss_stats
+    assert isinstance(loss_stats, LossStats)
+    return loss_stats.latest
 
 
 # Adapters on the way out: added to their matrices while whole weights go to a library that knows no adapters.
 
 
-_PARTS = ("lora_A.weight", "lora_B.weight", "weight")
+_SUFFIXES = ("lora_A.weight", "lora_B.weight", "weight")
 
 
 def merged_weights(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -166,16 +168,17 @@ def merged_weights(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Te
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if has_adapter(module)}
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
-        layer, part = next(
-            ((name.removesuffix(f".{part}"), part) for part in _PARTS if name.endswith(f".{part}")), (name, "")
+        layer, suffix = next(
+            ((name.removesuffix(f".{suffix}"), suffix) for suffix in _SUFFIXES if name.endswith(f".{suffix}")),
+            (name, ""),
         )
         if layer not in adapted:
             yield name, tensor
             continue
         pieces = held.setdefault(layer, {})
-        pieces[part] = tensor
-        if len(pieces) == len(_PARTS):
-            down, up, weight = (pieces[part] for part in _PARTS)
+        pieces[suffix] = tensor
+        if len(pieces) == len(_SUFFIXES):
+            down, up, weight = (pieces[suffix] for suffix in _SUFFIXES)
             change = difference(down.float(), up.float(), adapted[layer].lora_scale)
             change = change.t() if is_transposed(adapted[layer]) else change
             del held[layer]
@@ -186,19 +189,19 @@ def merged_weights(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Te
 class OnlineRunner(PhaseRunner):
     """Trains on answers that the model itself gives. Everything else is as in any run."""
 
-    cast: ModelRoles
+    roles: ModelRoles
     """The models beside the policy."""
-    roller: RolloutWorker
+    worker: RolloutWorker
     """What makes answers, and holds those in use."""
 
     def __init__(self, parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> None:
         online = Online.of(parsed.config)
-        own: list[Hook] = [Rollouts(self)]
+        own_hooks: list[Hook] = [Rollouts(self)]
         if isinstance(online.method, PpoConfig):
-            own.append(Critic(self))
+            own_hooks.append(Critic(self))
         if not isinstance(online.method, PpoConfig) or online.method.reward_model is None:
             find_function(parsed.config)  # a name that leads nowhere shows before anything is built
-        super().__init__(parsed, hooks=[*own, *hooks])
+        super().__init__(parsed, hooks=[*own_hooks, *hooks])
         self.online = online
         self.memory_plan = OnlineMemoryPlan(self)
 
@@ -206,15 +209,15 @@ class OnlineRunner(PhaseRunner):
         """Build the policy, the models beside it, and what makes answers."""
         given = self.preparation()
         engine = prepare_manual(given)
-        self.cast = make_model_roles(given, self.phase_data)
+        self.roles = make_model_roles(given, self.phase_data)
         self._assemble(engine)
         return engine
 
     def setup(self) -> None:
         """As of any run; the critic reports its phases too."""
         super().setup()
-        if self.cast.critic is not None:  # it learns in steps of its own, and memory may be short in those
-            self.cast.critic.on_phase = self.engine.on_phase
+        if self.roles.critic is not None:  # it learns in steps of its own, and memory may be short in those
+            self.roles.critic.on_phase = self.engine.on_phase
 
     def _assemble(self, engine: ManualEngine) -> None:
         config, online, data = self.config, self.online, self.phase_data
@@ -222,7 +225,7 @@ class OnlineRunner(PhaseRunner):
         hybrid = HybridEngine(
             engine,
             config,
-            build=partial(make_writer, config),
+            build=partial(make_generator_model, config),
             mode=rollout.mode,
             on_mismatch=rollout.on_mismatch,
             tolerance=rollout.tolerance,
@@ -235,37 +238,37 @@ class OnlineRunner(PhaseRunner):
         )
         section = config.posttrain or PosttrainConfig()
         correct = correctness((*section.data, *section.val_data))
-        self._writer = RolloutWriter(hybrid, self._scorer(), correct, data.tokenizer.decode, stop)
-        ends: tuple[int | str, ...] = (*stop.tokens, *stop.texts)
+        self._sampler = RolloutSampler(hybrid, self._scorer(), correct, data.tokenizer.decode, stop)
+        stops: tuple[int | str, ...] = (*stop.tokens, *stop.texts)
         self._sampling = Sampling(
-            rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, stop=ends, seed=config.seed
+            rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, stop=stops, seed=config.seed
         )
-        self.roller = RolloutWorker(
+        self.worker = RolloutWorker(
             online,
             data.train,
-            self._writer,
+            self._sampler,
             engine,
-            self.cast,
+            self.roles,
             self._experience,
             sampling=self._sampling,
             rows=self.batch.micro,
             folder=Path(config.work_dir) if self.world.is_main else None,
-            say=self.warn,
+            log=self.warn,
         )
 
     def _scorer(self) -> Scorer:
-        rollout, judge = self.online.rollout, self.cast.judge
-        if judge is None:
+        rollout, reward_model = self.online.rollout, self.roles.reward_model
+        if reward_model is None:
             name, function = find_function(self.config)
-            return Rules(FunctionScorer(name, function, self.world, bad=rollout.bad_reward, say=self.warn), rollout)
+            return Rules(FunctionScorer(name, function, self.world, bad=rollout.bad_reward, log=self.warn), rollout)
         data = self.phase_data
         rows = {"rows": self.batch.micro, "longest": longest(self.config)}
-        return Rules(ModelScorer(judge, data.template, data.tokenizer.end, **rows), rollout)
+        return Rules(ModelScorer(reward_model, data.template, data.tokenizer.end, **rows), rollout)
 
     def _stop_of(self) -> Stop:
         """What ends an answer: what the template ends it with, and texts of the run description."""
-        ends = (*self.phase_data.template.ends, *self.online.rollout.stop)
-        tokens, texts = (tuple(end for end in ends if isinstance(end, kind)) for kind in (int, str))
+        endings = (*self.phase_data.template.ends, *self.online.rollout.stop)
+        tokens, texts = (tuple(end for end in endings if isinstance(end, end_type)) for end_type in (int, str))
         return Stop(tokens, texts)  # type: ignore[arg-type]
 
     def make_loader(self, role: str) -> Any:
@@ -288,7 +291,7 @@ class OnlineRunner(PhaseRunner):
 
     def _roll(self, number: int) -> None:
         self.enter(Phase.EVALUATE)
-        self.roller.roll(number, self.step)
+        self.worker.roll(number, self.step)
         self.enter(Phase.IDLE)
 
     def measure(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
@@ -296,8 +299,8 @@ class OnlineRunner(PhaseRunner):
         prompts: Sequence[Prompt] = getattr(self.given, role)
         if limit is not None:
             prompts = prompts[: limit * self.batch.total]
-        found = measure_answers(self._writer, prompts, self._sampling)
-        return found, -(-len(prompts) // self.batch.total)
+        metrics = measure_answers(self._sampler, prompts, self._sampling)
+        return metrics, -(-len(prompts) // self.batch.total)
 
 
 def _mixture(config: RunConfig, online: Online, pad: int, runner: OnlineRunner) -> ExampleMixture | None:
@@ -306,7 +309,7 @@ def _mixture(config: RunConfig, online: Online, pad: int, runner: OnlineRunner) 
         return None
     rows = prepare_rows(method.ptx_data, config, runner.phase_data)
     if not rows:
-        raise DataError(f"no example is left of ppo.ptx_data: {runner.phase_data.account}")
+        raise DataError(f"no example is left of ppo.ptx_data: {runner.phase_data.report}")
     return ExampleMixture(rows, weight=method.ptx_weight, seed=config.seed, pad=pad, answers=online.answers)
 
 

@@ -43,7 +43,7 @@ def test_every_model_beside_the_policy_is_counted_and_so_are_keys_and_values() -
     assert found.reference == 4 * numbers
     # The words of a gpt are its head too, and stay; AdamW keeps two more numbers for each.
     assert found.critic == 12 * (numbers + 16)
-    assert found.judge == 0.0
+    assert found.reward_model == 0.0
     assert found.writing == 2 * 2 * 16 * 8 * 16 * 4  # keys and values of two layers, eight rows of sixteen tokens
     sharded = count_other_models(parse(describe(strategy="zero3")).config, Layout(dp_shard=2))
     assert sharded.reference == found.reference / 2
