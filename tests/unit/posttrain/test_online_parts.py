@@ -133,7 +133,7 @@ def test_what_is_mixed_in_is_a_weighted_mean_however_a_step_is_cut() -> None:
     mixture = ExampleMixture(rows, weight=0.5, seed=1, pad=0, answers=4)
     inputs = {"input_ids": torch.ones(2, 8).long(), "labels": torch.full((2, 8), 7), "old": torch.zeros(2, 8).int()}
     scale = mixture.scale(3, range(4), targets=32)
-    parts = [mixture.beside(dict(inputs), 3, chosen, scale) for chosen in ([0, 1], [2, 3])]
+    parts = [mixture.append_to(dict(inputs), 3, chosen, scale) for chosen in ([0, 1], [2, 3])]
     learned = sum(int((part["labels"][2:] != -100).sum()) for part in parts)
     assert scale == pytest.approx(0.5 * 32 / learned)
     assert all(part["input_ids"].shape == (4, 8) and len(part["old"]) == 2 for part in parts)
@@ -154,7 +154,7 @@ def test_rewards_that_are_no_numbers_are_counted_out_or_stop_the_run() -> None:
     world = open_world(parse({"device": "cpu"}).config)
     answers = [answer(text) for text in ("raise", "nan", "none", "text", "fine", "true")]
     said: list[str] = []
-    kind = FunctionScorer("fragile", fragile, world, bad="skip", say=said.append)
+    kind = FunctionScorer("fragile", fragile, world, bad="skip", log=said.append)
     for _ in range(2):
         assert kind.score(answers) == pytest.approx([*[math.nan] * 4, 1.0, 1.0], nan_ok=True)
     assert len(said) == 1  # the first time

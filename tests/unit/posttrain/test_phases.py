@@ -287,7 +287,7 @@ def test_a_model_that_is_as_sure_as_it_is_right_is_calibrated() -> None:
         margin = random.gauss(0, 2)
         right = random.random() < 1 / (1 + math.exp(-abs(margin)))
         scores.append(PairScore(abs(margin) if right else 0.0, 0.0 if right else abs(margin)))
-    assert all(abs(bin.said - bin.found) < 0.15 for bin in calibration(scores) if bin.count > 100)
+    assert all(abs(bin.predicted - bin.observed) < 0.15 for bin in calibration(scores) if bin.count > 100)
     found = Preferences().summarize([(1.0, 0.0), (0.0, 1.0), (2.0, 2.0), (3.0, 1.0)])
     assert found["accuracy"] == pytest.approx(2.5 / 4)
     assert found["margin"] == pytest.approx(0.5)
