@@ -137,6 +137,6 @@ class PlainDDP(SteppingEngine):
     def weights_changed(self) -> None:
         """They are the parameters themselves."""
 
-    def as_global(self, name: str, part: Tensor) -> Tensor:
+    def as_global(self, name: str, local: Tensor) -> Tensor:
         """Return a weight as a checkpoint has it: every rank has it whole."""
-        return part
+        return local
