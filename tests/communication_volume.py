@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import NamedTuple
 
-from plait.distributed.context_parallel_attention import Kind, padded_length
+from plait.distributed.context_parallel_attention import ContextKind, padded_length
 from plait.distributed.pipeline_schedule import placement_of
 
 
@@ -140,7 +140,7 @@ class ContextTraffic(NamedTuple):
 
 
 def context_traffic(
-    kind: Kind,
+    kind: ContextKind,
     *,
     size: int,
     batch: int,

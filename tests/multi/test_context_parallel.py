@@ -16,18 +16,18 @@ from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import CompileConfig, RecomputeConfig, WrapConfig
 from plait.distributed.activation_checkpointing import apply_recompute
 from plait.distributed.compile import compile_wrapped_modules
-from plait.distributed.context_parallel import apply_context_parallel, make_way
+from plait.distributed.context_parallel import apply_context_parallel, make_sequence_attention
 from plait.distributed.context_parallel_attention import (
-    KINDS,
-    Kind,
-    SequenceRanks,
+    CONTEXT_KINDS,
+    ContextGroup,
+    ContextKind,
+    all_gather_stacked,
     allgather_attention,
-    cut,
-    gather_from_all,
-    join,
     ring_attention,
+    split,
     split_batch,
     ulysses_attention,
+    unsplit,
     visible,
 )
 from plait.distributed.wrap import find_wrap_units
@@ -49,7 +49,7 @@ VOCAB = 37
 class Case:
     """Sizes of one attention; `tokens` are those of a whole row."""
 
-    kind: Kind
+    kind: ContextKind
     tokens: int
     heads: int = 4
     kv_heads: int = 4
@@ -85,28 +85,28 @@ def attend_whole(case: Case) -> list[Tensor]:
 
 def attend_on_ranks(rank: int, size: int, cases: list[Case]) -> list[list[Tensor]]:
     """The same of this rank's tokens, for each case."""
-    line = SequenceRanks.of(dist.group.WORLD)  # type: ignore[arg-type]
-    return [_attend_here(case, line) for case in cases]
+    cp = ContextGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
+    return [_attend_here(case, cp) for case in cases]
 
 
-def _attend_here(case: Case, line: SequenceRanks) -> list[Tensor]:
+def _attend_here(case: Case, cp: ContextGroup) -> list[Tensor]:
     q, k, v, gradient, ids = make_tensors(case)
-    mine = [cut(x, line.rank, line.size, case.kind, dim=2) for x in (q, k, v, gradient)]
+    mine = [split(x, cp.rank, cp.size, case.kind, dim=2) for x in (q, k, v, gradient)]
     inputs = [x.clone().requires_grad_() for x in mine[:3]]
     q, k, v = inputs
-    documents = None if ids is None else gather_from_all(cut(ids, line.rank, line.size, case.kind), line)
+    documents = None if ids is None else all_gather_stacked(split(ids, cp.rank, cp.size, case.kind), cp)
     if case.kind == "ring":
-        output = ring_attention(q, k, v, line, documents=documents)
+        output = ring_attention(q, k, v, cp, documents=documents)
     elif case.kind == "allgather":
-        output = allgather_attention(q, k, v, line, mask=None if documents is None else visible(documents, line))
+        output = allgather_attention(q, k, v, cp, mask=None if documents is None else visible(documents, cp))
     else:
 
         def inner(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            mask = None if documents is None else document_mask(join(list(documents), "ulysses"))
+            mask = None if documents is None else document_mask(unsplit(list(documents), "ulysses"))
             grouped = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
-        output = ulysses_attention(q, k, v, line, inner)
+        output = ulysses_attention(q, k, v, cp, inner)
     output.backward(mine[3])
     return [output.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
@@ -116,7 +116,7 @@ def compare_attention(pool: RankPool, cases: list[Case]) -> None:
     for index, case in enumerate(cases):
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[case.dtype]
         for name, expected, *parts in zip("oqkv", attend_whole(case), *(r[index] for r in found), strict=True):
-            whole = join(parts, case.kind, dim=2)
+            whole = unsplit(parts, case.kind, dim=2)
             assert whole.dtype == case.dtype
             error = float((whole.double() - expected).abs().max() / expected.abs().max())
             assert error <= tolerance, f"{name} of {case} differs by {error:.1e}"
@@ -139,7 +139,7 @@ def random_cases(size: int) -> list[Case]:
             seed=seed + index,
             value_dim=pick(6, 6, 4),
         )
-        for kind in KINDS
+        for kind in CONTEXT_KINDS
         for documents in (False, True)
         for index, dtype in enumerate((torch.float64, torch.float64, torch.float32, torch.bfloat16))
     ]
@@ -198,7 +198,7 @@ class Run:
     """One forward and backward of a model; on several ranks where it has a kind."""
 
     model: str
-    kind: Kind | None = None
+    kind: ContextKind | None = None
     documents: bool = False
     padding: bool = False
     tokens: int = 21  # neither two ranks nor four divide them
@@ -289,7 +289,7 @@ def fresh_seed() -> int:
 
 def plain_and_packed(model: str) -> list[Run]:
     seed = fresh_seed()
-    return [Run(model, kind, documents, seed=seed) for kind in KINDS for documents in (False, True)]
+    return [Run(model, kind, documents, seed=seed) for kind in CONTEXT_KINDS for documents in (False, True)]
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt", "hf-llama", "hf-gpt2"])
@@ -303,12 +303,12 @@ def test_models_on_four_ranks(four_ranks: RankPool, model: str) -> None:
 
 
 def test_models_in_bf16(two_ranks: RankPool) -> None:
-    runs = [Run(model, kind, True, dtype=torch.bfloat16) for model in ("llama", "hf-llama") for kind in KINDS]
-    compare_models(two_ranks, [*runs, *(Run("hf-llama", kind, autocast=True) for kind in KINDS)])
+    runs = [Run(model, kind, True, dtype=torch.bfloat16) for model in ("llama", "hf-llama") for kind in CONTEXT_KINDS]
+    compare_models(two_ranks, [*runs, *(Run("hf-llama", kind, autocast=True) for kind in CONTEXT_KINDS)])
 
 
 def test_models_that_recompute(two_ranks: RankPool) -> None:
-    runs = [Run("llama", kind, True, recompute=mode) for kind in KINDS for mode in ("full", "selective")]
+    runs = [Run("llama", kind, True, recompute=mode) for kind in CONTEXT_KINDS for mode in ("full", "selective")]
     runs += [Run("hf-gpt2", "ring", recompute="full"), Run("llama", "allgather", recompute="selective")]
     compare_models(two_ranks, runs)
 
@@ -320,7 +320,7 @@ def test_models_whose_blocks_are_compiled_without_a_break(two_ranks: RankPool) -
 
 
 def test_padding_of_transformers_models_is_not_attended_to(two_ranks: RankPool) -> None:
-    compare_models(two_ranks, [Run("hf-llama", kind, padding=True) for kind in KINDS])
+    compare_models(two_ranks, [Run("hf-llama", kind, padding=True) for kind in CONTEXT_KINDS])
 
 
 def step_in_a_mesh(rank: int, size: int, runs: list[Run]) -> list[Outcome]:
@@ -340,13 +340,13 @@ def step_in_a_mesh(rank: int, size: int, runs: list[Run]) -> list[Outcome]:
 
 
 def test_a_line_may_be_one_axis_of_a_mesh(four_ranks: RankPool) -> None:
-    runs = [Run("llama", kind, documents=True, seed=fresh_seed()) for kind in KINDS]
+    runs = [Run("llama", kind, documents=True, seed=fresh_seed()) for kind in CONTEXT_KINDS]
     found = four_ranks.run(step_in_a_mesh, runs)
     for index, run in enumerate(runs):
-        for line in range(2):
-            batch = make_batch(replace(run, seed=run.seed + line))
+        for cp in range(2):
+            batch = make_batch(replace(run, seed=run.seed + cp))
             expected = step(build(run), batch)
-            parts = [found[rank][index] for rank in (2 * line, 2 * line + 1)]
+            parts = [found[rank][index] for rank in (2 * cp, 2 * cp + 1)]
             assert sum(part.loss for part in parts) == pytest.approx(expected.loss, rel=1e-5)
             for name, gradient in expected.gradients.items():
                 total = torch.stack([part.gradients[name] for part in parts]).sum(0)
@@ -374,7 +374,7 @@ def count_on_ranks(rank: int, size: int, runs: list[Run]) -> list[tuple[float, f
 def test_ranks_send_what_theory_says(four_ranks: RankPool) -> None:
     runs = [
         Run("llama", kind, documents, dtype=dtype, recompute=recompute)
-        for kind in KINDS
+        for kind in CONTEXT_KINDS
         for documents, dtype, recompute in ((False, torch.float32, "full"), (True, torch.bfloat16, "none"))
     ]
     found = four_ranks.run(count_on_ranks, runs)
@@ -395,13 +395,13 @@ def test_ranks_send_what_theory_says(four_ranks: RankPool) -> None:
 # What drops out, and what is refused.
 
 
-def drop_out_on_ranks(rank: int, size: int, kinds: list[Kind]) -> list[Tensor]:
+def drop_out_on_ranks(rank: int, size: int, kinds: list[ContextKind]) -> list[Tensor]:
     """What is left of weights that sum to one, for each query."""
     torch.manual_seed(rank)
-    line = SequenceRanks.of(dist.group.WORLD)  # type: ignore[arg-type]
+    cp = ContextGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
     q, k = torch.randn(2, 8, 4, 64, 8)
     return [
-        make_way(kind, line).attend(q, k, torch.ones_like(k), None, 0.5, scale=None, inner=attend)[..., 0]
+        make_sequence_attention(kind, cp).attend(q, k, torch.ones_like(k), None, 0.5, scale=None, inner=attend)[..., 0]
         for kind in kinds
     ]
 
@@ -414,7 +414,7 @@ def test_weights_drop_out_differently_on_each_rank(two_ranks: RankPool) -> None:
         assert float(torch.cat([first, second]).std()) > 0.1
 
 
-def refuse_on_ranks(rank: int, size: int, cases: list[tuple[Any, Kind, bool]]) -> list[str]:
+def refuse_on_ranks(rank: int, size: int, cases: list[tuple[Any, ContextKind, bool]]) -> list[str]:
     """The messages; only one rank tries, and would wait for ever if it sent anything first."""
     if rank == 1:
         return []
@@ -434,7 +434,7 @@ def refuse_on_ranks(rank: int, size: int, cases: list[tuple[Any, Kind, bool]]) -
 
 def test_what_cannot_work_is_refused_before_anything_is_sent(two_ranks: RankPool) -> None:
     llama, gpt2 = MODELS["hf-llama"].config, MODELS["hf-gpt2"].config
-    cases: list[tuple[Any, Kind, bool, list[str]]] = [
+    cases: list[tuple[Any, ContextKind, bool, list[str]]] = [
         (LlamaConfig(vocab_size=VOCAB, dim=12, layers=1, heads=3), "ulysses", True, ["blocks.0.attention", "3 heads"]),
         (HFConfig(config={**llama, "num_attention_heads": 1, "num_key_value_heads": 1}), "ulysses", True, ["1 heads"]),
         (GptConfig(vocab_size=VOCAB, dim=8, layers=1, heads=2, dropout=0.1), "ring", True, ["dropout=0.1"]),
@@ -446,7 +446,7 @@ def test_what_cannot_work_is_refused_before_anything_is_sent(two_ranks: RankPool
             HFConfig(config={**llama, "model_type": "mistral", "sliding_window": 8}),
             "ring",
             True,
-            ["window", "8 tokens"],
+            ["window 8", "strategy.layout.cp: 1"],
         ),
     ]
     messages = two_ranks.run(refuse_on_ranks, [case[:3] for case in cases])[0]

@@ -1,4 +1,7 @@
-"""Attention over rows that are spread over ranks, for a model that knows nothing of it."""
+"""Context parallelism (CP): a model's attention over sequences that are split over ranks.
+
+Ring attention, Ulysses and all-gather attention themselves are in `context_parallel_attention.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from plait.distributed.context_parallel_attention import (
-    KINDS,
-    Kind,
-    SequenceRanks,
+    CONTEXT_KINDS,
+    ContextGroup,
+    ContextKind,
+    all_gather_stacked,
     allgather_attention,
     check_heads,
-    gather_from_all,
-    join,
     ring_attention,
     ulysses_attention,
+    unsplit,
     visible,
 )
 from plait.distributed.dtensor import to_local
@@ -30,223 +33,228 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import blocks_without_registry, mixer_without_mask
 from plait.transformers_internals import attn_implementation
 
-# One object for each kind: what takes the place of a model's mask, and of its attention.
-
-
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
-"""(q, k, v, mask, dropout) to what attention gives, over whole rows."""
+"""(q, k, v, mask, dropout) → attention over full rows."""
 MakeMask = Callable[[Tensor], Any]
-"""From the document ids of whole rows to what such an attention takes as a mask."""
+"""Document ids of full rows → the mask of such an attention."""
 
 
-class Way(Protocol):
-    """How attention works on a line of ranks."""
+class SequenceAttention(Protocol):
+    """Attention over a sequence that is split over the ranks of a group, and its masks."""
 
     def check(self, heads: int | None, dropout: float) -> None:
-        """Refuse, before anything is sent, what cannot work; the number of heads may be unknown as yet."""
+        """Refuse, before anything is sent, what is not supported; the number of heads may be unknown."""
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Any:
-        """From this rank's document ids to what `attend` takes as a mask. Asks all ranks, once a forward."""
+        """This rank's document ids → the mask of `attend`. A collective, once per forward pass."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Causal attention of this rank's queries; `inner` is the attention that would do it for whole rows."""
+        """Causal attention of this rank's queries; `inner` is the attention of the model, for full rows."""
 
 
-def make_way(kind: Kind, line: SequenceRanks) -> Way:
-    """The way that `kind` names."""
-    ways: dict[Kind, Callable[[SequenceRanks], Way]] = {"ring": Ring, "ulysses": Ulysses, "allgather": AllGather}
-    return ways[kind](line)
+def make_sequence_attention(kind: ContextKind, cp: ContextGroup) -> SequenceAttention:
+    """The implementation that `kind` names."""
+    ways: dict[ContextKind, Callable[[ContextGroup], SequenceAttention]] = {
+        "ring": Ring,
+        "ulysses": Ulysses,
+        "allgather": AllGather,
+    }
+    return ways[kind](cp)
 
 
 class Ring:
     """See [Note: the ring], `context_parallel_attention.py`. Its masks are the document ids of all ranks."""
 
-    def __init__(self, line: SequenceRanks) -> None:
-        self._line = line
+    def __init__(self, cp: ContextGroup) -> None:
+        self._line = cp
 
     def check(self, heads: int | None, dropout: float) -> None:
         """Any number of heads; no dropout."""
         if dropout:
             raise ModelError(
-                f"ring attention cannot drop out attention weights (dropout={dropout}): a weight is computed once "
-                "in the forward and once in the backward pass, and nothing would make both draw the same; "
-                "choose ulysses or allgather, or set the dropout of attention to 0"
+                f"ring attention does not support attention dropout (dropout={dropout}): weights are computed again in "
+                "the backward pass, with other random numbers; use ulysses or allgather, or set the attention dropout "
+                "to 0"
             )
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Tensor:
         """The ids of all ranks."""
-        return gather_from_all(document_ids, self._line)
+        return all_gather_stacked(document_ids, self._line)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Ring attention: keys and values go round the ranks."""
+        """Ring attention: keys and values are passed around the ranks."""
         self.check(q.shape[1], dropout)
         _check_halves(q)
-        q, k, v = _of_one_dtype(q, k, v)
+        q, k, v = _cast_for_attention(q, k, v)
         return ring_attention(q, k, v, self._line, documents=mask, scale=scale)
 
 
 class Ulysses:
-    """Whole rows of some heads. Its masks are those of the model itself, for whole rows."""
+    """Full rows of some heads. Its masks are those of the model itself, for full rows."""
 
-    def __init__(self, line: SequenceRanks) -> None:
-        self._line = line
+    def __init__(self, cp: ContextGroup) -> None:
+        self._line = cp
 
     def check(self, heads: int | None, dropout: float) -> None:
-        """Heads that divide; dropout is that of the model's own attention."""
+        """Heads must divide; dropout is that of the model's own attention."""
         if heads is not None:
             check_heads(heads, self._line.size)
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Any:
-        """What the model itself would make of whole rows."""
-        return make(join(list(gather_from_all(document_ids, self._line)), "ulysses"))
+        """The mask that the model itself makes for full rows."""
+        return make(unsplit(list(all_gather_stacked(document_ids, self._line)), "ulysses"))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Trade tokens for heads, attend over whole rows, and trade back."""
+        """All-to-all from tokens to heads, attention over full rows, all-to-all back."""
 
         def attend_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return inner(q, k, v, mask, dropout)
 
-        q, k, v = _of_one_dtype(q, k, v)
+        q, k, v = _cast_for_attention(q, k, v)
         return ulysses_attention(q, k, v, self._line, attend_whole)
 
 
 class AllGather:
-    """All keys and values on every rank. Its masks say which tokens this rank's may attend to."""
+    """All keys and values on every rank. Its masks are this rank's rows of the full mask."""
 
-    def __init__(self, line: SequenceRanks) -> None:
-        self._line = line
+    def __init__(self, cp: ContextGroup) -> None:
+        self._line = cp
 
     def check(self, heads: int | None, dropout: float) -> None:
-        """Any number of heads; each rank drops out in rows of its own."""
+        """Any number of heads; each rank applies dropout to its own rows."""
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Tensor:
-        """This rank's rows of the mask of all tokens."""
-        return visible(gather_from_all(document_ids, self._line), self._line)
+        """This rank's rows of the full mask."""
+        return visible(all_gather_stacked(document_ids, self._line), self._line)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Collect all keys and values, then attend with this rank's queries."""
+        """All-gather keys and values, then attend with this rank's queries."""
         _check_halves(q)
-        q, k, v = _of_one_dtype(q, k, v)
+        q, k, v = _cast_for_attention(q, k, v)
         return allgather_attention(q, k, v, self._line, mask=mask, dropout=dropout, scale=scale)
 
 
 def _check_halves(q: Tensor) -> None:
     if q.shape[2] % 2:
         raise ModelError(
-            f"a rank's part of a row has two halves, but there are {q.shape[2]} tokens; cut batches with `split_batch`"
+            f"a rank has two chunks of a row, but there are {q.shape[2]} tokens; split batches with `split_batch`"
         )
 
 
-def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """As autocast would have it for attention; without autocast, tensors that are alike already."""
+def _cast_for_attention(*tensors: Tensor) -> list[Tensor]:
+    """Cast as autocast does for attention; unchanged without autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     return [x.to(torch.get_autocast_dtype(device)) for x in tensors]
 
 
-# Context parallelism for `transformers` models, through the registries that they look their attention up in.
+# ---- `transformers` models, through their registries of attention and mask functions
 
 
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
-"""What some models hand to their attention beside the usual, and which changes its result."""
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Further arguments of the attention of some models, which change its result."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def apply_to_transformers(model: Any, way: Way, line: SequenceRanks, kind: Kind) -> None:
-    """Register an attention and a mask for this line of ranks, and have the model use them.
+def apply_to_transformers(model: Any, attention: SequenceAttention, cp: ContextGroup, kind: ContextKind) -> None:
+    """Register an attention and a mask function for this group, and have the model use them.
 
-    Document ids reach the attention as a mask of four dimensions, which these models pass on as they are. Positions
-    that start anew are not taken for the start of a document, as some of their own attentions do.
+    Document ids are passed to the attention as a mask of four dimensions, which these models do not change. Positions
+    that restart are not taken for the start of a document, as some of their own attention functions do.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config = model.config
-    _check(model, way)
-    # A name of its own for each line: the registries are shared by all models of the process.
-    name = f"plait_{kind}_{line.group.group_name}"
-    AttentionInterface.register(name, partial(_attention, way, line))
-    AttentionMaskInterface.register(name, partial(_mask, way, line))
+    _check(model, attention)
+    # A name per group: the registries are shared by all models of the process.
+    name = f"plait_{kind}_{cp.group.group_name}"
+    AttentionInterface.register(name, partial(_attention, attention, cp))
+    AttentionMaskInterface.register(name, partial(_mask, attention, cp))
     model.set_attn_implementation(name)
     if attn_implementation(config) != name:
         raise ModelError(
-            f"{type(model).__name__} does not take its attention from the registry of transformers, so it cannot "
-            "attend over rows that are spread over ranks; set strategy.layout.cp: 1"
+            f"{type(model).__name__} does not take its attention from the registry of transformers, so context "
+            "parallelism does not support it; set strategy.layout.cp: 1"
         )
-    model.register_forward_pre_hook(partial(_take_documents, way), with_kwargs=True)
+    model.register_forward_pre_hook(partial(_pass_documents, attention), with_kwargs=True)
 
 
-def _check(model: Any, way: Way) -> None:
+def _check(model: Any, attention: SequenceAttention) -> None:
     config = model.config.get_text_config()
     if not getattr(config, "is_causal", True) or getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{type(model).__name__} does not attend causally; set strategy.layout.cp: 1")
     if getattr(config, "attention_chunk_size", None) is not None:
         raise ModelError(
-            f"{type(model).__name__} attends within chunks of {config.attention_chunk_size} tokens, which rows "
-            "that are spread over ranks cannot; set strategy.layout.cp: 1"
+            f"{type(model).__name__} attends within chunks of {config.attention_chunk_size} tokens, which context "
+            "parallelism does not support; set strategy.layout.cp: 1"
         )
     mixer = mixer_without_mask(model)
     alone = None if mixer is not None else next(blocks_without_registry(model), None)
     if mixer is not None or alone is not None:
         what = mixer or f"a layer ({alone}) that does not take its attention from the registry of transformers"
         raise ModelError(
-            f"{type(model).__name__} has {what}, which would see the tokens of its own rank only; set "
-            "strategy.layout.cp: 1"
+            f"{type(model).__name__} has {what}, which would see the tokens of one rank only; set strategy.layout.cp: 1"
         )
     dropout = next((getattr(config, key) for key in _DROPOUTS if getattr(config, key, 0.0)), 0.0)
-    way.check(getattr(config, "num_attention_heads", None), dropout)
+    attention.check(getattr(config, "num_attention_heads", None), dropout)
 
 
-def _take_documents(
-    way: Way, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _pass_documents(
+    attention: SequenceAttention, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     documents = kwargs.pop("document_ids", None)
     if documents is None:
         return None
     if getattr(model.config, "output_router_logits", False):
         raise ModelError(
-            "document_ids with output_router_logits: the balance loss of transformers cannot read such a mask; "
+            "document_ids with output_router_logits: the balance loss of transformers does not support such a mask; "
             "set output_router_logits: false or pack without document ids"
         )
     padding = kwargs.get("attention_mask")
     if padding is not None:
         documents = documents.masked_fill(padding == 0, -1)
-    kwargs["attention_mask"] = _as_four_dimensions(way.mask(documents, _whole_mask))
+    kwargs["attention_mask"] = _to_4d(attention.mask(documents, _full_mask))
     return args, kwargs
 
 
-def _as_four_dimensions(mask: Tensor) -> Tensor:
+def _to_4d(mask: Tensor) -> Tensor:
     return mask if mask.ndim == 4 else mask.transpose(0, 1)[:, None]
 
 
-def _whole_mask(document_ids: Tensor) -> Tensor:
+def _full_mask(document_ids: Tensor) -> Tensor:
     same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]
 
 
 def _mask(
-    way: Way, line: SequenceRanks, *, attention_mask: Tensor | None = None, local_size: int | None = None, **shapes: Any
+    attention: SequenceAttention,
+    cp: ContextGroup,
+    *,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **shapes: Any,
 ) -> Tensor | None:
-    """What a model's own mask becomes: nothing where it is causal, documents where it tells padding from text."""
+    """The mask of a model: None where it is causal, document ids where there is padding."""
     # transformers 5.0 names the queries by their positions.
     queries = shapes["q_length"] if "q_length" in shapes else len(shapes["cache_position"])
-    _check_window(local_size, queries * line.size)
+    _check_window(local_size, queries * cp.size)
     if attention_mask is None:
         return None
-    return _as_four_dimensions(way.mask(attention_mask.to(torch.int64), _whole_mask))
+    return _to_4d(attention.mask(attention_mask.to(torch.int64), _full_mask))
 
 
 def _attention(
-    way: Way,
-    line: SequenceRanks,
+    attention: SequenceAttention,
+    cp: ContextGroup,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -262,35 +270,35 @@ def _attention(
         raise ModelError(f"{type(module).__name__} does not attend causally; set strategy.layout.cp: 1")
     if query.shape[2] != key.shape[2]:
         raise ModelError(
-            f"{type(module).__name__} has {key.shape[2]} keys for {query.shape[2]} queries: with rows spread over "
-            "ranks there are no stored keys and no attention to other rows"
+            f"{type(module).__name__} has {key.shape[2]} keys for {query.shape[2]} queries: context parallelism "
+            "supports neither a KV cache nor cross-attention"
         )
-    for name in _UNKNOWN:
+    for name in _UNSUPPORTED:
         if options.get(name) is not None:
             raise ModelError(
-                f"{type(module).__name__} uses {name}, which attention over spread rows does not have; "
+                f"{type(module).__name__} uses {name}, which context parallelism does not support; "
                 "set strategy.layout.cp: 1"
             )
-    _check_window(sliding_window, query.shape[2] * line.size)
-    inner = partial(_attend_whole, scale=scaling)
-    mask = None if attention_mask is None else _as_way_made_it(attention_mask, query.shape[2], line)
-    output = way.attend(query, key, value, mask, dropout, scale=scaling, inner=inner)
+    _check_window(sliding_window, query.shape[2] * cp.size)
+    inner = partial(_attend_full_rows, scale=scaling)
+    mask = None if attention_mask is None else _document_mask_of(attention_mask, query.shape[2], cp)
+    output = attention.attend(query, key, value, mask, dropout, scale=scaling, inner=inner)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _as_way_made_it(mask: Tensor, tokens: int, line: SequenceRanks) -> Tensor:
-    """Undo `_as_four_dimensions`, and refuse a mask of pairs that somebody else has made of this rank's tokens."""
-    if mask.dtype == torch.bool and mask.shape[-1] == tokens * line.size:
+def _document_mask_of(mask: Tensor, tokens: int, cp: ContextGroup) -> Tensor:
+    """The document ids that were passed as a mask by `_to_4d`; another mask of pairs is refused."""
+    if mask.dtype == torch.bool and mask.shape[-1] == tokens * cp.size:
         return mask
-    if not mask.is_floating_point() and mask.shape[-2:] == (line.size, tokens):
+    if not mask.is_floating_point() and mask.shape[-2:] == (cp.size, tokens):
         return mask[:, 0].transpose(0, 1)
     raise ModelError(
-        f"an attention mask of shape {tuple(mask.shape)} cannot say what tokens of other ranks may be attended to; "
-        "give document_ids, or an attention_mask of shape (batch, tokens)"
+        f"an attention mask of shape {tuple(mask.shape)} does not cover the tokens of other ranks; "
+        "pass document_ids, or an attention_mask of shape (batch, tokens)"
     )
 
 
-def _attend_whole(
+def _attend_full_rows(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, scale: float | None
 ) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
@@ -306,91 +314,99 @@ def _attend_whole(
 def _check_window(window: int | None, tokens: int) -> None:
     if window is not None and window < tokens:
         raise ModelError(
-            f"attention in a sliding window of {window} tokens is not made for rows of {tokens} that are spread over "
-            "ranks; shorten the rows, or set strategy.layout.cp: 1"
+            f"context parallelism does not support sliding-window attention (window {window} < sequence length "
+            f"{tokens}); shorten the rows, or set strategy.layout.cp: 1"
         )
 
 
-def apply_context_parallel(module: nn.Module, where: DeviceMesh | dist.ProcessGroup, *, kind: Kind) -> None:
-    """Make a model attend over all tokens of its rows, of which each rank of `where` has a part.
+def apply_context_parallel(module: nn.Module, where: DeviceMesh | dist.ProcessGroup, *, kind: ContextKind) -> None:
+    """Make a model attend over all tokens of its rows, which are split over the ranks of `where`.
 
-    | kind      | what is sent                          | asks for                       | drops out |
+    | kind      | what is sent                          | needs                          | dropout   |
     |-----------|---------------------------------------|--------------------------------|-----------|
     | ring      | keys and values, rank to rank         |                                | no        |
-    | ulysses   | heads against tokens, all to all      | heads that divide by the ranks | yes       |
-    | allgather | all keys and values to all            | memory for those of a row      | yes       |
+    | ulysses   | heads for tokens, all-to-all          | heads that divide by the ranks | yes       |
+    | allgather | all keys and values to all ranks      | memory for those of a row      | yes       |
 
-    From then on the model is called with what `split_batch` gives for the same kind, and answers with the loss and
-    count, or the logits, of this rank's tokens. Sums over the ranks, of losses and of gradients, are those of
-    one process. Ranks need random states of their own where the model has dropout, as they hold different tokens.
+    From then on the model is called with what `split_batch` returns for the same kind, and returns the loss and count,
+    or the logits, of this rank's tokens. Sums over the ranks, of losses and of gradients, are those of one process.
+    Ranks need different random states where the model has dropout, as they hold different tokens.
 
     Works on models whose attention modules have an `attend` and which make their masks by `make_mask` (Plait's own),
-    and on `transformers` models, unedited. No parameter is touched, so it may come before or after anything
-    that splits heads, on the meta device or not. All attention has to be causal self-attention.
+    and on `transformers` models, unedited. No parameter is changed, so it may be applied before or after tensor
+    parallelism, on the meta device or not. All attention has to be causal self-attention.
     """
-    if kind not in KINDS:
-        raise ConfigError(Problem("strategy.context.kind", f"there is no kind {kind!r}", f"Use {', '.join(KINDS)}."))
-    line = SequenceRanks.of(where)
-    if line.size == 1:
+    if kind not in CONTEXT_KINDS:
+        raise ConfigError(
+            Problem(
+                "strategy.context.kind",
+                f"{kind!r} is not a kind of context parallelism",
+                f"Use {', '.join(CONTEXT_KINDS)}.",
+            )
+        )
+    cp = ContextGroup.of(where)
+    if cp.size == 1:
         return
-    way = make_way(kind, line)
+    attention = make_sequence_attention(kind, cp)
     if is_transformers_model(module):
-        apply_to_transformers(module, way, line, kind)
+        apply_to_transformers(module, attention, cp, kind)
     else:
-        _apply_to_own(module, way)
-    module.register_forward_pre_hook(_ask_for_positions, with_kwargs=True)
+        _apply_to_attend(module, attention)
+    module.register_forward_pre_hook(_require_positions, with_kwargs=True)
 
 
-def _apply_to_own(module: nn.Module, way: Way) -> None:
-    attentions = {name: m for name, m in module.named_modules() if callable(getattr(m, "attend", None))}
+def _apply_to_attend(module: nn.Module, attention: SequenceAttention) -> None:
+    layers = {name: m for name, m in module.named_modules() if callable(getattr(m, "attend", None))}
     makers = [m for m in module.modules() if callable(getattr(m, "make_mask", None))]
-    if not attentions:
+    if not layers:
         raise ModelError(
-            f"{type(module).__name__} has no attention that context parallelism can reach: its attention modules need "
+            f"{type(module).__name__} has no attention that context parallelism supports: its attention modules need "
             "an attribute `attend(q, k, v, mask, dropout)`, and what makes their masks an attribute `make_mask`; "
             "or set strategy.layout.cp: 1"
         )
-    for name, attention in attentions.items():
+    for name, layer in layers.items():
         try:
-            way.check(_local_heads(attention), getattr(attention, "dropout", 0.0))
+            attention.check(_local_heads(layer), getattr(layer, "dropout", 0.0))
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
-    for attention in attentions.values():
-        _replace(attention, "attend", partial(_attend, way, attention.attend))
+    for layer in layers.values():
+        _set_once(layer, "attend", partial(_attend, attention, layer.attend))
     for maker in makers:
-        _replace(maker, "make_mask", partial(_make_mask, way, maker.make_mask))
+        _set_once(maker, "make_mask", partial(_make_mask, attention, maker.make_mask))
 
 
-def _replace(module: Any, name: str, function: Any) -> None:
+def _set_once(module: Any, name: str, function: Any) -> None:
     present = getattr(module, name)
-    assert getattr(present, "func", None) not in (_attend, _make_mask), "context parallelism was applied before"
+    assert getattr(present, "func", None) not in (_attend, _make_mask), "context parallelism was applied already"
     setattr(module, name, function)
 
 
-def _local_heads(attention: Any) -> int | None:
-    """How many heads this rank has, where it can be told from the projection of the queries."""
-    weight = getattr(getattr(attention, "q", None), "weight", None)
-    head_dim = getattr(attention, "head_dim", None)
+def _local_heads(layer: Any) -> int | None:
+    """How many heads this rank has, from the projection of the queries; None where that is unknown."""
+    weight = getattr(getattr(layer, "q", None), "weight", None)
+    head_dim = getattr(layer, "head_dim", None)
     if weight is None or head_dim is None:
         return None
     return int(to_local(weight.detach()).shape[0]) // int(head_dim)
 
 
-def _attend(way: Way, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0) -> Tensor:
-    return way.attend(q, k, v, mask, dropout, scale=None, inner=inner)
+def _attend(
+    attention: SequenceAttention, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, dropout: float = 0.0
+) -> Tensor:
+    return attention.attend(q, k, v, mask, dropout, scale=None, inner=inner)
 
 
-def _make_mask(way: Way, make: Any, document_ids: Tensor | None, **how: Any) -> Any:
-    return None if document_ids is None else way.mask(document_ids, partial(make, **how))
+def _make_mask(attention: SequenceAttention, make: Any, document_ids: Tensor | None, **how: Any) -> Any:
+    return None if document_ids is None else attention.mask(document_ids, partial(make, **how))
 
 
-def _ask_for_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a call without positions: a rank would count its tokens from 0, and train on wrong ones."""
+def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call without positions: each rank would count its tokens from 0, which is wrong."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or len(args) > 2:
         return
     if kwargs.get("positions") is None and kwargs.get("position_ids") is None:
         raise ModelError(
-            f"{type(module).__name__} has rows that are spread over ranks, but was called without positions; "
-            "call it with what `split_batch` gives"
+            f"{type(module).__name__} has rows that are split over ranks, but was called without positions; "
+            "call it with what `split_batch` returns"
         )

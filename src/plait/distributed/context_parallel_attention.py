@@ -1,20 +1,20 @@
-"""Ring attention: keys and values go round the ranks, queries stay.
+"""Context-parallel attention: ring attention, Ulysses (all-to-all) and all-gather attention; splitting of batches.
 
 [Note: the ring]
-Rank r holds the chunks r and 2n - 1 - r of each row ([Note: balanced causal attention]). In step s it
-has the keys and values of rank r - s, while those of rank r - s - 1 are already on their way to it. What its
-queries meet there, by the order of the chunks:
+Keys and values are passed around the ranks, queries stay. Rank r holds the chunks r and 2n - 1 - r of each row
+([Note: balanced causal attention]). In step s it has the keys and values of rank r - s, while those of rank r - s - 1
+are already being sent to it. Which of its queries attend to them, by the order of the chunks:
 
     own keys              all queries, causally (both halves are in order)
-    from an earlier rank  all queries meet the first half; the second half lies after all of them
-    from a later rank     only the second half of the queries meets them, but all of them
+    from an earlier rank  all queries attend to the first half; the second half lies after all of them
+    from a later rank     only the second half of the queries attends to them, but to all of them
 
-So but for its own keys no block needs a causal mask, and every step costs every rank the same. The results of the
+So apart from its own keys no block needs a causal mask, and every step costs every rank the same. The results of the
 steps are merged by their log-sum-exp, in fp32.
 
-The backward pass turns the ring once more. The gradients of keys and values travel with them, in fp32, one step
-behind: they start at the first rank that is not their own and end at home, n - 1 hops later. Beside its own
-tensors a rank holds two messages of keys and values and two of their gradients, however long the row is.
+The backward pass goes around the ring once more. The gradients of keys and values are sent after them, in fp32, one
+step behind: they start at the next rank and arrive at their own, n - 1 hops later. Beside its own tensors a rank holds
+two messages of keys and values and two of their gradients, however long the row is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from plait.distributed.collectives import all_gather_flat, reduce_scatter_flat
+from plait.distributed.collectives import all_gather_flat, all_to_all, reduce_scatter_flat
 from plait.distributed.heartbeat import wait_for
 from plait.errors import ModelError, WorldError
 from plait.torch_internals import (
@@ -46,20 +46,20 @@ from plait.torch_internals import (
     group_by_name,
 )
 
-# Attention of some queries over some keys, with the log-sum-exp that lets results over several keys be merged.
+# ---- kernels: attention of some queries to some keys, with the log-sum-exp by which results are merged
 #
-# A kernel is a pair of functions. Forward gives the output and, for each query, the logarithm of the sum of the
-# exponentials of its scores. Backward gets output and log-sum-exp *of all keys*, and gives the part of the gradients
-# that these keys have in it; so parts are added up, whichever way the keys were divided.
+# A kernel is a pair of functions. Forward returns the output and, for each query, the log-sum-exp of its scores.
+# Backward takes output and log-sum-exp *of all keys*, and returns the contribution of these keys to the gradients; so
+# contributions are summed, whichever way the keys were divided.
 #
-# A query that no key of the block is allowed for has a log-sum-exp so low that its output has no weight in a merge.
+# A query without any allowed key in the block has a log-sum-exp so low that its output has no weight in a merge.
 
 
 _aten: Any = torch.ops.aten
 
 
 class AttentionBlock(NamedTuple):
-    """Some queries and the keys and values that they meet: (batch, heads, tokens, head_dim) each.
+    """Some queries, and the keys and values that they attend to: (batch, heads, tokens, head_dim) each.
 
     Keys and values may have fewer heads.
     """
@@ -70,14 +70,14 @@ class AttentionBlock(NamedTuple):
     bias: Tensor | None
     """(batch, 1, queries, keys), added to the scores."""
     causal: bool
-    """Whether a query meets only the keys up to its own place."""
+    """Whether a query attends only to keys up to its own position."""
     scale: float
-    """What the scores are multiplied by."""
+    """The factor of the scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One way to compute a block; `mathematics` is the twin that all others must agree with."""
+    """One implementation of a block; `reference` is the one that all others must agree with."""
 
     name: str
     forward: Callable[[AttentionBlock], tuple[Tensor, Tensor]]
@@ -87,16 +87,16 @@ class Kernel:
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, biased: bool) -> Kernel:
-    """The fastest kernel that takes such tensors."""
+    """The fastest kernel that supports such tensors."""
     if q.device.type == "cpu":
-        return cpu if q.shape[-1] == v.shape[-1] else mathematics
+        return cpu if q.shape[-1] == v.shape[-1] else reference
     if q.device.type != "cuda" or q.shape[-1] % 8 or v.shape[-1] % 8:
-        return mathematics
+        return reference
     half = q.dtype in (torch.float16, torch.bfloat16)
     grouped = q.shape[1] != k.shape[1]
     if half and not biased and q.shape[-1] == v.shape[-1] <= 256:
         params = SDPAParams(q, k, v, None, 0.0, False, grouped)
-        # Where there is no GPU, the tensors are fakes, and what is wanted is what a GPU would do.
+        # Without a GPU the tensors are fake, and the kernel of a GPU is simulated.
         if not torch.cuda.is_available() or can_use_flash_attention(params):
             return flash
     if half or q.dtype == torch.float32:
@@ -104,13 +104,13 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, biased: bool) -> Kernel:
         params = SDPAParams(q, keys, values, None, 0.0, False, False)
         if not torch.cuda.is_available() or can_use_efficient_attention(params):
             return efficient
-    return mathematics
+    return reference
 
 
 def bias_of(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias that leaves only the allowed pairs of a boolean mask.
+    """The bias that masks all but the allowed pairs of a boolean mask.
 
-    The others get a large number, not infinity: a query without any allowed key would come out as NaN.
+    The others get a large negative number, not infinity: a query without any allowed key would come out as NaN.
     Rows are a multiple of 16 wide in memory, as the memory-efficient kernel wants it.
     """
     width = -(-allowed.shape[-1] // 16) * 16
@@ -119,33 +119,33 @@ def bias_of(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results are added up in."""
+    """The dtype in which partial results are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _mathematics(block: AttentionBlock) -> tuple[Tensor, Tensor]:
+def _reference(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     scores = _scores(block)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
-    return (weights @ _spread(block.v, block.q).to(weights.dtype)).to(block.q.dtype), lse
+    return (weights @ _repeat_heads(block.v, block.q).to(weights.dtype)).to(block.q.dtype), lse
 
 
-def _mathematics_backward(
+def _reference_backward(
     gradient: Tensor, block: AttentionBlock, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, *_ = block
     weights = (_scores(block) - lse[..., None]).exp()
     gradient, output = gradient.to(weights.dtype), output.to(weights.dtype)
-    of_weights = gradient @ _spread(v, q).to(weights.dtype).mT
+    of_weights = gradient @ _repeat_heads(v, q).to(weights.dtype).mT
     of_scores = weights * (of_weights - (gradient * output).sum(-1, keepdim=True)) * block.scale
-    of_q = of_scores @ _spread(k, q).to(weights.dtype)
-    return of_q, _fold(of_scores.mT @ q.to(weights.dtype), k), _fold(weights.mT @ gradient, v)
+    of_q = of_scores @ _repeat_heads(k, q).to(weights.dtype)
+    return of_q, _sum_heads(of_scores.mT @ q.to(weights.dtype), k), _sum_heads(weights.mT @ gradient, v)
 
 
 def _scores(block: AttentionBlock) -> Tensor:
     q, k, _, bias, causal, scale = block
     dtype = accumulation_dtype(q.dtype)
-    scores = q.to(dtype) @ _spread(k, q).to(dtype).mT * scale
+    scores = q.to(dtype) @ _repeat_heads(k, q).to(dtype).mT * scale
     if bias is not None:
         scores = scores + bias
     if causal:
@@ -154,14 +154,14 @@ def _scores(block: AttentionBlock) -> Tensor:
     return scores
 
 
-def _spread(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, once for each head of the queries."""
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, repeated for each query head."""
     group = q.shape[1] // x.shape[1]
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
-def _fold(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of keys or values that were spread: summed over the heads that shared one."""
+def _sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of keys or values before `_repeat_heads`: summed over the query heads of each."""
     if gradient.shape[1] == x.shape[1]:
         return gradient
     batch, heads, tokens, dim = x.shape
@@ -204,7 +204,7 @@ def _flash_backward(
 def _efficient(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     q, k, v, bias, causal, scale = block
     output, lse, *_ = aten_efficient(
-        q, _spread(k, q), _spread(v, q), _for_every_head(bias, q), True, 0.0, causal, scale=scale
+        q, _repeat_heads(k, q), _repeat_heads(v, q), _for_every_head(bias, q), True, 0.0, causal, scale=scale
     )
     return output, lse[:, :, : q.shape[2]]  # it has rows for a multiple of 32 queries
 
@@ -220,8 +220,8 @@ def _efficient_backward(
     of_q, of_k, of_v, _ = aten_efficient_backward(
         _by_token(gradient),
         q,
-        _spread(k, q),
-        _spread(v, q),
+        _repeat_heads(k, q),
+        _repeat_heads(v, q),
         _for_every_head(bias, q),
         _by_token(output),
         padded,
@@ -231,13 +231,13 @@ def _efficient_backward(
         causal,
         scale=scale,
     )
-    return of_q, _fold(of_k, k), _fold(of_v, v)
+    return of_q, _sum_heads(of_k, k), _sum_heads(of_v, v)
 
 
 def _by_token(x: Tensor) -> Tensor:
     """The same tensor with the heads of a token side by side in memory, as the kernel's own output has it.
 
-    In 16 bits the kernel takes that for granted, and reads beyond the end of anything else.
+    In 16 bits the kernel assumes that layout, and reads out of bounds with any other.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -246,31 +246,31 @@ def _for_every_head(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(-1, q.shape[1], -1, -1)
 
 
-mathematics = Kernel("mathematics", _mathematics, _mathematics_backward)
+reference = Kernel("reference", _reference, _reference_backward)
 """The definition, in plain operations; holds all scores of a block."""
 cpu = Kernel("cpu", _cpu, _cpu_backward)
 flash = Kernel("flash", _flash, _flash_backward)
 efficient = Kernel("efficient", _efficient, _efficient_backward)
 
-# Which tokens of a row belong to which rank, and the cutting of batches.
+# ---- which tokens of a row belong to which rank, and splitting batches
 #
 # [Note: balanced causal attention]
-# Late tokens attend to more than early ones. A row is therefore cut into twice as many chunks as there are ranks,
-# and rank r of n gets the chunks r and 2n - 1 - r: with four ranks
+# Late tokens attend to more tokens than early ones. A row is therefore split into twice as many chunks as there are
+# ranks, and rank r of n gets the chunks r and 2n - 1 - r: with four ranks
 #
 #     rank      0  1  2  3  3  2  1  0
 #     chunk     0  1  2  3  4  5  6  7
 #
-# so every rank has the same number of pairs of query and key. Ulysses gives every rank whole rows of some heads,
-# which is balanced anyway; there rank r has simply the r-th of n pieces.
+# so every rank has the same number of pairs of query and key. With Ulysses every rank has full rows of some heads,
+# which is balanced anyway; there rank r has the r-th of n chunks.
 
 
-Kind = Literal["ring", "ulysses", "allgather"]
-"""How the ranks exchange what attention needs: see `apply_context_parallel`."""
+ContextKind = Literal["ring", "ulysses", "allgather"]
+"""`strategy.context.kind`: see `apply_context_parallel`."""
 
-KINDS: tuple[Kind, ...] = ("ring", "ulysses", "allgather")
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "ulysses", "allgather")
 
-_ALONG: Mapping[str, int] = MappingProxyType(
+_SEQUENCE_INPUTS: Mapping[str, int] = MappingProxyType(
     {
         "input_ids": 0,
         "labels": -100,
@@ -281,38 +281,38 @@ _ALONG: Mapping[str, int] = MappingProxyType(
         "token_type_ids": 0,
     }
 )
-"""The inputs that run along the sequence, and what fills them up."""
+"""The inputs that are split along the sequence, with their padding values."""
 
 
-def chunks_of(rank: int, size: int, kind: Kind) -> tuple[int, ...]:
+def chunks_of(rank: int, size: int, kind: ContextKind) -> tuple[int, ...]:
     """The chunks of a row that a rank holds, in order; see [Note: balanced causal attention]."""
     return (rank,) if kind == "ulysses" or size == 1 else (rank, 2 * size - 1 - rank)
 
 
-def chunk_count(size: int, kind: Kind) -> int:
-    """How many chunks a row is cut into."""
+def chunk_count(size: int, kind: ContextKind) -> int:
+    """How many chunks a row is split into."""
     return size if kind == "ulysses" or size == 1 else 2 * size
 
 
-def padded_length(tokens: int, size: int, kind: Kind) -> int:
-    """The length of a row once it divides into chunks."""
+def padded_length(tokens: int, size: int, kind: ContextKind) -> int:
+    """The length of a row, padded until it divides into chunks."""
     chunks = chunk_count(size, kind)
     return -(-tokens // chunks) * chunks
 
 
-def cut(x: Tensor, rank: int, size: int, kind: Kind, *, dim: int = 1) -> Tensor:
-    """A rank's part of a tensor whose `dim` runs along the sequence and divides."""
+def split(x: Tensor, rank: int, size: int, kind: ContextKind, *, dim: int = 1) -> Tensor:
+    """A rank's chunks of a tensor along `dim`, which must divide."""
     chunks = x.chunk(chunk_count(size, kind), dim=dim)
     return torch.cat([chunks[i] for i in chunks_of(rank, size, kind)], dim=dim)
 
 
-def join(parts: Sequence[Tensor], kind: Kind, *, dim: int = 1) -> Tensor:
-    """The whole tensor, in the order of the sequence, from the parts of all ranks: undoes `cut`."""
-    size = len(parts)
+def unsplit(shards: Sequence[Tensor], kind: ContextKind, *, dim: int = 1) -> Tensor:
+    """The full tensor, in the order of the sequence, from the chunks of all ranks: undoes `split`."""
+    size = len(shards)
     chunks: dict[int, Tensor] = {}
-    for rank, part in enumerate(parts):
-        mine = chunks_of(rank, size, kind)
-        chunks.update(zip(mine, part.chunk(len(mine), dim=dim), strict=True))
+    for rank, shard in enumerate(shards):
+        indices = chunks_of(rank, size, kind)
+        chunks.update(zip(indices, shard.chunk(len(indices), dim=dim), strict=True))
     return torch.cat([chunks[i] for i in range(len(chunks))], dim=dim)
 
 
@@ -321,24 +321,22 @@ def split_batch(
     rank: int,
     size: int,
     *,
-    kind: Kind = "ring",
+    kind: ContextKind = "ring",
     positions_as: str = "positions",
     real_as: str | None = None,
 ) -> dict[str, Any]:
     """A rank's part of a batch of token rows: the inputs of a model for `apply_context_parallel` of this kind.
 
     `input_ids`, `labels`, `positions`, `position_ids`, `document_ids`, `token_type_ids` and a 2-D `attention_mask`
-    are cut along the sequence; everything else stays as it is. Labels have to be shifted already (as Plait's
-    data has them): the neighbour of a token may be on another rank.
+    are split along the sequence; everything else stays as it is. Labels have to be shifted already (as Plait's data
+    has them): the next token may be on another rank.
 
-    Positions are always explicit in the result, since a rank cannot count them itself. Where the batch has
-    none, they are 0, 1, 2, … of the whole row, under the name `positions_as` ("position_ids" for a bare
-    `transformers` model).
+    Positions are always explicit in the result, since a rank cannot count them itself. Where the batch has none, they
+    are 0, 1, 2, … of the full row, under the name `positions_as` ("position_ids" for a bare `transformers` model).
 
-    A row that does not divide into chunks is filled up at its end: with token 0, label -100, position 0, document
-    -1. No real token attends to what comes after it, and no loss is taken there, so the sum of the loss, its
-    count and all gradients are those of the row as it was. A model that counts tokens is told which ones are real,
-    under the name `real_as`.
+    A row that does not divide into chunks is padded at its end: with token 0, label -100, position 0, document -1. No
+    real token attends to what comes after it, and padding has no loss, so the sum of the loss, its count and all
+    gradients do not change. For a model that counts tokens, `real_as` is the name of a mask of real ones.
     """
     rows = _rows(inputs)
     tokens = rows.shape[1]
@@ -346,56 +344,56 @@ def split_batch(
     if all(whole.get(name) is None for name in ("positions", "position_ids")):
         whole[positions_as] = torch.arange(tokens, device=rows.device)[None]
     missing = padded_length(tokens, size, kind) - tokens
-    for name, filler in _ALONG.items():
+    for name, filler in _SEQUENCE_INPUTS.items():
         x = whole.get(name)
         if x is None:
             continue
-        _check_runs_along(name, x, tokens)
-        whole[name] = cut(F.pad(x, (0, missing), value=filler) if missing else x, rank, size, kind)
+        _check_sequence_input(name, x, tokens)
+        whole[name] = split(F.pad(x, (0, missing), value=filler) if missing else x, rank, size, kind)
     if missing and real_as is not None:
         real = torch.arange(tokens + missing, device=rows.device) < tokens
-        whole[real_as] = cut(real.expand(len(rows), -1), rank, size, kind)
+        whole[real_as] = split(real.expand(len(rows), -1), rank, size, kind)
     return whole
 
 
 def _rows(inputs: Mapping[str, Any]) -> Tensor:
     rows = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if not isinstance(rows, Tensor) or rows.ndim != 2:
-        found = f"those of {', '.join(inputs)}" if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
+        given = f"those of {', '.join(inputs)}" if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
         raise ModelError(
-            "context parallelism cuts rows of tokens, so a batch has to be a mapping with `input_ids` of shape "
-            f"(batch, tokens), not {found}; set strategy.layout.cp: 1 for other data"
+            "context parallelism splits rows of tokens, so a batch has to be a mapping with `input_ids` of shape "
+            f"(batch, tokens), not {given}; set strategy.layout.cp: 1 for other data"
         )
     return rows
 
 
-def _check_runs_along(name: str, x: object, tokens: int) -> None:
+def _check_sequence_input(name: str, x: object, tokens: int) -> None:
     if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] != tokens:
-        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ModelError(
-            f"{name} has to be of shape (batch, tokens={tokens}) to be cut along the sequence, not {found}"
+            f"{name} has to be of shape (batch, tokens={tokens}) to be split along the sequence, not {given}"
             + ("; give document_ids instead of a mask of pairs" if name == "attention_mask" else "")
         )
 
 
-# The ranks that share a sequence, and the messages between them.
+# ---- the ranks of a sequence, and the messages between them
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceRanks:
-    """The ranks among which a sequence is cut, and where this one stands among them."""
+class ContextGroup:
+    """The ranks over which sequences are split, and this rank's number among them."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     @classmethod
-    def of(cls, where: DeviceMesh | dist.ProcessGroup) -> SequenceRanks:
-        """The line along a mesh of one axis, or of a process group."""
+    def of(cls, where: DeviceMesh | dist.ProcessGroup) -> ContextGroup:
+        """The group of a mesh with one axis, or a process group."""
         if isinstance(where, DeviceMesh):
             if where.ndim != 1:
                 raise WorldError(
-                    f"a sequence is cut along one mesh axis, not along {where.mesh_dim_names or where.ndim}; "
+                    f"a sequence is split along one mesh axis, not along {where.mesh_dim_names or where.ndim}; "
                     'pass a slice, such as mesh["cp"]'
                 )
             where = where.get_group()
@@ -403,41 +401,41 @@ class SequenceRanks:
 
 
 class Hop:
-    """One message to the next rank of the line, and the one that comes from the rank before.
+    """One message to the next rank of the ring, and the one from the rank before.
 
-    Both are under way from the start; `wait` gives what came. On CUDA it does not hold up the host, only the
-    work that is queued after it.
+    Both begin at once; `wait` returns what was received. On CUDA the host does not wait, only work that is queued
+    after it.
     """
 
-    def __init__(self, line: SequenceRanks, outgoing: Tensor) -> None:
+    def __init__(self, cp: ContextGroup, outgoing: Tensor) -> None:
         self._outgoing = outgoing  # must not be freed before it is sent
         self._incoming = torch.empty_like(outgoing)
-        after, before = (line.rank + 1) % line.size, (line.rank - 1) % line.size
+        after, before = (cp.rank + 1) % cp.size, (cp.rank - 1) % cp.size
         self._works: Sequence[Any] = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, outgoing, group=line.group, group_peer=after),
-                dist.P2POp(dist.irecv, self._incoming, group=line.group, group_peer=before),
+                dist.P2POp(dist.isend, outgoing, group=cp.group, group_peer=after),
+                dist.P2POp(dist.irecv, self._incoming, group=cp.group, group_peer=before),
             ]
         )
 
     def wait(self) -> Tensor:
-        """What the rank before has sent."""
+        """The tensor that the rank before has sent."""
         wait_for(self._works, "an exchange between parts of the sequence")
         return self._incoming
 
 
-def gather_from_all(x: Tensor, line: SequenceRanks) -> Tensor:
+def all_gather_stacked(x: Tensor, cp: ContextGroup) -> Tensor:
     """The tensors of all ranks, stacked in rank order; without gradients."""
-    everyone = x.new_empty(line.size * x.numel())
-    all_gather_flat(everyone, x.reshape(-1), group=line.group)
-    return everyone.view(line.size, *x.shape)
+    everyone = x.new_empty(cp.size * x.numel())
+    all_gather_flat(everyone, x.reshape(-1), group=cp.group)
+    return everyone.view(cp.size, *x.shape)
 
 
-def scatter_sum(x: Tensor, line: SequenceRanks) -> Tensor:
-    """The i-th part of the sum over all ranks, for rank i; `x` has one part for each rank. Without gradients."""
-    mine = x.new_empty(x[0].numel())
-    reduce_scatter_flat(mine, x.reshape(-1), group=line.group)
-    return mine.view(x.shape[1:])
+def reduce_scatter_stacked(x: Tensor, cp: ContextGroup) -> Tensor:
+    """The i-th slice of the sum over all ranks, for rank i; `x` has one slice for each rank. Without gradients."""
+    local = x.new_empty(x[0].numel())
+    reduce_scatter_flat(local, x.reshape(-1), group=cp.group)
+    return local.view(x.shape[1:])
 
 
 def pack(*tensors: Tensor) -> Tensor:
@@ -448,90 +446,90 @@ def pack(*tensors: Tensor) -> Tensor:
 def unpack(flat: Tensor, *shapes: Sequence[int]) -> list[Tensor]:
     """The tensors of a message, as views of it."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [part.view(*shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+    return [chunk.view(*shape) for chunk, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, line: SequenceRanks, *, documents: Tensor | None = None, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, cp: ContextGroup, *, documents: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Causal attention over rows that are spread over the ranks of `line`.
+    """Ring attention: causal attention over rows that are split over the ranks of `cp`.
 
-    Tensors are (batch, heads, tokens of this rank, head_dim), cut as `split_batch` cuts; keys and values may have
-    fewer heads. `documents` are the document ids of all ranks, (rank, batch, tokens): then tokens attend
-    within their document only. See [Note: the ring].
+    Tensors are (batch, heads, tokens of this rank, head_dim), split as by `split_batch`; keys and values may have
+    fewer heads. `documents` are the document ids of all ranks, (rank, batch, tokens): then tokens attend within their
+    document only. See [Note: the ring].
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if torch.compiler.is_compiling():
-        compiled: Tensor = _compiled_ring(q, k, v, documents, line.group.group_name, scale)[0]
+        compiled: Tensor = _compiled_ring(q, k, v, documents, cp.group.group_name, scale)[0]
         return compiled
-    return _Ring.apply(q, k, v, documents, line, scale)  # type: ignore[no-any-return,no-untyped-call]
+    return _Ring.apply(q, k, v, documents, cp, scale)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
-    """The queries of one rank that meet keys of another, and which of those."""
+class _BlockPair:
+    """Which queries of this rank attend to which keys of another."""
 
     queries: slice
     keys: slice
-    own: bool
-    """Whether both are of the same rank, and so have an order among them."""
+    same_rank: bool
+    """Whether both are of the same rank, and so attention is causal."""
     ids: tuple[Tensor, Tensor] | None
     """Document ids of the queries and of the keys, (batch, tokens) each."""
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionBlock:
-        """What a kernel has to compute, of all queries here and all keys and values there."""
+        """The block for a kernel, from all queries of this rank and all keys and values of the other."""
         queries, keys, values = q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
-        # The kernel has to see to the order only where no bias says it.
-        return AttentionBlock(queries, keys, values, self._bias(q.dtype), self.own and self.ids is None, scale)
+        # The kernel applies the causal mask only where the bias does not include it.
+        return AttentionBlock(queries, keys, values, self._bias(q.dtype), self.same_rank and self.ids is None, scale)
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Made when it is needed: those of all blocks together are as large as the mask of whole rows."""
+        """Made when needed: those of all blocks together are as large as the mask of full rows."""
         if self.ids is None:
             return None
         queries, keys = self.ids
         allowed = queries[:, :, None] == keys[:, None, :]
-        return bias_of((allowed.tril() if self.own else allowed)[:, None], dtype)
+        return bias_of((allowed.tril() if self.same_rank else allowed)[:, None], dtype)
 
 
-def _meeting(rank: int, source: int, tokens: int, documents: Tensor | None) -> _Meeting:
+def _block_pair(rank: int, source: int, tokens: int, documents: Tensor | None) -> _BlockPair:
     queries = slice(tokens // 2, None) if source > rank else slice(None)
     keys = slice(0, tokens // 2) if source < rank else slice(None)
     ids = None if documents is None else (documents[rank][:, queries], documents[source][:, keys])
-    return _Meeting(queries, keys, source == rank, ids)
+    return _BlockPair(queries, keys, source == rank, ids)
 
 
-def _rounds(k: Tensor, v: Tensor, line: SequenceRanks) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each rank and its keys and values, one's own first; the next are on their way while the caller works."""
-    here = pack(k, v)
-    for step in range(line.size):
-        hop = Hop(line, here) if step < line.size - 1 else None
-        keys, values = unpack(here, k.shape, v.shape)
-        yield (line.rank - step) % line.size, keys, values
+def _ring_steps(k: Tensor, v: Tensor, cp: ContextGroup) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each rank with its keys and values, this rank first; the next ones are sent while the caller computes."""
+    message = pack(k, v)
+    for step in range(cp.size):
+        hop = Hop(cp, message) if step < cp.size - 1 else None
+        keys, values = unpack(message, k.shape, v.shape)
+        yield (cp.rank - step) % cp.size, keys, values
         if hop is not None:
-            here = hop.wait()
+            message = hop.wait()
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, line: SequenceRanks, scale: float
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, cp: ContextGroup, scale: float
 ) -> tuple[Tensor, Tensor]:
     kernel = choose_kernel(q, k, v, biased=documents is not None)
     output = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=accumulation_dtype(q.dtype))
     lse = q.new_empty(q.shape[:-1], dtype=output.dtype)
-    for source, keys, values in _rounds(k, v, line):
-        meeting = _meeting(line.rank, source, q.shape[2], documents)
-        part, part_lse = kernel.forward(meeting.block(q, keys, values, scale))
-        if source == line.rank:
-            output.copy_(part)
-            lse.copy_(part_lse)
+    for source, keys, values in _ring_steps(k, v, cp):
+        pair = _block_pair(cp.rank, source, q.shape[2], documents)
+        block_output, block_lse = kernel.forward(pair.block(q, keys, values, scale))
+        if source == cp.rank:
+            output.copy_(block_output)
+            lse.copy_(block_lse)
         else:
-            _merge(output[:, :, meeting.queries], lse[:, :, meeting.queries], part, part_lse)
+            _merge(output[:, :, pair.queries], lse[:, :, pair.queries], block_output, block_lse)
     return output.to(q.dtype), lse
 
 
-def _merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take the result over some more keys into the running one, in place."""
-    total = torch.logaddexp(lse, part_lse)
-    output.mul_((lse - total).exp_()[..., None]).add_(part * (part_lse - total).exp_()[..., None])
+def _merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
+    """Merge the result over further keys into the running one, in place."""
+    total = torch.logaddexp(lse, block_lse)
+    output.mul_((lse - total).exp_()[..., None]).add_(block_output * (block_lse - total).exp_()[..., None])
     lse.copy_(total)
 
 
@@ -543,68 +541,68 @@ def _backward(
     output: Tensor,
     lse: Tensor,
     documents: Tensor | None,
-    line: SequenceRanks,
+    cp: ContextGroup,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = choose_kernel(q, k, v, biased=documents is not None)
     gradient = gradient.contiguous()
     of_q = torch.zeros_like(q, dtype=lse.dtype)
-    own = torch.zeros(k.numel() + v.numel(), dtype=lse.dtype, device=q.device)
-    travelling: Hop | None = None
-    for source, keys, values in _rounds(k, v, line):
-        meeting = _meeting(line.rank, source, q.shape[2], documents)
-        mine = meeting.queries
-        part_q, part_k, part_v = kernel.backward(
-            gradient[:, :, mine],
-            meeting.block(q, keys, values, scale),
-            output[:, :, mine],
-            lse[:, :, mine].contiguous(),
+    local_sums = torch.zeros(k.numel() + v.numel(), dtype=lse.dtype, device=q.device)
+    in_flight: Hop | None = None
+    for source, keys, values in _ring_steps(k, v, cp):
+        pair = _block_pair(cp.rank, source, q.shape[2], documents)
+        queries = pair.queries
+        block_q, block_k, block_v = kernel.backward(
+            gradient[:, :, queries],
+            pair.block(q, keys, values, scale),
+            output[:, :, queries],
+            lse[:, :, queries].contiguous(),
         )
-        of_q[:, :, mine] += part_q
-        if source == line.rank:
-            sums = own
-        elif travelling is None:
-            sums = torch.zeros_like(own)
+        of_q[:, :, queries] += block_q
+        if source == cp.rank:
+            sums = local_sums
+        elif in_flight is None:
+            sums = torch.zeros_like(local_sums)
         else:
-            sums = travelling.wait()
+            sums = in_flight.wait()
         of_k, of_v = unpack(sums, k.shape, v.shape)
-        of_k[:, :, meeting.keys] += part_k
-        of_v[:, :, meeting.keys] += part_v
-        if source != line.rank:
-            travelling = Hop(line, sums)
-    if travelling is not None:
-        own += travelling.wait()
-    of_k, of_v = unpack(own, k.shape, v.shape)
+        of_k[:, :, pair.keys] += block_k
+        of_v[:, :, pair.keys] += block_v
+        if source != cp.rank:
+            in_flight = Hop(cp, sums)
+    if in_flight is not None:
+        local_sums += in_flight.wait()
+    of_k, of_v = unpack(local_sums, k.shape, v.shape)
     return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, line: SequenceRanks, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, cp: ContextGroup, scale: float
     ) -> Tensor:
-        output, lse = _forward(q, k, v, documents, line, scale)
+        output, lse = _forward(q, k, v, documents, cp, scale)
         ctx.save_for_backward(q, k, v, output, lse, documents)
-        ctx.line, ctx.scale = line, scale
+        ctx.cp, ctx.scale = cp, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, output, lse, documents = ctx.saved_tensors
-        gradients = _backward(gradient, q, k, v, output, lse, documents, ctx.line, ctx.scale)
+        gradients = _backward(gradient, q, k, v, output, lse, documents, ctx.cp, ctx.scale)
         return *gradients, None, None, None
 
 
-# To `torch.compile` the ring is one operator forward and one backward: a compiler cannot trace messages between
-# two ranks. Eagerly it is no operator, so that whoever counts or fakes operations sees what it does.
+# For `torch.compile` the ring is one custom operator forward and one backward: it cannot trace point-to-point messages.
+# In eager mode it is not an operator, so that modes that count or fake operations see its parts.
 
 
 @torch.library.custom_op("plait::ring_attention", mutates_args=())
 def _compiled_ring(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group_name: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, documents, _line_named(group_name), scale)
+    return _forward(q, k, v, documents, _group_named(group_name), scale)
 
 
 @_compiled_ring.register_fake
@@ -627,7 +625,7 @@ def _compiled_ring_backward(
     group_name: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_q, of_k, of_v = _backward(gradient, q, k, v, output, lse, documents, _line_named(group_name), scale)
+    of_q, of_k, of_v = _backward(gradient, q, k, v, output, lse, documents, _group_named(group_name), scale)
     # An operator may not return two views of one tensor.
     return of_q, of_k.clone(), of_v.clone()
 
@@ -647,64 +645,62 @@ def _(
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents, ctx.group_name, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, documents)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _of_lse: Tensor | None) -> Any:
+def _autograd_backward(ctx: Any, gradient: Tensor, _of_lse: Tensor | None) -> Any:
     q, k, v, output, lse, documents = ctx.saved_tensors
     gradients = _compiled_ring_backward(gradient, q, k, v, output, lse, documents, ctx.group_name, ctx.scale)
     return *gradients, None, None, None
 
 
-_compiled_ring.register_autograd(_differentiate, setup_context=_keep)
+_compiled_ring.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _line_named(group_name: str) -> SequenceRanks:
+def _group_named(group_name: str) -> ContextGroup:
     # Operators take no process groups; functional collectives find theirs by this function too.
-    return SequenceRanks.of(group_by_name(group_name))
+    return ContextGroup.of(group_by_name(group_name))
 
 
-# All-gather: every rank collects all keys and values, and attends with its own queries.
+# ---- all-gather attention: every rank gathers all keys and values, and attends with its own queries
 
 
 def allgather_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    line: SequenceRanks,
+    cp: ContextGroup,
     *,
     mask: Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention over rows that are spread over the ranks of `line`.
+    """All-gather attention: causal attention over rows that are split over the ranks of `cp`.
 
-    Tensors are (batch, heads, tokens of this rank, head_dim), cut as `split_batch` cuts; keys and values may have
-    fewer heads. `mask`, where given, says which of all tokens each of this rank's may attend to, (batch, 1,
-    tokens of this rank, all tokens); see `visible`.
-
-    The simplest way, and the one that needs memory for all keys and values of a row.
+    Tensors are (batch, heads, tokens of this rank, head_dim), split as by `split_batch`; keys and values may have
+    fewer heads. `mask` (batch, 1, tokens of this rank, all tokens) is true where a token may be attended to; see
+    `visible`. Needs memory for all keys and values of a row.
     """
-    gathered = _KeyValueGather.apply(pack(k, v), line)  # type: ignore[no-untyped-call]
-    parts = [unpack(flat, k.shape, v.shape) for flat in gathered]
-    k, v = (join([part[i] for part in parts], "allgather", dim=2) for i in range(2))
+    gathered = _KeyValueGather.apply(pack(k, v), cp)  # type: ignore[no-untyped-call]
+    messages = [unpack(flat, k.shape, v.shape) for flat in gathered]
+    k, v = (unsplit([message[i] for message in messages], "allgather", dim=2) for i in range(2))
     outputs = []
     chunk = q.shape[2] // 2
-    for half, index in enumerate(chunks_of(line.rank, line.size, "allgather")):
+    for half, index in enumerate(chunks_of(cp.rank, cp.size, "allgather")):
         rows, end = slice(half * chunk, (half + 1) * chunk), (index + 1) * chunk
-        seen = None if mask is None else mask[:, :, rows, :end]
-        outputs.append(_attend_to_the_last(q[:, :, rows], k[:, :, :end], v[:, :, :end], seen, dropout, scale))
+        visible_keys = None if mask is None else mask[:, :, rows, :end]
+        outputs.append(_attend_at_the_end(q[:, :, rows], k[:, :, :end], v[:, :, :end], visible_keys, dropout, scale))
     return torch.cat(outputs, dim=2)
 
 
-def _attend_to_the_last(
+def _attend_at_the_end(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None
 ) -> Tensor:
-    """Attention of queries that are the last of the keys; causal where there is no mask."""
+    """Attention of queries at the last positions of the keys; causal where there is no mask."""
     if mask is None and not torch.compiler.is_compiling() and choose_kernel(q, k, v, biased=False) is flash:
-        # Called so, and only so, "causal" means that the last query sees all keys, and no mask has to be held.
+        # This operator aligns "causal" with the last key, so no mask is needed.
         output: Tensor = aten_flash(q, k, v, dropout, True, scale=scale)[0]
         return output
     if mask is None:
@@ -716,97 +712,73 @@ def _attend_to_the_last(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
-def visible(documents: Tensor, line: SequenceRanks) -> Tensor:
-    """Which of all tokens this rank's may attend to: earlier ones of the same document.
+def visible(documents: Tensor, cp: ContextGroup) -> Tensor:
+    """Which of all tokens those of this rank may attend to: earlier ones of the same document.
 
     From the document ids of all ranks, (rank, batch, tokens), to (batch, 1, tokens of this rank, all tokens).
     """
-    everyone = join(list(documents), "allgather")
+    everyone = unsplit(list(documents), "allgather")
     chunk = documents.shape[2] // 2
-    starts = torch.tensor(chunks_of(line.rank, line.size, "allgather"), device=documents.device) * chunk
-    own = (starts[:, None] + torch.arange(chunk, device=documents.device)).flatten()
-    earlier = own[:, None] >= torch.arange(everyone.shape[1], device=documents.device)
-    same = documents[line.rank][:, :, None] == everyone[:, None, :]
+    starts = torch.tensor(chunks_of(cp.rank, cp.size, "allgather"), device=documents.device) * chunk
+    local = (starts[:, None] + torch.arange(chunk, device=documents.device)).flatten()
+    earlier = local[:, None] >= torch.arange(everyone.shape[1], device=documents.device)
+    same = documents[cp.rank][:, :, None] == everyone[:, None, :]
     return (same & earlier)[:, None]
 
 
 class _KeyValueGather(torch.autograd.Function):
-    """The flat messages of all ranks, stacked; gradients are summed in fp32 on their way back."""
+    """All-gather of flat messages, stacked; the backward pass reduce-scatters gradients in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: SequenceRanks) -> Tensor:
-        ctx.line = line
-        return gather_from_all(x, line)
+    def forward(ctx: Any, x: Tensor, cp: ContextGroup) -> Tensor:
+        ctx.cp = cp
+        return all_gather_stacked(x, cp)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        mine = scatter_sum(gradient.to(accumulation_dtype(gradient.dtype)), ctx.line)
-        return mine.to(gradient.dtype), None
+        local = reduce_scatter_stacked(gradient.to(accumulation_dtype(gradient.dtype)), ctx.cp)
+        return local.to(gradient.dtype), None
 
 
-# Ulysses: the ranks trade heads for tokens, and each attends over whole rows of its own heads.
+# ---- Ulysses: an all-to-all from tokens to heads, so that each rank attends over full rows of its heads
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, line: SequenceRanks, inner: Callable[[Tensor, Tensor, Tensor], Tensor]
+    q: Tensor, k: Tensor, v: Tensor, cp: ContextGroup, inner: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Any attention over rows that are spread over the ranks of `line`, each with one piece of them in order.
+    """Ulysses: any attention over rows that are split over the ranks of `cp`, in order.
 
-    Tensors are (batch, heads, tokens of this rank, head_dim). `inner` is called with all tokens and every n-th part
-    of the heads; its answer goes back. Before and after it the ranks exchange all to all.
+    Tensors are (batch, heads, tokens of this rank, head_dim). `inner` is called with all tokens of 1/n of the heads,
+    between two all-to-alls.
 
-    The heads of `q` have to divide by the number of ranks. Where those of keys and values do not, they are
-    repeated until they do: then ranks share one.
+    The heads of `q` have to divide by the number of ranks. Where those of keys and values do not, they are repeated
+    until they do: then ranks share a head.
     """
-    check_heads(q.shape[1], line.size)
-    kv_heads = lcm(k.shape[1], line.size)
+    check_heads(q.shape[1], cp.size)
+    kv_heads = lcm(k.shape[1], cp.size)
     if kv_heads > k.shape[1]:
         k, v = (x.repeat_interleave(kv_heads // x.shape[1], dim=1) for x in (k, v))
     if q.shape[-1] == v.shape[-1]:
-        q, k, v = _tokens_for_heads([q, k, v], line)
+        q, k, v = _scatter_heads([q, k, v], cp)
     else:
-        (q, k), (v,) = _tokens_for_heads([q, k], line), _tokens_for_heads([v], line)
-    # Back: (batch, own heads, all tokens) is cut by tokens, and what arrives is joined by heads.
-    back = torch.stack(inner(q, k, v).chunk(line.size, dim=2))
-    return _exchange(back, line).transpose(0, 1).flatten(1, 2)
+        (q, k), (v,) = _scatter_heads([q, k], cp), _scatter_heads([v], cp)
+    # Back: (batch, local heads, all tokens) is split by tokens, and what is received is concatenated by heads.
+    back = torch.stack(inner(q, k, v).chunk(cp.size, dim=2))
+    return all_to_all(back, cp.group).transpose(0, 1).flatten(1, 2)
 
 
 def check_heads(heads: int, size: int) -> None:
-    """Refuse a number of heads that the ranks cannot share."""
+    """Refuse a number of heads that does not divide by the number of ranks."""
     if heads % size:
         raise ModelError(
-            f"ulysses shares the heads of attention among the ranks, and {heads} heads do not divide by "
-            f"cp={size}; choose another cp, or ring or allgather, which cut only the sequence"
+            f"ulysses splits the heads of attention over the ranks, and {heads} heads do not divide by cp={size}; "
+            "use another cp, or ring or allgather, which split only the sequence"
         )
 
 
-def _tokens_for_heads(tensors: Sequence[Tensor], line: SequenceRanks) -> Sequence[Tensor]:
+def _scatter_heads(tensors: Sequence[Tensor], cp: ContextGroup) -> Sequence[Tensor]:
     """From (batch, heads, tokens of this rank, dim) to (batch, heads of this rank, tokens, dim), in one message."""
-    by_rank = [x.reshape(x.shape[0], line.size, -1, *x.shape[2:]).transpose(0, 1) for x in tensors]
-    arrived = _exchange(torch.cat(by_rank, dim=2), line)
+    by_rank = [x.reshape(x.shape[0], cp.size, -1, *x.shape[2:]).transpose(0, 1) for x in tensors]
+    arrived = all_to_all(torch.cat(by_rank, dim=2), cp.group)
     whole = arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return torch.split(whole, [x.shape[2] for x in by_rank], dim=1)
-
-
-def _exchange(x: Tensor, line: SequenceRanks) -> Tensor:
-    return _HeadExchange.apply(x, line.group)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _HeadExchange(torch.autograd.Function):
-    """The i-th part of `x` goes to rank i; what comes from rank i is the i-th part of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _all_to_all(gradient, ctx.group), None
-
-
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    result = torch.empty_like(x)
-    dist.all_to_all_single(result, x, group=group)
-    return result

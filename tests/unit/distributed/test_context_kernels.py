@@ -17,7 +17,7 @@ from plait.distributed.context_parallel_attention import (
     cpu,
     efficient,
     flash,
-    mathematics,
+    reference,
 )
 
 SHAPES = [(12, 12), (12, 7), (5, 33), (1, 1)]
@@ -26,13 +26,13 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, t
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 KERNELS = [
     *(pytest.param(cpu, "cpu", dtype, id=f"cpu-{dtype}") for dtype in TOLERANCES),
-    *(pytest.param(mathematics, "cpu", dtype, id=f"mathematics-{dtype}") for dtype in (torch.float64, torch.bfloat16)),
+    *(pytest.param(reference, "cpu", dtype, id=f"reference-{dtype}") for dtype in (torch.float64, torch.bfloat16)),
     *(
         pytest.param(kernel, "cuda", dtype, id=f"{kernel.name}-{dtype}", marks=[pytest.mark.gpu, gpu])
         for kernel, dtypes in (
             (flash, (torch.bfloat16, torch.float16)),
             (efficient, (torch.float32, torch.bfloat16, torch.float16)),
-            (mathematics, (torch.float64,)),
+            (reference, (torch.float64,)),
         )
         for dtype in dtypes
     ),
@@ -80,7 +80,7 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str)
 def test_a_kernel_agrees_with_the_plain_twin_in_fp64(kernel: Kernel, device: str, dtype: torch.dtype) -> None:
     for block, gradient in blocks(kernel, dtype, device):
         wide = widened(block)
-        output, lse = mathematics.forward(wide)
+        output, lse = reference.forward(wide)
         found, found_lse = kernel.forward(block)
         seen = lse > -1e3  # of a query without keys only the low log-sum-exp counts
         assert bool((found_lse[~seen] < -1e3).all())
@@ -89,7 +89,7 @@ def test_a_kernel_agrees_with_the_plain_twin_in_fp64(kernel: Kernel, device: str
         # As in a ring: the backward pass gets output and log-sum-exp over more keys than these.
         results = (output.masked_fill(~seen[..., None], 0.5) * 0.9).to(dtype), lse.masked_fill(~seen, 2.0) + 0.4
         wide_results = (x.double() for x in results)
-        expected = mathematics.backward(gradient.double(), wide, *wide_results)
+        expected = reference.backward(gradient.double(), wide, *wide_results)
         output, lse = results[0], results[1].to(found_lse.dtype)
         parts = kernel.backward(gradient, block, output, lse)
         for name, part, whole in zip("qkv", parts, expected, strict=True):
@@ -97,11 +97,11 @@ def test_a_kernel_agrees_with_the_plain_twin_in_fp64(kernel: Kernel, device: str
 
 
 def test_the_plain_twin_has_the_gradients_of_autograd() -> None:
-    for block, gradient in blocks(mathematics, torch.float64, "cpu"):
+    for block, gradient in blocks(reference, torch.float64, "cpu"):
         leaves = [x.detach().requires_grad_() for x in block[:3]]
-        output, lse = mathematics.forward(block._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
+        output, lse = reference.forward(block._replace(q=leaves[0], k=leaves[1], v=leaves[2]))
         expected = torch.autograd.grad(output, leaves, gradient)
-        found = mathematics.backward(gradient, block, output.detach(), lse.detach())
+        found = reference.backward(gradient, block, output.detach(), lse.detach())
         for name, part, whole in zip("qkv", found, expected, strict=True):
             assert_close(part, whole, torch.float64, f"gradient of {name}")
 
@@ -112,7 +112,7 @@ def test_results_over_some_keys_merge_into_that_over_all() -> None:
     bias[..., 0] = 0.0  # so that each query finds something, if only in the first part
 
     def over(keys: slice) -> tuple[Tensor, Tensor]:
-        return mathematics.forward(AttentionBlock(q, k[:, :, keys], v[:, :, keys], bias[..., keys], False, 0.3))
+        return reference.forward(AttentionBlock(q, k[:, :, keys], v[:, :, keys], bias[..., keys], False, 0.3))
 
     expected, expected_lse = over(slice(None))
     output, lse = over(slice(0, 6))
@@ -130,11 +130,11 @@ def test_the_kernel_is_the_fastest_that_takes_the_tensors() -> None:
         return choose_kernel(q, k, v, biased=biased).name
 
     assert chosen("cpu", torch.bfloat16, 64, 64, biased=True) == "cpu"
-    assert chosen("cpu", torch.float32, 64, 32, biased=False) == "mathematics"
-    assert chosen("meta", torch.float32, 64, 64, biased=False) == "mathematics"
+    assert chosen("cpu", torch.float32, 64, 32, biased=False) == "reference"
+    assert chosen("meta", torch.float32, 64, 64, biased=False) == "reference"
     if torch.cuda.is_available():
         assert chosen("cuda", torch.bfloat16, 64, 64, biased=False) == "flash"
         assert chosen("cuda", torch.bfloat16, 64, 64, biased=True) == "efficient"
         assert chosen("cuda", torch.float32, 64, 64, biased=False) == "efficient"
-        assert chosen("cuda", torch.float32, 12, 12, biased=False) == "mathematics"
-        assert chosen("cuda", torch.float64, 64, 64, biased=False) == "mathematics"
+        assert chosen("cuda", torch.float32, 12, 12, biased=False) == "reference"
+        assert chosen("cuda", torch.float64, 64, 64, biased=False) == "reference"

@@ -9,32 +9,39 @@ import torch
 from tests.communication_volume import context_traffic
 from tests.refusals import refused
 
-from plait.distributed.context_parallel_attention import KINDS, Kind, cut, join, padded_length, split_batch
+from plait.distributed.context_parallel_attention import (
+    CONTEXT_KINDS,
+    ContextKind,
+    padded_length,
+    split,
+    split_batch,
+    unsplit,
+)
 from plait.errors import ModelError
 
 SIZES = [1, 2, 3, 4, 8]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_joining_undoes_cutting(kind: Kind, size: int) -> None:
+@pytest.mark.parametrize("kind", CONTEXT_KINDS)
+def test_joining_undoes_cutting(kind: ContextKind, size: int) -> None:
     x = torch.randn(2, 3, 4 * 2 * size, 5)
-    parts = [cut(x, rank, size, kind, dim=2) for rank in range(size)]
+    parts = [split(x, rank, size, kind, dim=2) for rank in range(size)]
     assert all(part.shape == (2, 3, 8, 5) for part in parts)
-    assert torch.equal(join(parts, kind, dim=2), x)
+    assert torch.equal(unsplit(parts, kind, dim=2), x)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["ring", "allgather"])
-def test_every_rank_has_equally_many_pairs_of_query_and_key(kind: Kind, size: int) -> None:
+def test_every_rank_has_equally_many_pairs_of_query_and_key(kind: ContextKind, size: int) -> None:
     places = torch.arange(6 * size)[None]
-    pairs = {int((cut(places, rank, size, kind) + 1).sum()) for rank in range(size)}
+    pairs = {int((split(places, rank, size, kind) + 1).sum()) for rank in range(size)}
     assert len(pairs) == 1
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_without_positions_to_go_by_is_told_them(kind: Kind, size: int) -> None:
+@pytest.mark.parametrize("kind", CONTEXT_KINDS)
+def test_a_rank_without_positions_to_go_by_is_told_them(kind: ContextKind, size: int) -> None:
     ids = torch.arange(40 * size).view(2, -1)  # a token is its own place in the row
     for rank in range(size):
         mine = split_batch({"input_ids": ids}, rank, size, kind=kind)
@@ -52,8 +59,8 @@ def test_positions_of_the_batch_are_kept(name: str) -> None:
     assert mine.keys() == {"input_ids", name}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_does_not_divide_is_filled_up_with_what_counts_for_nothing(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", CONTEXT_KINDS)
+def test_a_row_that_does_not_divide_is_filled_up_with_what_counts_for_nothing(kind: ContextKind) -> None:
     tokens, size = 13, 4
     batch: dict[str, Any] = {
         "input_ids": torch.randint(1, 9, (2, tokens)),
@@ -71,7 +78,7 @@ def test_a_row_that_does_not_divide_is_filled_up_with_what_counts_for_nothing(ki
         ("document_ids", -1),
         ("attention_mask", 0),
     ):
-        whole = join([part[name] for part in parts], kind)
+        whole = unsplit([part[name] for part in parts], kind)
         assert torch.equal(whole[:, :tokens], batch[name])
         assert bool((whole[:, tokens:] == filler).all())
 

@@ -7,8 +7,8 @@ from tests.refusals import refused
 from torch import nn
 
 from plait.config.model import GptConfig
-from plait.distributed.tensor_parallel import check_sequence, why_no_async
-from plait.distributed.tensor_parallel_styles import OwnRandom, chunk_of, drops, kv_heads_of
+from plait.distributed.tensor_parallel import check_sequence, reason_not_async
+from plait.distributed.tensor_parallel_styles import RankRng, chunk_of, draws_random, kv_heads_of
 from plait.errors import ModelError
 from plait.models.common.losses import logit_grads, row_statistics
 
@@ -45,7 +45,7 @@ def test_random_numbers_of_ones_own_leave_the_common_ones_in_step() -> None:
         torch.manual_seed(4)
         own, common = [], []
         for count in (1 + rank, 2 + 3 * rank):
-            with OwnRandom(rank).within(torch.device("cpu")):
+            with RankRng(rank).fork(torch.device("cpu")):
                 own.append(float(torch.rand(count)[0]))
             common.append(float(torch.rand(())))
         return own, common
@@ -58,11 +58,11 @@ def test_random_numbers_of_ones_own_leave_the_common_ones_in_step() -> None:
 
 def test_the_common_numbers_go_on_after_an_error() -> None:
     torch.manual_seed(4)
-    with pytest.raises(ZeroDivisionError), OwnRandom(1).within(torch.device("cpu")):
+    with pytest.raises(ZeroDivisionError), RankRng(1).fork(torch.device("cpu")):
         raise ZeroDivisionError
     after = torch.rand(())
     torch.manual_seed(4)
-    with OwnRandom(1).within(torch.device("cpu")):
+    with RankRng(1).fork(torch.device("cpu")):
         torch.rand(5)
     assert torch.equal(torch.rand(()), after)
 
@@ -70,10 +70,10 @@ def test_the_common_numbers_go_on_after_an_error() -> None:
 def test_dropout_is_found_in_layers_and_in_settings() -> None:
     from plait.models.gpt import GptBlock
 
-    assert drops(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
-    assert not drops(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
-    assert drops(GptBlock(GptConfig(dim=8, heads=2, dropout=0.1)).attention)
-    assert not drops(GptBlock(GptConfig(dim=8, heads=2)))
+    assert draws_random(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    assert not draws_random(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
+    assert draws_random(GptBlock(GptConfig(dim=8, heads=2, dropout=0.1)).attention)
+    assert not draws_random(GptBlock(GptConfig(dim=8, heads=2)))
 
 
 def test_a_sequence_length_is_checked_before_a_run() -> None:
@@ -83,8 +83,8 @@ def test_a_sequence_length_is_checked_before_a_run() -> None:
 
 
 def test_async_is_refused_with_the_reason() -> None:
-    assert "cpu" in (why_no_async("cpu", sequence=True) or "")
-    assert "sequence" in (why_no_async("cuda", sequence=False) or "")
+    assert "cpu" in (reason_not_async("cpu", sequence=True) or "")
+    assert "sequence" in (reason_not_async("cuda", sequence=False) or "")
 
 
 def test_splitting_the_sequence_sends_no_more_for_the_layers() -> None:

@@ -11,7 +11,7 @@ from tests.communication_volume import context_traffic, data_traffic, expert_tra
 from tests.traffic import SentBytes
 
 from plait.config import parse_sections
-from plait.distributed.context_parallel_attention import KINDS, Kind
+from plait.distributed.context_parallel_attention import CONTEXT_KINDS, ContextKind
 from plait.distributed.fake import fake_world
 from plait.engine import Preparation, prepare_native
 from plait.models import build_model
@@ -181,8 +181,8 @@ def test_tensor_parallel_ranks_with_shards_send_both_in_half_precision(size: int
 
 
 @WORLDS
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_share_rows_send_keys_and_values_or_heads(size: int, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", CONTEXT_KINDS)
+def test_ranks_that_share_rows_send_keys_and_values_or_heads(size: int, kind: ContextKind) -> None:
     # A thousand steps of a ring are many to play.
     cp = size if kind == "ulysses" else min(size, 64)
     heads = max(cp, 8) if kind == "ulysses" else 8
