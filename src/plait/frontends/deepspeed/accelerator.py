@@ -13,11 +13,11 @@ import torch.distributed as dist
 from plait.distributed import detect_ranks, device_from_env
 from plait.frontends.deepspeed.module_layout import not_offered
 
-__all__ = ["Accelerator", "get_accelerator"]
+__all__ = ["DeepSpeedAccelerator", "get_accelerator"]
 
 
 @dataclass(frozen=True, slots=True)
-class Accelerator:
+class DeepSpeedAccelerator:
     """The devices of one type."""
 
     _name: str
@@ -144,14 +144,14 @@ DEVICE_VARIABLE = "DS_ACCELERATOR"
 """The environment variable in which DeepSpeed's users name the type of device."""
 
 
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> DeepSpeedAccelerator:
     """Return the devices that `DS_ACCELERATOR` names, or the best that torch sees here."""
     if (named := device_from_env(DEVICE_VARIABLE)) != "auto":
-        return Accelerator(named)
+        return DeepSpeedAccelerator(named)
     for name in ("cuda", "xpu"):
         if getattr(torch, name).is_available():
-            return Accelerator(name)
-    return Accelerator("cpu")
+            return DeepSpeedAccelerator(name)
+    return DeepSpeedAccelerator("cpu")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
