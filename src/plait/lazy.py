@@ -1,55 +1,57 @@
-"""Packages whose names are loaded on first use: a package's `__init__` says what it offers, and loads none of it.
+"""Packages whose names are loaded on first use: a package's `__init__` lists what it offers, and imports none of it.
 
-Type checkers read the imports under `TYPE_CHECKING`; at run time `attach_names` gives the package the same names:
+The list is the imports under `TYPE_CHECKING`. Type checkers read them; at run time `attach_names` reads them from the
+source, and gives the package the same names:
 
     if TYPE_CHECKING:
-        from plait.models import LossTerm as LossTerm
+        from plait.data.steps import MicroBatch as MicroBatch
     else:
-        attach_names(__name__, {"loss": ["LossTerm"]})
+        from plait.lazy import attach_names
+
+        attach_names(__name__)
 
 [Note: a name and a file of one spelling] Importing a submodule binds it in its package: once the file
 `prove/prove.py` is loaded, `plait.prove.prove` would be the module and the function of that name hidden, or not, as the
 order of imports has it. So no submodule takes the place of a name that its package offers.
 """
 
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+_IMPORT = re.compile(r"^    from ([\w.]+) import \(?\s*(\w+) as (\w+)", re.MULTILINE)
+"""An import that offers a name. One per line, with `as` also for a name that stays, as type checkers want it."""
 
-def attach_names(
-    package: str, offers: Mapping[str, Sequence[str]], *, unknown: Callable[[str, str], AttributeError] | None = None
-) -> None:
-    """Let `package` offer names of its submodules, each loaded when it is first asked for.
 
-    `offers` has the names by submodule (`"loss"`, `"native.engine"`) or by a module elsewhere (`"plait.…"`),
-    `Offered=Inside` where a name is another one there; under `"."` stand submodules that are offered themselves.
-    `unknown(package, name)` makes the error for a name that is not there.
+def attach_names(package: str, *, unknown: Callable[[str, str], AttributeError] | None = None) -> None:
+    """Let `package` offer the names that its source imports under `TYPE_CHECKING`, each imported on first use.
+
+    `unknown(package, name)` returns the error for a name that is not offered.
     """
-    homes: dict[str, tuple[str, str]] = {}
-    for home, names in offers.items():
-        for name in names:
-            if home == ".":
-                homes[name.rpartition(".")[2]] = f"{package}.{name}", ""
-            else:
-                offered, _, inside = name.partition("=")
-                homes[offered] = home if home.startswith("plait.") else f"{package}.{home}", inside or offered
-    offer_names(sys.modules[package], homes, unknown or _unknown)
+    module = sys.modules[package]
+    source = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]
+    block = source.partition("\nif TYPE_CHECKING:\n")[2].partition("\nelse:\n")[0]
+    homes = {
+        name: (f"{package}.{inside}", "") if home == package else (home, inside)
+        for home, inside, name in _IMPORT.findall(block)
+    }
+    offer_names(module, homes, unknown or _unknown)
 
 
 def offer_names(
     module: ModuleType, homes: Mapping[str, tuple[str, str]], unknown: Callable[[str, str], AttributeError]
 ) -> None:
-    """Let `module` offer names: each is the module in `homes`, or what that has under the second name, if any."""
+    """Let `module` offer names: each is the module in `homes`, or that module's attribute under the second name."""
     vars(module).update(__all__=sorted(homes), __homes__=homes, __unknown__=unknown)
     module.__class__ = _Package
 
 
 class _Package(ModuleType):
     __homes__: Mapping[str, tuple[str, str]]
-    """Where each name lies: a module, and its name there; none if the module itself is offered."""
+    """The module of each name, and its name there; empty if the module itself is offered."""
     __unknown__: Callable[[str, str], AttributeError]
 
     def __getattr__(self, name: str) -> Any:
@@ -58,11 +60,13 @@ class _Package(ModuleType):
         home, inside = self.__homes__[name]
         try:
             value = import_module(home)
-            if inside:
+            if inside and hasattr(value, "__path__") and not hasattr(value, inside):
+                value = import_module(f"{home}.{inside}")  # a submodule
+            elif inside:
                 value = getattr(value, inside)
-        except AttributeError as error:  # which `from … import` would take for a name that is not offered, and drop
+        except AttributeError as error:  # `from … import` would report an AttributeError as a name that is not offered
             raise ImportError(f"{self.__name__}.{name}: {error}", name=home) from error
-        vars(self)[name] = value  # so that it is asked for once
+        vars(self)[name] = value  # so that it is looked up once
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -75,5 +79,5 @@ class _Package(ModuleType):
 
 
 def _unknown(package: str, name: str) -> AttributeError:
-    # With the package, so that Python itself names the nearest name where the error is shown.
+    # With `obj`, so that Python suggests the nearest name when it prints the error.
     return AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])

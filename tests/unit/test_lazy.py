@@ -12,9 +12,21 @@ from types import ModuleType
 import pytest
 
 INIT = """
-from plait.lazy import attach_names
-attach_names(__name__, {"shape": ["shape", "Square"], "deep.inner": ["inside"], "broken": ["whole"],
-    ".": ["tools", "deep.lower"]})
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from toy_package import tools as tools
+    from toy_package.broken import (
+        whole as whole,
+    )
+    from toy_package.deep import lower as lower
+    from toy_package.deep.inner import depth as inside
+    from toy_package.shape import Square as Square
+    from toy_package.shape import shape as shape
+else:
+    from plait.lazy import attach_names
+
+    attach_names(__name__)
 """
 
 
@@ -25,7 +37,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]
         "__init__": INIT,
         "shape": "class Square: ...\ndef shape(): return Square()",
         "deep/__init__": "",
-        "deep/inner": "inside = 3",
+        "deep/inner": "depth = 3",
         "deep/lower": "",
         "broken": "import sys\nsys.no_such_attribute",
         "tools": "",

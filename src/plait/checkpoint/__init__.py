@@ -71,36 +71,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            ".": ["convert"],
-            "convert.deepspeed": ["DeepSpeedSource", "find_files"],
-            "convert.detect": ["kind_of", "newest_tag", "open_source"],
-            "convert.files": [
-                "FileTensor",
-                "PickledTensor",
-                "TorchFile",
-                "load_values",
-                "open_file",
-                "read_file_tensor",
-            ],
-            "convert.huggingface": ["Description", "companions", "read_description"],
-            "convert.megatron": ["without_padding"],
-            "convert.plait": ["PlaitSource"],
-            "convert.conversion": ["Format"],
-            "convert.source": ["Recipe", "Source", "TensorEntry", "View", "translated", "with_state"],
-            "convert.summary": ["group_totals", "summary_rows"],
-            "fingerprint": ["fingerprint"],
-            "folder": ["CheckpointFolder", "remove_checkpoint"],
-            "load": ["Fetch", "Mismatch", "entries", "load_into", "matches", "nothing_to_fetch", "verify"],
-            "manifest": ["Checkpoint", "MANIFEST_NAME", "Manifest", "open_checkpoint", "read_manifest", "saved_at"],
-            "memory": ["SavedTensor", "WRITERS", "saved_tensor", "checkpoint_memory", "thread_count"],
-            "pieces": ["Entry", "DeferredTensor", "STRIP", "WriteAssignment", "held_pieces"],
-            "ranks": ["attempt", "raise_on_all_ranks"],
-            "save": ["CheckpointWriter", "Saved", "save_checkpoint", "write_single_process"],
-            "node_local": ["find_node_local"],
-            "storage": ["Storage", "build_storage"],
-            "tensorfile": ["BLOCK", "as_bytes", "digest", "contiguous_bytes"],
-        },
-    )
+    attach_names(__name__)

@@ -7,9 +7,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "main": ["main"],
-        },
-    )
+    attach_names(__name__)

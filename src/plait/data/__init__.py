@@ -33,18 +33,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "loader": ["Collate", "RankLoader", "WorkerExits", "is_stream", "stack", "unwrap_dataloader"],
-            "mixture": ["MixtureSource"],
-            "order": ["SampleOrder", "splitmix64", "sample_seed"],
-            "packing": ["IGNORE", "PackedTokens"],
-            "sources": ["build_dataset", "prepare", "tokenizer_path"],
-            "steps": ["MicroBatch", "split_batch"],
-            "text": ["find_files", "open_file", "read_object"],
-            "tokenizer": ["END", "TextTokenizer", "load_tokenizer", "train_tokenizer"],
-            "tokens": ["TokenFile", "TokenWriter"],
-            "plait.torch_internals": ["sampler_num_samples"],
-        },
-    )
+    attach_names(__name__)

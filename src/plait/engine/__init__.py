@@ -40,30 +40,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "base": ["Engine", "Evaluation", "Skips", "StepResult"],
-            "checkpointing": [
-                "EngineSaver",
-                "FrozenTensors",
-                "resume_engine",
-                "stored_value",
-                "naming_state",
-                "tensors_of",
-            ],
-            "construction": ["build_module"],
-            "engines": ["planned_as", "prepare", "prepare_engine", "stage_of"],
-            "evaluating": ["evaluate"],
-            "foreign": ["Built", "build_whole"],
-            "forward": ["LogFunction"],
-            "loss": ["LossFunction", "LossNormalizer", "WeightedLoss", "described_loss", "read_loss"],
-            "manual": ["LoopEngine", "ManualEngine", "prepare_manual"],
-            "native": ["NativeEngine"],
-            "offload": ["OffloadedParams"],
-            "preparation": ["Length", "Preparation"],
-            "prepare": ["prepare_native"],
-            "stepping": ["SteppingEngine"],
-            "update": ["AsyncHostCopy"],
-        },
-    )
+    attach_names(__name__)

@@ -20,24 +20,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "key_report": [
-                "ABSENT",
-                "KeyEntry",
-                "KeyOutcome",
-                "KeyReader",
-                "KeyReport",
-                "TranslatedSettings",
-                "Translation",
-                "honoured",
-                "honoured_as",
-                "mapped",
-                "refused",
-                "refused_unless",
-                "unneeded",
-            ],
-            "mirrored": ["MirroredPackage"],
-        },
-    )
+    attach_names(__name__)

@@ -31,17 +31,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "conversation": ["CLOSE", "Conversation", "OPEN", "ToolCall", "Turn", "cut", "printable", "read_calls"],
-            "generator": ["CONTEXT_KEYS", "Generator", "context_of", "generate"],
-            "hybrid": ["HybridEngine", "cache_bytes"],
-            "options": ["Completion", "Sampling"],
-            "perplexity": ["Perplexity", "measure_perplexity", "page_of"],
-            "sample": ["sample"],
-            "serve": ["LOCAL_NAMES", "Limits", "Server"],
-            "streamed": ["build_streamed"],
-            "vllm": ["Weights"],
-        },
-    )
+    attach_names(__name__)

@@ -45,25 +45,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            ".": ["heartbeat"],
-            "controller": ["Command"],
-            "diagnosis": ["LEAK_REMEDY", "growth_text"],
-            "failure": ["report_failure"],
-            "heartbeat": ["Phase"],
-            "hostfile": ["read_hostfile"],
-            "job": ["Job", "absent", "cpu_count", "find_program"],
-            "local": ["follow_the_launcher", "gpu_count", "launched_size", "run_ranks"],
-            "network": ["free_port"],
-            "observer": ["StepMemory", "cgroup_limit"],
-            "options": ["LaunchOptions", "flags", "misplaced", "parse_options"],
-            "preflight": ["HostCheck", "Preflight", "preflight"],
-            "prepare": ["PreparedLaunch", "code_folder", "prepare_launch"],
-            "rank": ["host_words", "launched_rank", "rank_words"],
-            "records": ["STOPPED_CODES", "signal_name"],
-            "remote": ["in_allocation"],
-            "restart": ["Machines", "MICRO_BATCHES_SPLIT", "restart_with_smaller_batches", "run_here", "run_share"],
-        },
-    )
+    attach_names(__name__)

@@ -37,27 +37,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            ".": ["common.attention"],
-            "common.attention": ["Attention", "attend", "rotary_table", "rotate_both"],
-            "common.losses": ["LMHead", "cross_entropy"],
-            "common.protocol": ["IGNORE_INDEX", "LossTerm"],
-            "common.weights": ["Made"],
-            "fused": [
-                "FusedAttention",
-                "FusedLlamaBlock",
-                "FusedRMSNorm",
-                "FusedSwiGLU",
-                "fuse",
-                "rotate_together",
-                "use_fp8_head",
-            ],
-            "hf": ["load_pretrained"],
-            "llama": ["Llama", "LlamaBlock", "SwiGLU"],
-            "portable": ["from_transformers", "to_transformers"],
-            "registry": ["build_model", "preset"],
-            "plait.transformers_internals": ["overrides"],
-        },
-    )
+    attach_names(__name__)

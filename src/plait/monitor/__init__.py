@@ -39,18 +39,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            ".": ["report"],
-            "console": ["encodable"],
-            "events": ["Event", "EventKind", "MessageEvent", "Sink"],
-            "files": ["JsonlSink", "events_path", "plain_json", "read_events"],
-            "format": ["format_clock", "format_count", "format_duration", "scalars", "format_bytes"],
-            "history": ["History", "history"],
-            "report": ["card", "document", "escaped", "fact_list", "footer", "page_header", "write_report"],
-            "sinks": ["Monitor", "build_monitor", "report_progress"],
-            "svg": ["Scale", "axes", "image", "ticks"],
-            "trackers": ["TensorBoardSink", "WandbSink"],
-        },
-    )
+    attach_names(__name__)

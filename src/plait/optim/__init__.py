@@ -55,29 +55,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "base": ["MakeState", "PlaitOptimizer", "ParamForm", "is_builtin", "param_form_of"],
-            "clip": ["clip_by_value", "grad_norm", "norm_of", "part_norms", "whole_norm"],
-            "examine": ["OptimizerNeeds", "examine_optimizer", "has_two_modes", "clone_factory"],
-            "fused_adam": ["OnePassAdam"],
-            "groups": ["GroupSpec", "OptimizerGroup", "parameter_infos", "split_groups"],
-            "lamb": ["Lamb"],
-            "lion": ["Lion"],
-            "offload": ["Offload", "OffloadOptions", "device_buffer_bytes"],
-            "optimizers": [
-                "base_rate",
-                "build_optimizer",
-                "is_one_pass",
-                "make_custom_optimizer",
-                "supports_grad_scale",
-            ],
-            "schedule": ["Curves", "OptimizerRates", "Schedule", "ScheduleSpan", "build_schedule"],
-            "state": ["OptimizerRecord", "leaves", "merge_records", "flat_tensors"],
-            "swapper": ["check_space", "host_need", "bucket_elements", "state_bytes", "updates_on_device"],
-            "full_params": ["OwnedParams"],
-            "wrap": ["OptimizerSource", "WrappedOptimizer", "bare_step"],
-            "plait.torch_internals": ["count_schedule_step", "schedule_steps"],
-        },
-    )
+    attach_names(__name__)

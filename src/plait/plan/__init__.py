@@ -57,33 +57,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "classify": ["classify", "known_tensors"],
-            "gate": ["RunPlan", "best_ratio", "best_settings", "plan_run", "run_forked"],
-            "hardware": ["Hardware", "find_hardware", "hardware_here"],
-            "ledger": ["host_peaks"],
-            "measure": ["measure_hardware"],
-            "plan": ["Plan", "draw_timeline", "make_plan"],
-            "quick": ["shards_of"],
-            "rankplan": ["Known"],
-            "recorder": ["MemoryRecorder"],
-            "remedies": ["RemedySearch", "Remedy"],
-            "search": ["Search", "order_by_estimate", "search"],
-            "space": ["Candidate", "Space", "candidates", "useful_dimensions"],
-            "states": [
-                "estimate_states",
-                "count_params",
-                "estimate_zero2_model_states_mem_needs",
-                "estimate_zero2_model_states_mem_needs_all_cold",
-                "estimate_zero2_model_states_mem_needs_all_live",
-                "estimate_zero3_model_states_mem_needs",
-                "estimate_zero3_model_states_mem_needs_all_cold",
-                "estimate_zero3_model_states_mem_needs_all_live",
-                "zero2_table",
-                "zero3_table",
-            ],
-            "timing": ["flops_of", "message_of"],
-        },
-    )
+    attach_names(__name__)

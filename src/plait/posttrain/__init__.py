@@ -46,41 +46,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "data.prepare": ["tokenizer_beside"],
-            "data.records": ["ChatMessage"],
-            "data.template": [
-                "CHAT_TEMPLATE",
-                "ChatTokenizer",
-                "NAME",
-                "OfTokenizer",
-                "SETTINGS",
-                "Template",
-                "UnwritableError",
-                "chat_template_in",
-                "read_settings",
-                "read_tokenizer",
-                "template_of_run",
-                "tokenizer_folder",
-            ],
-            "deepspeed_chat": ["FLAGS", "TRAIN_FLAGS", "read_steps", "translate"],
-            "lora": ["AdapterSpec", "attach", "has_adapters", "merged", "read_adapter"],
-            "phases": [
-                "PhaseStep",
-                "Start",
-                "as_overrides",
-                "from_files",
-                "from_words",
-                "make_steps",
-                "next_commands",
-                "outcome_of",
-                "run_steps",
-                "with_train_flags",
-            ],
-            "reward_judge": ["Question", "held_out", "open_scorer", "run_behind"],
-            "run": ["make_runner"],
-            "start": ["fill_all", "open_start"],
-        },
-    )
+    attach_names(__name__)

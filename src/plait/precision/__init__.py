@@ -23,28 +23,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "fp8": [
-                "EarlierScales",
-                "Fp8Linear",
-                "apply_fp8",
-                "feed_forward",
-                "go_together",
-                "scale_by_earlier_steps",
-                "spoken_for",
-                "through_all",
-            ],
-            "mixed_precision": [
-                "DTYPES",
-                "FP32_MODULES",
-                "LossScaler",
-                "Policy",
-                "cast_floats",
-                "make_policy",
-                "map_tensors",
-            ],
-            "plait.torch_internals": ["AnyBatchNorm", "AnyInstanceNorm"],
-        },
-    )
+    attach_names(__name__)

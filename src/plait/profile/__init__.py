@@ -15,11 +15,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "hook": ["Profile"],
-            "page": ["grids", "headline"],
-            "report": ["Report"],
-        },
-    )
+    attach_names(__name__)

@@ -17,13 +17,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "certificate": ["Certificate", "ComparedQuantity", "compare_findings"],
-            "compare": ["Rounding", "compare", "rounding_of"],
-            "job": ["ProofTrace"],
-            "prove": ["prove"],
-            "record": ["Switch", "nudge_weights", "running_statistics"],
-        },
-    )
+    attach_names(__name__)

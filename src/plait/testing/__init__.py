@@ -17,11 +17,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "maths": ["assert_same_after_resume", "assert_same_maths"],
-            "ranks": ["RankFailedError", "RankPool"],
-            "runs": ["full_tensors"],
-        },
-    )
+    attach_names(__name__)

@@ -18,15 +18,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "hooks": ["Best", "Hook", "WeightAverage"],
-            "memory_plan": ["MemoryPlan"],
-            "metrics": ["Accuracy", "Metric"],
-            "runner": ["Runner"],
-            "sources": ["GivenObjects"],
-            "throughput": ["count_tokens", "memory_mib", "peak_flops"],
-            "watch": ["STOPPED"],
-        },
-    )
+    attach_names(__name__)

@@ -13,11 +13,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "config": ["Rank", "TuneConfig", "make_tune_config", "rank_by_rule"],
-            "search": ["Tuned", "tune"],
-            "trial": ["TrialOutcome"],
-        },
-    )
+    attach_names(__name__)

@@ -52,37 +52,6 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "accelerator": ["Accelerator"],
-            "config": ["as_overrides", "is_accelerate", "machines", "processes", "translate"],
-            "data_loader": ["skip_first_batches"],
-            "optimizer": ["PreparedOptimizer"],
-            "utils.dataclasses": [
-                "AutocastKwargs",
-                "DDPCommunicationHookType",
-                "DataLoaderConfiguration",
-                "DeepSpeedPlugin",
-                "DistributedDataParallelKwargs",
-                "DistributedType",
-                "FullyShardedDataParallelPlugin",
-                "GradScalerKwargs",
-                "GradientAccumulationPlugin",
-                "InitProcessGroupKwargs",
-                "ParallelismConfig",
-                "ProjectConfiguration",
-                "TorchDynamoPlugin",
-                "ProfileKwargs",
-            ],
-            "prepared": ["Gatherer", "PreparedModel", "backward", "build_engine"],
-            "process": ["PartialState"],
-            "settings": ["build_config", "merged"],
-            "state_files": ["PLACED", "full_weights", "groups_of", "pack", "restore_groups", "unpack"],
-            "utils.memory": ["find_executable_batch_size"],
-            "utils.random": ["synchronize_rng_states"],
-        },
-        unknown=not_offered,
-    )
+    attach_names(__name__, unknown=not_offered)
 
 ACCELERATE.install()

@@ -41,34 +41,7 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            ".": [
-                "accelerator",
-                "checkpointing",
-                "comm",
-                "config",
-                "pipe",
-                "utils",
-                "zero",
-            ],
-            "accelerator": ["get_accelerator"],
-            "comm": ["init_distributed"],
-            "config.read": ["read_config"],
-            "config.autotuning": ["search"],
-            "config.translate": ["is_deepspeed", "translate"],
-            "engine": ["DeepSpeedEngine"],
-            "inference": ["InferenceEngine", "init_inference"],
-            "pipe": ["LayerSpec", "PipelineModule", "TiedLayerSpec"],
-            "pipeline_engine": ["PipelineEngine"],
-            "lr_schedules": ["Scheduler"],
-            "saving": ["foreign_state"],
-            "start": ["Parameters", "Recipe", "add_config_arguments", "initialize"],
-            "utils": ["OnDevice", "log_dist", "logger"],
-        },
-        unknown=not_offered,
-    )
+    attach_names(__name__, unknown=not_offered)
 
 __version__ = "0.19.8+plait"
 """The DeepSpeed whose API this is."""

@@ -35,23 +35,4 @@ if TYPE_CHECKING:
 else:
     from plait.lazy import attach_names
 
-    attach_names(
-        __name__,
-        {
-            "attention": ["supports_head"],
-            "embed_sample": ["RowPositions"],
-            "sampling": [
-                "CounterRNG",
-                "bits_of",
-                "greedy",
-                "logprob_of",
-                "pick_index",
-                "sample_tokens",
-                "weights_of",
-                "with_seed",
-            ],
-            "skinny_gemm": ["Norm"],
-            "step": ["DecodeStep", "DecoderWeights", "LayerWeights"],
-            "tokens": ["TokenRecords", "record_tokens"],
-        },
-    )
+    attach_names(__name__)
