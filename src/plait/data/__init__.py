@@ -1,4 +1,4 @@
-"""Data: sources, tokens, packing, the rank-free order, and loading."""
+"""Data: datasets, tokens, packing, the sample order, and loading."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Pictures: a folder of them, and what is done to each on its way to a tensor."""
+"""Image datasets: a folder of classes, and CIFAR-10."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
-"""Those that torchvision takes for images."""
+"""The suffixes that torchvision takes for images."""
 FORMATS = ("PNG", "JPEG", "PPM", "BMP", "TIFF", "WEBP")
-"""Pillow goes by content, not by the ending, and would hand PostScript to Ghostscript, which runs it."""
+"""Pillow goes by content, not by suffix, and would pass PostScript to Ghostscript, which runs it."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class AugmentedImages(Dataset[dict[str, Tensor]]):
-    """Images with labels, whose random changes depend on (seed, epoch, index) alone."""
+    """Images with labels, whose augmentation depends on (seed, epoch, index) alone."""
 
     def __init__(self, *, augment: bool, seed: int) -> None:
         self.augment = augment
@@ -36,20 +36,19 @@ class AugmentedImages(Dataset[dict[str, Tensor]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """From here on the random changes are those of this epoch."""
+        """Use the augmentation of this epoch."""
         self._epoch = epoch
 
     def generator(self, index: int) -> np.random.Generator:
-        """The random numbers of one sample in this epoch."""
+        """Return the random generator of one sample in this epoch."""
         return np.random.default_rng(sample_seed(self._seed, self._epoch, index))
 
 
 class ImageFolder(AugmentedImages):
     """`root/class_name/**/*.png|jpg|…`: classes are numbered in the order of their names.
 
-    Training images are cut out at random (a part of 8 % to 100 %, up to 4:3 or 3:4) and mirrored half of the
-    time; others are scaled and cut from the middle. Items are `image` (float32, 3 × size × size,
-    normalised) and `label`.
+    Training images are random resized crops (8 % to 100 % of the area, up to 4:3 or 3:4), flipped half of the time;
+    others are scaled and center-cropped. Items are `image` (float32, 3 × size × size, normalised) and `label`.
     """
 
     def __init__(self, root: str | Path, *, size: int, augment: bool, seed: int = 0) -> None:
@@ -58,7 +57,7 @@ class ImageFolder(AugmentedImages):
         self.size = size
         folder = Path(root).expanduser()
         if not folder.is_dir():
-            raise DataError(f"image folder {root} does not exist; give a folder with one folder a class")
+            raise DataError(f"image folder {root} does not exist; give a folder with one folder per class")
         self.classes = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
         try:
             images = [_images_below(folder / name) for name in self.classes]
@@ -67,7 +66,7 @@ class ImageFolder(AugmentedImages):
         self._files = [(path, label) for label, paths in enumerate(images) for path in paths]
         empty = [name for name, paths in zip(self.classes, images, strict=True) if not paths]
         if empty and self._files:
-            raise DataError(f"image folder {root}: the class {empty[0]} has no image; add some, or remove its folder")
+            raise DataError(f"image folder {root}: class {empty[0]!r} has no images; add some, or remove its folder")
         if not self._files:
             raise DataError(
                 f"image folder {root} has {len(self.classes)} class folders and no image in them; "
@@ -82,7 +81,7 @@ class ImageFolder(AugmentedImages):
         try:
             with _pillow().open(path, formats=FORMATS) as file:
                 picture = file.convert("RGB")
-        except Exception as error:  # decoders raise anything, and Pillow errors of its own for far too many pixels
+        except Exception as error:  # decoders may raise anything, and Pillow refuses images with too many pixels
             raise DataError(f"{path} cannot be read as an image: {error}; repair or remove it") from error
         if self.augment:
             pixels = _random_cut(picture, self.size, self.generator(index))
@@ -95,13 +94,13 @@ class ImageFolder(AugmentedImages):
 
 
 def _images_below(folder: Path) -> list[Path]:
-    """Its images and those of the folders in it, less what is hidden."""
+    """Return its images and those in its subfolders, except hidden ones."""
     below = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     return sorted(path for path in below if not any(name.startswith(".") for name in path.relative_to(folder).parts))
 
 
 def normalise(pixels: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Height × width × 3 bytes to a float32 tensor, channels first, of mean 0 and deviation 1 or so."""
+    """Return height × width × 3 bytes as a float32 tensor, channels first, of about mean 0 and deviation 1."""
     scale = np.asarray([1.0 / (255.0 * s) for s in std], dtype=np.float32)
     shift = np.asarray([m / s for m, s in zip(mean, std, strict=True)], dtype=np.float32)
     return torch.from_numpy(np.ascontiguousarray((pixels * scale - shift).transpose(2, 0, 1)))
@@ -120,7 +119,7 @@ def _random_cut(picture: Image, size: int, random: np.random.Generator) -> NDArr
 
 
 def _middle_cut(picture: Image, size: int) -> NDArray[np.uint8]:
-    """The middle 7/8 of the shorter side, square, scaled: what ImageNet results are measured on."""
+    """Return the center crop of 7/8 of the shorter side, scaled: the usual ImageNet evaluation crop."""
     width, height = picture.size
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
@@ -152,13 +151,13 @@ PAD = 4
 
 FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
 FORMS = {".bin": "cifar-10-batches-bin", "": "cifar-10-batches-py"}
-"""The suffix of the files in each form, and the folder they are published in."""
+"""The suffix of the files in each published form, and the folder that they are in."""
 
 
 class Cifar10(AugmentedImages):
     """CIFAR-10, in its binary or its Python form, from the folder with the batches or the one above it.
 
-    With `augment` images are moved by up to four pixels and mirrored half of the time. Items are `image`
+    With `augment` images are shifted by up to four pixels and flipped half of the time. Items are `image`
     (float32, 3 × 32 × 32, normalised) and `label`.
     """
 
@@ -196,9 +195,9 @@ def _find_batches(root: Path, split: str) -> list[Path]:
             if not missing:
                 return paths
             if len(missing) < len(paths):
-                raise DataError(f"{directory} has a part of CIFAR-10 only: {', '.join(missing)} missing")
+                raise DataError(f"{directory} has only some files of CIFAR-10: {', '.join(missing)} missing")
     wanted = " or ".join(f"{FILES[split][0]}{suffix}" for suffix in FORMS)
-    raise DataError(f"{root} has no CIFAR-10 in it: no {wanted} there, nor in {' or '.join(FORMS.values())}")
+    raise DataError(f"{root} does not contain CIFAR-10: no {wanted} there, nor in {' or '.join(FORMS.values())}")
 
 
 def _read_binary(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
@@ -216,7 +215,7 @@ def _read_pickle(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     try:
         with path.open("rb") as file:
             batch = _ArraysOnly(file, encoding="bytes").load()
-        # Python 2 wrote the keys as bytes; somebody's Python 3 copy has strings.
+        # Python 2 wrote the keys as bytes; a copy written by Python 3 has strings.
         batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}
         labels = np.asarray(batch["labels"], dtype=np.int64)
         pixels = np.asarray(batch["data"], dtype=np.uint8).reshape(len(labels), PIXELS)
@@ -228,17 +227,17 @@ def _read_pickle(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How newer pickles spell bytes; no other codec is needed, so none is allowed."""
+    """Decode bytes as newer pickles write them; no other codec is needed, so none is allowed."""
     if encoding != "latin1":
         raise DataError(f"a pickle asks for the codec {encoding!r}, which CIFAR-10 does not need")
     return text.encode("latin1")
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles plain data and numpy arrays; anything else, which could run code, is refused."""
+    """Unpickles plain data and numpy arrays; refuses anything else, which could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The few names that an array is made of."""
+        """Return one of the few classes and functions that an array is made with."""
         rebuild = np.empty(0).__reduce__()[0]
         allowed = {
             ("numpy.core.multiarray", "_reconstruct"): rebuild,

@@ -1,4 +1,4 @@
-"""The one way from a data set to the micro-batches of each step."""
+"""Loading: from a dataset to the micro-batches of each step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def stack(items: list[Any]) -> Any:
-    """What torch's `default_collate` gives; the common cases, mappings and tuples of tensors, go faster."""
+    """Return what torch's `default_collate` does, faster for mappings and tuples of tensors."""
     first = items[0]
     try:
         if type(first) is dict and all(type(value) is Tensor for value in first.values()):
@@ -58,12 +58,12 @@ def stack(items: list[Any]) -> Any:
 
 
 def as_is(value: Any) -> Any:
-    """For torch's DataLoader, where its items are micro-batches already: by itself it would convert them."""
+    """Return the value: the collate function of a DataLoader whose items are micro-batches, which it would convert."""
     return value
 
 
 def pin(value: Any) -> Any:
-    """The same structure with every tensor in page-locked memory."""
+    """Return the same structure with every tensor in pinned memory."""
     if isinstance(value, Tensor):
         return value.pin_memory()
     if isinstance(value, Mapping):
@@ -76,21 +76,18 @@ def pin(value: Any) -> Any:
 
 
 class WholeBatchCollate:
-    """Turns a function of one item into a collate function for micro-batches of one item.
-
-    For data sets whose items are whole batches already.
-    """
+    """A collate function for datasets whose items are whole batches: it applies `convert` to the single item."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
 
     def __call__(self, items: list[Any]) -> Any:
-        """Convert the only item."""
+        """Return the converted item."""
         (item,) = items
         return self._convert(item)
 
 
-# From sample ids to the inputs of one micro-batch, the same in this process and in a worker.
+# From sample ids to the inputs of one micro-batch, in this process or in a worker.
 
 
 class Fetch:
@@ -102,7 +99,7 @@ class Fetch:
         self.many = getattr(dataset, "__getitems__", None)
 
     def __call__(self, ids: list[int]) -> Any:
-        """The inputs made of these samples."""
+        """Return the collated samples."""
         if self.many is not None:
             return self.collate(self.many(ids))
         dataset = self.dataset
@@ -110,19 +107,19 @@ class Fetch:
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Call the data set's `set_epoch`, if it has one."""
+    """Call the dataset's `set_epoch`, if it has one."""
     method = getattr(dataset, "set_epoch", None)
     if method is not None:
         method(epoch)
 
 
 class WorkerFetch(Dataset[Any]):
-    """What a worker process runs: its keys are `(epoch, ids)`, its items whole micro-batches.
+    """The dataset of a worker process: its keys are `(epoch, ids)`, its items whole micro-batches.
 
-    The epoch travels with the ids because a worker outlives an epoch and has no other way to hear of it.
+    The epoch is part of the key because a worker outlives an epoch and is not notified of a new one.
     Before each sample the worker's generators (torch, numpy, random) are seeded from (seed, epoch, index):
-    a data set that draws from them gives the same samples for any number of ranks and workers, and after a
-    resume. Where the data set reads many samples at once (`__getitems__`), the first of them is the seed.
+    a dataset that uses them gives the same samples for any number of ranks and workers, and after a resume.
+    Where the dataset reads many samples at once (`__getitems__`), the first of them determines the seed.
     """
 
     def __init__(self, fetch: Fetch, seed: int) -> None:
@@ -151,23 +148,23 @@ class WorkerFetch(Dataset[Any]):
         torch.default_generator.manual_seed(seed)
 
 
-# Processes that read data: how one of them ended, where torch only says that it did.
+# The exit codes of worker processes, which torch's error does not have.
 
 
 T = TypeVar("T")
 
 
 class WorkerExits:
-    """Reads from a `DataLoader`, and notes on its error which signal or exit code its workers ended with.
+    """Reads from a `DataLoader`, and adds to its error the signal or exit code of workers that ended.
 
-    In torch's words: whoever explains a failed run knows them already.
+    The notes have torch's wording, which the failure diagnosis recognizes.
     """
 
     def __init__(self) -> None:
         self._workers: set[BaseProcess] = set()
 
     def read(self, loader: Iterable[T]) -> Iterator[T]:
-        """What the loader gives."""
+        """Yield the loader's items."""
         before = set(active_children())
         items = iter(loader)
         self._workers |= set(active_children()) - before  # those that stay from epoch to epoch are known already
@@ -184,11 +181,11 @@ class WorkerExits:
             raise
 
 
-# Loading from a data set that can be indexed: inline, or ahead of time in worker processes.
+# Loading from a dataset with indices: in this process, or ahead of time in worker processes.
 
 
 class Inline:
-    """Reads in this process: a list comprehension and nothing else between the data set and the step."""
+    """Reads in this process, without prefetching."""
 
     def __init__(self, fetch: Fetch, steps: StepSamples, *, pin_memory: bool) -> None:
         self._fetch = fetch
@@ -206,14 +203,14 @@ class Inline:
                 yield [MicroBatch(fetch(ids), samples) for ids, samples in step]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class Workers:
-    """Reads ahead in worker processes that live as long as this object does.
+    """Prefetches in worker processes that live as long as this object.
 
-    The workers get the very same ids in the same order as `Inline` would, so their number changes nothing.
-    Only the newest epoch can be read: starting another one takes the workers away from it.
+    The workers get the same ids in the same order as `Inline`, so their number does not change the batches.
+    Only the newest epoch can be read: starting another one ends it.
     """
 
     def __init__(
@@ -238,7 +235,7 @@ class Workers:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=True,
-            generator=torch.Generator(),  # not the global one: a resumed epoch must not cost it a number
+            generator=torch.Generator(),  # the global generator must not depend on where a run was resumed
             **options,
         )
 
@@ -254,17 +251,17 @@ class Workers:
             yield [MicroBatch(next(inputs), samples) for _, samples in step]
             if turn != self._turn:
                 raise DataError(
-                    f"epoch {epoch} was left for another one; a loader with workers reads one epoch at a time"
+                    f"epoch {epoch} was ended by starting another one; a loader with workers reads one epoch at a time"
                 )
 
     def close(self) -> None:
-        """Let the workers go."""
+        """Stop the workers."""
         self._turn += 1
         self._loader = None
 
 
 class _Keys(Sampler[tuple[int, list[int]]]):
-    """What the workers are asked for, micro-batch by micro-batch, from wherever `epoch` and `start` say."""
+    """Yields the keys of micro-batches for the workers, from step `start` of `epoch`."""
 
     def __init__(self, steps: StepSamples) -> None:
         self._steps = steps
@@ -278,19 +275,19 @@ class _Keys(Sampler[tuple[int, list[int]]]):
                 yield epoch, ids
 
 
-# Loading from a stream: something that can only be read from its start, one sample after another.
+# Loading from a stream, which can only be read from its start, one sample after another.
 #
 # Every rank reads the whole stream and keeps every `ranks`-th sample. That costs reading, but each rank then
-# knows how many samples the global batch holds, so all of them end at the same step without a word to each
-# other, and the global batches do not depend on the number of ranks.
+# knows how many samples the global batch has, so all of them end at the same step without communication, and the
+# global batches do not depend on the number of ranks.
 
 
 StepInputs = list[tuple[Any, int]]
-"""Inputs and number of real samples of each micro-batch of a step."""
+"""Inputs and number of counted samples of each micro-batch of a step."""
 
 
 class StreamLoader:
-    """Reads a stream in this process, or in one worker ahead of training."""
+    """Reads a stream in this process, or prefetches it in one worker."""
 
     def __init__(
         self,
@@ -320,10 +317,10 @@ class StreamLoader:
         self._options = options
 
     def epoch(self, epoch: int, start: int) -> Iterator[list[MicroBatch]]:
-        """The rest of an epoch; the samples before `start` are read and thrown away."""
+        """Yield the rest of an epoch; the samples before step `start` are read and skipped."""
         if self._once and self._spent:
             raise DataError(
-                f"the stream is a {type(self._source).__name__}, which can be read only once: give an "
+                f"the stream is a {type(self._source).__name__}, which can be read only once: use an "
                 "object whose __iter__ starts again, or train for one epoch"
             )
         self._spent = True
@@ -335,7 +332,7 @@ class StreamLoader:
                 collate_fn=as_is,
                 num_workers=1,
                 pin_memory=self._pin,
-                generator=torch.Generator(),  # not the global one: a resumed epoch must not cost it a number
+                generator=torch.Generator(),  # the global generator must not depend on where a run was resumed
                 **self._options,
             )
             for step in WorkerExits().read(loader):
@@ -345,11 +342,11 @@ class StreamLoader:
                 yield [MicroBatch(pin(inputs) if self._pin else inputs, samples) for inputs, samples in step]
 
     def close(self) -> None:
-        """Nothing outlives an epoch."""
+        """Do nothing: no resource outlives an epoch."""
 
 
 class _Reader(IterableDataset[StepInputs]):
-    """One epoch's steps of one rank."""
+    """The steps of one epoch of one rank."""
 
     def __init__(
         self,
@@ -381,7 +378,7 @@ class _Reader(IterableDataset[StepInputs]):
                 return
 
     def _take(self, items: Iterator[Any]) -> tuple[Any, list[Any], int]:
-        """The first sample of the next global batch, this rank's samples of it, and its size."""
+        """Return the first sample of the next global batch, this rank's samples of it, and its size."""
         first, mine, count = None, [], 0
         for item in islice(items, self._share.total):
             if count == 0:
@@ -400,16 +397,16 @@ class _Reader(IterableDataset[StepInputs]):
 
 
 class RankLoader:
-    """Gives one rank its micro-batches, step by step.
+    """Loads the micro-batches of one rank, step by step.
 
     The samples of a global batch depend on (seed, epoch, step) alone: not on ranks, workers or the size of
-    a micro-batch. The position is the caller's: to go on after step `s` of epoch `e` is to ask for
-    `epoch(e, s + 1)`, which costs no more than asking for the first one. All ranks see the same number of
-    steps, and in each step the same number of micro-batches; a rank that has no sample left gets a filler.
+    a micro-batch. The caller keeps the position: to resume after step `s` of epoch `e`, call
+    `epoch(e, s + 1)`, which costs no more than the first epoch. All ranks have the same number of steps, and
+    in each step the same number of micro-batches; a rank without samples left gets an empty micro-batch.
 
-    `dataset` is a torch data set, a sequence or anything with `__getitem__` and `__len__`; or a
+    `dataset` is a torch dataset, a sequence or anything with `__getitem__` and `__len__`; or a
     stream (an `IterableDataset` or another iterable), which is read in its own order, has no known length,
-    and is read again up to the step that a resume asks for. An item counts as one sample.
+    and is read again up to the step that is resumed. An item counts as one sample.
     """
 
     def __init__(
@@ -427,11 +424,11 @@ class RankLoader:
         collate: Collate | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`worker_options` goes to torch's DataLoader, for example `prefetch_factor`."""
+        """`worker_options` are passed to torch's DataLoader, for example `prefetch_factor`."""
         if pin_memory and not torch.accelerator.is_available():
-            raise DataError("pin_memory is true, but there is no accelerator to pin memory for: leave it out")
+            raise DataError("pin_memory is true, but this machine has no accelerator: leave it out")
         if isinstance(dataset, DataLoader):
-            raise DataError("a torch DataLoader was given as a data set: use Loader.from_dataloader")
+            raise DataError("a torch DataLoader was given as a dataset: use RankLoader.from_dataloader")
         share = RankShare.of(batch, rank=rank, ranks=ranks)
         options = dict(worker_options or {})
         collate = collate or stack
@@ -457,7 +454,7 @@ class RankLoader:
         self._steps = StepSamples(SampleOrder(_length(dataset), seed, shuffle), share, drop_last)
         if len(self._steps) == 0:
             raise DataError(
-                f"drop_last leaves nothing: the data set has {counted(self._steps.order.length, 'sample')} and "
+                f"drop_last drops everything: the dataset has {counted(self._steps.order.length, 'sample')} and "
                 f"batch.total is {batch.total}; set drop_last to false or make the batch smaller"
             )
         fetch = Fetch(dataset, collate)
@@ -479,7 +476,7 @@ class RankLoader:
         seed: int,
         split: bool = False,
     ) -> RankLoader:
-        """Load what a torch DataLoader describes, in this package's rank-free order.
+        """Load the dataset of a torch DataLoader with its settings, in Plait's sample order.
 
         `batch.micro` must be the DataLoader's batch size (see `plait.data.unwrap_dataloader`), or less with `split`.
         """
@@ -505,41 +502,41 @@ class RankLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps in an epoch; None for a stream."""
+        """The steps in an epoch; None for a stream."""
         return None if self._steps is None else len(self._steps)
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """Samples that an epoch visits, over all ranks; None for a stream."""
+        """The samples of an epoch, over all ranks; None for a stream."""
         if self._steps is None:
             return None
         return min(self._steps.order.length, len(self._steps) * self._steps.share.total)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step of an epoch, from `start_step` on."""
+        """Yield this rank's micro-batches of each step of an epoch, from `start_step` on."""
         steps = self.steps_per_epoch
         if start_step < 0 or (steps is not None and start_step > steps):
             raise DataError(
                 f"cannot start at step {start_step} of an epoch of {steps} steps; "
-                "has the data set or the batch size changed?"
+                "has the dataset or the batch size changed?"
             )
         return self._reader.epoch(epoch, start_step)
 
     def sample_ids(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """The samples of a step over all ranks, in the order of the global batch."""
+        """Return the samples of a step over all ranks, in the order of the global batch."""
         if self._steps is None:
-            raise DataError(f"a {type(self.dataset).__name__} is a stream: its samples have no ids")
+            raise DataError(f"a {type(self.dataset).__name__} is a stream, whose samples have no ids")
         if not 0 <= step < len(self._steps):
-            raise DataError(f"there is no step {step}: an epoch has {len(self._steps)} steps")
+            raise DataError(f"step {step} does not exist: an epoch has {len(self._steps)} steps")
         return self._steps.ids(epoch, step)
 
     def close(self) -> None:
-        """Let worker processes go."""
+        """Stop worker processes."""
         self._reader.close()
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set can only be read from its start, in its own order."""
+    """Whether a dataset can only be read from its start, in its own order."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -547,27 +544,27 @@ def is_stream(dataset: Any) -> bool:
     if hasattr(dataset, "__iter__"):
         return True
     raise DataError(
-        f"{type(dataset).__name__} is no data set: it needs __getitem__ and __len__, or __iter__ if it is a stream"
+        f"{type(dataset).__name__} is not a dataset: it needs __getitem__ and __len__, or __iter__ if it is a stream"
     )
 
 
 def _length(dataset: Any) -> int:
     length = len(dataset)
     if length == 0:
-        raise DataError(f"the data set {type(dataset).__name__} is empty")
+        raise DataError(f"the dataset {type(dataset).__name__} is empty")
     return length
 
 
-# What a torch DataLoader describes, taken over by `RankLoader.from_dataloader`.
+# The settings of a torch DataLoader, for `RankLoader.from_dataloader`.
 
 
 @dataclass(frozen=True, slots=True)
 class DataLoaderSettings:
-    """The parts of a DataLoader that a `Loader` takes over."""
+    """The settings of a DataLoader that a `RankLoader` uses."""
 
     dataset: Any
     micro: int
-    """Its batch size: samples of one forward/backward on one rank. 1 where its items are whole batches."""
+    """Its batch size, which is the micro-batch size of a rank. 1 where its items are whole batches."""
     shuffle: bool
     drop_last: bool
     workers: int
@@ -577,7 +574,7 @@ class DataLoaderSettings:
 
 
 def unwrap_dataloader(loader: DataLoader[Any]) -> DataLoaderSettings:
-    """Take a DataLoader apart; refuse one whose order cannot be made independent of the ranks."""
+    """Return the settings of a DataLoader; refuse one whose order cannot be made independent of the ranks."""
     batches = loader.batch_sampler
     micro, sampler, drop_last = loader.batch_size or 1, loader.sampler, loader.drop_last
     collate = loader.collate_fn
@@ -587,8 +584,8 @@ def unwrap_dataloader(loader: DataLoader[Any]) -> DataLoaderSettings:
         micro, sampler, drop_last = batches.batch_size, batches.sampler, batches.drop_last
     elif not isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            f"the DataLoader has a batch_sampler of its own ({type(batches).__name__}), which decides batches "
-            "for one process only; give the data set and let Plait form the batches"
+            f"the DataLoader has a custom batch_sampler ({type(batches).__name__}), which forms the batches of one "
+            "process only; pass the dataset and let Plait form the batches"
         )
     dataset, shuffle = _order(loader.dataset, sampler)
     return DataLoaderSettings(
@@ -604,7 +601,7 @@ def unwrap_dataloader(loader: DataLoader[Any]) -> DataLoaderSettings:
 
 
 def _order(dataset: Any, sampler: Any) -> tuple[Any, bool]:
-    """The data set, narrowed where the sampler narrows it, and whether it is shuffled."""
+    """Return the dataset, restricted to the sampler's subset, and whether it is shuffled."""
     if isinstance(dataset, IterableDataset) or type(sampler) is SequentialSampler:
         return dataset, False
     if isinstance(sampler, DistributedSampler):
@@ -615,13 +612,13 @@ def _order(dataset: Any, sampler: Any) -> tuple[Any, bool]:
         if not sampler.replacement and sampler.num_samples == len(dataset):
             return dataset, True
         raise DataError(
-            "the DataLoader's RandomSampler draws with replacement or another number of samples than the data "
-            "set has; Plait visits every sample once an epoch: leave replacement and num_samples out"
+            "the DataLoader's RandomSampler has replacement or num_samples, but Plait loads every sample once per "
+            "epoch: leave replacement and num_samples out"
         )
     raise DataError(
-        f"the DataLoader's sampler is a {type(sampler).__name__}; Plait can take over SequentialSampler, "
-        "RandomSampler, SubsetRandomSampler and DistributedSampler, whose order it makes independent of "
-        "ranks. Give the data set alone, or one whose items are already in the order you want"
+        f"the DataLoader's sampler is a {type(sampler).__name__}; Plait supports SequentialSampler, RandomSampler, "
+        "SubsetRandomSampler and DistributedSampler, whose order it makes independent of ranks. Pass the dataset "
+        "alone, or one whose items are already in the order you want"
     )
 
 

@@ -1,10 +1,10 @@
-"""Several data sets as one, each with its share of every epoch.
+"""Several datasets as one, each with its share of every epoch.
 
 [Note: shares of an epoch]
-The positions of an epoch are dealt out to the sources, a run of them to each; the rank-free order, which shuffles
-positions, mixes them. A source that has fewer samples than its share is gone through several times, one that has more
-goes on in the next epoch where it stopped: a sample comes again only after all others of its source. So the mixture is
-a pure function of (seed, epoch, position) as well, and resuming costs nothing.
+The positions of an epoch are assigned to the sources, a contiguous range to each; the sample order, which shuffles
+positions, mixes them. A source with fewer samples than its share is repeated, one with more continues in the next epoch
+where it stopped: a sample is repeated only after all others of its source. So the mixture is a pure function of (seed,
+epoch, position) as well, and resuming costs nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait.errors import DataError
 
 
 class MixtureSource(Dataset[Any]):
-    """`samples` an epoch, of each source as many as its weight says; see [Note: shares of an epoch]."""
+    """`samples` per epoch, of each source in proportion to its weight; see [Note: shares of an epoch]."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class MixtureSource(Dataset[Any]):
         seed: int,
         shuffle: bool = True,
     ) -> None:
-        """Without `weights` shares are as the sources' lengths; `shuffle` says whether a source is shuffled."""
+        """Without `weights` shares are proportional to the sources' lengths; `shuffle`: shuffle within each source."""
         for source in sources:
             if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
-                raise DataError(f"{type(source).__name__} cannot be a source of a mixture: it is a stream")
+                raise DataError(f"{type(source).__name__} is a stream, which cannot be a source of a mixture")
         lengths = [len(source) for source in sources]
         self.sources = list(sources)
         self.counts = _deal(samples or sum(lengths), weights or lengths)
@@ -45,13 +45,13 @@ class MixtureSource(Dataset[Any]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the samples of this epoch."""
+        """Use the samples of this epoch, in the sources too."""
         self._epoch = epoch
         for source in self.sources:
             set_epoch(source, epoch)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Which source has the sample at a position of the epoch, and its number there."""
+        """Return the source of the sample at a position of the epoch, and its index there."""
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
         source = bisect_right(self._cumulative, position)
@@ -68,18 +68,18 @@ class MixtureSource(Dataset[Any]):
 
     @property
     def seq_len(self) -> int:
-        """That of the sources, where they have one."""
+        """The sequence length of the sources."""
         return int(self._first("seq_len"))
 
     @property
     def vocab_size(self) -> int:
-        """The largest of the sources' vocabularies, where they have any."""
+        """The largest vocabulary size of the sources."""
         self._first("vocab_size")
         return max(int(source.vocab_size) for source in self.sources if hasattr(source, "vocab_size"))
 
     @property
     def tokenizer_digest(self) -> str:
-        """That of the sources, which share a tokenizer, where they are text."""
+        """The digest of the tokenizer that text sources share."""
         return str(self._first("tokenizer_digest"))
 
     def _first(self, name: str) -> Any:
@@ -90,7 +90,7 @@ class MixtureSource(Dataset[Any]):
 
 
 def _deal(samples: int, weights: Sequence[float]) -> list[int]:
-    """So many samples in these shares; what rounding leaves goes to those that it has taken most from."""
+    """Return integer shares that sum to `samples`; the remainder goes to those that rounding reduced most."""
     exact = [samples * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_loss = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])

@@ -2,11 +2,11 @@
 
 [Note: a permutation without a table]
 A shuffled list of indices costs memory for every sample and has to be rebuilt to resume. Here position
-`p` of an epoch is sent through a keyed bijection instead. `p` is written as a pair (left, right) of a grid
-`rows × columns` just large enough to hold `length` cells, and a few Feistel rounds add to each half, in
-turn, a keyed hash of the other: each round can be undone, so the whole is a bijection of the grid. The grid
-has fewer than `rows` cells too many; a position that lands on one of them walks on through the same
-bijection until it is back inside, which keeps the result a bijection of `range(length)`.
+`p` of an epoch is mapped by a keyed bijection instead. `p` is written as a pair (left, right) of a grid
+`rows × columns` just large enough for `length` cells, and a few Feistel rounds add to each half, in
+turn, a keyed hash of the other: each round is invertible, so the whole is a bijection of the grid. The grid
+has fewer than `rows` cells too many; a position that is mapped to one of them is mapped again by the same
+bijection until it is inside (cycle walking), which keeps the result a bijection of `range(length)`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ROUNDS = 8
 
 
 def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit integers whose every output bit depends on every input bit (SplitMix64)."""
+    """Return the SplitMix64 hash: a bijection of 64-bit integers, every output bit depends on every input bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """A 64-bit seed that belongs to one sample of one epoch, whichever rank or worker loads it."""
+    """Return a 64-bit seed for one sample of one epoch, the same on every rank and worker."""
     return int.from_bytes(_digest(f"sample {seed} {epoch} {index}", 8), "little")
 
 
@@ -41,7 +41,7 @@ def _digest(text: str, size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """Which sample stands at which position of which epoch; every sample once an epoch.
+    """The sample at each position of each epoch; every sample once per epoch.
 
     The same on every platform and for every number of ranks and workers.
     See [Note: a permutation without a table].
@@ -53,18 +53,18 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise DataError(f"a data set of {self.length} samples has no order: it needs at least one sample")
+            raise DataError(f"a dataset of {self.length} samples has no order: it needs at least one sample")
 
     def index(self, epoch: int, position: int) -> int:
-        """The sample at one position of an epoch."""
+        """Return the sample at one position of an epoch."""
         return int(self.indices(epoch, position, position + 1)[0])
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at positions `start` to `stop`, `stop` left out."""
+        """Return the samples at positions `start` to `stop`, exclusive."""
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
     def at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at any positions; costs only those positions, wherever they are."""
+        """Return the samples at any positions, at a cost independent of where they are."""
         if positions.size and (positions.min() < 0 or positions.max() >= self.length):
             raise IndexError(f"positions {positions.min()}..{positions.max()} of {self.length} samples")
         if not self.shuffle:

@@ -16,7 +16,7 @@ from plait.data.tokens import TokenFile
 from plait.errors import DataError
 
 IGNORE = -100
-"""The label of a position that has nothing to predict; what torch's cross entropy leaves out."""
+"""The label of a position without a target; the default `ignore_index` of torch's cross entropy."""
 
 Split = Literal["all", "train", "val"]
 
@@ -25,11 +25,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     """Sequences of `seq_len` tokens, cut one after another from the documents of a split.
 
     Each item has `input_ids` and `labels`, already shifted: the label of a position is the token after
-    it. With `document_mask` nothing crosses from one document into the next: the last token of a document
-    has no label, and `positions` (from 0 in each document, and at the start of a sequence) and
-    `document_ids` (from 0 in each sequence) say what may attend to what. Tokens that the file marks as
-    given (a prompt) are never labels. What is left at the end, less than a sequence, is not used.
-    `source` is what messages call it: the text that the tokens were made of, and not a file of the cache.
+    it. With `document_mask` documents are independent: the last token of a document has no label, and
+    `positions` (from 0 in each document, and at the start of a sequence) and `document_ids` (from 0 in each
+    sequence) define the attention mask. Prompt tokens, which the file masks, are never labels. The remainder
+    at the end, less than a sequence, is not used. `source` is the name in messages: the text file that was
+    tokenized, not the file in the cache.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             chosen = np.arange(len(offsets) - 1)
         lengths = offsets[chosen + 1] - offsets[chosen]
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
-        """Where each chosen document starts when only the chosen ones are counted."""
+        """The offset of each chosen document among the chosen ones."""
         self._shifts = offsets[chosen] - self._starts[:-1]
-        """From there to its place in the file."""
+        """The difference between that and its offset in the file."""
         self._count = int(self._starts[-1])
         # Without a document mask the very last token would still need a label.
         self._length = (self._count - (not document_mask)) // seq_len
@@ -67,12 +67,12 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary that the tokens come from: a model needs at least as many embeddings."""
+        """Size of the tokenizer's vocabulary: a model needs at least as many embeddings."""
         return self.tokens.meta.vocab_size
 
     @property
     def tokenizer_digest(self) -> str:
-        """Hash of the tokenizer that made the tokens; empty where it is not known."""
+        """Hash of the tokenizer of the tokens; empty where it is not known."""
         return self.tokens.meta.tokenizer
 
     def __len__(self) -> int:
@@ -105,10 +105,10 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 def _choose(
     offsets: NDArray[np.int64], split: Split, val_fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The documents of a split, as indices into the offsets that are returned with them.
+    """Return offsets, and the indices in them of the documents of a split.
 
-    Documents are ranked by a hash of their index, and the first ones are the validation part. A source with
-    one document only is cut in two first: its end is the validation part.
+    Documents are sorted by a hash of their index, and the first ones are for validation. A source with a
+    single document is split in two first: its end is for validation.
     """
     count = len(offsets) - 1
     if count == 1:

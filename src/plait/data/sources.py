@@ -1,4 +1,4 @@
-"""From the `data` section of a run description to a data set."""
+"""Building the dataset of a `data` section."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from plait.plugins import build
 
 @dataclass(frozen=True, slots=True)
 class DataUse:
-    """What a data set is made for, beside its own section."""
+    """How a dataset is used: what its builder needs beside its own section."""
 
     training: bool
-    """Decides what the section leaves open (augmentation)."""
+    """The default of what the section leaves open (augmentation)."""
     seed: int
-    """Of the augmentation itself."""
+    """The seed of augmentation."""
     tokenizer: str | Path | None
-    """For text whose section names none: the tokenizer of the training data, for validation."""
+    """For text whose section names no tokenizer: for validation data, that of the training data."""
     role: str
-    """The section that it stands in, for messages."""
+    """The key of its section, for messages."""
 
     def augments(self, wanted: bool | None) -> bool:
-        """Whether samples are changed at random."""
+        """Whether samples are augmented."""
         return self.training if wanted is None else wanted
 
 
 @runtime_checkable
 class Indexed(Protocol):
-    """What is asked for samples by their numbers."""
+    """A dataset whose samples are read by their index."""
 
     def __getitem__(self, index: int, /) -> Any:
         """One sample."""
@@ -57,7 +57,7 @@ class Indexed(Protocol):
 def build_dataset(
     config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None, role: str = "data"
 ) -> Any:
-    """The data set that a config describes; see `Use` for the others."""
+    """Build the dataset of a section; for the other arguments see `DataUse`."""
     if not isinstance(config, CUSTOM_DATA):
         return build(config, role, use=DataUse(training, seed, tokenizer, role))
     made = build(config, role, accepts=(Iterable, Indexed))
@@ -73,31 +73,31 @@ def build_dataset(
 
 
 def token_file(config: TokensData, use: DataUse) -> PackedTokens:
-    """Rows of a token file."""
+    """Build the dataset of a token file."""
     return _packed(config, Path(config.path))
 
 
 def packed_text(config: TextData | JsonlData, use: DataUse) -> PackedTokens:
-    """Rows of text that is tokenized once."""
+    """Build the dataset of text, which is tokenized once and cached."""
     return _packed(config, prepare_corpus(config, use.tokenizer).tokens)
 
 
 def image_folder(config: ImageFolderData, use: DataUse) -> Any:
-    """The images of a folder."""
+    """Build the dataset of a folder of images."""
     from plait.data.images import ImageFolder
 
     return ImageFolder(config.path, size=config.size, augment=use.augments(config.augment), seed=use.seed)
 
 
 def cifar10(config: Cifar10Data, use: DataUse) -> Any:
-    """CIFAR-10."""
+    """Build the CIFAR-10 dataset."""
     from plait.data.images import Cifar10
 
     return Cifar10(config.path, split=config.split, augment=use.augments(config.augment), seed=use.seed)
 
 
 def mixture(config: MixtureData, use: DataUse) -> Any:
-    """Several data sets as one."""
+    """Build the mixture of several datasets."""
     from plait.data.mixture import MixtureSource
 
     tokenizer = _shared(config, use.tokenizer)
@@ -111,19 +111,19 @@ def mixture(config: MixtureData, use: DataUse) -> Any:
 
 
 def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:
-    """Do the work that is done once and kept, so that the other ranks find it done. May be called by all."""
+    """Tokenize and cache the text of a section, so that other ranks find it in the cache. Any rank may call it."""
     shared = _shared(config, tokenizer)
     for _, text in text_sources("data", config):
         prepare_corpus(text, shared)
 
 
 def tokenizer_path(config: DataConfig | None) -> Path | None:
-    """The `tokenizer.json` that belongs to text data; None for data without one."""
+    """Return the `tokenizer.json` of text data; None for data without text."""
     return next((prepare_corpus(text).tokenizer for _, text in text_sources("data", config)), None)
 
 
 def _shared(config: DataConfig, tokenizer: str | Path | None) -> str | Path | None:
-    """The tokenizer of text that names none: in a mixture, that of its first text unless another one is given."""
+    """Return the tokenizer for text that names none: in a mixture, by default that of its first text."""
     return tokenizer_path(config) if isinstance(config, MixtureData) and tokenizer is None else tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Which samples one rank loads at each step of an epoch."""
+"""The samples that each rank loads at each step of an epoch."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from plait.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a model is called with once.
+    """The inputs of one forward pass.
 
     `inputs` is a mapping (passed as keywords), a tuple or list (passed as positions) or a single object.
-    `samples` is how many samples are real. Zero marks a filler: a rank without data of its own still
-    takes part in every collective, and its loss and metrics count for nothing.
+    `samples` is how many samples count. Zero marks an empty micro-batch: a rank without samples left still
+    takes part in every collective, but its loss and metrics are not counted.
     """
 
     inputs: Any
     samples: int
 
 
-# How one global batch is cut over ranks and micro-batches. Pure arithmetic.
+# How one global batch is split over ranks and micro-batches. Pure arithmetic.
 
 
 Slice = tuple[int, int]
 Table = tuple[tuple[Slice, ...], ...]
-"""`table[rank][micro_index]` is the slice `[a, b)` of the global batch; `a == b` marks a filler."""
+"""`table[rank][micro_index]` is the slice `[a, b)` of the global batch; `a == b` marks an empty micro-batch."""
 
 
 def split_batch(n: int, *, ranks: int, accumulation: int, micro: int) -> Table:
-    """Cut a global batch of `n` samples, at most `ranks × accumulation × micro` of them.
+    """Return the slices of a global batch of `n` samples, at most `ranks × accumulation × micro` of them.
 
-    A full batch: micro-batch `m` over all ranks is one run of `ranks × micro` samples, and within it
-    every rank has a run of `micro`. A short batch (the last of an epoch): the loads of two ranks differ
-    by at most one sample, and every rank gets as many micro-batches as the fullest one needs, empty ones
-    included, so that all ranks meet in the same collectives.
+    Full batch: micro-batch `m` of all ranks is one range of `ranks × micro` samples, and within it every
+    rank has a range of `micro`. Short batch (the last of an epoch): the numbers of samples of two ranks
+    differ by at most one, and every rank gets as many micro-batches as the fullest one needs, empty ones
+    included, so that all ranks take part in the same collectives.
     """
     total = ranks * accumulation * micro
     if not 1 <= n <= total:
         raise DataError(
-            f"a batch of {n} samples cannot be cut: {ranks} ranks × {accumulation} micro-batches × {micro} "
+            f"a batch of {n} samples cannot be split: {ranks} ranks × {accumulation} micro-batches × {micro} "
             f"samples take from 1 to {total}"
         )
     if n == total:
@@ -59,12 +59,12 @@ def split_batch(n: int, *, ranks: int, accumulation: int, micro: int) -> Table:
 
 
 def micro_batches(n: int, *, ranks: int, micro: int) -> int:
-    """How many micro-batches the fullest rank needs when `n` samples are spread evenly."""
+    """Return how many micro-batches the fullest rank needs when `n` samples are split evenly."""
     return max(1, -(-n // (ranks * micro)))
 
 
 def split_evenly(start: int, stop: int, count: int) -> list[Slice]:
-    """Cut `[start, stop)` into runs whose lengths differ by at most one, longer ones first."""
+    """Split `[start, stop)` into ranges whose lengths differ by at most one, longer ones first."""
     size, longer = divmod(stop - start, count)
     bounds = [start + size * index + min(index, longer) for index in range(count + 1)]
     return list(pairwise(bounds))
@@ -75,11 +75,11 @@ CHUNK = 4096
 first batch does not wait."""
 
 Ids = tuple[list[int], int]
-"""The samples of one micro-batch and how many of them are real: all, or none for a filler."""
+"""The samples of one micro-batch and how many of them count: all, or none for an empty micro-batch."""
 
 
 class BatchSizes(Protocol):
-    """The three sizes of a batch, once they are known."""
+    """The three sizes of a batch."""
 
     @property
     def total(self) -> int:
@@ -96,7 +96,7 @@ class BatchSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """One rank's place in every global batch."""
+    """The part of every global batch that one rank loads."""
 
     rank: int
     ranks: int
@@ -106,7 +106,7 @@ class RankShare:
 
     @classmethod
     def of(cls, batch: BatchSizes, *, rank: int, ranks: int) -> RankShare:
-        """The share of `rank`; the sizes must agree with the number of ranks."""
+        """Return the share of `rank`; the sizes must agree with the number of ranks."""
         if not 0 <= rank < ranks:
             raise DataError(f"rank {rank} of {ranks}: ranks are counted from 0 to {ranks - 1}")
         if batch.total != batch.micro * batch.accumulation * ranks:
@@ -119,7 +119,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """The samples of every step, computed where they are asked for: any step costs the same."""
+    """The samples of every step, computed on demand: any step costs the same."""
 
     order: SampleOrder
     share: RankShare
@@ -130,12 +130,12 @@ class StepSamples:
         return full + bool(rest and not self.drop_last)
 
     def ids(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """The samples of a step over all ranks, in the order of the global batch."""
+        """Return the samples of a step over all ranks, in the order of the global batch."""
         start = step * self.share.total
         return self.order.indices(epoch, start, min(start + self.share.total, self.order.length))
 
     def walk(self, epoch: int, start: int) -> Iterator[list[Ids]]:
-        """This rank's micro-batches, step by step from `start` to the end of the epoch."""
+        """Yield this rank's micro-batches of each step, from `start` to the end of the epoch."""
         share = self.share
         full = self.order.length // share.total
         slices = _slices(share, share.total)
@@ -152,7 +152,7 @@ class StepSamples:
 
     def _short(self, epoch: int, step: int) -> list[Ids]:
         ids = self.ids(epoch, step).tolist()
-        # A filler computes on a real sample, so that it takes the same path through the model.
+        # An empty micro-batch computes on a real sample, so that it takes the same path through the model.
         return [(ids[a:b], b - a) if b > a else (ids[:1], 0) for a, b in _slices(self.share, len(ids))]
 
 

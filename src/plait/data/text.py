@@ -1,4 +1,4 @@
-"""Plain text as documents: files, folders, globs, and Python's own standard library."""
+"""Text datasets: documents from files, and their tokens in a cache."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ STDLIB = "stdlib"
 LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
-"""Folders of the standard library without sources of its own: packages, tests, and tables written by programs."""
+"""Folders of the standard library that are skipped: packages, tests, and generated tables."""
 
 Document = tuple[str, str]
-"""What is given and what is to be learned; plain text has nothing given."""
+"""The prompt and the text to learn; plain text has an empty prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """Text files. Each is a document, or several with `<|endoftext|>` between them.
+    """Text files. Each is one document, or several with `<|endoftext|>` between them.
 
     `path` is a file, a folder (every file below it that is not hidden), a glob, or `stdlib`: the sources
     of the standard library of the Python that runs this, without tests and tables. `limit_mb` keeps the first
@@ -47,7 +47,7 @@ class TextSource:
     has_prompts = False
 
     def files(self) -> list[Path]:
-        """The files, always in the same order."""
+        """Return the files, always in the same order."""
         files = _stdlib() if self.path == STDLIB else find_files(self.path)
         return files if self.limit_mb is None else self._first(files, self.limit_mb)
 
@@ -56,7 +56,7 @@ class TextSource:
         return hash_files(self.files())
 
     def documents(self) -> Iterator[Document]:
-        """The documents, empty ones left out."""
+        """Yield the documents, except empty ones."""
         for path in self.files():
             for text in self._read(path).split(END):
                 if text.strip():
@@ -78,7 +78,7 @@ class TextSource:
             if self.path == STDLIB:
                 with tokenize.open(path) as source:
                     return source.read()
-            return path.read_text(encoding="utf-8-sig")  # a mark at the start, as some editors put it, is no text
+            return path.read_text(encoding="utf-8-sig")  # without a byte order mark
         except SyntaxError as error:
             raise DataError(f"{path} is not UTF-8 text: {error}; give another path") from error
         except OSError as error:
@@ -89,7 +89,7 @@ class TextSource:
 
 
 def find_files(path: str) -> list[Path]:
-    """The files that a file name, a folder or a glob stands for, sorted."""
+    """Return the files of a file name, a folder or a glob, sorted."""
     root = Path(path).expanduser()
     if root.is_file():
         return [root]
@@ -105,7 +105,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def hash_files(files: list[Path]) -> str:
-    """A hash of the contents of some files, one by one."""
+    """Return a hash of the contents of some files."""
     whole = hashlib.sha256()
     for path in files:
         with open_file(path) as file:
@@ -115,7 +115,7 @@ def hash_files(files: list[Path]) -> str:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BufferedReader]:
-    """A file of data. One that cannot be read, from its beginning or in the middle, is a `DataError` that names it."""
+    """Open a data file; an error of opening or reading it becomes a `DataError` that names it."""
     try:
         with path.open("rb") as file:
             yield file
@@ -134,15 +134,15 @@ def _stdlib() -> list[Path]:
     return sorted(files)
 
 
-# One JSON object a line: whole texts, or prompts with completions.
+# One JSON object per line: texts, or prompts with completions.
 
 
 @dataclass(frozen=True, slots=True)
 class JsonlSource:
     """JSON lines. Either `text_key`, or `prompt_key` and `completion_key`.
 
-    A prompt is given, not learned: only the completion is. The two are put together as they are, so a
-    separator, if there is to be one, belongs to one of them. Blank lines are skipped.
+    Only the completion is learned, not the prompt. The two are concatenated as they are, so a separator has
+    to be part of one of them. Blank lines are skipped.
     """
 
     path: str
@@ -160,7 +160,7 @@ class JsonlSource:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a part of each document is given and not learned."""
+        """Whether each document has a prompt, which is not learned."""
         return self.prompt_key is not None
 
     def fingerprint(self) -> str:
@@ -169,7 +169,7 @@ class JsonlSource:
         return f"{keys} {hash_files(find_files(self.path))}"
 
     def documents(self) -> Iterator[Document]:
-        """The documents; a line that cannot be used is an error that names it."""
+        """Yield the documents; an invalid line is an error that names it."""
         for path in find_files(self.path):
             with open_file(path) as file:
                 for number, line in enumerate(file, start=1):
@@ -186,7 +186,7 @@ class JsonlSource:
 
 
 def read_object(line: bytes) -> dict[str, Any] | str:
-    """The JSON object of a line, or what is wrong with it."""
+    """Return the JSON object of a line, or what is wrong with it."""
     try:
         record = parse_json(line)
     except UnicodeDecodeError:
@@ -212,15 +212,15 @@ def _string(record: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-# Folders that are made once and then only read, by any number of processes.
+# Cached folders: made once, then only read, by any number of processes.
 
 
 def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """The folder `root/name`, filled by `build` if it does not exist yet.
+    """Return the folder `root/name`, filled by `build` if it does not exist yet.
 
-    It appears complete or not at all. Processes that build it at the same time do not disturb each other:
-    the first to finish wins, and since a name stands for its content, the others lose nothing. Raises `DataError`
-    where nothing can be written there.
+    It appears complete or not at all. Processes that build it at the same time do not disturb each other: the
+    first to finish wins, and since the name is a hash of the content, the others' results are equal. Raises
+    `DataError` where the folder cannot be written.
     """
     entry = root / name
     try:
@@ -234,24 +234,24 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
         if isinstance(error, PermissionError) or not entry.is_dir():
             reason = error.strerror or str(error)
             raise DataError(
-                f"tokens cannot be kept in {root}: {reason}; name another folder as `data.cache`"
+                f"tokens cannot be cached in {root}: {reason}; name another folder as `data.cache`"
             ) from error
     return entry
 
 
-# Text sources to token files, made once and kept in the cache.
+# Tokenizing text sources into token files, which are cached.
 
 
 RECIPE = 1
-"""Counts changes in how a corpus is made: an older one in the cache is then not taken for a new one."""
+"""Counts changes in how a corpus is made, so that an older one in the cache is not reused."""
 
 GROUP_CHARS = 4_000_000
-"""Text that is tokenized at once: enough for all cores, little enough for memory."""
+"""Characters that are tokenized at once: enough for all cores, few enough for memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A tokenized source: its token file and the tokenizer that made it."""
+    """A tokenized source: its token file and its tokenizer."""
 
     folder: Path
 
@@ -267,15 +267,15 @@ class Corpus:
 
 
 def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = None) -> Corpus:
-    """Tokenize a source, unless the cache has it.
+    """Tokenize a source, unless it is in the cache.
 
-    `tokenizer` stands in where the config names none: validation text of another source must be cut by
-    the tokenizer of the training text. Without either, one is trained on the source itself.
+    `tokenizer` is used where the config names none: validation text must be tokenized by the tokenizer of
+    the training text. Without either, a tokenizer is trained on the source itself.
     """
     source = _source(config)
     given = config.tokenizer or tokenizer
     if given is not None and not Path(given).is_file():
-        load_tokenizer(given)  # says what is wrong with it
+        load_tokenizer(given)  # raises the error that fits
     how = f"trained {config.vocab_size}" if given is None else f"given {hash_files([Path(given)])}"
     what = f"{RECIPE} {type(source).__name__} {source.fingerprint()} {how}"
     name = f"{config.type}-{hashlib.sha256(what.encode()).hexdigest()[:32]}"
@@ -289,7 +289,7 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
         made.save(corpus.tokenizer)
         documents = _whole(source.documents(), made, config.path)
         if write_documents(corpus.tokens, documents, made, masked=source.has_prompts) == 0:
-            raise DataError(f"{config.path} has no text in it; give a file or folder that has")
+            raise DataError(f"{config.path} contains no text; give a file or folder that does")
         if not any(text for _, text in source.documents()):
             what = "completion" if source.has_prompts else "text"
             raise DataError(f"{config.path}: every {what} is empty, so there is nothing to learn")
@@ -299,7 +299,7 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
 
 
 def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTokenizer, *, masked: bool) -> int:
-    """Tokenize documents into a token file, each with the end token behind it; how many there were."""
+    """Tokenize documents into a token file, each followed by the end token; returns how many there were."""
     tokens = TokenWriter(path, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest, masked=masked)
     with tokens:
         for group in _groups(documents):
@@ -314,12 +314,12 @@ def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTo
 
 
 def _whole(documents: Iterable[Document], tokenizer: TextTokenizer, path: str) -> Iterator[Document]:
-    """The documents; one with a character that would vanish between two tokens is an error."""
+    """Yield the documents; a character that the tokenizer would drop is an error."""
     for number, document in enumerate(documents, start=1):
         for lost in filter(None, map(tokenizer.lost_in, document)):
             raise DataError(
-                f"{path}, document {number}: the tokenizer has no token for {lost!r} and would leave it out; give one "
-                "that knows every byte, or one with a token for what is unknown"
+                f"{path}, document {number}: the tokenizer has no token for {lost!r} and would drop it; use a "
+                "byte-level tokenizer, or one with an unknown token"
             )
         yield document
 

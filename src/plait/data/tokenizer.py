@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Tokenizers: loading, training, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from plait.config import SMALLEST_BPE, lone_surrogate
 from plait.errors import DataError
 
 END = "<|endoftext|>"
-"""What a tokenizer that is trained here puts at the end of a document."""
+"""The end token of a document, in tokenizers that are trained here."""
 
 KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""End tokens of tokenizers that are given, in the order in which they are looked for."""
+"""End tokens of other tokenizers, in the order in which they are looked up."""
 
 
 _SPACE = "\u2581"
-"""What many tokenizers write for a space, and put before a text."""
+"""The character that many tokenizers use for a space, and put before a text."""
 
 
 class TextTokenizer:
-    """A `tokenizers` tokenizer with what training and sampling need of it."""
+    """A tokenizer of the `tokenizers` library with the methods that training and sampling need."""
 
     def __init__(self, backend: Any, origin: str, named_end: str | None = None) -> None:
-        """`named_end` is the end token by its name; absent: the first of the known ones."""
+        """`named_end` is the name of the end token; by default the first of the known ones."""
         candidates = (backend.token_to_id(name) for name in ((named_end,) if named_end else KNOWN_ENDS))
         end = next((token for token in candidates if token is not None), None)
         if end is None:
@@ -37,51 +37,51 @@ class TextTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.begin: tuple[int, ...] = _begin_of(backend)
-        """What the tokenizer itself puts before a text: the token for its beginning, where it has one."""
+        """The tokens that the tokenizer itself puts before a text: the BOS token, where it has one."""
         # A text that happens to contain "<|endoftext|>" must not end a document.
         backend.encode_special_tokens = True
         self.backend = backend
         self._characters: dict[str, bool] = {}
-        """Those that were met, and whether a token stands for them."""
+        """The characters seen so far, and whether they have a token."""
         self.end: int = end
         """The token that ends a document."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens in the vocabulary, added ones included."""
+        """The size of the vocabulary, with added tokens."""
         # Ids may have gaps, and an embedding must reach the highest one.
         highest: int = max(self.backend.get_vocab().values())
         return highest + 1
 
     @property
     def digest(self) -> str:
-        """A hash of everything the tokenizer is made of."""
+        """A hash of the tokenizer's whole definition."""
         return hashlib.sha256(self.backend.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, nothing added."""
+        """Return the tokens of a text, without special tokens."""
         try:
             tokens: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        except TypeError as error:  # all that the library says of a text that is no UTF-8
+        except TypeError as error:  # the library's error for text that is not valid UTF-8
             raise DataError(f"{lone_surrogate(text) or error}; leave it out") from error
         return tokens
 
     def encode_many(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The tokens of many texts, on all cores."""
+        """Yield the tokens of many texts, computed on all cores."""
         for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False):
             yield encoding.ids
 
     def unknown_in(self, text: str) -> str | None:
-        """The first character of a text that no token stands for, or only the one for what is unknown; spaces aside."""
+        """Return the first character of a text, other than a space, that has no token but perhaps the unknown token."""
         if self._knows_all:
             return None
-        if type(self.backend.model).__name__ not in ("BPE", "Unigram"):  # others know words
+        if type(self.backend.model).__name__ not in ("BPE", "Unigram"):  # others have whole words
             encoding = self.backend.encode(text, add_special_tokens=False)
             positions = (
                 at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self._unknown
             )
             return next((text[at] for at in positions), None)
-        # One by one: where a character is dropped, the library gives those behind it the wrong places.
+        # One by one: after a dropped character the library reports wrong offsets.
         for character in set(text) - self._characters.keys():
             encoding = self.backend.encode(character, add_special_tokens=False)
             known = (
@@ -91,12 +91,12 @@ class TextTokenizer:
         return next((character for character in text if not self._characters[character]), None)
 
     def lost_in(self, text: str) -> str | None:
-        """The first character of a text that leaves no trace in its tokens."""
+        """Return the first character of a text that is dropped by the tokenizer."""
         return None if self._unknown else self.unknown_in(text)
 
     @cached_property
     def _unknown(self) -> frozenset[int]:
-        """The token for what is unknown, where there is one."""
+        """The unknown token, where there is one."""
         names = (getattr(self.backend.model, "unk_token", None) or "<unk>", "<unk>", "[UNK]")
         return frozenset(token for name in names if (token := self.backend.token_to_id(name)) is not None)
 
@@ -108,12 +108,12 @@ class TextTokenizer:
         return self.decode(tokens).strip() == strange
 
     def decode(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
-        """The text of some tokens."""
+        """Return the text of some tokens."""
         text: str = self.backend.decode(list(tokens), skip_special_tokens=not keep_special)
         return text
 
     def special_token(self, text: str) -> int | None:
-        """The token that a text is, if decoding leaves it out; None for any other text."""
+        """Return the special token that a text is, which decoding skips; None for any other text."""
         token: int | None = self.backend.token_to_id(text)
         return token if token is not None and not self.decode([token]) else None
 
@@ -123,7 +123,7 @@ class TextTokenizer:
 
 
 def _begin_of(backend: Any) -> tuple[int, ...]:
-    """What is put before a text when special tokens are asked for."""
+    """Return the special tokens that are put before a text."""
     plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     offsets = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
     return tuple(whole[: next(offsets, 0)]) if plain else ()
@@ -145,9 +145,9 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE. The same texts and size give the same tokenizer.
+    """Train a byte-level BPE tokenizer. The same texts and size give the same tokenizer.
 
-    A little text may not have enough pairs to reach `vocab_size`; the tokenizer is then smaller.
+    A small text may not have enough pairs to reach `vocab_size`; the vocabulary is then smaller.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,11 +1,11 @@
-"""Tokens in a file: written once, read by memory map.
+"""Token files: written once, read by memory map.
 
 A token file is four files with one stem:
 
     corpus.bin        the tokens of all documents, one after another, uint16 or uint32, little-endian
     corpus.docs.bin   where each document starts, and where the last one ends, int64
-    corpus.mask.bin   optional: one byte a token, 1 where the token is something to learn, 0 where it is given
-    corpus.json       what the others hold; it is written last, so without it there is no token file
+    corpus.mask.bin   optional: one byte per token, 1 where the token is learned, 0 where it belongs to a prompt
+    corpus.json       describes the others; written last, so without it the token file does not exist
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MASK = np.dtype("u1")
 
 @dataclass(frozen=True, slots=True)
 class TokenMeta:
-    """What a token file says about itself."""
+    """The content of a token file's `.json`."""
 
     version: int
     dtype: str
@@ -46,9 +46,9 @@ class TokenMeta:
 
 
 class TokenWriter:
-    """Writes a token file document by document. Nothing appears under its name before `close`.
+    """Writes a token file document by document. The file appears under its name when it is closed.
 
-    Used as a context manager it is closed at the end, or thrown away if the block raises.
+    As a context manager it is closed at the end, or discarded if the block raises.
     """
 
     def __init__(self, path: str | Path, *, vocab_size: int, tokenizer: str = "", masked: bool = False) -> None:
@@ -68,7 +68,7 @@ class TokenWriter:
         self._files["docs"].write(OFFSET.type(0).tobytes())
 
     def add(self, tokens: Sequence[int] | NDArray[Any], mask: Sequence[int] | NDArray[Any] | None = None) -> None:
-        """Append one document; one without tokens leaves no trace."""
+        """Append one document; one without tokens is skipped."""
         values = np.asarray(tokens, dtype=np.int64)
         if values.size == 0:
             return
@@ -79,7 +79,7 @@ class TokenWriter:
             )
         if self._masked:
             assert mask is not None, "a masked token file needs a mask for every document"
-            assert len(mask) == len(values), "one mask value a token"
+            assert len(mask) == len(values), "one mask value per token"
             self._files["mask"].write(np.asarray(mask, dtype=MASK).tobytes())
         self._files["bin"].write(values.astype(self._dtype).tobytes())
         self._count += values.size
@@ -87,7 +87,7 @@ class TokenWriter:
         self._files["docs"].write(OFFSET.type(self._count).tobytes())
 
     def close(self) -> TokenMeta:
-        """Put everything in place under its name."""
+        """Sync the files and rename them into place."""
         meta = TokenMeta(
             version=VERSION,
             dtype=self._dtype.newbyteorder("=").name,
@@ -99,7 +99,7 @@ class TokenWriter:
         )
         for file in self._files.values():
             _sync(file)
-        # Without its meta file a token file does not exist: it goes first and comes back last.
+        # Without its meta file a token file does not exist: it is removed first and written last.
         self._meta.unlink(missing_ok=True)
         for name in self._names.values():
             _temporary(name, self._suffix).replace(name)
@@ -111,7 +111,7 @@ class TokenWriter:
         return meta
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove the temporary files."""
         for suffix, name in self._names.items():
             self._files[suffix].close()
             _temporary(name, self._suffix).unlink(missing_ok=True)
@@ -129,7 +129,7 @@ class TokenWriter:
 
 
 class TokenFile:
-    """A token file, checked against its own description and mapped into memory."""
+    """A token file, checked against its description and memory-mapped."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = _stem(path)
@@ -137,7 +137,7 @@ class TokenFile:
         names = _names(self.path, masked=self.meta.masked)
         self.tokens = _map(names["bin"], np.dtype(self.meta.dtype).newbyteorder("<"), self.meta.count)
         self.offsets = _map(names["docs"], OFFSET, self.meta.documents + 1)
-        """Where each document starts, then where the last one ends."""
+        """The start of each document, then the end of the last one."""
         self.mask = _map(names["mask"], MASK, self.meta.count) if self.meta.masked else None
         if np.any(self.offsets[1:] < self.offsets[:-1]):
             raise DataError(f"{names['docs']}: a document ends before it begins: the file is damaged, write it again")
@@ -151,7 +151,7 @@ class TokenFile:
         return self.meta.count
 
     def document(self, index: int) -> NDArray[Any]:
-        """The tokens of one document."""
+        """Return the tokens of one document."""
         start, stop = self.offsets[index : index + 2]
         return self.tokens[start:stop]
 
