@@ -100,7 +100,7 @@ def transformers_row(job: Job) -> Result:
     """`generate` of transformers, left-padded as its users do it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from plait.models.portable import to_transformers
+    from plait.models.registry import to_transformers
 
     torch, portable = job.torch, to_transformers(job.config)
     description = dict(portable.description)

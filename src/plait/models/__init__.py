@@ -1,8 +1,7 @@
-"""Models: what is trained.
+"""The models: GPT, Llama, a mixture of experts, ResNet, and those of `transformers`; one file per family.
 
-`build_model` makes one from its section of the run description, on whatever device is current; under
-`torch.device("meta")` it costs no memory. What the rest of the framework may ask of it is said in
-`plait.models.common.protocol`.
+`build_model` builds one from the config section `model` on the current device; under `torch.device("meta")` it takes no
+memory. `plait.models.common.protocol` says what the rest of Plait may ask of a model.
 """
 
 from typing import TYPE_CHECKING
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
     from plait.models.llama import Llama as Llama
     from plait.models.llama import LlamaBlock as LlamaBlock
     from plait.models.llama import SwiGLU as SwiGLU
-    from plait.models.portable import from_transformers as from_transformers
-    from plait.models.portable import to_transformers as to_transformers
     from plait.models.registry import build_model as build_model
+    from plait.models.registry import from_transformers as from_transformers
     from plait.models.registry import preset as preset
+    from plait.models.registry import to_transformers as to_transformers
     from plait.transformers_internals import overrides as overrides
 else:
     from plait.lazy import attach_names

@@ -1,7 +1,7 @@
-"""Norms, feed-forwards and attentions of a model, exchanged in place for forms that pass over memory less often.
+"""Norms, feed-forwards and attentions of a model, replaced in place by fused ones.
 
-For models that are not compiled: a compiler fuses these by itself, and better. A module changes its class, so no
-parameter changes its name. What is not recognised stays as it is.
+For models that are not compiled: `torch.compile` fuses these itself. A module changes its class, so no parameter
+changes its name. Modules of other classes are left alone.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from plait.models.llama import LlamaBlock, SwiGLU
 from plait.precision import feed_forward, through_all
 
 _EPS = 1.1920929e-07
-"""What torch takes where an RMSNorm has no `eps`: the smallest step of fp32."""
+"""torch's default where an RMSNorm has no `eps`: the machine epsilon of fp32."""
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """RMSNorm in the format of its input; given two tensors, their sum and its norm."""
+    """RMSNorm in the dtype of its input; given two tensors, their sum and its norm."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, added: Tensor | None = None, *, with_input: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Works on the last dim. `with_input`: the input too, for those who go on with it."""
+        """The norm over the last dim; `with_input`: also the input, whose gradient the same kernel adds."""
         eps = _EPS if self.eps is None else self.eps
         if added is not None:
             return add_rms_norm(x, added, self.weight, eps)
@@ -38,21 +38,21 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 class FusedSwiGLU(SwiGLU):
-    """A gated feed-forward whose middle is one operation, of which the product is not kept."""
+    """A gated feed-forward as one autograd function, which does not save the product of gate and up."""
 
     together: ClassVar[tuple[tuple[str, ...], ...]] = (("gate", "up"), ("down",))
-    """See `precision.together.spoken_for`."""
+    """Layers that are multiplied together; see `kernels.bypassed_layers`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Works on each token alone."""
+        """The feed-forward of each token."""
         return feed_forward(x, self.gate, self.up, self.down)
 
 
 class FusedAttention(Attention):
-    """An attention that projects its input, and turns queries and keys, in one operation each."""
+    """An attention that projects its input in one autograd function, and rotates queries and keys in one kernel."""
 
     together: ClassVar[tuple[tuple[str, ...], ...]] = (("q", "k", "v"),)
-    """See `precision.together.spoken_for`."""
+    """Layers that are multiplied together; see `kernels.bypassed_layers`."""
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values, (batch, tokens, features) each."""
@@ -60,7 +60,7 @@ class FusedAttention(Attention):
 
 
 class FusedLlamaBlock(LlamaBlock):
-    """A layer that adds to the residual stream and norms it in one operation, and so with the gradients of both."""
+    """A layer that adds to the residual stream and normalizes it in one kernel, in both directions."""
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
         """One step along the residual stream (batch, tokens, dim)."""
@@ -70,7 +70,7 @@ class FusedLlamaBlock(LlamaBlock):
 
 
 def fuse(model: nn.Module) -> dict[str, int]:
-    """Exchange what is recognised; returns how many of each kind."""
+    """Replace the modules that have fused forms; return how many of each kind."""
     counts: Counter[str] = Counter()
     for module in model.modules():
         cls = type(module)
@@ -95,18 +95,15 @@ def _norms_last_dim(norm: nn.RMSNorm) -> bool:
 
 
 def rotate_together(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of `rope.rotate_both` in one operation."""
+    """`rotate_both` in one kernel."""
     return apply_rotary(q, k, rotary.cos.squeeze(1), rotary.sin.squeeze(1))
 
 
-# Telling a language model's head to compute its backward products in 8 bits; see [Note: a head in 8 bits].
-
-
 def use_fp8_head(model: nn.Module, *, emulated: bool, traced: bool = False) -> None:
-    """Have the head of `model`, Plait's own or a `transformers` decoder's, compute its gradients from 8-bit numbers.
+    """Let the head of `model`, Plait's own or a `transformers` decoder's, compute its gradients in 8 bits.
 
-    `traced`: the whole model will be compiled, where a `transformers` head makes logits. Such a model is refused; so is
-    one whose head never goes straight to the loss, and one whose features are no multiple of 16.
+    `traced`: the model will be compiled as a whole, where a `transformers` head computes all logits. Such a model is
+    refused, as are one whose head cannot compute the loss, and one whose features are not a multiple of 16.
     """
     heads = [module for module in model.modules() if isinstance(module, LMHead | CausalLM)]
     if not heads:

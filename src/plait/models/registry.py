@@ -1,24 +1,39 @@
-"""From the section `model` to a module."""
+"""The model families: from the config section `model` to a module, and to and from `transformers`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from plait.config import CustomModel, GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
 from plait.errors import ConfigError, ModelError, Problem
+from plait.models.common.weights import Made, by_translation
 from plait.plugins import build_instance
+
+_CONFIGS: dict[str, type[GptConfig | LlamaConfig | ResNetConfig | HFConfig]] = {
+    "gpt": GptConfig,
+    "llama": LlamaConfig,
+    "moe": MoeConfig,
+    "resnet": ResNetConfig,
+    "hf": HFConfig,
+}
+_PORTABLE = ("gpt", "llama", "moe")
+"""Plait's own families that `transformers` has counterparts of."""
 
 
 def build_model(config: ModelConfig, *, trust_code: bool = False) -> nn.Module:
-    """The model that `config` describes. Only the family that is asked for gets imported.
+    """Return the model that `config` describes. Only its family is imported.
 
-    `trust_code`: the folder of a `transformers` model may bring classes of its own, which are then run.
+    `trust_code`: the folder of a `transformers` model may contain code of its own, which is then run.
     """
     if isinstance(config, CustomModel) and isinstance(config.given, nn.Module):
-        message = f"a {type(config.given).__name__} that is made already cannot be made once more where it is needed"
+        message = f"a {type(config.given).__name__} instance cannot be built again where it is needed"
         raise ConfigError(Problem("model.type", message, "Name its class here, or give it as `Runner(model=…)`."))
     given = {"trust_code": trust_code} if isinstance(config, HFConfig) else {}
     model: nn.Module = build_instance(config, "model", cls=nn.Module, **given)
@@ -26,17 +41,68 @@ def build_model(config: ModelConfig, *, trust_code: bool = False) -> nn.Module:
 
 
 def preset(family: str, name: str, **changes: Any) -> ModelConfig:
-    """A named size of a family (`preset("llama", "1b", layers=4)`), with changes."""
-    families: dict[str, type[GptConfig | LlamaConfig | ResNetConfig | HFConfig]] = {
-        "gpt": GptConfig,
-        "llama": LlamaConfig,
-        "moe": MoeConfig,
-        "resnet": ResNetConfig,
-        "hf": HFConfig,
-    }
-    if family not in families:
-        raise ModelError(f"no model family {family!r}; there are {', '.join(families)}")
-    presets = import_module(f"plait.models.{family}").PRESETS
+    """Return a named size of a family (`preset("llama", "1b", layers=4)`), with changes."""
+    if family not in _CONFIGS:
+        raise ModelError(f"no model family {family!r}; there are {', '.join(_CONFIGS)}")
+    presets = _module_of(family).PRESETS
     if name not in presets:
         raise ModelError(f"no preset {name!r} in {family!r}; there are {', '.join(presets)}")
-    return families[family](**{**presets[name], **changes})
+    return _CONFIGS[family](**{**presets[name], **changes})
+
+
+def _module_of(family: str) -> Any:
+    return import_module(f"plait.models.{family}")
+
+
+class TransformersExport(NamedTuple):
+    """The counterpart of a model in `transformers`."""
+
+    description: dict[str, Any]
+    """Its `config.json`, except for the dtype."""
+    made: dict[str, Made] | None
+    """Its tensors, each made of Plait's; None where they have the same names."""
+    folder: Path | None = None
+    """The folder that the model was loaded from, which may have a tokenizer."""
+
+
+class TransformersImport(NamedTuple):
+    """A `transformers` model as one of Plait's."""
+
+    config: ModelConfig | None
+    """None where there was no `config.json`."""
+    made: dict[str, Made]
+    """Plait's tensors, each made of stored ones."""
+    unused: tuple[str, ...]
+    """Patterns of the names of stored tensors that are not used."""
+
+
+def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> TransformersExport:
+    """Return the counterpart of a model in `transformers`; raises `ModelError` where there is none."""
+    if isinstance(config, HFConfig):
+        folder = None if config.path is None else Path(config.path)
+        return TransformersExport(_module_of("hf").describe(config, trust_code=trust_code), None, folder)
+    if config.type not in _PORTABLE:
+        raise ModelError(
+            f"`model.type: {config.type}` has no counterpart in transformers; of Plait's families, hf, "
+            f"{', '.join(_PORTABLE)} have one. Write a state dict with `--to torch`, or a checkpoint with `--to plait`"
+        )
+    module = _module_of(config.type)
+    return TransformersExport(module.describe(config), module.to_transformers(config))
+
+
+def from_transformers(
+    family: str, description: Mapping[str, Any] | None, shapes: Mapping[str, torch.Size]
+) -> TransformersImport:
+    """Return `family` for a `transformers` model: its `config.json`, if there is one, and the shapes of its tensors."""
+    if family not in _PORTABLE:
+        raise ModelError(f"family {family!r} cannot take weights of transformers; write one of {', '.join(_PORTABLE)}")
+    module = _module_of(family)
+    try:
+        config = None if description is None else module.from_description(description)
+    except KeyError as error:
+        raise ModelError(f"config.json has no {error}, which a {family} needs") from error
+    unused: tuple[str, ...] = module.UNUSED
+    if config is not None and config.tie_embeddings:
+        unused = (*unused, r"^lm_head\.weight$")  # the embedding's own values, stored twice
+    made = module.made_from_transformers if family == "moe" else partial(by_translation, module.from_transformers)
+    return TransformersImport(config, made(shapes), unused)

@@ -24,7 +24,7 @@ from plait.generate.hybrid import cache_bytes
 from plait.generate.vllm import in_names_of_transformers, load_vllm, seed_of, token_bytes, with_own_head
 from plait.models import build_model
 from plait.models.common.weights import Made
-from plait.models.portable import to_transformers
+from plait.models.registry import to_transformers
 from plait.posttrain.lora import AdapterSpec, attach, merge
 from plait.posttrain.rl.trainer import merged_weights
 

@@ -9,7 +9,7 @@ from tests.refusals import refused
 from plait.config.model import MoeConfig
 from plait.errors import ModelError
 from plait.models import build_model, moe, preset
-from plait.models.portable import from_transformers, to_transformers
+from plait.models.registry import from_transformers, to_transformers
 
 
 def mixtral(**changes):

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, and what the blocks of one forward share."""
+"""Causal self-attention with grouped queries, rotary embedding, and masks for packed rows."""
 
 from __future__ import annotations
 
@@ -15,29 +15,27 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from plait.errors import ModelError
 from plait.models.common.init import residual_output
 
-# Rotary positions, in the rotate-half layout that published Llama weights have.
-
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of one forward, each (batch or 1, 1, tokens, head_dim / 2), fp32."""
+    """Rotary tables of one forward, in the rotate-half layout of Llama: (batch or 1, 1, tokens, head_dim / 2), fp32."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
     def at(cls, positions: Tensor, head_dim: int, base: float) -> Rotary:
-        """The table for positions of shape (batch or 1, tokens).
+        """The tables for positions of shape (batch or 1, tokens).
 
-        Computed anew for each forward rather than kept in a buffer: it costs next to nothing beside one
-        attention, and a model without buffers has nothing to restore after a build on the meta device.
+        Computed in each forward rather than kept in a buffer: the cost is small beside one attention, and a model
+        without buffers has nothing to restore after it was built on the meta device.
         """
         return cls(*rotary_table(positions, head_dim, base))
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Turn each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle.
+        """Rotate each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle.
 
-        In fp32 whatever the dtype of `x`: bf16 cannot tell neighbouring positions apart far from zero.
+        In fp32 whatever the dtype of `x`: bf16 cannot represent neighbouring positions far from zero.
         """
         first, second = x.float().chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
@@ -45,12 +43,12 @@ class Rotary:
 
 
 def rotate_both(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys, turned."""
+    """Rotate queries and keys."""
     return rotary.rotate(q), rotary.rotate(k)
 
 
 # One operator to `torch.compile`: traced into, powers, cosines and sines would be fused into every layer that
-# uses the table, and so computed anew in each of them.
+# uses the table, and so computed again in each of them.
 @torch.library.custom_op("plait::rotary_table", mutates_args=())
 def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (batch or 1, 1, tokens, head_dim / 2), fp32."""
@@ -67,12 +65,12 @@ def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
 
 
 class Shared:
-    """What every block of one forward needs beside its input; made once, by the model.
+    """What every block of one forward needs besides its input; created once by the model.
 
-    `rotary` is the rotary table, if any; `mask` says where attention is allowed, if not plainly causal (see
-    `packing_mask`); `real` says which tokens are no fillers, if some are. A plain object on purpose: sharding casts
-    the float tensors among a block's arguments to the compute dtype, and it finds them in tuples, dicts and
-    dataclasses, but not here. So the rotary table stays fp32 under every strategy.
+    `rotary` are the rotary tables, if any; `mask` says where attention is allowed, if not just causal (see
+    `packing_mask`); `real` says which tokens are not padding, if some are. A plain object on purpose: FSDP casts the
+    float tensors among a block's arguments to the compute dtype, and finds them in tuples, dicts and dataclasses, but
+    not here. So the rotary tables stay fp32 under every strategy.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dro
     if isinstance(mask, BlockMask):
         return _compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=group > 1)
     if group > 1 and (mask is not None or (q.is_cuda and q.dtype == torch.float32)):
-        # The memory-efficient kernel, the only fast one that takes a mask or fp32, has no grouped form.
+        # The memory-efficient kernel, the only fast one that takes a mask or fp32, has no GQA.
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         group = 1
     return F.scaled_dot_product_attention(
@@ -98,19 +96,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dro
 
 
 def _compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
-    """Uncompiled it would hold all scores; inside a compiled block the call is simply part of the block."""
+    """FlexAttention, compiled: eager mode would materialize all scores. In a compiled block it is traced with it."""
     call: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     return call(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Made at the first call: it loads the compiler, which most runs do without."""
+    """Compiled at the first call: this imports the compiler, which most runs do not need."""
     return torch.compile(flex_attention)
 
 
 class Attention(nn.Module):
-    """Queries, keys, values, attention, output; rotary where `Shared` brings a table."""
+    """Multi-head attention with grouped queries; with rotary embedding where `Shared` has tables."""
 
     def __init__(
         self, dim: int, heads: int, kv_heads: int, *, layers: int, bias: bool = False, dropout: float = 0.0
@@ -124,16 +122,16 @@ class Attention(nn.Module):
         self.head_dim = dim // heads
         self.dropout = dropout
         self.attend = attend
-        """How tokens are mixed. Where they are spread over ranks, another function takes its place."""
+        """The attention function; context parallelism and caches replace it."""
         self.rotate = rotate_both
-        """How positions are put into queries and keys."""
+        """The rotary function; fused kernels replace it."""
         self.q = nn.Linear(dim, dim, bias=bias)
         self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
         self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=bias)
         self.out = residual_output(nn.Linear(dim, dim, bias=bias), layers)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """Mix the tokens of (batch, tokens, dim)."""
+        """Attention over (batch, tokens, dim)."""
         q, k, v = (self._split(projected) for projected in self.project(x))
         if shared.rotary is not None:
             q, k = self.rotate(shared.rotary, q, k)
@@ -148,21 +146,21 @@ class Attention(nn.Module):
         return x.reshape(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
-# Masks for rows that hold several documents: causal, and nothing crosses from one into another.
+# Masks for rows that hold several documents: causal, and within documents.
 #
-# [Note: blocks of documents] FlexAttention leaves out blocks in which nothing is allowed, and asks about single places
-# only where a block is allowed in part. torch finds these blocks by looking at every place: tokens × tokens of them, in
-# memory, with Python in between. Here the smallest and the largest id of each block are enough. Two blocks have a
-# document in common only if their ranges overlap, which for documents one after another means that they have one; a
-# block is allowed as a whole if it lies before the other and both hold the same one document.
+# [Note: blocks of documents] FlexAttention skips blocks in which nothing is allowed, and evaluates the mask only in
+# blocks that are allowed in part. torch's `create_block_mask` finds these by evaluating all tokens × tokens positions,
+# in memory. Here the smallest and the largest document id of each block are enough. Two blocks have a document in
+# common only if their ranges overlap, and for consecutive documents also if they do; a block is fully allowed if it
+# lies before the other and both hold the same single document.
 
 
 BLOCK = 128
-"""Tokens of a block, as FlexAttention has them unless it is told otherwise."""
+"""Tokens of a block: FlexAttention's default."""
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """The mask that is causal and keeps to one document; from ids of shape (batch, tokens)."""
+    """The boolean mask that is causal within documents; from ids of shape (batch, tokens)."""
     tokens = document_ids.shape[1]
     same = document_ids[:, :, None] == document_ids[:, None, :]
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=document_ids.device).tril()
@@ -170,10 +168,10 @@ def document_mask(document_ids: Tensor) -> Tensor:
 
 
 def packing_mask(document_ids: Tensor | None, *, head_dim: int, dropout: float = 0.0) -> Tensor | BlockMask | None:
-    """The mask for packed rows, in the form that `attend` is fastest with; none where there are no ids.
+    """The mask for packed rows, in the form that `attend` is fastest with; None without ids.
 
     On CUDA that is a `BlockMask`, which skips what lies outside the documents; measured at 4,096 tokens it
-    takes about a fifth of the time of a boolean mask. It knows no dropout, and no heads under 16.
+    takes about a fifth of the time of a boolean mask. It supports neither dropout nor a head dim below 16.
     """
     if document_ids is None:
         return None
@@ -183,14 +181,14 @@ def packing_mask(document_ids: Tensor | None, *, head_dim: int, dropout: float =
 
 
 def document_blocks(ids: Tensor) -> BlockMask:
-    """The same mask in blocks. [Note: blocks of documents]"""
+    """The same mask as a `BlockMask`; see [Note: blocks of documents]."""
 
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[batch, query] == ids[batch, key])
 
     batch, tokens = ids.shape
     rest = -tokens % BLOCK
-    # What fills up the last block is another document, so that it is not allowed as a whole.
+    # The padding of the last block is another document, so that the block is not fully allowed.
     whole = torch.cat((ids, (ids[:, -1:] + 1).expand(batch, rest)), dim=1) if rest else ids
     low, high = whole.view(batch, -1, BLOCK).aminmax(dim=-1)
     number = torch.arange(low.shape[1], device=ids.device)
@@ -205,6 +203,6 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of blocks, (batch, rows, columns): how many there are, and which; one head for all."""
+    """For each row of blocks (batch, rows, columns): the number of allowed ones and their indices; one head for all."""
     flags = blocks[:, None].int()
     return flags.sum(-1, dtype=torch.int32), flags.argsort(dim=-1, descending=True, stable=True).int()

@@ -1,8 +1,8 @@
-"""Cross-entropy as (sum, count): from logits, or from hidden states without ever holding all logits.
+"""Cross-entropy as (sum, count): from logits, or from hidden states without computing all logits at once.
 
-Logits or the head's weight may be DTensors of which each rank has some words of the vocabulary. Then the loss is
-computed from the parts; see [Note: a loss over parts of the vocabulary] in `split_loss`. The gradient with respect
-to the hidden states is then this rank's summand: who calls it this way has to sum them over the ranks.
+Logits or the head's weight may be DTensors that are sharded over the vocabulary; see [Note: a loss over a sharded
+vocabulary]. The gradient with respect to the hidden states is then this rank's summand: the caller has to sum it over
+the ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from plait.models.common.protocol import IGNORE_INDEX, LossTerm
 
 # Linear layer and cross-entropy in one, over chunks of tokens.
 #
-# [Note: chunked loss] The logits are the largest tensor of a language model: 16,384 tokens × 128,256 words are
-# 8.4 GB in fp32, and their gradient is as large again. The chunked form goes over the tokens in pieces. The
-# gradient of a *sum* of losses with respect to a piece's logits is known as soon as the piece is (softmax minus
-# one-hot), so the forward finishes each piece's share of the gradients of `hidden` and `weight`, and the
-# backward only scales them by the incoming scalar. Scaling is done in fp32: rounding that scalar to bf16 would
-# scale every gradient of the model by the same error.
+# [Note: chunked loss] The logits are the largest tensor of a language model: 16,384 tokens × 128,256 words are 8.4 GB
+# in fp32, and their gradient is as large again. The chunked form iterates over chunks of tokens. The gradient of a
+# *sum* of losses with respect to a chunk's logits is known as soon as its logits are (softmax minus one-hot), so the
+# forward pass also computes each chunk's contribution to the gradients of `hidden` and `weight`, and the backward pass
+# only scales these by the incoming scalar. Scaling is done in fp32: rounding that scalar to bf16 would scale every
+# gradient of the model by the same error.
 #
-# It is one operator to `torch.compile`. Traced into, the pieces would be reordered and all be held at once.
+# It is one operator to `torch.compile`. Traced into, the chunks would be reordered and all be held at once.
+#
+# torch's own `F.linear_cross_entropy` is not used, for the reasons in `plait.kernels.registry`.
 
 
 LossAndGrads = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -59,9 +61,9 @@ def chunked_linear_cross_entropy(
 
 
 def loss_and_grads(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each row, fp32, and its gradient with respect to the logits, in their dtype.
+    """Return the loss of each row, fp32, and its gradient with respect to the logits, in their dtype.
 
-    The gradient of an ignored row is left as if it counted for label 0. Overwrites `logits` where it can.
+    The gradient of an ignored row is that for label 0. Kernels overwrite `logits`.
     """
     if has_loss_kernels(logits):
         return loss_and_grads_triton(logits, labels, IGNORE_INDEX)
@@ -74,7 +76,7 @@ def loss_and_grads(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def needed_grads(hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
-    """Whether a gradient of `hidden` and one of `weight` will be asked for."""
+    """Whether `hidden` and `weight` need gradients."""
     grad = torch.is_grad_enabled()
     return grad and hidden.requires_grad, grad and weight.requires_grad
 
@@ -99,14 +101,14 @@ def over_chunks(
         cast_hidden = hidden[piece].to(dtype)
         losses, grads = evaluate(cast_hidden @ cast_weight.t(), labels[piece])
         total += losses.sum()
-        # Ignored rows are struck out of the small factors, which spares a pass over the large one.
+        # Ignored rows are zeroed in the small matrices, which saves a pass over the large one.
         counted = (labels[piece] != IGNORE_INDEX)[:, None]
         if hidden_grad:
             torch.mm(grads, cast_weight, out=grad_hidden[piece]).mul_(counted)
         if weight_grad:
             grad_weight = _add_product(grad_weight, grads.t(), cast_hidden * counted)
         del losses, grads  # or two chunks would be held
-    if grad_weight is None:  # not needed, or nothing to learn from
+    if grad_weight is None:  # not needed, or no tokens
         grad_weight = empty_grad(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
 
@@ -134,18 +136,18 @@ def _forward_fake(
 def empty_results(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `over_chunks` answers with, for tensors that have none."""
+    """The results of `over_chunks`, uninitialized."""
     total = hidden.new_empty((), dtype=torch.float32)
     return total, empty_grad(hidden, needed[0], dtype), empty_grad(weight, needed[1], torch.float32)
 
 
 def empty_grad(tensor: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
-    """Memory for a gradient of `tensor`; empty where none is needed."""
+    """An uninitialized gradient of `tensor`; without elements where none is needed."""
     return torch.empty_like(tensor if needed else tensor[:0], dtype=dtype)
 
 
 def save_unscaled_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Save what `over_chunks` has answered with; the inputs end with what was needed."""
+    """Save the gradients that `over_chunks` returned; the last two inputs say which were needed."""
     hidden, weight, *_, hidden_grad, weight_grad = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
@@ -153,7 +155,7 @@ def save_unscaled_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def scale_saved_grads(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of `hidden` and `weight`, from those that were saved."""
+    """Return the gradients of `hidden` and `weight`: those that were saved, scaled."""
     grads = (
         None if dtype is None or grad_total is None else times(grad, grad_total, dtype)
         for grad, dtype in zip(ctx.saved_tensors, ctx.wanted, strict=True)
@@ -163,7 +165,7 @@ def scale_saved_grads(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) ->
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product, computed in fp32 and rounded once."""
-    # On a CPU the plain form is what the operator would call; to call an operator of one's own takes a while.
+    # On the CPU the operator would call the plain form; calling it directly saves the operator's overhead.
     return (scaled if grad.is_cuda else scaled_plain)(grad, factor, dtype)
 
 
@@ -182,13 +184,13 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 PLAIN_BYTES = 2**27
-"""Logits that take no more than this are held whole, for the plain form; it needs several copies of them."""
+"""Up to this size, all logits are computed at once, with torch's cross-entropy, which needs several copies of them."""
 CHUNK_BYTES = 2**30
-"""What the logits of one chunk may take. Larger chunks add up the weight's gradient less often."""
+"""The size of one chunk's logits. Larger chunks accumulate the weight's gradient less often."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
-    """Loss from logits (…, vocabulary) and labels (…), in fp32."""
+    """Return the loss for logits (…, vocabulary) and labels (…), in fp32."""
     if is_sharded(logits):
         shard, local = _vocabulary_shard(logits, -1), logits.to_local()
         rows = max(1, PLAIN_BYTES // (4 * shard.most))
@@ -203,11 +205,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_bytes: int = CHUNK_BYTES, fp8: Fp8Head | None = None
 ) -> LossTerm:
-    """Loss of the logits `hidden @ weight.T`; in chunks of at most `chunk_bytes` where they are many.
+    """Return the loss for the logits `hidden @ weight.T`; in chunks of at most `chunk_bytes` where they are large.
 
-    Both forms give the same loss and, up to rounding, the same gradients; the chunked one can be
-    differentiated once only. See [Note: chunked loss]. With `fp8`, which takes a whole weight, it is chunked always,
-    and its backward products are in 8 bits: [Note: a head in 8 bits] in `fp8_loss`.
+    Both forms give the same loss and, up to rounding, the same gradients; the chunked one cannot be differentiated
+    twice. See [Note: chunked loss]. With `fp8`, which takes a weight that is not sharded, it is always chunked, and its
+    backward products are in 8 bits: [Note: a head in 8 bits].
     """
     dtype = _compute_dtype(hidden)
     shard = None
@@ -225,7 +227,7 @@ def linear_cross_entropy(
     rows = rows // 128 * 128 or rows  # whole tiles of a matrix unit
     flat, targets = hidden.flatten(0, -2), labels.flatten()
     if fp8 is not None:
-        assert shard is None, "a head of which each rank has a part has no 8-bit form"
+        assert shard is None, "a head that is sharded over the vocabulary has no 8-bit form"
         total = fp8_linear_cross_entropy(flat, weight, targets, rows, dtype, fp8)
     elif shard is None:
         total = chunked_linear_cross_entropy(flat, weight, targets, rows, dtype)
@@ -235,7 +237,7 @@ def linear_cross_entropy(
 
 
 def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The logits `hidden @ weight.T`, whole even where the weight is not."""
+    """The full logits `hidden @ weight.T`, also where the weight is sharded."""
     if not is_sharded(weight):
         return F.linear(hidden, weight)
     from torch.distributed.tensor import DTensor, Shard
@@ -250,7 +252,7 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _vocabulary_shard(tensor: Tensor, dim: int) -> VocabularyShard:
-    """Which words this rank has, of a DTensor that is split along the vocabulary."""
+    """This rank's shard of the vocabulary, for a DTensor that is sharded along it."""
 
     assert is_sharded(tensor)
     mesh, (placement,) = tensor.device_mesh, tensor.placements
@@ -260,51 +262,50 @@ def _vocabulary_shard(tensor: Tensor, dim: int) -> VocabularyShard:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product of `x` is computed in: autocast decides where it is on."""
+    """The dtype of a matrix product of `x`: autocast's where it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-# The loss where each rank has some words of the vocabulary.
+# Vocabulary-parallel cross-entropy.
 #
-# [Note: a loss over parts of the vocabulary] Where each rank has some words, a row's loss needs three numbers of all
-# ranks: the largest logit, the sum of exponentials, and the target's logit, which one rank has. Two all-reduces of
-# three fp32 numbers a row bring them together; no logit travels. Each rank then knows the gradient of its own logits.
-#
-# Loaded by those who need it: keeping the compiler out loads the compiler.
+# [Note: a loss over a sharded vocabulary] Where each rank has a shard of the vocabulary, a row's loss needs three
+# numbers of all ranks: the largest logit, the sum of exponentials, and the target's logit, which one rank has. Two
+# all-reduces of three fp32 numbers per row are enough; logits are not sent. Each rank then computes the gradient of its
+# own logits.
 
 
 class VocabularyShard(NamedTuple):
-    """A rank's part of the vocabulary."""
+    """A rank's shard of the vocabulary."""
 
     start: int
-    """Its first word."""
+    """Its first token."""
     most: int
-    """How many words the rank with the most of them has. Chunks go by it: all ranks must cut alike."""
+    """The size of the largest shard. It determines the chunks: those of all ranks must be equal."""
     group: dist.ProcessGroup
-    """The ranks that have the others."""
+    """The ranks that share the vocabulary."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sharded_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
 ) -> Tensor:
-    """`chunked_linear_cross_entropy` from this rank's rows of the weight; the gradient of `hidden` is its summand."""
+    """`chunked_linear_cross_entropy` with this rank's rows of the weight; the gradient of `hidden` is its summand."""
     total: Tensor = _ShardedLinearCrossEntropy.apply(hidden, weight, labels, rows, dtype, shard)  # type: ignore[no-untyped-call]
     return total
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sharded_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
-    """Sum of the losses of this rank's logits (tokens, own words), looked at `rows` tokens at a time."""
+    """Sum of the losses of this rank's logits (tokens, shard), `rows` tokens at a time."""
     total: Tensor = _ShardedCrossEntropy.apply(logits, labels, shard, rows)  # type: ignore[no-untyped-call]
     return total
 
 
 def sharded_loss_and_grads(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """`loss_and_grads` of this rank's part of the logits; the losses are those of the whole.
+    """`loss_and_grads` of this rank's logits; the losses are those of the whole vocabulary.
 
-    See [Note: a loss over parts of the vocabulary].
+    See [Note: a loss over a sharded vocabulary].
     """
     counted = labels != IGNORE_INDEX
     local_label = labels - shard.start
@@ -338,7 +339,7 @@ def logit_grads(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tenso
 
 
 class _ShardedLinearCrossEntropy(torch.autograd.Function):
-    """The chunked form over a part of the vocabulary. No operator: those take no process groups."""
+    """The chunked form over a shard of the vocabulary. Not a custom operator: these take no process groups."""
 
     @staticmethod
     def forward(
@@ -359,7 +360,7 @@ class _ShardedLinearCrossEntropy(torch.autograd.Function):
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a part of the vocabulary; keeps the gradient instead of the logits."""
+    """Cross-entropy over a shard of the vocabulary; saves the gradient instead of the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
@@ -368,7 +369,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
         for start in range(0, len(labels), rows):
             piece = slice(start, start + rows)
-            # A copy: the caller's logits are not overwritten.
+            # A copy, since the kernel overwrites its input.
             losses, piece_grads = sharded_loss_and_grads(logits[piece].clone(), labels[piece], shard)
             total += losses.sum()
             if needed:
@@ -383,22 +384,19 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return times(grads, grad_total, grads.dtype), None, None, None
 
 
-# The last layer of a language model: hidden states to logits, or straight to the loss.
-
-
 class LMHead(nn.Module):
-    """A linear layer without bias that can finish the loss itself.
+    """The last layer of a language model: a linear layer without bias that can also compute the loss.
 
     A tied head has no parameter: it is called with the embedding's. So there is one name and one tensor, and
-    no tie that a build on the meta device could break. Head and embedding both belong to the root's shard
-    group, whose parameters are whole while the root's forward runs.
+    no tie that a build on the meta device could break. Head and embedding both belong to the root FSDP group,
+    whose parameters are unsharded while the root's forward runs.
 
-    The weight may be a DTensor of which each rank has some words. Then the loss is computed without gathering
-    logits, and logits, where asked for, are gathered.
+    The weight may be a DTensor that is sharded over the vocabulary. Then the loss is computed without gathering
+    logits; logits, where asked for, are gathered.
     """
 
     fp8_head: Fp8Head | None = None
-    """How the loss computes its gradients, where that is in 8 bits."""
+    """Set where the loss computes its gradients in 8 bits."""
 
     def __init__(self, dim: int, vocab_size: int, *, tied: bool) -> None:
         super().__init__()
@@ -408,7 +406,7 @@ class LMHead(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, embedding: Tensor | None = None
     ) -> Tensor | LossTerm:
-        """Loss where labels are given, logits where not; `embedding` is the weight of a tied head."""
+        """Return the loss with labels, logits without; `embedding` is the weight of a tied head."""
         weight = self.weight if embedding is None else embedding
         assert weight is not None, "a tied head is called with the embedding's weight"
         if labels is None:
@@ -416,33 +414,31 @@ class LMHead(nn.Module):
         return linear_cross_entropy(hidden, weight, labels, fp8=self.fp8_head)
 
 
-# The chunked loss whose two backward products are computed from 8-bit numbers.
+# The chunked loss whose two backward products have 8-bit inputs.
 #
-# [Note: a head in 8 bits] Logits are computed in 16 bits as always, so the loss is the same number. Of the three
-# products of a head it is the other two, which make the gradients of `hidden` and `weight`, that take numbers in 8
-# bits.
+# [Note: a head in 8 bits] Logits are computed in 16 bits as always, so the loss is the same. The other two of the three
+# products of a head, which compute the gradients of `hidden` and `weight`, take 8-bit inputs.
 #
-# The gradient of a row of logits is softmax less one-hot. Most of it is one number, that of the right word, and to
-# round that one costs more than to round all others. So it is left out of the products, and what it makes is added in
-# wide numbers: a row of `weight` to a row of the one gradient, a row of `hidden` to a row of the other. What is left is
-# probabilities. They are e5m2, which has the range for them, with a fixed scale; `hidden` and `weight` are e4m3, scaled
-# by their largest number.
+# The gradient of a row of logits is softmax less one-hot. The largest entry is that of the label, and rounding it costs
+# more accuracy than rounding all others. So it is left out of the products, and its contribution is added in higher
+# precision: a row of `weight` to a row of the one gradient, a row of `hidden` to a row of the other. The remaining
+# probabilities are e5m2, which has the range for them, with a fixed scale; `hidden` and `weight` are e4m3, scaled by
+# their amax.
 #
-# Products in 8 bits cannot add to what is there, and to add afterwards would move the weight's gradient three times for
-# each chunk. So the probabilities of several chunks wait, a byte each, and their share of the weight's gradient is one
-# product; only if there are more chunks than wait together is anything added. What waits takes twice the bytes of one
-# chunk's logits, however many tokens there are.
+# 8-bit products cannot accumulate into their output, and a separate addition would move the weight's gradient three
+# times per chunk. So the probabilities of several chunks are kept, a byte each, and give their part of the weight's
+# gradient in one product. They take at most twice the bytes of one chunk's logits, however many tokens there are.
 
 
 WAITING = 4
-"""So many chunks wait for one product: all of 16,384 tokens with 128,256 words."""
+"""Chunks whose probabilities are kept for one product: all chunks of 16,384 tokens with 128,256 words."""
 
 
 class Fp8Head(NamedTuple):
-    """That a head computes its backward products in 8 bits."""
+    """Settings of a head whose backward products are in 8 bits."""
 
     emulated: bool
-    """Rounded in the same way, multiplied in fp32: for devices without such products."""
+    """Cast in the same way, multiplied in fp32: for devices without 8-bit products."""
 
 
 def fp8_linear_cross_entropy(
@@ -450,7 +446,7 @@ def fp8_linear_cross_entropy(
 ) -> Tensor:
     """`chunked_linear_cross_entropy` with backward products in 8 bits; see [Note: a head in 8 bits].
 
-    The features are a multiple of 16. So is the number of rows of a chunk: it is rounded down, to 16 at least.
+    The features are a multiple of 16. `rows` is rounded down to a multiple of 16, and at least 16.
     """
     rows = max(rows // MULTIPLE, 1) * MULTIPLE
     total: Tensor = _fp8_forward(hidden, weight, labels, rows, dtype, how.emulated, *needed_grads(hidden, weight))[0]
@@ -496,9 +492,9 @@ def _fp8_forward(
             inverses, b = (inverse, small.inverse), small.columns.t()
             product = scaled_product(waiting, b, inverses, torch.float32, fast=False, emulated=emulated)
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
-            del waiting, product  # before more is asked for
+            del waiting, product  # before more is allocated
             grad_weight.index_add_(0, label_rows, x * grads[:, None])
-    if grad_weight is None:  # not needed, or nothing to learn from
+    if grad_weight is None:  # not needed, or no tokens
         grad_weight = empty_grad(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
 
@@ -520,9 +516,9 @@ _fp8_forward.register_autograd(_backward, setup_context=save_unscaled_grads)
 def _chunk(
     logits: Tensor, labels: Tensor, grads: Tensor, columns: Tensor | None, hidden_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and the other words' probabilities in 8 bits; turned over, they are put into `columns`.
+    """Return the loss of each row, and the other tokens' probabilities in 8 bits, empty without `hidden_grad`.
 
-    `grads` are given the gradients of the labels' logits. Who wants no `hidden_grad` gets an empty matrix.
+    Stores the transposed probabilities into `columns`, and the gradients of the labels' logits into `grads`.
     """
     counted = labels != IGNORE_INDEX
     local_label = labels.where(counted, -1)

@@ -1,4 +1,4 @@
-"""Reading weights that others wrote: safetensors, one tensor at a time."""
+"""Loading weights from safetensors, one tensor at a time, and translating them between naming schemes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from plait.config import weight_map
 from plait.errors import ModelError
 
 Put = Callable[[str, Tensor], None]
-"""Takes a parameter's name in the model and its whole tensor, and stores what this rank needs of it."""
+"""Takes a parameter's name in the model and its full tensor, and stores what this rank needs of it."""
 Translate = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-"""Turns one stored tensor into the model's own: none, one or several. Must work on meta tensors too."""
+"""Maps one stored tensor to the model's: none, one or several. Must work on meta tensors too."""
 
 
 def weight_files(path: str | Path) -> dict[str, Path]:
-    """Which file of a folder holds each tensor, from the index or from the one `model.safetensors`."""
+    """Return the file of each tensor in a folder, from the index or from the one `model.safetensors`."""
     folder = Path(path)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         file_of = weight_map(index, ModelError)
         lost = sorted({file for file in file_of.values() if not (folder / file).is_file()})
         if lost:
-            raise ModelError(f"{index} names files that are not there: {', '.join(lost)}; copy them too")
+            raise ModelError(f"{index} lists files that do not exist: {', '.join(lost)}; copy them too")
         return {name: folder / file for name, file in file_of.items()}
     if single.is_file():
         return dict.fromkeys(_shapes_in(single), single)
@@ -48,11 +48,11 @@ def stream_weights(
     may_miss: Sequence[str] = (),
     may_skip: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Hand every tensor of a folder to `put`; return the names left as they were.
+    """Pass every tensor of a folder to `put`; return the names of parameters that the folder does not have.
 
-    All names and shapes are compared before the first tensor is read; what does not fit is a `ModelError`
-    with a table. `may_miss` are patterns of parameters that may be absent from the folder, `may_skip` of
-    translated names that the model may lack. At no time is more than one stored tensor in memory.
+    All names and shapes are compared before the first tensor is read; a mismatch raises `ModelError` with a table.
+    `may_miss` are patterns of parameters that may be absent from the folder, `may_skip` of translated names that the
+    model may lack. At most one stored tensor is in memory at a time.
     """
     files = weight_files(path)
     wanted, aliases = _wanted(model)
@@ -88,7 +88,7 @@ def stream_weights(
 
 
 def _wanted(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Shapes of the parameters and persistent buffers under their first name, and other names of tied ones."""
+    """Shapes of parameters and persistent buffers under their first name, and the other names of tied ones."""
     first: dict[int, str] = {}
     shapes, aliases = {}, {}
     state = model.state_dict(keep_vars=True)
@@ -123,11 +123,8 @@ def _table(problems: list[tuple[str, str]], limit: int = 20) -> str:
     return "\n".join(lines)
 
 
-# How the tensors of one naming are made of those of another, said without having any of them.
-
-
 class Made(NamedTuple):
-    """One tensor, made of others. `make` gets them whole, in this order, and must work on meta tensors too."""
+    """A tensor of one naming scheme, made of those of another: `make` of the full `sources`, meta tensors included."""
 
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
@@ -139,7 +136,7 @@ def same(tensor: Tensor) -> Tensor:
 
 
 def by_translation(translate: Translate, shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
-    """What `translate` would make of tensors with these names and shapes."""
+    """The tensors that `translate` makes of those with these names and shapes."""
     made: dict[str, Made] = {}
     for stored, shape in shapes.items():
         for index, (name, _) in enumerate(translate(stored, torch.empty(shape, device="meta"))):
