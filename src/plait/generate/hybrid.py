@@ -331,8 +331,8 @@ class HybridEngine:
         world = self.engine.world
         mode = self._choose_mode(prompts, sampling)
         independent = mode in ("gathered", "vllm")
-        index, count = (world.rank, world.size) if independent else (world.data_rank, world.layout.data_parallel)
-        mine = range(len(prompts))[index::count]
+        group, count = (world.rank, world.size) if independent else (world.data_rank, world.layout.data_parallel)
+        mine = range(len(prompts))[group::count]
         most = len(range(len(prompts))[::count])  # of any rank
         width = max(most, 1) if mode == "vllm" else self._max_rows  # it fills its rows up itself
         completions: dict[int, Completion] = {}

@@ -471,21 +471,21 @@ def _fp8_forward(
     grad_weight: Tensor | None = None
     turned = _fp8_transposed(weight_in) if hidden_grad else None  # once, for all chunks
     for first in range(0, len(labels), rows * WAITING):
-        rows_of_product = slice(first, first + rows * WAITING)
-        x, targets, grads = hidden[rows_of_product].to(dtype), labels[rows_of_product], grad_hidden[rows_of_product]
+        several = slice(first, first + rows * WAITING)
+        x, targets, grads = hidden[several].to(dtype), labels[several], grad_hidden[several]
         label_rows = targets.clamp(min=0)  # IGNORE_INDEX is negative
-        grads = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        label_grads = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         tokens = len(targets) + -len(targets) % MULTIPLE
         waiting = weight.new_empty((len(weight), tokens), dtype=E5M2) if weight_grad else None
         for start in range(0, len(targets), rows):
             piece = slice(start, start + rows)
             columns = None if waiting is None else waiting[:, start : min(start + rows, tokens)]
-            losses, probs = _chunk(x[piece] @ weight_in.t(), targets[piece], grads[piece], columns, hidden_grad)
+            losses, probs = _chunk(x[piece] @ weight_in.t(), targets[piece], label_grads[piece], columns, hidden_grad)
             total += losses.sum()
             if turned is not None:
                 inverses, b = (inverse, turned.inverse), turned.columns.t()
                 product_grads = scaled_product(probs, b, inverses, dtype, fast=False, emulated=emulated)
-                torch.addcmul(product_grads, grads[piece, None], weight_in[label_rows[piece]], out=grads[piece])
+                torch.addcmul(product_grads, label_grads[piece, None], weight_in[label_rows[piece]], out=grads[piece])
             del probs  # or two chunks would be held
         if waiting is not None:
             small = _fp8_transposed(x)
@@ -493,7 +493,7 @@ def _fp8_forward(
             product = scaled_product(waiting, b, inverses, torch.float32, fast=False, emulated=emulated)
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
             del waiting, product  # before more is allocated
-            grad_weight.index_add_(0, label_rows, x * grads[:, None])
+            grad_weight.index_add_(0, label_rows, x * label_grads[:, None])
     if grad_weight is None:  # not needed, or no tokens
         grad_weight = empty_grad(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
