@@ -28,20 +28,20 @@ from plait.errors import ConfigError
 T = TypeVar("T")
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 MAX_NAME_BYTES = 255
-"""Bytes of one file's or folder's name, on the file systems that are in use."""
+"""The limit of usual file systems for the name of one file or folder."""
 MAX_COUNT = 2**63 - 1
-"""What torch and numpy count with: a larger number would end in an error of theirs, in the middle of a run."""
+"""The largest int64, as torch and numpy use: a larger number would fail in the middle of a run."""
 MAX_SIZE = 2**28
-"""Of one dimension: a matrix with two such has a number of bytes that can be counted, so that a plan can refuse it."""
+"""The largest dimension: bytes of a matrix with two such still fit an int64, so that a plan can refuse it."""
 
 
 def _whole(value: Any) -> Any:
-    """`1e5` is a float to every reader, and a fine count all the same."""
+    """Return a whole float as an integer: parsers read `1e5` as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _at_most(bound: int) -> Callable[[int], int]:
-    """No `Field(le=…)`, which the reference would repeat at every key: nobody comes near who means what he writes."""
+    """Return a validator for an upper bound. Not `Field(le=…)`, which the reference would repeat at every key."""
 
     def check(value: int) -> int:
         if value > bound:
@@ -56,9 +56,9 @@ def _path(value: Any) -> Any:
 
 
 def _named(value: str) -> str:
-    """With home folder and variables spelled out, once for all who open it.
+    """Return a path with the home folder and variables expanded.
 
-    Empty text would be the current folder to them, and a variable that is not set a folder of that name.
+    Empty text, which would be the current folder, and variables that are not set are refused.
     """
     if not value.strip():
         remedy = "Give a path, or leave the key out; `.` is this folder."
@@ -69,7 +69,7 @@ def _named(value: str) -> str:
             f"the name {longest[:20]}… in it has {size} bytes", f"Systems take {MAX_NAME_BYTES} at most."
         )
     if "\0" in value:
-        raise RefusedError(f"{value!r} has a null character in it", "Leave that out: no path has one.")
+        raise RefusedError(f"{value!r} has a null character in it", "Remove it.")
     expanded = os.path.expandvars(os.path.expanduser(value))
     if (unset := _VARIABLE.search(expanded)) is not None:
         remedy = "Set it, or write the path out."
@@ -83,7 +83,7 @@ def _target(value: str) -> str:
         return value
     before, _, last = value.rstrip(":").rpartition(".")
     wanted = f"{before}:{last}" if before and last else "my_package.my_module:MyClass"
-    raise RefusedError(f"{value!r} does not say what is to be taken from which module", f"Write it as {wanted}.")
+    raise RefusedError(f"{value!r} is not of the form package.module:name", f"Write it as {wanted}.")
 
 
 PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_whole), AfterValidator(_at_most(MAX_COUNT))]
@@ -93,9 +93,9 @@ Size = Annotated[PositiveInt, AfterValidator(_at_most(MAX_SIZE))]
 PathText = Annotated[str, BeforeValidator(_path), AfterValidator(_named)]
 """A path as text; a `pathlib.Path` given from Python becomes text, `~` the home folder, `$NAME` its value."""
 Target = Annotated[str, AfterValidator(_target), WrapValidator(keep_origin)]
-"""Something of the user's own: `module:attribute`; see [Note: whose names become code] in `plait.config.trust`."""
+"""User code as `module:attribute`; see [Note: whose names become code] in `plait.config.trust`."""
 Many = Annotated[tuple[T, ...], Strict(False)]
-"""Any number of values. Files know only lists, so a list is welcome although sections are strict."""
+"""Any number of values. A list is accepted too, although sections are strict: files have lists only."""
 Pair = Annotated[tuple[T, T], Strict(False)]
 
 
@@ -117,20 +117,20 @@ else:
                 ) from None
 
     class Refusing(BaseModel, metaclass=_Constructor):
-        """Refuses a section that is written as an object as one in a file is refused, by the same messages.
+        """Raises `ConfigError` for a section that is made in Python, with the messages for one in a file.
 
-        Sections inside of another are not made by calling their class, so each refusal is reported once.
+        Sections inside another are not made by calling their class, so each error is reported once.
         """
 
 
 class Section(Refusing):
-    """Frozen, so nothing below can change it; closed, so a misspelt key is an error.
+    """The base of all sections: frozen; closed, so a misspelt key is an error; strict, so `"4"` is not a number.
 
-    Strict, so `true` is no number and `"4"` no count; a class is built at its first use, so importing is cheap.
+    A class is built at its first use, so that importing is cheap.
     """
 
     builds: ClassVar[str] = ""
-    """`package.module:name` of what makes the part that the section describes; see `plait.plugins`."""
+    """`package.module:name` of the function that builds what the section describes; see `plait.plugins`."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -143,7 +143,7 @@ class Section(Refusing):
 
 
 class RefusedError(ValueError):
-    """A value that a section cannot take, with what to write instead."""
+    """A value that a section refuses, with what to write instead."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(f"{message}. {remedy}")
@@ -156,9 +156,9 @@ class Shorthand(Section):
     @classmethod
     @abstractmethod
     def expand(cls, value: Any) -> Any:
-        """The keys that `value` is short for; a value that is not short for anything comes back as it is.
+        """Return the keys that `value` is short for; other values are returned as they are.
 
-        Raises `RefusedError` for a word that means nothing here.
+        Raises `RefusedError` for an unknown word.
         """
 
     @model_validator(mode="before")

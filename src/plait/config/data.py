@@ -12,26 +12,26 @@ from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, ImportedPart,
 SMALLEST_BPE = 257
 """Vocabulary of a byte-level BPE without any merge: the bytes and the end token."""
 MAX_WORKERS = 1024
-"""Of one rank: each is a process, and a machine with very many of them does nothing else."""
+"""The most data workers of one rank: each is a process."""
 
 
 class CustomCollate(CustomPart):
-    """A function of one's own that makes a batch of a list of samples, called with the further keys too."""
+    """A custom collate function, which makes a batch of a list of samples; it also gets the further keys."""
 
     plugin_kind = "collate"
 
 
 class _Loading(Section):
     shuffle: bool | None = None
-    """Absent: yes for training, no for validation and test."""
+    """Absent: true for training, false for validation and test."""
     workers: Annotated[NonNegativeInt, Field(le=MAX_WORKERS)] = 0
-    """Processes that load ahead of training."""
+    """Data worker processes."""
     pin_memory: bool | None = None
     """Absent: when training on CUDA."""
     drop_last: bool = False
     """Leave out the last, smaller batch of an epoch."""
     collate: CustomCollate | None = None
-    """What makes a batch of a list of samples. Absent: they are stacked."""
+    """The collate function. Absent: samples are stacked."""
 
 
 class _TextSection(_Loading):
@@ -50,7 +50,7 @@ class _TextSection(_Loading):
 
 
 class TokensData(_Loading):
-    """A token memmap that was written before."""
+    """A token memmap that `plait.data.TokenWriter` wrote."""
 
     builds = "plait.data.sources:token_file"
 
@@ -71,11 +71,11 @@ class TextData(_TextSection):
     path: PathText
     """A file, a folder, a glob, or `stdlib`: the Python standard library's own sources."""
     limit_mb: PositiveFloat | None = None
-    """Only the first files, in the order of their names, that together are no larger."""
+    """Use only the first files by name, up to this size in all."""
 
 
 class JsonlData(_TextSection):
-    """One JSON object a line: whole texts, or prompts with completions (only those are trained on)."""
+    """One JSON object per line: whole texts, or prompts with completions (only completions are trained on)."""
 
     builds = "plait.data.sources:packed_text"
 
@@ -90,7 +90,7 @@ class JsonlData(_TextSection):
         pair = (self.prompt_key, self.completion_key)
         if (None in pair) if self.text_key is None else (pair != (None, None)):
             given = ", ".join(k for k in ("text_key", "prompt_key", "completion_key") if getattr(self, k)) or "none"
-            raise RefusedError(f"keys given: {given}", "Give either text_key, or prompt_key and completion_key.")
+            raise RefusedError(f"the keys {given} are given", "Give either text_key, or prompt_key and completion_key.")
         return self
 
 
@@ -118,18 +118,18 @@ class Cifar10Data(_Loading):
 
 
 class ImportedData(ImportedPart, _Loading):
-    """The older form of a data set of one's own: `target: my_module:make_dataset`."""
+    """The older form of a custom data set: `target: my_module:make_dataset`."""
 
 
 class CustomData(_Loading, CustomPart):
-    """A data set of one's own: a class or function that makes it, called with the further keys."""
+    """A custom data set: a class or function that makes it, called with the further keys."""
 
     plugin_kind = "data"
     builtin = ("tokens", "text", "jsonl", "image_folder", "cifar10", "mixture", "import")
 
 
 CUSTOM_DATA = (ImportedData, CustomData)
-"""The sections of data of one's own, of which nothing is known before they are made."""
+"""The sections of custom data, of which nothing is known before it is built."""
 
 DataSource = Annotated[
     Annotated[
@@ -145,21 +145,21 @@ DataSource = Annotated[
 
 
 class MixtureData(_Loading):
-    """Several sources at once, each with its share of every epoch."""
+    """Several sources mixed, each with its share of every epoch."""
 
     builds = "plait.data.sources:mixture"
 
     type: Literal["mixture"] = "mixture"
     sources: Annotated[Many[DataSource], Field(min_length=2)]
-    """Each as it would be described alone, without `shuffle`, `workers`, `pin_memory`, `drop_last` and `collate`."""
+    """Each as it is written alone, without `shuffle`, `workers`, `pin_memory`, `drop_last` and `collate`."""
     weights: Many[PositiveFloat] = ()
-    """Shares of the sources, one number for each. Absent: as many samples as each has."""
+    """Shares of the sources, one number per source. Absent: in proportion to their samples."""
     samples: PositiveInt | None = None
-    """Samples in an epoch. Absent: as many as the sources have together."""
+    """Samples per epoch. Absent: all samples of the sources."""
 
     @property
     def seq_len(self) -> int:
-        """That of the sources, where they have one."""
+        """The sequence length of the sources, where they have one."""
         for source in self.sources:
             if isinstance(length := getattr(source, "seq_len", None), int):
                 return length
@@ -180,18 +180,18 @@ DataConfig = Annotated[
 
 
 def leaf_sources(path: str, data: DataConfig | None) -> list[tuple[str, DataSource]]:
-    """What is read in the end, with the place where it is described: the sources of a mixture, or the one there is."""
+    """Return the sources that are read, with their keys: those of a mixture, or the only one."""
     if isinstance(data, MixtureData):
         return [(f"{path}.sources.{index}", source) for index, source in enumerate(data.sources)]
     return [] if data is None else [(path, data)]
 
 
 def text_sources(path: str, data: DataConfig | None) -> list[tuple[str, TextData | JsonlData]]:
-    """Those of them that are tokenized. They share one tokenizer, which is that of the first."""
+    """Return the sources that are tokenized, with their keys. They share the tokenizer of the first."""
     return [(key, source) for key, source in leaf_sources(path, data) if isinstance(source, TextData | JsonlData)]
 
 
 def sample_unit(data: DataConfig | None) -> str:
-    """What a run's speed is counted in: `images`, or `tokens`."""
+    """Return the unit of a run's throughput: `images` or `tokens`."""
     images = any(isinstance(source, ImageFolderData | Cifar10Data) for _, source in leaf_sources("data", data))
     return "images" if images else "tokens"

@@ -14,7 +14,7 @@ from plait.config.read import read_json_object
 from plait.errors import ModelError
 
 Layers = Annotated[PositiveInt, Field(le=100_000)]
-"""Deeper than any model: each layer is an object of Python, and a slip of the finger would be built for ever."""
+"""More layers than any model has; a typo must not build modules forever."""
 
 
 class GptConfig(Section):
@@ -44,11 +44,11 @@ class LlamaConfig(Section):
     layers: Layers = 16
     heads: Size = 32
     kv_heads: Size | None = None
-    """Fewer than `heads` is grouped-query attention; absent means one for each head."""
+    """Fewer than `heads` is grouped-query attention. Absent: as many as `heads`."""
     ffn_dim: Size | None = None
-    """Absent means 8/3 of `dim`, rounded up to a multiple of 64."""
+    """Absent: 8/3 of `dim`, rounded up to a multiple of 64."""
     seq_len: Size = 4096
-    """The longest sequence it is made for."""
+    """The longest sequence that the model is made for."""
     rope_base: PositiveFloat = 10000.0
     norm_eps: PositiveFloat = 1e-5
     tie_embeddings: bool = False
@@ -59,30 +59,30 @@ class MoeConfig(LlamaConfig):
 
     builds = "plait.models.moe:Moe"
 
-    type: Literal["moe"] = "moe"  # type: ignore[assignment]  # a Llama of another kind
+    type: Literal["moe"] = "moe"  # type: ignore[assignment]  # a subclass of Llama
     experts: Size = 8
-    """Experts of each mixture."""
+    """Number of experts per MoE layer."""
     top_k: PositiveInt = 2
-    """Experts that each token is sent to."""
+    """Experts that each token is routed to."""
     expert_dim: Size | None = None
-    """Width of one expert; absent means that of the dense feed-forward."""
+    """Width of one expert. Absent: that of the dense feed-forward."""
     shared_experts: NonNegativeInt = 0
-    """Experts that every token goes through, besides those it is sent to."""
+    """Experts that every token goes through, besides those it is routed to."""
     moe_every: PositiveInt = 1
-    """Every how many layers the feed-forward is a mixture; the others are dense, the first ones of each group."""
+    """Every how many layers the feed-forward is a mixture of experts; the others, first in each group, are dense."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's numbers become scores: of all experts together, or of each alone."""
+    """How router logits become scores: over all experts, or for each alone."""
     normalize: bool = True
-    """Divide the weights of a token's experts by their sum. With `top_k: 1` that would leave 1, whatever the score."""
+    """Divide the weights of a token's experts by their sum. With `top_k: 1` the weight would always be 1."""
     balance_loss: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the loss that evens out the experts' load within each row of a batch. Training only."""
+    """Weight of the load-balancing loss within each row of a batch. Training only."""
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the loss that keeps the router's numbers small. Training only."""
+    """Weight of the loss that keeps router logits small (router z-loss). Training only."""
     bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
-    """Balance without a loss: how far each step moves an expert's bias for being chosen, against its load."""
+    """Load balancing without a loss: how much each step changes an expert's routing bias, against its load."""
     capacity_factor: PositiveFloat | None = None
-    """Choices that an expert takes of one row, as a multiple of an even share; further ones are dropped, in the
-    order of the row. Absent, and outside of training, nothing is dropped."""
+    """Tokens that an expert takes of one row, as a multiple of an even share; further ones are dropped, in the order of
+    the row. Absent, and outside of training, nothing is dropped."""
 
 
 class ResNetConfig(Section):
@@ -94,7 +94,7 @@ class ResNetConfig(Section):
     depth: Literal[18, 34, 50, 101, 152] = 50
     classes: Size = 1000
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """`cifar` keeps small images large: a 3×3 first convolution, no pooling."""
+    """`cifar`: for small images, a 3×3 first convolution and no pooling."""
 
 
 class HFConfig(Section):
@@ -106,25 +106,25 @@ class HFConfig(Section):
     path: PathText | None = None
     """Folder with `config.json`, and weights where `pretrained`."""
     config: dict[str, Any] | None = None
-    """A `transformers` config as a mapping with `model_type`; weights start random."""
+    """A `transformers` config as a mapping with `model_type`; weights are initialized at random."""
     task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "base"] = "causal-lm"
     pretrained: bool = True
     """With `path`: load the weights (true) or only the architecture (false)."""
 
 
 class ImportedModel(ImportedPart):
-    """The older form of a model of one's own: `target: my_package.my_module:MyModel`."""
+    """The older form of a custom model: `target: my_package.my_module:MyModel`."""
 
 
 class CustomModel(CustomPart):
-    """A model of one's own: a class or function that makes a `torch.nn.Module`, called with the further keys."""
+    """A custom model: a class or function that makes a `torch.nn.Module`, called with the further keys."""
 
     plugin_kind = "model"
     builtin = ("gpt", "llama", "moe", "resnet", "hf", "import")
 
 
 CUSTOM_MODELS = (ImportedModel, CustomModel)
-"""The sections of models of one's own, of which nothing is known before they are made."""
+"""The sections of custom models, of which nothing is known before they are built."""
 
 ModelConfig = Annotated[
     Annotated[
@@ -137,15 +137,12 @@ ModelConfig = Annotated[
     Discriminator(builtin_or_custom(CustomModel)),
 ]
 
-# How many layers a described model has, and the same model with another number of them.
-
-
 LAYER_KEYS = ("layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""How models call their number of layers."""
+"""Keys of model configs for the number of layers."""
 
 
 def depth_of(model: ModelConfig | None) -> int | None:
-    """The number of layers; None where there is no such number."""
+    """Return the number of layers of a model; None where its section has none."""
     if isinstance(model, GptConfig | LlamaConfig):
         return model.layers
     settings = _settings(model)
@@ -154,14 +151,14 @@ def depth_of(model: ModelConfig | None) -> int | None:
 
 
 def with_depth(model: ModelConfig, layers: int) -> ModelConfig:
-    """The model with so many layers; one that `depth_of` knows the number of."""
+    """Return the model with another number of layers. `depth_of` must know its number."""
     if isinstance(model, GptConfig | LlamaConfig):
         return model.model_copy(update={"layers": layers})
     settings = _settings(model)
     key = _layer_key(settings)
     assert key is not None
-    # Some models list what each layer is.
-    lists = {name: value[:layers] for name, value in settings.items() if _one_each(value, settings[key])}
+    # Some models have a list with an entry per layer.
+    lists = {name: value[:layers] for name, value in settings.items() if _is_per_layer(value, settings[key])}
     fewer = {**settings, **lists, key: layers}
     if isinstance(model, ImportedModel):
         return model.model_copy(update={"args": fewer})
@@ -186,5 +183,5 @@ def _layer_key(settings: Mapping[str, Any]) -> str | None:
     return next((key for key in LAYER_KEYS if isinstance(settings.get(key), int)), None)
 
 
-def _one_each(value: Any, count: int) -> bool:
+def _is_per_layer(value: Any, count: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == count

@@ -1,4 +1,4 @@
-"""`optim`: how parameters are updated. One closed section an optimizer, so none takes a key it ignores."""
+"""`optim`: how parameters are updated. Each optimizer has a closed section, so none takes a key that it ignores."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Optim(Section):
 
     @property
     def moments(self) -> float:
-        """Numbers that are kept for each number of a matrix."""
+        """Optimizer states per parameter of a matrix."""
         return 2.0
 
 
 class _BuiltinOptim(_Optim):
     elementwise: ClassVar[bool] = True
-    """Whether each number is updated by itself, so that a part of a parameter is enough. Plait's own others get
-    DTensors, and sum over ranks themselves."""
+    """Whether each element is updated by itself, so that a shard of a parameter is enough. Plait's other optimizers get
+    DTensors, and communicate themselves."""
 
     lr: PositiveFloat = 1e-3
     weight_decay: NonNegativeFloat = 0.0
@@ -41,8 +41,8 @@ class _Adam(_BuiltinOptim):
     builds = "plait.optim.optimizers:adam"
 
     implementation: Literal["auto", "one-pass", "fused", "foreach", "loop"] = "auto"
-    """`one-pass`: Plait's kernel, which rounds the new weights too; `fused`: torch's. `auto`: the first of these that
-    is made for the device."""
+    """`one-pass`: Plait's kernel, which also rounds the new weights; `fused`: torch's. `auto`: the first of these that
+    supports the device."""
     amsgrad: bool = False
 
     @property
@@ -69,7 +69,7 @@ class AdamConfig(_Adam):
 
 
 class AdamW8bitConfig(_BuiltinOptim):
-    """AdamW whose moments take 8 bits a number, with one scale for 256 of them."""
+    """AdamW with 8-bit moments, in blocks of 256 with one scale each."""
 
     builds = "plait.optim.adam8bit:build"
 
@@ -157,7 +157,7 @@ class AdafactorConfig(_BuiltinOptim):
 
     @property
     def moments(self) -> float:
-        """A row and a column are next to nothing."""
+        """A row and a column are negligible."""
         return 0.0
 
 
@@ -177,7 +177,7 @@ class MuonConfig(_BuiltinOptim):
     adam_betas: Pair[Fraction] = (0.9, 0.95)
     adam_eps: PositiveFloat = 1e-8
     adam_patterns: Many[str] = ("*embed*", "*tok*", "*pos*", "*head*", "*output*")
-    """Matrices that go to AdamW all the same."""
+    """Matrices that AdamW updates nevertheless."""
 
     @property
     def moments(self) -> float:
@@ -186,9 +186,9 @@ class MuonConfig(_BuiltinOptim):
 
 
 class CustomOptim(_Optim, CustomPart):
-    """An optimizer of one's own, called with parameter groups, `lr` where it is given, and the further keys.
+    """A custom optimizer, called with parameter groups, `lr` where it is given, and the further keys.
 
-    The name of a class of `torch.optim` that is none of the types above is short for `torch.optim:Name`.
+    Other classes of `torch.optim` than those above may be given by name, short for `torch.optim:Name`.
     """
 
     plugin_kind = "optimizer"
@@ -199,13 +199,13 @@ class CustomOptim(_Optim, CustomPart):
     }
 
     lr: PositiveFloat | None = None
-    """Learning rate. Absent: as the optimizer has it by itself."""
+    """Learning rate. Absent: the optimizer's default."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay; with it, or with `no_decay`, parameters come in two groups. Absent: one group, and the weight
-    decay that the optimizer has by itself."""
+    """Weight decay; with it, or with `no_decay`, there are two parameter groups. Absent: one group, with the
+    optimizer's default."""
     elementwise: bool | None = None
-    """Whether each number is updated by itself, so that a part of a parameter is enough. Absent: as the class says in
-    an attribute `elementwise`, known of torch's own; false for others, which see whole parameters."""
+    """Whether each element is updated by itself, so that a shard of a parameter is enough. Absent: the attribute
+    `elementwise` of the class, known for torch's optimizers; false for others, which get full parameters."""
 
 
 OptimConfig = Annotated[

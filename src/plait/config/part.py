@@ -1,10 +1,10 @@
-"""Parts of one's own, as a run description names them.
+"""Custom parts: sections for what users bring of their own.
 
 [Note: one way in]
-Wherever a section is open, `type` may be one of Plait's own words, `package.module:name`, or the name of an installed
-plug-in (an entry point of the group `plait.<kind>`); from Python it may also be the object itself, or whatever makes
-one. Every other key of such a section is an argument of that part. Nothing is imported here: a part is loaded by
-`plait.plugins`, in the processes that train.
+Wherever a section is open, `type` may be one of Plait's names, `package.module:name`, or the name of an installed
+plug-in (an entry point of the group `plait.<kind>`); from Python it may also be the object itself, or what makes one.
+Every other key of such a section is an argument of that part. Nothing is imported here: `plait.plugins` loads a part,
+in the processes that train.
 """
 
 from __future__ import annotations
@@ -43,22 +43,19 @@ PluginKind = Literal[
     "algorithm",
     "environment",
 ]
-"""What a plug-in may bring. Its entry-point group is `plait.<kind>`."""
+"""What a plug-in may provide. Its entry-point group is `plait.<kind>`."""
 
 
-_FORM = "Write one of your own as package.module:name."
+_FORM = "Write a custom one as package.module:name."
 
 
 class GivenName(str):
-    """The name of a part that a script gave as an object; it carries the object.
-
-    A copy in another process has the name alone: an object does not travel.
-    """
+    """The name of a part that a script gave as an object, with that object. A copy in another process lacks it."""
 
     given: Any
 
     def __new__(cls, given: Any) -> GivenName:
-        """The name is `module:name` where that leads to the object again, else its class in angle brackets."""
+        """The name is `module:name` where that is importable, else the object's class in angle brackets."""
         made = super().__new__(cls, _name_of(given))
         made.given = given
         return made
@@ -93,15 +90,15 @@ def _keep_given(value: Any, check: ValidatorFunctionWrapHandler, info: Validatio
 
 
 class CustomPart(Shorthand):
-    """A part of one's own: its name, and its arguments as further keys."""
+    """A custom part: its name in `type`, and its arguments as further keys."""
 
     model_config = ConfigDict(extra="allow")
 
     plugin_kind: ClassVar[PluginKind]
     builtin: ClassVar[tuple[str, ...]] = ()
-    """The words for Plait's own parts of this kind."""
+    """The names of Plait's own parts of this kind."""
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Words for parts of somebody else's: `package.module:name` of each."""
+    """Short names of other libraries' parts → `package.module:name`."""
 
     type: Annotated[str, WrapValidator(_keep_given)]
 
@@ -121,17 +118,17 @@ class CustomPart(Shorthand):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keys that belong to the part itself."""
+        """The further keys, which are the part's arguments."""
         return dict(self.__pydantic_extra__ or {})
 
     @property
     def given(self) -> Any:
-        """The object that a script gave; None where the part was named."""
+        """The object that a script gave; None where the part is named."""
         return self.type.given if isinstance(self.type, GivenName) else None
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A word is the `type`, and so is an object that is not a section."""
+        """A name is the `type`, and so is an object that is not a section."""
         if isinstance(value, Mapping) and _is_object(value.get("type")):
             return {**value, "type": GivenName(value["type"])}
         if isinstance(value, str):
@@ -144,21 +141,21 @@ class ImportedPart(Section):
 
     type: Literal["import"] = "import"
     target: Target
-    """`package.module:name`, as `type` may say it too."""
+    """`package.module:name`, which may be the `type` itself."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object of a script, and nothing that a file could hold."""
+    """Whether a value is a Python object that a file cannot hold."""
     return value is not None and not isinstance(value, (str, Mapping, Section, bool, int, float, list, tuple))
 
 
 def is_custom(custom: type[CustomPart], name: Any) -> bool:
-    """Whether a `type` names a part of somebody's own, and not one of Plait's. Imports nothing."""
+    """Whether a `type` names a custom part, not one of Plait's. Imports nothing."""
     if not isinstance(name, str):
         return _is_object(name)
-    if name in custom.builtin:  # plug-ins are looked for where nothing else has the name: it takes a while
+    if name in custom.builtin:  # checked first, as looking up plug-ins takes a while
         return False
     if isinstance(name, GivenName) or ":" in name or name.startswith("<"):
         return True
@@ -166,30 +163,30 @@ def is_custom(custom: type[CustomPart], name: Any) -> bool:
 
 
 def objects_without_name(names: Iterable[tuple[str, Any]]) -> list[Problem]:
-    """Of paths and values, those that name what a script gave as an object, without the object."""
+    """Return a problem for each path and value that names an object of another process."""
     return [
-        Problem(path, f"{name} was an object of a script, and no name leads to it", "Give it again from Python.")
+        Problem(path, f"{name} was an object of a script, and cannot be imported", "Give it again from Python.")
         for path, name in names
         if path.endswith("type") and isinstance(name, str) and name[:1] == "<" and not isinstance(name, GivenName)
     ]
 
 
 def choose_type(plugin_kind: PluginKind, name: Any, builtin: Iterable[str]) -> str:
-    """The remedy for a name that nothing of this kind has."""
+    """Return the remedy for an unknown name of this kind."""
     known = [*builtin, *entry_points_of(plugin_kind)]
-    return f"{choose(name, known, 'type')} One of your own is package.module:name." if known else _FORM
+    return f"{choose(name, known, 'type')} A custom one is package.module:name." if known else _FORM
 
 
 BUILTIN_TAG, CUSTOM_TAG = "own", "part"
-"""Of the two sides of a union: Plait's own sections, and parts of the user's."""
+"""Tags of the two sides of a union: Plait's sections, and custom parts."""
 
 
 def builtin_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
-    """For a `Discriminator` between sections of Plait's (`BUILTIN_TAG`) and `part` (`CUSTOM_TAG`)."""
+    """Return the function of a `Discriminator` between Plait's sections (`BUILTIN_TAG`) and `custom` (`CUSTOM_TAG`)."""
 
     def tag(value: Any) -> str:
         name = value.get("type") if isinstance(value, Mapping) else None
-        if len(custom.builtin) == 1 and isinstance(value, Mapping):  # no union that would say which types there are
+        if len(custom.builtin) == 1 and isinstance(value, Mapping):  # no union that would list the types
             return BUILTIN_TAG if name in custom.builtin else CUSTOM_TAG
         return CUSTOM_TAG if isinstance(value, custom) or is_custom(custom, name) else BUILTIN_TAG
 
@@ -197,7 +194,7 @@ def builtin_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
 
 
 def name_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
-    """The same between words of Plait's (`BUILTIN_TAG`) and `part` (`CUSTOM_TAG`)."""
+    """The same between Plait's names (`BUILTIN_TAG`) and `custom` (`CUSTOM_TAG`)."""
 
     def tag(value: Any) -> str:
         if isinstance(value, (str, bool, int, float, list, tuple)) or value is None:
@@ -208,7 +205,7 @@ def name_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
 
 
 def mapping_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
-    """The same between a mapping of Plait's (`BUILTIN_TAG`) and `part` (`CUSTOM_TAG`)."""
+    """The same between a plain mapping (`BUILTIN_TAG`) and `custom` (`CUSTOM_TAG`)."""
 
     def tag(value: Any) -> str:
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`precision`: the number formats of compute, reduction and storage."""
+"""`precision`: the dtypes of compute, reduction and storage."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ class ScalerConfig(Section):
     initial_power: NonNegativeInt = 16
     """The first scale is 2 to this power."""
     window: PositiveInt = 1000
-    """Clean steps after which the scale doubles."""
+    """Steps without overflow after which the scale doubles."""
     hysteresis: PositiveInt = 2
     """Overflows tolerated before the scale halves."""
     consecutive_hysteresis: bool = False
-    """Refill the tolerance after every clean step, not only when the scale grows."""
+    """Reset the hysteresis after every step without overflow, not only when the scale grows."""
     minimum: PositiveFloat = 1.0
 
 
 class Fp8Config(Shorthand):
-    """Matrix products in 8 bits, for the linear layers of a model's blocks; everything else stays in bf16."""
+    """fp8 matrix products for the linear layers of a model's blocks; everything else stays in bf16."""
 
     builds = "plait.precision.fp8:apply_fp8"
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
-    """One scale for a tensor, or one for each row: slower, and closer to bf16."""
+    """One scale per tensor, or one per row: slower, and closer to bf16."""
     modules: Many[str] = ("*",)
     """Patterns of the layers' names."""
     skip: Many[str] = ()
     """Patterns of names to leave in bf16."""
     scales: Literal["now", "earlier"] = "now"
-    """Where a tensor's scale comes from: its own numbers, or those of earlier steps, which spares a reading of it."""
+    """How a tensor is scaled: by its own maximum, or by those of earlier steps (delayed scaling), which saves one
+    read of the tensor."""
     history: PositiveInt = 16
-    """Steps whose largest numbers `scales: earlier` looks at. As many steps, the first ones, find scales at once."""
+    """With `scales: earlier`: steps whose maxima count. The first so many steps scale by the tensor itself."""
     headroom: Annotated[float, Field(ge=1.0)] = 2.0
-    """How many times larger than those a number may be, with `scales: earlier`, before it is cut."""
+    """With `scales: earlier`: how many times larger than these maxima a number may be before it is clipped."""
     head: bool = False
-    """Also the two backward products of a language model's head. Its logits, and so the loss, stay as they are."""
+    """Also use fp8 for the two backward products of a language model's head. Its logits and the loss do not change."""
     emulate: bool = False
-    """Round in the same way and multiply in fp32: for devices without such products. Slow."""
+    """Round to fp8 and multiply in fp32, for devices without fp8 products. Slow."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -58,7 +59,7 @@ class Fp8Config(Shorthand):
 
 
 class CustomPrecisionRecipe(CustomPart):
-    """A recipe of one's own, which exchanges layers of a model for others that compute in other formats."""
+    """A custom recipe, which replaces layers of a model by others that compute in other dtypes."""
 
     plugin_kind = "precision"
 
@@ -71,19 +72,19 @@ class PrecisionConfig(Shorthand):
     master: bool = True
     """Keep fp32 weights for the optimizer. Without them the weights themselves are in `compute`."""
     autocast: bool = True
-    """Operations that need fp32 (softmax, losses, norms) get it."""
+    """Compute operations that need it (softmax, losses, norms) in fp32."""
     cast_inputs: bool = True
-    """Floating-point inputs are cast to `compute`."""
+    """Cast floating-point inputs to `compute`."""
     scaler: ScalerConfig = Field(default_factory=ScalerConfig)
     fp8: Fp8Config = Field(default_factory=Fp8Config)
-    """Matrix products in 8 bits. Naming it is asking for bf16 as `compute`."""
+    """fp8 matrix products. Setting it makes bf16 the default of `compute`."""
     recipe: CustomPrecisionRecipe | None = None
-    """`package.module:name` of what exchanges layers for others that compute in other formats; their parameters stay
-    as they are."""
+    """`package.module:name` of a function that replaces layers by others that compute in other dtypes; their parameters
+    do not change."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A word is the format of `compute`; `fp8` is bf16 with `fp8: tensorwise`."""
+        """A word is `compute`; `fp8` is bf16 with `fp8: tensorwise`."""
         if value == "fp8":
             value = {"fp8": "tensorwise"}
         if isinstance(value, dict) and value.get("fp8"):

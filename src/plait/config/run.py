@@ -38,24 +38,24 @@ from plait.config.train import (
 
 
 class RunConfig(Shorthand):
-    """What to train, and how. `model` and the data may be absent here when they are given as objects."""
+    """The run description: what to train, and how. `model` and the data may be absent when given as objects."""
 
     work_dir: PathText = "runs/default"
     seed: NonNegativeInt = 0
     deterministic: bool = False
-    """The same bits every time, where torch can promise it; slower."""
+    """Bitwise reproducible results, where torch supports it; slower."""
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     backend: Literal["auto", "gloo", "nccl", "xccl", "mpi"] = "auto"
-    """`auto`: the one that belongs to the device."""
+    """`auto`: the device's backend."""
     timeout_s: PositiveFloat = 600.0
-    """How long a collective may wait."""
+    """Timeout of collectives."""
     model: ModelConfig | None = None
     data: DataConfig | None = None
     val_data: DataConfig | None = None
     test_data: DataConfig | None = None
     model_inputs: PositiveInt | Annotated[Many[str], Field(min_length=1)] | None = None
-    """What of a micro-batch the model gets, where a `loss_fn` is given the rest: how many of a row's first values, or
-    the names of fields. Absent: as the signature of its `forward` says."""
+    """Which values of a micro-batch are the model's inputs, where a `loss_fn` gets the others: the first so many, or
+    names of fields. Absent: as the signature of its `forward` has them."""
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     schedule: ScheduleConfig | None = None
@@ -66,35 +66,35 @@ class RunConfig(Shorthand):
     log: LogConfig = Field(default_factory=LogConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
     profile: ProfileConfig | None = None
-    """Record a few steps and write where their time went; absent: no step is looked into."""
+    """Profile a few steps of the run. Absent: none."""
     trust_code: bool = False
-    """Run code that files of others name: `auto_map` in a Hugging Face folder, the model in a checkpoint that is opened
-    beside this run, all of a `config.yaml` that a run left. What this description names itself runs anyway."""
+    """Run code that stored files name: `auto_map` in a Hugging Face folder, the model in a checkpoint that is opened
+    beside this run, all of a `config.yaml` that a run wrote. What this description names itself runs anyway."""
     hooks: Many[HookConfig] = ()
     metrics: Many[MetricConfig] = ()
-    """What validation and test measure besides the loss."""
+    """Metrics of validation and test besides the loss."""
     phase: Phase | None = None
-    """Set by `plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`; absent: plain training."""
+    """Set by `plait sft`, `plait reward`, `plait dpo`, `plait ppo` and `plait grpo`. Absent: plain training."""
     posttrain: PosttrainConfig | None = None
-    """Examples, tokens and first weights of the phases after pretraining."""
+    """Examples, tokens and initial weights of the phases after pretraining."""
     lora: LoraConfig | None = None
-    """Small matrices beside frozen ones; absent: the model itself learns."""
+    """LoRA adapters. Absent: the model itself is trained."""
     sft: SftConfig | None = None
-    """What is particular to `plait sft`."""
+    """Options of `plait sft`."""
     reward: RewardConfig | None = None
-    """What is particular to `plait reward`."""
+    """Options of `plait reward`."""
     dpo: DpoConfig | None = None
-    """What is particular to `plait dpo`."""
+    """Options of `plait dpo`."""
     rollout: RolloutConfig | None = None
-    """How `plait ppo` and `plait grpo` make answers."""
+    """How `plait ppo` and `plait grpo` generate answers."""
     ppo: PpoConfig | None = None
-    """What is particular to `plait ppo`."""
+    """Options of `plait ppo`."""
     grpo: GrpoConfig | None = None
-    """What is particular to `plait grpo`."""
+    """Options of `plait grpo`."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """An `optim` without a `type` is AdamW, as no `optim` at all is."""
+        """An `optim` without a `type` is AdamW, which is the default of `optim`."""
         optim = value.get("optim") if isinstance(value, Mapping) else None
         if isinstance(optim, Mapping) and "type" not in optim:
             return {**value, "optim": {"type": "AdamW", **optim}}

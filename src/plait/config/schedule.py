@@ -1,4 +1,8 @@
-"""`schedule`: how the learning rate moves. Lengths are in steps or epochs, as `by` says."""
+"""`schedule`: the learning rate over time. Lengths are in steps or epochs, as set by `by`.
+
+DeepSpeed's schedules are here too: `schedule: {type: WarmupLR}` is a key of the run description, and the schema is
+closed, so it cannot wait for a front end to be loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from plait.config.part import BUILTIN_TAG, CUSTOM_TAG, CustomPart, builtin_or_cu
 
 class _Schedule(Section):
     by: Literal["step", "epoch"] = "step"
-    """What every length below counts."""
+    """The unit of every length below."""
     warmup: NonNegativeInt = 0
-    """Length of the rise from `warmup_start_factor` to the full rate, before the schedule proper."""
+    """Length of the warm-up from `warmup_start_factor` to the full rate, before the schedule itself."""
     warmup_start_factor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
 
 
@@ -54,7 +58,7 @@ class CosineConfig(_Schedule):
 
 
 class CosineRestartConfig(_Schedule):
-    """Cosines that start again, each `multiply` times longer than the one before."""
+    """Cosine annealing with restarts, each cycle `multiply` times longer than the one before."""
 
     builds = "plait.optim.schedule:cosine_restart"
 
@@ -95,24 +99,24 @@ class ExponentialConfig(_Schedule):
 
 
 class WSDConfig(_Schedule):
-    """Warm-up, stable, decay: the full rate until `decay` units before the end, then down to `min_factor`."""
+    """Warm-up, stable, decay: the full rate until `decay` units before the end, then decay to `min_factor`."""
 
     builds = "plait.optim.schedule:wsd"
 
     type: Literal["WSD"] = "WSD"
     decay: PositiveInt
-    """Length of the fall."""
+    """Length of the decay."""
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    """Of the fall; `sqrt`: one less the root of the share that is over."""
+    """Shape of the decay; `sqrt`: one minus the square root of its progress."""
     min_factor: NonNegativeFloat = 0.0
     total: PositiveInt | None = None
-    """Where the fall ends. Absent: the end of the run."""
+    """Where the decay ends. Absent: the end of the run."""
 
 
 class CustomSchedule(CustomPart):
-    """A schedule of one's own: a function of the step, a class whose objects are one, or a scheduler of torch.
+    """A custom schedule: a function of the step, a class whose objects are such functions, or a scheduler of torch.
 
-    The name of a scheduler of torch that is none of the types above is short for `torch.optim.lr_scheduler:Name`.
+    Other schedulers of torch than those above may be given by name, short for `torch.optim.lr_scheduler:Name`.
     """
 
     plugin_kind = "schedule"
@@ -136,7 +140,7 @@ class CustomSchedule(CustomPart):
     }
 
     by: Literal["step", "epoch"] = "step"
-    """What it counts."""
+    """What it counts: steps or epochs."""
 
 
 class _DeepSpeedSchedule(Section):
@@ -170,7 +174,7 @@ class WarmupDecayConfig(_DeepSpeedSchedule):
 
 
 class WarmupCosineConfig(_DeepSpeedSchedule):
-    """DeepSpeed's WarmupCosineLR: ratios of the optimizer's own rate."""
+    """DeepSpeed's WarmupCosineLR: ratios of the optimizer's learning rate."""
 
     builds = "plait.frontends.deepspeed.schedules:warmup_cosine"
 
@@ -183,7 +187,7 @@ class WarmupCosineConfig(_DeepSpeedSchedule):
 
 
 class OneCycleConfig(_DeepSpeedSchedule):
-    """DeepSpeed's OneCycle: a rate cycle (momentum cycle if asked), then decay."""
+    """DeepSpeed's OneCycle: one cycle of the learning rate (optionally of the momentum), then decay."""
 
     builds = "plait.frontends.deepspeed.schedules:one_cycle"
 
@@ -203,7 +207,7 @@ class OneCycleConfig(_DeepSpeedSchedule):
 
 
 class LRRangeTestConfig(_DeepSpeedSchedule):
-    """DeepSpeed's LRRangeTest: the rate climbs, to find where training breaks."""
+    """DeepSpeed's LRRangeTest: the learning rate rises, to find where training diverges."""
 
     builds = "plait.frontends.deepspeed.schedules:range_test"
 

@@ -21,40 +21,42 @@ Tier = Literal["none", "cpu", "nvme"]
 
 
 class OffloadConfig(Shorthand):
-    """What lives in host memory or in files rather than on the device. A word says where the optimizer does."""
+    """What is kept in host memory or in files rather than on the device. A word is the tier of the optimizer."""
 
     optimizer: Tier = "none"
-    """Where the fp32 weights and the optimizer's state live."""
+    """Where the fp32 weights and the optimizer states are kept."""
     update: Literal["auto", "cpu", "device"] = "auto"
-    """Who computes the update: the CPU, or the device, which states visit in pieces. `auto`: a CUDA device does whose
-    link is faster than its share of the host's cores, or with 8-bit moments; not with `delayed` or `params`."""
+    """What computes the update: the CPU, or the device, to which states are copied bucket by bucket. `auto`: a CUDA
+    device whose link is faster than its share of the host's cores, or with 8-bit moments; not with `delayed` or
+    `params`."""
     params: Tier = "none"
-    """Where the weights live that compute, between their uses; goes with `zero: 3`."""
+    """Where the weights of the forward and backward pass are kept between their uses; needs `zero: 3`."""
     activations: Literal["none", "all"] | Many[str] = "none"
-    """What units save for the backward pass waits in host memory: of `all`, or of those that fit patterns of names."""
+    """Wrap units whose saved activations are kept in host memory until the backward pass: `all`, or patterns of
+    names."""
     path: PathText | None = None
     """Folder of the `nvme` tier, best on a local disk. Absent: `offload` in `work_dir`."""
     budget_gib: PositiveFloat | None = None
-    """With `optimizer: nvme`: host memory of one rank for what passes through. Absent: as `bucket_mb` asks."""
+    """With `optimizer: nvme`: host memory per rank for buckets in transfer. Absent: as much as `bucket_mb` needs."""
     bucket_mb: PositiveFloat = 256.0
-    """fp32 weights that are updated as one; while one bucket computes, others travel."""
+    """Size of a bucket of fp32 weights that is updated at once; other buckets are copied meanwhile."""
     ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | Literal["auto"] = 0.0
-    """Share of the weights whose update stays on the device. `auto`: what the plan finds, with `plait train`."""
+    """Share of the weights whose update stays on the device. `auto`: chosen by the plan, with `plait train`."""
     host_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """With `optimizer: nvme`: share of the weights whose state stays in host memory, beyond `budget_gib`."""
+    """With `optimizer: nvme`: share of the weights whose states stay in host memory, beyond `budget_gib`."""
     delayed: bool = False
-    """A step's update runs beside the next step, which still computes with the weights from before it."""
+    """The update of a step runs during the next step, which still computes with the weights from before it."""
     prefetch_params: NonNegativeInt = 50_000_000
-    """With `params`: weights of coming units that are read ahead, at most so many numbers; the next unit however large
-    it is, unless this is 0."""
+    """With `params`: prefetch the weights of the next units, up to so many elements; the next unit always, unless this
+    is 0."""
     live_params: PositiveInt = 1_000_000_000
-    """With `params`: at most so many numbers in memory at one time, beyond what the unit in use needs."""
+    """With `params`: at most so many elements in memory at one time, beyond the unit in use."""
     persistent_params: NonNegativeInt = 100_000
-    """With `params`: weights of units with fewer numbers than this stay in memory."""
+    """With `params`: weights of units with fewer elements than this stay in memory."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A word is where the optimizer lives."""
+        """A word is the tier of the optimizer."""
         return {"optimizer": value} if isinstance(value, str) else value
 
     @property
@@ -64,12 +66,12 @@ class OffloadConfig(Shorthand):
 
     @property
     def share(self) -> float:
-        """`ratio` as a number; what `auto` will be is not known here, and counts as nothing."""
+        """`ratio` as a number; 0 for `auto`, whose value is not known here."""
         return 0.0 if self.ratio == "auto" else self.ratio
 
     @property
     def uses_files(self) -> bool:
-        """Whether anything lies in files."""
+        """Whether anything is kept in files."""
         return "nvme" in (self.optimizer, self.params)
 
 
@@ -88,8 +90,8 @@ SHORTHANDS: dict[str, dict[str, Any]] = {
 }
 
 DATA_PARALLEL_ANSWER = (
-    "nn.DataParallel drives all devices from one process: it copies the whole model to each of them every "
-    "step, gathers outputs on the first one and is held back by one Python interpreter"
+    "nn.DataParallel drives all devices from one process: it copies the whole model to each of them every step, "
+    "gathers outputs on the first one, and is limited by one Python interpreter"
 )
 
 
@@ -100,21 +102,22 @@ class LayoutConfig(Section):
     """
 
     pp: PositiveInt = 1
-    """Pipeline parallel: the layers are spread over so many ranks."""
+    """Pipeline parallel size: the layers are split into stages over so many ranks."""
     dp_replicate: PositiveInt | None = None
-    """Data parallel: so many copies of the model, each on its own samples."""
+    """Data parallel size, replicated: so many copies of the model, each on its own samples."""
     dp_shard: PositiveInt | None = None
-    """Data parallel: so many ranks share one copy, each on its own samples."""
+    """Data parallel size, sharded: so many ranks shard one copy of the model, each on its own samples."""
     ep: PositiveInt = 1
-    """Expert parallel: so many ranks, each on its own samples, share the experts; all else they hold together."""
+    """Expert parallel size: so many ranks, each on its own samples, shard the experts; other weights as the
+    data-parallel axes say."""
     cp: PositiveInt = 1
-    """Context parallel: each sequence is spread over so many ranks."""
+    """Context parallel size: each sequence is split over so many ranks."""
     tp: PositiveInt = 1
-    """Tensor parallel: each layer is spread over so many ranks."""
+    """Tensor parallel size: each layer is split over so many ranks."""
 
 
 class CustomTensorPlan(CustomPart):
-    """A tensor-parallel plan of one's own: called with the model, it returns patterns and words."""
+    """A custom tensor-parallel plan: called with the model, it returns patterns of modules → styles."""
 
     plugin_kind = "tensor_plan"
 
@@ -126,19 +129,19 @@ TensorPlan = Annotated[
 
 
 class TensorConfig(Section):
-    """How layers are cut where `layout.tp` is more than 1."""
+    """How layers are split where `layout.tp` is more than 1."""
 
     sequence_parallel: bool = False
-    """Between the cut layers, activations are spread along the sequence rather than repeated on every rank."""
+    """Between the split layers, activations are sharded along the sequence rather than replicated."""
     plan: TensorPlan = Field(default_factory=dict)
-    """Patterns of module names and how each is cut (`layers.*.mlp.up: colwise`), or `package.module:name` of what says
-    so. Absent: the model's own plan."""
+    """Patterns of module names and their styles (`layers.*.mlp.up: colwise`), or `package.module:name` of a function
+    that returns them. Absent: the model's own plan."""
     async_tp: bool = False
-    """Overlap collectives with the matrix products beside them; needs CUDA and `compile`."""
+    """Overlap collectives with matrix products; needs CUDA and `compile`."""
 
 
 class CustomPipelineSchedule(CustomPart):
-    """A schedule of one's own: called with `ranks` and `micro_batches`, it returns the work of every rank in order."""
+    """A custom schedule: called with `ranks` and `micro_batches`, it returns the actions of every rank in order."""
 
     plugin_kind = "pipeline_schedule"
     builtin = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
@@ -152,38 +155,41 @@ ScheduleChoice = Annotated[
 
 
 class PipelineConfig(Section):
-    """How layers follow each other where `layout.pp` is more than 1."""
+    """The stages and the schedule where `layout.pp` is more than 1."""
 
     schedule: ScheduleChoice = "1f1b"
-    """Who works on which micro-batch when; see parallelism.md. Or `package.module:name` of one of one's own."""
+    """The pipeline schedule; see parallelism.md. Or `package.module:name` of a custom one."""
     micro_batches: PositiveInt | None = None
-    """Micro-batches a step; the same number as `batch.accumulation`."""
+    """Micro-batches per step; the same number as `batch.accumulation`."""
     stages_per_rank: PositiveInt | None = None
     """Absent: 1, or 2 where the schedule needs several."""
     split: Literal["parameters", "time"] | Many[str] = "parameters"
-    """Balanced by parameters or by measured time; or the names of the first layers of all stages but the first."""
+    """Balance stages by parameters or by measured time; or the names of the first layers of all stages but the
+    first."""
 
 
 class ContextConfig(Section):
-    """How attention sees the whole sequence where `layout.cp` is more than 1."""
+    """How attention covers the whole sequence where `layout.cp` is more than 1."""
 
     kind: Literal["ring", "ulysses", "allgather"] = "ring"
-    """`ring`: keys and values travel round; `ulysses`: heads are swapped for tokens; `allgather`: all are gathered."""
+    """`ring`: keys and values are sent around the ranks; `ulysses`: all-to-all between heads and tokens;
+    `allgather`: keys and values are gathered."""
 
 
 class WrapConfig(Section):
-    """Which submodules are sharded, recomputed and compiled as one unit. Absent: the model's own blocks."""
+    """Which submodules are wrap units, which are sharded, recomputed and compiled as one. Absent: the model's
+    blocks."""
 
     classes: Many[str] = ()
     """Class names, for example `LlamaDecoderLayer`."""
     names: Many[str] = ()
     """Patterns of module names, for example `layers.*`."""
     min_params: PositiveInt | None = None
-    """Every module that has at least so many parameters of its own, once those inside it are taken out."""
+    """Every module with at least so many parameters, not counting those of units inside it."""
 
 
 class CustomRecompute(CustomPart):
-    """A policy of one's own: called with the name and the module of each unit, it says what that computes again."""
+    """A custom policy: called with the name and the module of each unit, it returns what the unit recomputes."""
 
     plugin_kind = "recompute"
     builtin = ("none", "full", "every", "selective", "auto")
@@ -197,16 +203,16 @@ RecomputeMode = Annotated[
 
 
 class RecomputeConfig(Shorthand):
-    """Activations that are computed again in the backward pass rather than kept."""
+    """Activation checkpointing: activations that are recomputed in the backward pass."""
 
     mode: RecomputeMode = "none"
-    """Which blocks recompute. Or `package.module:name` of a policy of one's own."""
+    """Which blocks are recomputed. Or `package.module:name` of a custom policy."""
     every: PositiveInt = 2
     """With `every`: recompute every n-th block."""
     save_ops: Many[str] = ("mm", "addmm", "bmm", "scaled_dot_product_attention")
-    """With `selective`: operations whose results are kept."""
+    """With `selective`: operations whose results are saved."""
     budget_gib: PositiveFloat | None = None
-    """With `auto`: memory of one rank. Absent: 96 % of what a GPU has free, 90 % of what a host has."""
+    """With `auto`: memory of one rank. Absent: 96 % of a GPU's free memory, 90 % of a host's."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -215,12 +221,12 @@ class RecomputeConfig(Shorthand):
 
 
 class TilesConfig(Section):
-    """Layers computed for some tokens at a time, so that their inside is never whole; see docs/offload.md."""
+    """Sequence tiling: layers computed for some tokens at a time, which saves activations; see docs/offload.md."""
 
     names: Many[str] = ()
-    """Patterns of modules that work on each token alone, for example `blocks.*.ffn`."""
+    """Patterns of modules that work on each token by itself, for example `blocks.*.ffn`."""
     tokens: PositiveInt = 4096
-    """Tokens of each sequence in one tile."""
+    """Tokens of each sequence per tile."""
 
 
 class CompileConfig(Shorthand):
@@ -236,7 +242,7 @@ class CompileConfig(Shorthand):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """`true` and `false` are `enabled`; naming any option is asking for it."""
+        """`true` and `false` are `enabled`; any option enables it."""
         if isinstance(value, bool):
             return {"enabled": value}
         if isinstance(value, dict) and value:
@@ -245,63 +251,63 @@ class CompileConfig(Shorthand):
 
 
 class StrategyConfig(Shorthand):
-    """How training is spread. A word (`ddp`, `zero3`, `fsdp`, …) is short for the keys it stands for."""
+    """How training is distributed. A word (`ddp`, `zero3`, `fsdp`, …) is short for some of these keys."""
 
     auto: bool = False
-    """`plait train` looks for the fastest way to spread the run that fits, and trains with that."""
+    """`plait train` searches for the fastest strategy that fits, and trains with it."""
     engine: EngineChoice = "native"
-    """`native`, or the real library of that name behind the same interface; see engines.md. Or an engine of one's own;
-    see write-your-own.md."""
+    """`native`, or the real library of that name behind the same interface; see engines.md. Or a custom engine; see
+    write-your-own.md."""
     config: dict[str, Any] | None = None
     """For `engine: deepspeed` a ds_config, the file or its keys; for `colossalai` the plugin's own options."""
     plugin: PluginWord | None = None
-    """For `engine: colossalai`: which of its ways to spread."""
+    """For `engine: colossalai`: its plugin."""
     zero: Annotated[int, Field(ge=0, le=3)] | None = None
     sharding: ShardingWord | None = None
-    """FSDP's own words for the same thing."""
+    """FSDP's names for the same."""
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
     tensor: TensorConfig = Field(default_factory=TensorConfig)
-    """Goes with `layout.tp`."""
+    """Options of tensor parallelism (`layout.tp`)."""
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
-    """Goes with `layout.pp`."""
+    """Options of pipeline parallelism (`layout.pp`)."""
     context: ContextConfig = Field(default_factory=ContextConfig)
-    """Goes with `layout.cp`."""
+    """Options of context parallelism (`layout.cp`)."""
     wrap: WrapConfig = Field(default_factory=WrapConfig)
     reshard_after_forward: bool | PositiveInt | None = None
-    """Absent: as the stage says. A number reshards to groups of that many ranks."""
+    """Absent: as the stage implies. A number reshards to groups of that many ranks."""
     forward_prefetch: NonNegativeInt = 0
-    """Blocks gathered ahead in the forward pass, beyond the one that always is."""
+    """Further wrap units whose all-gather is prefetched in the forward pass, beyond the next one."""
     backward_prefetch: NonNegativeInt = 0
     bucket_mb: PositiveFloat = 25.0
     """Size of a gradient bucket where parameters are replicated."""
     meta_init: bool = True
-    """Build on the meta device, so that no rank ever holds the whole model."""
+    """Build the model on the meta device, so that no rank ever holds all of it."""
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     tiles: TilesConfig = Field(default_factory=TilesConfig)
-    """Layers that are computed for some tokens at a time."""
+    """Sequence tiling: layers that are computed for some tokens at a time."""
     compile: CompileConfig = Field(default_factory=CompileConfig)
     graphs: bool | Literal["auto"] = "auto"
-    """Record forward and backward pass as a CUDA graph and repeat it: for models so small that Python is slower than
-    their device. `auto`: GPT, Llama and ResNet of Plait's own, in one process, once the device is seen to wait. See
-    gpu.md for what a model must keep to."""
+    """Capture forward and backward pass as a CUDA graph and replay it: for models so small that Python is slower than
+    the device. `auto`: Plait's GPT, Llama and ResNet, in one process, once the device is seen to wait. See gpu.md for
+    the requirements on models."""
     kernels: Literal["auto", "plain"] = "auto"
-    """Norms, gates and rotations in one operation each. `auto`: on CUDA, where the model is not compiled."""
+    """Fused kernels for norms, gates and rotary embeddings. `auto`: on CUDA, where the model is not compiled."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """The kernel that attention is computed with, on CUDA. `auto`: the one that torch prefers there; rows with document
-    ids go to FlexAttention in any case."""
+    """The attention kernel on CUDA. `auto`: the one that torch prefers; rows with document ids always use
+    FlexAttention."""
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
-    """What lives in host memory or in files. A word says where the optimizer does."""
+    """What is kept in host memory or in files. A word is the tier of the optimizer."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """A word is the keys that `SHORTHANDS` gives it; a file that `config` names is the keys in it."""
+        """A word is short for its keys in `SHORTHANDS`; a file in `config` is read."""
         if isinstance(value, dict):
             return read_config_file(value)
         if not isinstance(value, str):
             return value
         name = value.lower().replace("-", "").replace("_", "")
         if name in ("dp", "dataparallel", "nn.dataparallel"):
-            raise RefusedError(DATA_PARALLEL_ANSWER, "Write 'ddp': the same maths, one process a device.")
+            raise RefusedError(DATA_PARALLEL_ANSWER, "Write 'ddp': the same maths, with one process per device.")
         if name in ("deepspeed", "colossalai"):
             raise RefusedError(f"{value!r} is an engine", f"Write `strategy: {{engine: {name}, zero: 2}}`.")
         if name not in SHORTHANDS:
@@ -310,12 +316,12 @@ class StrategyConfig(Shorthand):
 
     @property
     def engine_name(self) -> str:
-        """The engine in a word."""
+        """The engine's name."""
         return str(self.engine.type) if isinstance(self.engine, CustomEngine) else self.engine
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage that `zero`, `sharding` or the engine's own configuration asks for."""
+        """The ZeRO stage that `zero`, `sharding` or the engine's own configuration sets."""
         if self.engine != "native":
             configured = engine_stage(self.engine, self.plugin, self.config)
             return (
@@ -326,12 +332,9 @@ class StrategyConfig(Shorthand):
         return self.zero or 0
 
 
-# How many ranks each mesh axis gets.
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the mesh axes, outermost first; their product is the number of ranks."""
+    """The sizes of all mesh axes, outermost first; their product is the number of ranks."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -342,31 +345,31 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different samples."""
+        """The number of ranks with different samples."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def replicas(self) -> int:
-        """Ranks whose gradients of one dense parameter are added up."""
+        """The number of ranks over which the gradient of a dense parameter is reduced."""
         return self.data_parallel * self.cp
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return prod(asdict(self).values())
 
     def sizes(self) -> dict[str, int]:
-        """Axis → size, outermost first."""
+        """Return axis → size, outermost first."""
         return asdict(self)
 
 
 def min_ranks(strategy: StrategyConfig) -> int:
-    """As few ranks as the layout can have: the product of the axes that it fixes."""
+    """Return the smallest number of ranks of the layout: the product of the sizes that it fixes."""
     return prod(size or 1 for size in strategy.layout.model_dump().values())
 
 
 def resolve_layout(strategy: StrategyConfig, *, size: int, local_size: int) -> Layout:
-    """Fill in the axes that are absent, and refuse sizes that do not multiply to the number of ranks."""
+    """Return the layout with all axes, and refuse sizes whose product is not the number of ranks."""
     wanted = strategy.layout
     replicate, shard = wanted.dp_replicate, wanted.dp_shard
     others = {"pp": wanted.pp, "ep": wanted.ep, "cp": wanted.cp, "tp": wanted.tp}
@@ -376,7 +379,7 @@ def resolve_layout(strategy: StrategyConfig, *, size: int, local_size: int) -> L
         shard = shard or 1
     elif replicate is None and shard is None:
         hybrid = strategy.sharding is not None and "HYBRID" in strategy.sharding
-        # FSDP's hybrid sharding means: shard inside a host, replicate between hosts.
+        # FSDP's hybrid sharding: shard within a host, replicate across hosts.
         shard = min(max(local_size // model, 1), left) if hybrid else left
     if replicate is None:
         assert shard is not None

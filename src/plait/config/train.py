@@ -1,4 +1,4 @@
-"""`train`, `batch`, `checkpoint`, `log`, `hooks`, `metrics`: time, sizes, and what is written down."""
+"""`train`, `batch`, `checkpoint`, `log`, `hooks`, `metrics`, `profile`, `plan`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class BatchConfig(Section):
     """`total = micro × accumulation × data-parallel size`: any two give the third."""
 
     total: Size | None = None
-    """Samples in one optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks."""
     micro: Size | None = None
-    """Samples in one forward/backward on one rank."""
+    """Samples per forward/backward pass of one rank."""
     accumulation: Size | None = None
-    """Forward/backward passes in one optimizer step."""
+    """Forward/backward passes per optimizer step."""
 
 
 class GuardConfig(Section):
@@ -31,58 +31,58 @@ class GuardConfig(Section):
     max_skips: PositiveInt = 20
     """Skipped steps in a row after which the run stops."""
     window: PositiveInt = 40
-    """How many of the latest steps `max_share` is a share of."""
+    """The number of latest steps of which `max_share` is a share."""
     max_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """Where more than this share of the latest steps, or of the whole run, was skipped, the run fails."""
+    """The run fails where more than this share of the latest steps, or of the whole run, was skipped."""
     spike: PositiveFloat | None = 20.0
-    """A loss so many times the usual spread above the median of the last 100 is warned of. null: not watched."""
+    """Warn about a loss so many times the usual deviation above the median of the last 100. null: no warning."""
 
 
 class CustomLoss(CustomPart):
-    """A function of one's own of (outputs, batch) and the further keys, which gives a mean, or a sum with its count."""
+    """A custom loss of (outputs, batch) and the further keys, which returns a mean, or a sum with its count."""
 
     plugin_kind = "loss"
 
 
 class TrainConfig(Section):
-    """How long, how often measured, how clipped."""
+    """Length, validation and clipping."""
 
     by_epoch: bool | None = None
-    """What `val_every` and `checkpoint.every` count. Absent: as `max_epochs` or `max_steps` is set."""
+    """Whether `val_every` and `checkpoint.every` count epochs. Absent: as `max_epochs` or `max_steps` is set."""
     max_epochs: PositiveInt | None = None
     max_steps: PositiveInt | None = None
     stop_after: PositiveInt | None = None
-    """Stop and save at this step, short of the end; a later run goes on from there."""
+    """Stop and save at this step, before the end; a later run can resume from there."""
     val_every: PositiveInt | None = None
     """Absent: at the end of every epoch, or at the end of the run when counting steps."""
     val_batches: PositiveInt | None = None
-    """At most so many batches a validation."""
+    """At most so many batches per validation."""
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
     loss: CustomLoss | None = None
-    """A function of (outputs, batch) whose result is learned. Absent: what the model returns."""
+    """The loss, a function of (outputs, batch). Absent: what the model returns."""
 
 
 class BestConfig(Section):
-    """Which validation is the best one."""
+    """Which validation is the best."""
 
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
 
 
 class FolderStorageConfig(Section):
-    """Another folder, on another disk or another file system."""
+    """Another folder, on another disk or file system."""
 
     builds = "plait.checkpoint.storage:folder_storage"
 
     type: Literal["folder"] = "folder"
     path: PathText
-    """Where it is; of one run alone."""
+    """The folder, which belongs to one run."""
 
 
 class CustomStorage(CustomPart):
-    """A storage of one's own: files are written there, read, listed and deleted; see write-your-own.md."""
+    """A custom storage, in which files are written, read, listed and deleted; see write-your-own.md."""
 
     plugin_kind = "storage"
     builtin = ("folder",)
@@ -95,35 +95,35 @@ StorageConfig = Annotated[
 
 
 class CheckpointConfig(Section):
-    """When to save, how many to keep, what to start from."""
+    """When to save, which checkpoints to keep, and what to resume from."""
 
     every: PositiveInt | None = None
     """In epochs or steps, as `train.by_epoch` says. Absent: only at the end."""
     keep: PositiveInt = 3
-    """Newest ones kept; the best one is kept besides."""
+    """How many of the newest checkpoints are kept; the best one is kept too."""
     keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of so many steps are never removed."""
+    """Checkpoints at multiples of this step are never removed."""
     last: bool = True
     """Save at the end of the run."""
     max_failures: NonNegativeInt = 1
-    """So many saves in a row may fail; one more, or the last one of the run, ends it with an error."""
+    """How many saves in a row may fail; one more, or the last of the run, ends it with an error."""
     best: BestConfig | None = None
     resume: PathText | None = None
-    """A checkpoint folder, or `auto`: the newest one of `work_dir`, if there is any."""
+    """A checkpoint folder, or `auto`: the newest one of `work_dir`, if there is one."""
     partial: Many[str] = ()
-    """Patterns of names (`model.head.*`, `optim.*`) that may be missing, superfluous or of another shape."""
+    """Patterns of names (`model.head.*`, `optim.*`) that may be missing, unexpected or of another shape."""
     async_save: bool = False
-    """Training waits only until the state is copied in host memory; it is written while training goes on."""
+    """Copy the state to host memory and write it while training continues."""
     trainable_only: bool = False
-    """Leave out what is not trained; on resuming it comes from the `model` section again, and is compared."""
+    """Leave out parameters that are not trained; on resuming they come from the `model` section, and are compared."""
     storage: StorageConfig | None = None
-    """Each checkpoint is copied there once it is complete, and comes from there where `work_dir` has none as new."""
+    """Each complete checkpoint is copied there, and read from there where `work_dir` has none as new."""
     node_local: bool = False
-    """Each node keeps the shards of its own ranks in its own folder; on resuming they are fetched where needed."""
+    """Each node keeps the shards of its ranks in its own folder; on resuming they are sent where they are needed."""
 
 
 class CustomSink(CustomPart):
-    """A log sink of one's own, called with the `work_dir` and the further keys; see `plait.Sink`."""
+    """A custom log sink, called with the `work_dir` and the further keys; see `plait.Sink`."""
 
     plugin_kind = "sink"
     builtin = ("jsonl", "csv", "tensorboard", "wandb", "html")
@@ -137,10 +137,10 @@ SinkConfig = Annotated[
 
 
 class LogConfig(Section):
-    """What is written down while training."""
+    """What is logged, and where."""
 
     every: PositiveInt = 10
-    """Steps between two lines."""
+    """Steps between two log lines."""
     console: Literal["auto", "bar", "plain", "none"] = "auto"
     """`auto`: a progress bar on a terminal, plain lines in a pipe."""
     sinks: Many[SinkConfig] = ("jsonl",)
@@ -148,7 +148,7 @@ class LogConfig(Section):
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, used in validation and saved beside them."""
+    """An exponential moving average of the weights, used in validation and saved with them."""
 
     builds = "plait.trainer.hooks:Ema"
 
@@ -158,7 +158,7 @@ class EmaConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """Stop when a metric no longer gets better."""
+    """Stop when a metric no longer improves."""
 
     builds = "plait.trainer.hooks:EarlyStop"
 
@@ -166,33 +166,33 @@ class EarlyStopConfig(Section):
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
     patience: PositiveInt = 3
-    """Validations without a gain that are still accepted."""
+    """How many validations in a row may bring no improvement."""
     min_delta: Annotated[float, Field(ge=0.0)] = 0.0
 
 
 class RollbackConfig(Section):
-    """Where the loss leaps and stays up, go back to a checkpoint, and on with the data that come next."""
+    """Where the loss spikes and stays high, roll back to a checkpoint, and continue with the next data."""
 
     builds = "plait.trainer.hooks:Rollback"
 
     type: Literal["rollback"] = "rollback"
     metric: Literal["loss", "grad_norm"] = "loss"
-    """What is watched, at every step."""
+    """The metric, checked at every step."""
     threshold: PositiveFloat = 8.0
-    """A spike lies so many times the usual spread above the median of the last `window` steps."""
+    """A spike is so many times the usual deviation above the median of the last `window` steps."""
     window: Annotated[int, Field(ge=4)] = 100
-    """Nothing is judged before half of them are known."""
+    """Spikes are detected once half of the window is known."""
     patience: PositiveInt = 3
-    """Spikes in a row that it takes: one alone may be the batch, and not the model."""
+    """Roll back after so many spikes in a row: a single one may come from the batch, not from the model."""
     most: PositiveInt = 5
-    """How often; the next time ends the run."""
+    """At most so many rollbacks; the next one ends the run."""
 
 
 class ImportedHook(ImportedPart):
-    """The older form of a hook of one's own."""
+    """The older form of a custom hook."""
 
     priority: NonNegativeInt = 50
-    """Lower goes first."""
+    """Hooks with a lower number are called first."""
 
 
 class CustomHook(CustomPart):
@@ -202,11 +202,11 @@ class CustomHook(CustomPart):
     builtin = ("ema", "early_stop", "rollback", "import")
 
     priority: NonNegativeInt | None = None
-    """Lower goes first. Absent: as the hook says, which is 50 where it says nothing."""
+    """Hooks with a lower number are called first. Absent: the hook's own, which is 50 by default."""
 
 
 CUSTOM_HOOKS = (ImportedHook, CustomHook)
-"""The sections of hooks of one's own."""
+"""The sections of custom hooks."""
 
 HookConfig = Annotated[
     Annotated[
@@ -225,13 +225,13 @@ class AccuracyConfig(Section):
 
     type: Literal["accuracy"] = "accuracy"
     top: PositiveInt = 1
-    """A label among so many likeliest classes counts as right."""
+    """A prediction is right if the label is among so many most likely classes."""
     label: str = "label"
-    """The key of the labels in the batch. In a batch without keys they are in second place."""
+    """The key of the labels in the batch. In a batch without keys they are the second value."""
     logits: str = "logits"
-    """The key of the scores in the model's outputs, where these have keys."""
+    """The key of the logits in the model's outputs, where these have keys."""
     prefix: str = "accuracy"
-    """What the number is called before `/top1`."""
+    """The name of the metric before `/top1`."""
 
 
 class CustomMetric(CustomPart):
@@ -247,41 +247,36 @@ MetricConfig = Annotated[
     Discriminator(builtin_or_custom(CustomMetric)),
 ]
 
-# `profile`: a few steps of a run, looked at closely.
-
-
 EARLIEST = 4
-"""The first step that can be recorded; those before it warm up, are counted, and let the profiler get ready."""
+"""The first step that can be profiled; those before it are for warm-up, for counting, and to start the profiler."""
 
 
 class ProfileConfig(Section):
-    """Where the time and the memory of a step go, measured on a few steps of the run; see profile.md."""
+    """Profile a few steps of the run: where their time and memory go; see profile.md."""
 
     builds = "plait.profile.hook:Profile"
 
     start: Annotated[PositiveInt, Field(ge=EARLIEST)] = 10
-    """First step that is recorded, counted from where the run begins or resumes. The steps before it warm up."""
+    """The first step that is profiled, counted from where the run starts or resumes. The steps before it are
+    warm-up."""
     steps: PositiveInt = 3
-    """So many are recorded."""
+    """How many steps are profiled."""
     folder: PathText | None = None
-    """For the page, the figures and a trace of each rank. Absent: `profile` in `work_dir`."""
-
-
-# `plan`: what is known before the start, and what follows from it.
+    """Folder for the page, the figures and a trace of each rank. Absent: `profile` in `work_dir`."""
 
 
 def _off(value: Any) -> Any:
-    """YAML reads `off` as false."""
+    """Return `off` for false, which YAML makes of it."""
     return "off" if value is False else value
 
 
 class PlanConfig(Shorthand):
-    """Every run is planned first: one step on tensors without values, in a few seconds."""
+    """The plan before a run: one step is simulated on tensors without data, in a few seconds."""
 
     gate: Annotated[Literal["refuse", "warn", "off"], BeforeValidator(_off)] = "refuse"
-    """What happens to a run that will not fit: it does not start, it starts with a warning, or nobody looks."""
+    """What happens to a run that will not fit: it does not start, it starts with a warning, or nothing is planned."""
     hardware: PathText | None = None
-    """A machine that `plait doctor --measure` wrote down, or a preset. Absent: the machine at hand."""
+    """A file of `plait doctor --measure`, or a preset. Absent: this machine."""
 
     @classmethod
     def expand(cls, value: Any) -> Any:
@@ -289,24 +284,24 @@ class PlanConfig(Shorthand):
         return {"gate": value} if value is False or isinstance(value, str) else value
 
 
-# The batch sum: `total = micro × accumulation × data-parallel size`.
+# Resolving the batch: `total = micro × accumulation × data-parallel size`.
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedBatch:
-    """The three sizes of a batch, which agree with each other and with the data-parallel size."""
+    """The three sizes of a batch, consistent with each other and with the data-parallel size."""
 
     total: int
     micro: int
     accumulation: int
 
     def split(self, count: int) -> ResolvedBatch:
-        """The same batch in micro-batches that are at most the `parts`-th part as large.
+        """Return the same batch in micro-batches of at most `1 / count` of the size.
 
-        Raises `ConfigError` where a sample would have to be split.
+        Raises `ConfigError` where a micro-batch would be smaller than a sample.
         """
         if self.micro < count:
-            message = f"memory was short with micro-batches of {max(2 * self.micro // count, 1)}, and none is smaller"
+            message = f"out of memory with micro-batches of {max(2 * self.micro // count, 1)}, the smallest size"
             remedy = "Write `strategy.recompute: full`, a higher `strategy.zero`, or `strategy.offload`."
             raise ConfigError(Problem("batch.micro", message, remedy))
         rank_samples = self.micro * self.accumulation
@@ -315,10 +310,10 @@ class ResolvedBatch:
 
 
 def resolve_batch(batch: BatchConfig, data_parallel_size: int, *, micro_batches: int | None = None) -> ResolvedBatch:
-    """The three sizes from those given: two give the third; of one alone, or none, the others are 1 where free.
+    """Return the three sizes: two of them give the third; otherwise a missing one is 1 where it is free.
 
-    `micro_batches`, the pipeline's, is another word for the accumulation. Raises `ConfigError` where the sizes
-    contradict each other, or `total` cannot be cut evenly.
+    `micro_batches` of the pipeline are the same as `accumulation`. Raises `ConfigError` where the sizes contradict each
+    other, or `total` is not a multiple of the others.
     """
     assert data_parallel_size >= 1
     total, micro, accumulation = batch.total, batch.micro, batch.accumulation or micro_batches
@@ -350,7 +345,7 @@ def _contradiction(total: int, micro: int, accumulation: int, ranks: int) -> Con
 
 
 def _uneven(total: int, micro: int | None, accumulation: int | None, ranks: int) -> ConfigError:
-    """`total` is not a multiple of what is known of the right-hand side."""
+    """Return the error for a `total` that is not a multiple of the known factors."""
     known = (micro or accumulation or 1) * ranks
     name, value = ("micro", micro) if micro else ("accumulation", accumulation)
     factors = f"({value} × {ranks})" if value else f"{ranks}"
@@ -367,7 +362,7 @@ def _uneven(total: int, micro: int | None, accumulation: int | None, ranks: int)
 
 
 def _nearest_divisors(number: int, value: int) -> list[int]:
-    """The divisors of `number` next to `value`, below and above."""
+    """Return the divisors of `number` next to `value`, below and above."""
     below = next((divisor for divisor in range(min(value, number), 0, -1) if number % divisor == 0), None)
     above = next((divisor for divisor in range(value, number + 1) if number % divisor == 0), None)
     return [divisor for divisor in (below, above) if divisor]
