@@ -303,7 +303,7 @@ class BaseRunner(Checkpoints):
             )
         if default_scope not in (None, "mmengine", "plait"):
             message = f"{default_scope!r}: default scopes are not supported"
-            raise ConfigError(Problem("default_scope", message, f"Write the scope in names: '{default_scope}.Name'."))
+            raise ConfigError(Problem("default_scope", message, f"Write type='{default_scope}.Name'."))
         wanted = wanted_phases(
             {"cfg": train_cfg, "dataloader": train_dataloader},
             {"cfg": val_cfg, "dataloader": val_dataloader, "evaluator": val_evaluator},
