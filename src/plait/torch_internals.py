@@ -9,7 +9,7 @@ notice. `plait doctor` lists missing names before anything needs them.
 
 There are three groups:
 - functions and classes of modules (`NAMES`): imported from here, and resolved on first use, since some of their modules
-  take seconds to load;
+  take seconds to import;
 - attributes of torch's objects (`ATTRIBUTES`): read and replaced by the functions below;
 - the tables in torch's C++ libraries with which CUDA is simulated: see [Note: tables of C++].
 """
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     import torch.utils._python_dispatch
     import torch.utils._pytree
 
+    # What other files import from here. `_names` reads these lines, too, each with the comment above it as its purpose.
+
+    # the update of many tensors in a few kernels
     foreach_add_ = torch._foreach_add_
     foreach_addcmul_ = torch._foreach_addcmul_
     foreach_clamp_max_ = torch._foreach_clamp_max_
@@ -70,35 +73,50 @@ if TYPE_CHECKING:
     foreach_sub_ = torch._foreach_sub_
     fused_adam_ = torch._fused_adam_
     fused_adamw_ = torch._fused_adamw_
+    # products of 8-bit matrices
     scaled_mm = torch._scaled_mm
+    # tensors inside nested tuples, lists and mappings
     TreeSpec = torch.utils._pytree.TreeSpec
     tree_flatten = torch.utils._pytree.tree_flatten
     tree_leaves = torch.utils._pytree.tree_leaves
     tree_map = torch.utils._pytree.tree_map
     tree_map_only = torch.utils._pytree.tree_map_only
     tree_unflatten = torch.utils._pytree.tree_unflatten
+    # seeing every operation while a block runs
     TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
     disable_current_modes = torch.utils._python_dispatch._disable_current_modes
     OpOverload = torch._ops.OpOverload
     HigherOrderOperator = torch._ops.HigherOrderOperator
+    # tensors without values, on which plans run
     FakeTensor = torch._subclasses.fake_tensor.FakeTensor
     FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
     unset_fake_temporarily = torch._subclasses.fake_tensor.unset_fake_temporarily
     active_fake_mode = torch._guards.active_fake_mode
+    # process groups without ranks
     FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
+    # batch norms of any dimension
     AnyBatchNorm = torch.nn.modules.batchnorm._BatchNorm
+    # instance norms of any dimension
     AnyInstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
+    # collectives that autograd knows
     functional_collectives = torch.distributed._functional_collectives
+    # the two halves of a stage's backward pass
     construct_reverse_graph = torch.distributed.pipelining._backward.construct_reverse_graph
     get_param_groups = torch.distributed.pipelining._backward.get_param_groups
+    # DTensor forgets the meshes of a plan
     clear_sharding_prop_cache = torch.distributed.tensor.debug._clear_sharding_prop_cache
+    # what torch.compile could not do, and with which backend
     lookup_backend = torch._dynamo.lookup_backend
+    # Accelerate's is_compiled_module
     OptimizedModule = torch._dynamo.eval_frame.OptimizedModule
+    # what torch.compile could not do, and with which backend
     InvalidBackend = torch._dynamo.exc.InvalidBackend
     TorchDynamoException = torch._dynamo.exc.TorchDynamoException
+    # plans of compiled modules
     aot_function = torch._functorch.aot_autograd.aot_function
     min_cut_rematerialization_partition = torch._functorch.partitioners.min_cut_rematerialization_partition
     select_decomp_table = torch._inductor.decomposition.select_decomp_table
+    # attention by a kernel that was chosen, with the numbers that ring attention adds up
     aten_flash = torch.ops.aten._scaled_dot_product_flash_attention
     aten_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     aten_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -106,12 +124,17 @@ if TYPE_CHECKING:
     aten_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     aten_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     aten_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    # what an operation takes, in a plan
     aten_cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     aten_plain_flash_backward = torch.ops.aten._flash_attention_backward
     aten_plain_efficient_backward = torch.ops.aten._efficient_attention_backward
+    # products that recomputing keeps
     aten_scaled_mm = torch.ops.aten._scaled_mm
+    # what an operation takes, in a plan
     aten_grouped_mm = torch.ops.aten._grouped_mm
+    # who asks a tensor for its value
     aten_local_scalar_dense = torch.ops.aten._local_scalar_dense
+    # what an operation takes, in a plan
     aten_to_copy = torch.ops.aten._to_copy
     aten_unsafe_view = torch.ops.aten._unsafe_view
     aten_unsafe_index_put = torch.ops.aten._unsafe_index_put
@@ -130,88 +153,23 @@ class Internal(NamedTuple):
     """The releases that have it, where these are not all of `CHECKED`."""
 
 
-_FOREACH = "the update of many tensors in a few kernels"
-_NESTED = "tensors inside nested tuples, lists and mappings"
 _DISPATCH = "seeing every operation while a block runs"
 _FAKE = "tensors without values, on which plans run"
-_SPLIT_BACKWARD = "the two halves of a stage's backward pass"
-_COMPILED = "what torch.compile could not do, and with which backend"
-_TRACED = "plans of compiled modules"
-_ATTENTION = "attention by a kernel that was chosen, with the numbers that ring attention adds up"
-_OPERATOR = "what an operation takes, in a plan"
 
-NAMES = {
-    "foreach_add_": Internal("torch._foreach_add_", _FOREACH),
-    "foreach_addcmul_": Internal("torch._foreach_addcmul_", _FOREACH),
-    "foreach_clamp_max_": Internal("torch._foreach_clamp_max_", _FOREACH),
-    "foreach_clamp_min_": Internal("torch._foreach_clamp_min_", _FOREACH),
-    "foreach_copy_": Internal("torch._foreach_copy_", _FOREACH),
-    "foreach_div": Internal("torch._foreach_div", _FOREACH),
-    "foreach_div_": Internal("torch._foreach_div_", _FOREACH),
-    "foreach_lerp": Internal("torch._foreach_lerp", _FOREACH),
-    "foreach_lerp_": Internal("torch._foreach_lerp_", _FOREACH),
-    "foreach_mul_": Internal("torch._foreach_mul_", _FOREACH),
-    "foreach_norm": Internal("torch._foreach_norm", _FOREACH),
-    "foreach_sign_": Internal("torch._foreach_sign_", _FOREACH),
-    "foreach_sqrt": Internal("torch._foreach_sqrt", _FOREACH),
-    "foreach_sub_": Internal("torch._foreach_sub_", _FOREACH),
-    "fused_adam_": Internal("torch._fused_adam_", _FOREACH),
-    "fused_adamw_": Internal("torch._fused_adamw_", _FOREACH),
-    "scaled_mm": Internal("torch._scaled_mm", "products of 8-bit matrices"),
-    "TreeSpec": Internal("torch.utils._pytree.TreeSpec", _NESTED),
-    "tree_flatten": Internal("torch.utils._pytree.tree_flatten", _NESTED),
-    "tree_leaves": Internal("torch.utils._pytree.tree_leaves", _NESTED),
-    "tree_map": Internal("torch.utils._pytree.tree_map", _NESTED),
-    "tree_map_only": Internal("torch.utils._pytree.tree_map_only", _NESTED),
-    "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", _NESTED),
-    "TorchDispatchMode": Internal("torch.utils._python_dispatch.TorchDispatchMode", _DISPATCH),
-    "disable_current_modes": Internal("torch.utils._python_dispatch._disable_current_modes", _DISPATCH),
-    "OpOverload": Internal("torch._ops.OpOverload", _DISPATCH),
-    "HigherOrderOperator": Internal("torch._ops.HigherOrderOperator", _DISPATCH),
-    "FakeTensor": Internal("torch._subclasses.fake_tensor.FakeTensor", _FAKE),
-    "FakeTensorMode": Internal("torch._subclasses.fake_tensor.FakeTensorMode", _FAKE),
-    "unset_fake_temporarily": Internal("torch._subclasses.fake_tensor.unset_fake_temporarily", _FAKE),
-    "active_fake_mode": Internal("torch._guards.active_fake_mode", _FAKE),
-    "FakeStore": Internal("torch.testing._internal.distributed.fake_pg.FakeStore", "process groups without ranks"),
-    "AnyBatchNorm": Internal("torch.nn.modules.batchnorm._BatchNorm", "batch norms of any dimension"),
-    "AnyInstanceNorm": Internal("torch.nn.modules.instancenorm._InstanceNorm", "instance norms of any dimension"),
-    "functional_collectives": Internal("torch.distributed._functional_collectives", "collectives that autograd knows"),
-    "construct_reverse_graph": Internal(
-        "torch.distributed.pipelining._backward.construct_reverse_graph", _SPLIT_BACKWARD
-    ),
-    "get_param_groups": Internal("torch.distributed.pipelining._backward.get_param_groups", _SPLIT_BACKWARD),
-    "clear_sharding_prop_cache": Internal(
-        "torch.distributed.tensor.debug._clear_sharding_prop_cache", "DTensor forgets the meshes of a plan"
-    ),
-    "lookup_backend": Internal("torch._dynamo.lookup_backend", _COMPILED),
-    "OptimizedModule": Internal("torch._dynamo.eval_frame.OptimizedModule", "Accelerate's is_compiled_module"),
-    "InvalidBackend": Internal("torch._dynamo.exc.InvalidBackend", _COMPILED),
-    "TorchDynamoException": Internal("torch._dynamo.exc.TorchDynamoException", _COMPILED),
-    "aot_function": Internal("torch._functorch.aot_autograd.aot_function", _TRACED),
-    "min_cut_rematerialization_partition": Internal(
-        "torch._functorch.partitioners.min_cut_rematerialization_partition", _TRACED
-    ),
-    "select_decomp_table": Internal("torch._inductor.decomposition.select_decomp_table", _TRACED),
-    # Operations. `torch.ops` finds each when it is asked for, from the libraries that are loaded.
-    "aten_flash": Internal("torch.ops.aten._scaled_dot_product_flash_attention", _ATTENTION),
-    "aten_flash_backward": Internal("torch.ops.aten._scaled_dot_product_flash_attention_backward", _ATTENTION),
-    "aten_flash_cpu": Internal("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", _ATTENTION),
-    "aten_flash_cpu_backward": Internal(
-        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _ATTENTION
-    ),
-    "aten_efficient": Internal("torch.ops.aten._scaled_dot_product_efficient_attention", _ATTENTION),
-    "aten_efficient_backward": Internal("torch.ops.aten._scaled_dot_product_efficient_attention_backward", _ATTENTION),
-    "aten_cudnn": Internal("torch.ops.aten._scaled_dot_product_cudnn_attention", _ATTENTION),
-    "aten_cudnn_backward": Internal("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", _OPERATOR),
-    "aten_plain_flash_backward": Internal("torch.ops.aten._flash_attention_backward", _OPERATOR),
-    "aten_plain_efficient_backward": Internal("torch.ops.aten._efficient_attention_backward", _OPERATOR),
-    "aten_scaled_mm": Internal("torch.ops.aten._scaled_mm", "products that recomputing keeps"),
-    "aten_grouped_mm": Internal("torch.ops.aten._grouped_mm", _OPERATOR),
-    "aten_local_scalar_dense": Internal("torch.ops.aten._local_scalar_dense", "who asks a tensor for its value"),
-    "aten_to_copy": Internal("torch.ops.aten._to_copy", _OPERATOR),
-    "aten_unsafe_view": Internal("torch.ops.aten._unsafe_view", _OPERATOR),
-    "aten_unsafe_index_put": Internal("torch.ops.aten._unsafe_index_put", _OPERATOR),
-}
+
+def _names() -> dict[str, Internal]:
+    """Read the aliases above, which type checkers read, from this file: their paths and purposes."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    names, purpose = {}, ""
+    for line in source.partition("\nif TYPE_CHECKING:\n")[2].partition("\n\nCHECKED")[0].splitlines():
+        if line.startswith("    # "):
+            purpose = line.removeprefix("    # ")
+        elif match := re.fullmatch(r"    (\w+) = ([\w.]+)", line):
+            names[match[1]] = Internal(match[2], purpose)
+    return names
+
+
+NAMES = _names()
 """What other files import from here, by the name under which they do."""
 
 if not TYPE_CHECKING:
