@@ -28,7 +28,7 @@ from plait.frontends.accelerate.data_loader import (
     step_count,
 )
 from plait.frontends.accelerate.optimizer import PreparedOptimizer
-from plait.frontends.accelerate.prepared import Gatherer, Joint, PreparedModel, backward, build_engine
+from plait.frontends.accelerate.prepared import Gatherer, JointModels, PreparedModel, backward, build_engine
 from plait.frontends.accelerate.process import Processes
 from plait.frontends.accelerate.scheduler import PreparedScheduler
 from plait.frontends.accelerate.settings import arguments_of_launcher, build_config, deepspeed_plugin_of
@@ -223,7 +223,7 @@ class Accelerator(Processes):
                     f"the first one, the {type(owner.engine.optimizer).__name__}"
                 )
         joint = len(owners) > 1
-        module = Joint([owner.module for owner in owners]) if joint else owners[0].module
+        module = JointModels([owner.module for owner in owners]) if joint else owners[0].module
         modes = [owner.module.training for owner in owners]
         given = optimizer
         if isinstance(optimizer, DummyOptim):

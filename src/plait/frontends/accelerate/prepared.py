@@ -51,12 +51,13 @@ class PreparedModel(nn.Module):
 
     def owns(self, params: Sequence[Tensor]) -> bool:
         """Whether one of the parameters is this model's, now or before it was prepared."""
-        return any(_same(self._params.get(id(param)), param) for param in params)
+        references = ((self._params.get(id(param)), param) for param in params)
+        return any(reference is not None and reference() is param for reference, param in references)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's outputs; in mixed precision, floating-point outputs in fp32."""
         if self.engine is None:
-            args, kwargs = _to(args, self._device), _to(kwargs, self._device)
+            args, kwargs = apply(lambda tensor: tensor.to(self._device, non_blocking=True), (args, kwargs))
             mixed = self._dtype is not None
             with torch.autocast(self._device.type, self._dtype) if mixed else nullcontext():
                 outputs = self.module(*args, **kwargs)
@@ -78,14 +79,6 @@ class PreparedModel(nn.Module):
 
 def _identities(module: nn.Module) -> dict[int, weakref.ref[Tensor]]:
     return {id(param): weakref.ref(param) for param in module.parameters()}
-
-
-def _same(ref: weakref.ref[Tensor] | None, param: Tensor) -> bool:
-    return ref is not None and ref() is param
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return apply(lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def in_fp32(value: Any) -> Any:
@@ -150,7 +143,7 @@ class Gatherer:
         count = gradients.remainder
         if not gradients.end_of_dataloader or count <= 0:
             return data
-        return data[:count] if objects else first_rows(data, count)
+        return data[:count] if objects else apply(lambda tensor: tensor[:count], data)
 
     def reduce(self, value: Any, reduction: str, scale: float) -> Any:
         """Return the sum or mean of each tensor over all ranks, times `scale`."""
@@ -194,11 +187,6 @@ def has_only_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(has_only_tensors(item) for item in value)
 
 
-def first_rows(value: Any, count: int) -> Any:
-    """Return the first rows of nested tensors."""
-    return apply(lambda tensor: tensor[:count], value)
-
-
 # Tensor parallelism of a `transformers` model, with or without `peft` adapters.
 #
 # [Note: adapters of a tensor-parallel layer]
@@ -209,23 +197,23 @@ def first_rows(value: Any, count: int) -> Any:
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _VOCABULARY = frozenset({"vocab_embedding", "vocab_head"})
-_HEAD_WORDS = frozenset({"heads", "kv_heads"})
-_BY_COLUMNS = _HEAD_WORDS | {"colwise"}
+_HEAD_STYLES = frozenset({"heads", "kv_heads"})
+_COLUMN_PARALLEL = _HEAD_STYLES | {"colwise"}
 
 
-def with_plan(config: RunConfig, model: nn.Module, *, whole_vocabulary: bool) -> RunConfig:
+def with_plan(config: RunConfig, model: nn.Module, *, replicate_vocabulary: bool) -> RunConfig:
     """Return the configuration with a tensor-parallel plan for a `transformers` or `peft` model, if it needs one.
 
-    `whole_vocabulary`: embedding and head are not sharded, because the model may compute its loss from its logits.
+    `replicate_vocabulary`: embedding and head are not sharded, because the model may compute its loss from its logits.
     """
     strategy = config.strategy
     adapted = hasattr(model, "peft_config")
-    if strategy.layout.tp == 1 or strategy.tensor.plan or not (adapted or whole_vocabulary):
+    if strategy.layout.tp == 1 or strategy.tensor.plan or not (adapted or replicate_vocabulary):
         return config
     if not adapted and not is_transformers_model(model):
         return config
     plan = tensor_plan(model, strategy.layout.tp) if adapted else transformers_styles(model)
-    if whole_vocabulary:
+    if replicate_vocabulary:
         plan = {name: style for name, style in plan.items() if style not in _VOCABULARY}
     if not plan:
         return config
@@ -249,14 +237,14 @@ def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
         if not hasattr(layer, "base_layer"):
             plan[path] = style
             continue
-        if style not in _BY_COLUMNS:
+        if style not in _COLUMN_PARALLEL:
             raise ModelError(
                 f"{path} is row-parallel at strategy.layout.tp {ranks} and has an adapter, which is not supported; put "
                 "adapters on column-parallel layers (q_proj, k_proj, v_proj, gate_proj, up_proj), or set layout.tp: 1"
             )
         parent = path.rpartition(".")[0]
         plan[parent] = "region"  # the plan cannot infer it, because adapters hide its layers
-        if style in _HEAD_WORDS:
+        if style in _HEAD_STYLES:
             attentions.add(parent)
         plan[f"{path}.base_layer"] = "colwise"
         for matrix, inner in (("lora_A", "inner"), ("lora_B", "colwise")):
@@ -264,7 +252,7 @@ def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
                 plan[f"{path}.{matrix}.{adapter}"] = inner
     _refuse_uneven(attentions, model, ranks)
     # Heads are found by their sibling layers, which adapters hide; where they divide evenly, colwise is the same.
-    inside = {name for name, style in plan.items() if style in _HEAD_WORDS and name.rpartition(".")[0] in attentions}
+    inside = {name for name, style in plan.items() if style in _HEAD_STYLES and name.rpartition(".")[0] in attentions}
     return {name: "colwise" if name in inside else style for name, style in plan.items()}
 
 
@@ -308,14 +296,14 @@ def build_engine(
     optimizer: Optimizer,
     log: LogFunction,
     *,
-    whole_vocabulary: bool = True,
+    replicate_vocabulary: bool = True,
 ) -> LoopEngine:
     """Return an engine that trains a model with its optimizer; leaves the random state as it was.
 
-    `whole_vocabulary`: see `with_plan`.
+    `replicate_vocabulary`: see `with_plan`.
     """
     state = rng_state(world.device)
-    config = with_plan(config, model, whole_vocabulary=whole_vocabulary)
+    config = with_plan(config, model, replicate_vocabulary=replicate_vocabulary)
     engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, log=log), LoopEngine)
     if config.strategy.stage < 3:
         engine.keep_unsharded()  # as with replicas: the main process alone may save or call the model
@@ -323,7 +311,7 @@ def build_engine(
     return engine
 
 
-class Joint(nn.Module):
+class JointModels(nn.Module):
     """Several models of one optimizer as one module; a call names the model by its index."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

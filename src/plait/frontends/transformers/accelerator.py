@@ -74,7 +74,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         groups = optimizer.param_groups
         self.trained_names = [[names.get(id(param), "") for param in group["params"]] for group in groups]
         # The Trainer computes the loss from the outputs, see `loss_of_outputs`.
-        engine = build_engine(self.config, self.world, owner.module, optimizer, self.print, whole_vocabulary=False)
+        engine = build_engine(self.config, self.world, owner.module, optimizer, self.print, replicate_vocabulary=False)
         owner.bind(engine, None)
         self._prepared_model = owner
         prepared = PreparedOptimizer(optimizer, owners, self.gradient_state)

@@ -1,4 +1,4 @@
-"""`accelerate.utils.other`: wrappers taken off, files written once, ranks waited for."""
+"""`accelerate.utils.other`: unwrapping models, saving objects, waiting for ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from plait.distributed import detect_ranks, original_module_of
+from plait.distributed import OptimizedModule, detect_ranks, original_module_of
 from plait.frontends.accelerate.prepared import PreparedModel
 from plait.frontends.accelerate.state_files import write_object
 
 
 def wait_for_everyone() -> None:
-    """Wait until every rank is here."""
+    """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -22,7 +22,7 @@ def wait_for_everyone() -> None:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The model itself, without what `prepare`, torch or a compiler put around it."""
+    """Return the model without the wrappers of `prepare`, of torch, and if asked of `torch.compile`."""
     while isinstance(model, (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     if not keep_torch_compile and is_compiled_module(model):
@@ -31,9 +31,7 @@ def extract_model_from_parallel(
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `torch.compile` made it."""
-    from plait.distributed import OptimizedModule
-
+    """Whether a module was returned by `torch.compile`."""
     return isinstance(module, OptimizedModule)
 
 

@@ -1,4 +1,4 @@
-"""`accelerate.utils.random`: seeds, and one state for all ranks."""
+"""`accelerate.utils.random`: seeds, and synchronizing random state over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.errors import TrainingError
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch; `device_specific`: another seed on every rank."""
+    """Seed Python, NumPy and torch; `device_specific`: each rank has a different seed."""
     if device_specific and dist.is_initialized():
         seed += dist.get_rank()
     random.seed(seed)
@@ -25,10 +25,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every rank the state of rank 0: of torch, of its device, or of a generator."""
+    """Set the random state of every rank to that of rank 0: of torch, of CUDA, or of a generator."""
     name = str(getattr(rng_type, "value", rng_type))
     if name not in ("torch", "cuda", "generator"):
-        raise TrainingError(f"the random numbers of {name!r} cannot be synchronized: write torch, cuda or generator")
+        raise TrainingError(f"rng_type {name!r} is not supported: write torch, cuda or generator")
     if name == "generator" and generator is None:
         raise TrainingError("synchronize_rng_state('generator') needs the generator")
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -43,6 +43,6 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """The same for several of them."""
+    """Synchronize several random states."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator=generator)
