@@ -1,7 +1,5 @@
-"""What a keyword of `Runner` or `prepare` takes: a section as an object, as a mapping or, where it has one, its word.
-
-`PathText` and such are what a section holds; these are what somebody may write.
-"""
+"""Types of the keywords of `Runner` and `prepare`: a section as an object, as a mapping or, where it has one, a
+word."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ from plait.errors import ConfigError, Problem
 
 Keys: TypeAlias = Mapping[str, Any]
 Custom: TypeAlias = str | Callable[..., Any]
-"""A part of one's own: `package.module:name`, a plug-in's name, or what makes one. A word of Plait's is one, too."""
+"""A custom part: `package.module:name`, a plug-in's name, or what makes one. Or the name of one of Plait's."""
 
 
 class OptimizerObject(Protocol):
@@ -84,10 +82,10 @@ BackendArgument: TypeAlias = Literal["auto", "gloo", "nccl", "xccl", "mpi"]
 
 
 def custom_part(what: object, /, **arguments: Any) -> Any:
-    """A part of one's own, for any field or keyword that takes one: `part("my:SOAP", lr=1e-3)`.
+    """Return a custom part, for any field or keyword that takes one: `part("my:SOAP", lr=1e-3)`.
 
-    `what` is a name (`package.module:name`, or a plug-in's), a class, a function, or an object that is made already.
-    It is the mapping `{"type": what, **arguments}`, which type checkers let stand for a section.
+    `what` is a name (`package.module:name`, or a plug-in's), a class, a function, or an object. The result is the
+    mapping `{"type": what, **arguments}`, typed so that type checkers accept it for a section.
     """
     if "type" in arguments:
         message = f"the part {what!r} was given an argument `type` of {show(arguments['type'])}"
@@ -99,14 +97,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def refuse_unknown_keywords(function: Function) -> Function:
-    """A misspelt keyword is refused as a misspelt key in a file is, with the one that was meant."""
+    """Decorator: refuse an unknown keyword as an unknown key in a file, with the nearest known one."""
     parameters = signature(function).parameters
 
     @wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:
         if unknown := {key: value for key, value in keywords.items() if key not in parameters}:
             known = [name for name in parameters if name != "self"]
-            # Of a word that other frameworks have, and of a key of an inner section, the parser has more to say.
+            # For keys of other frameworks and of inner sections, the parser has better messages.
             parse_sections(**{key: value for key, value in unknown.items() if nearest(key, known) is None})
             raise ConfigError(
                 [

@@ -1,4 +1,4 @@
-"""The engine of a run: which there are, what each acts on, which stage that is."""
+"""Engines: Plait's own and other libraries', which keys each supports, and its ZeRO stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EngineWord = Literal["native", "deepspeed", "colossalai"]
 
 
 class CustomEngine(CustomPart):
-    """An engine of one's own: a subclass of `plait.Engine` with a class method `prepare`, or a function like that."""
+    """A custom engine: a subclass of `plait.Engine` with a class method `prepare`, or a function like that method."""
 
     plugin_kind = "engine"
     builtin = ("native", "deepspeed", "colossalai")
@@ -58,18 +58,18 @@ _RECOMPUTES = frozenset({"strategy.recompute", "strategy.wrap"})
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What an engine can do; the defaults are what is assumed of one that says nothing."""
+    """What an engine supports; the defaults are for engines that declare nothing."""
 
     honours: frozenset[str] = frozenset()
-    """Keys of the run description that it acts on besides `optim` and `batch`: a key stands for all in it, `*` for
+    """Keys of the run description that it supports besides `optim` and `batch`: a key includes all inside it, `*` is
     everything. The others of `ENGINE_KEYS` are refused."""
     stage: int | None = None
-    """The ZeRO stage that it always has; None where `strategy.zero` says it."""
+    """The ZeRO stage that it always has; None where `strategy.zero` sets it."""
     as_native: bool = True
-    """Whether a plan of the native engine at the same stage is near."""
+    """Whether the plan of the native engine at the same stage is a good estimate."""
 
     def acts_on(self, path: str) -> bool:
-        """Whether it honours a key."""
+        """Whether it supports a key."""
         names = path.split(".")
         return "*" in self.honours or any(".".join(names[:count]) in self.honours for count in range(1, len(names) + 1))
 
@@ -79,7 +79,7 @@ class BuiltinEngine:
     """An engine that comes with Plait."""
 
     builds: str
-    """`package.module:name` of what prepares it."""
+    """`package.module:name` of the function that prepares it."""
     traits: EngineTraits
 
 
@@ -92,7 +92,7 @@ ENGINE_KEYS = (
     "train.clip_value",
     "train.guard",
 )
-"""What an engine has to act on, or to refuse; all else of a run description is the Runner's."""
+"""The keys that an engine has to support, or to refuse; the Runner handles all others."""
 
 ENGINES: Mapping[EngineWord, BuiltinEngine] = MappingProxyType(
     {
@@ -106,24 +106,23 @@ ENGINES: Mapping[EngineWord, BuiltinEngine] = MappingProxyType(
         ),
     }
 )
-"""Plait's own, by their words."""
-
+"""The engines that come with Plait, by name."""
 
 PluginWord = Literal["low_level_zero", "gemini", "hybrid", "torch_ddp", "torch_fsdp"]
 
 TESTED = {"deepspeed": "0.19.8", "colossalai": "0.5.0"}
-"""The versions that Plait's tests have trained with; states are read from inside, so no other is promised."""
+"""The versions that Plait's tests train with; others are refused, as Plait reads private state."""
 COMPANIONS = {"colossalai": {"transformers": "4.51.3", "peft": "0.13.2"}}
-"""What has to be installed beside a library in exactly this version for it to be importable at all."""
+"""Packages that a library needs in exactly this version to be importable."""
 _IMPORTS = {"colossalai": ("einops", "galore_torch", "contexttimer", "ninja")}
-"""What such a library imports besides, in any version."""
+"""Packages that a library imports besides, in any version."""
 
 _CHOICE_KEYS = ("strategy.auto", "strategy.engine")
 _PLUGIN_STAGES = {"low_level_zero": 1, "gemini": 3, "hybrid": 0, "torch_ddp": 0, "torch_fsdp": 3}
 
 
 def read_config_file(strategy: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section with its `config` as keys and values, where it names a file."""
+    """Return the section with the content of the file that its `config` names, if it names one."""
     source = strategy.get("config")
     if not isinstance(source, str):
         return strategy
@@ -135,7 +134,7 @@ def read_config_file(strategy: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def config_value(config: Mapping[str, Any] | None, *keys: str) -> Any:
-    """What an engine's own configuration says at a path; None where it says nothing, or `auto`."""
+    """Return the value at a path of an engine's own configuration; None where it is missing or `auto`."""
     value: Any = config or {}
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:
@@ -145,7 +144,7 @@ def config_value(config: Mapping[str, Any] | None, *keys: str) -> Any:
 
 
 def not_honoured(config: RunConfig, traits: EngineTraits) -> Iterator[tuple[str, Any]]:
-    """Each key that was set and that the engine does not act on, with its value."""
+    """Yield each key that was set and that the engine does not support, with its value."""
     for path in ENGINE_KEYS:
         section: Any = config
         *above, name = path.split(".")
@@ -171,7 +170,7 @@ def _keys_not_honoured(section: Section, name: str, path: str, traits: EngineTra
 def engine_stage(
     engine: EngineWord | CustomEngine, plugin: PluginWord | None, config: Mapping[str, Any] | None
 ) -> int | None:
-    """The ZeRO stage that the engine's own keys ask for; None where they leave it open."""
+    """Return the ZeRO stage that the engine's own configuration sets; None where it does not."""
     if isinstance(engine, CustomEngine):
         return None
     if engine == "deepspeed":
@@ -188,7 +187,7 @@ def default_stage(plugin: PluginWord | None) -> int:
 
 
 def as_fp16_section(scaler: ScalerConfig) -> dict[str, Any]:
-    """The loss scale as DeepSpeed's section `fp16` says it."""
+    """Return the loss scaler's settings as keys of DeepSpeed's section `fp16`."""
     return {
         "loss_scale": scaler.static or 0,
         "initial_scale_power": scaler.initial_power,
@@ -200,9 +199,9 @@ def as_fp16_section(scaler: ScalerConfig) -> dict[str, Any]:
 
 
 def as_native(config: RunConfig, stage: int | None = None) -> RunConfig:
-    """The run on Plait's own engine at the same stage: what another engine's run is planned as.
+    """Return the run on the native engine at the same stage, which the plan of another engine uses.
 
-    `stage` is that of an engine which has always the same.
+    `stage` is that of an engine with a fixed stage.
     """
     strategy = config.strategy
     if strategy.engine == "native":
@@ -213,9 +212,9 @@ def as_native(config: RunConfig, stage: int | None = None) -> RunConfig:
 
 
 def check_library(engine: EngineWord | CustomEngine) -> None:
-    """Refuse an engine whose library is not here, or cannot work with what is; costs no import of it.
+    """Refuse an engine whose library is missing, or does not fit the installed packages. Does not import it.
 
-    One of the user's own is asked when it is loaded; see `plait.engine.engines`.
+    A custom engine is checked when it is loaded; see `plait.engine.engines`.
     """
     if isinstance(engine, CustomEngine) or engine == "native":
         return
@@ -228,18 +227,18 @@ def check_library(engine: EngineWord | CustomEngine) -> None:
     ]
     if misfits:
         raise WorldError(
-            f"strategy.engine: {engine} cannot work with what is installed: {', '.join(misfits)}; "
-            f"in an environment of its own: {_commands(engine)} (see docs/engines.md)"
+            f"strategy.engine: {engine} does not work with the installed packages: {', '.join(misfits)}; "
+            f"in a separate environment: {_commands(engine)} (see docs/engines.md)"
         )
 
 
 def _commands(engine: EngineWord) -> str:
-    """What installs a library so that it works."""
+    """Return the commands that install a library with the packages that it needs."""
     library = f"{engine}=={TESTED[engine]}"
     if engine not in COMPANIONS:
         return f"pip install {library}"
     others = " ".join([*_IMPORTS[engine], *(f"{name}=={need}" for name, need in COMPANIONS[engine].items())])
-    # With what it says it requires, pip would put back torch to a version of its time.
+    # With its declared requirements, pip would install an old version of torch.
     return f"pip install --no-deps {library} && pip install {others}"
 
 

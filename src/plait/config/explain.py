@@ -1,4 +1,4 @@
-"""Puts what the schema refused into plain words: the path as it was written, the value, what to write instead."""
+"""Messages for what the schema refused: the path as it was written, the value, what to write instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.config.schema import dotted, origin_of
 from plait.config.text import choose, listed, nearest, show
 from plait.errors import Problem
 
-# Words of other frameworks, and the Plait key that says the same.
+# Keys of other frameworks → the Plait key with the same meaning.
 
 
 _FOREIGN_KEYS = {
@@ -124,7 +124,7 @@ _FOREIGN_KEYS = {
 
 
 def plait_key(foreign: str) -> str | None:
-    """What Plait calls `word`, where it is a word of another framework."""
+    """Return a sentence with Plait's key for another framework's key; None for an unknown one."""
     key = _FOREIGN_KEYS.get(foreign)
     if key is None:
         return None
@@ -153,24 +153,24 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class _Error:
-    """One refusal, at the path as the user knows it."""
+    """One validation error, at the path as the user knows it."""
 
     error_type: str
     keys: tuple[Any, ...]
     annotation: Any
-    """Of what may stand at `keys`; None for an unknown key."""
+    """The annotation of what is allowed at `keys`; None for an unknown key."""
     section: type[Section]
     """The section that the last key is in."""
     value: Any
     context: Mapping[str, Any]
     message: str
-    """pydantic's own message, for a kind that has no other."""
+    """pydantic's own message, for types of errors that have no other."""
     root: type[Section]
-    """What the whole file describes."""
+    """The section of the whole file."""
 
 
 def explain(error: ValidationError, written: Mapping[str, str], origins: Mapping[str, str]) -> list[Problem]:
-    """One problem for each place of a run description that the schema refused."""
+    """Return one problem for each path of a run description that the schema refused."""
     problems = []
     for path, message, remedy in _explained(error, RunConfig):
         path = written.get(path, path)
@@ -179,12 +179,12 @@ def explain(error: ValidationError, written: Mapping[str, str], origins: Mapping
 
 
 def explain_section(error: ValidationError, root: type[Section], whole: str, origin: str = "") -> list[Problem]:
-    """The same for a file that describes something else; `whole` names what is wrong with no single key."""
+    """Return the same for a file of another section; `whole` is the path of problems of no single key."""
     return [Problem(path or whole, message, remedy, origin) for path, message, remedy in _explained(error, root)]
 
 
 def _explained(error: ValidationError, root: type[Section]) -> Iterator[tuple[str, str, str]]:
-    """Path, message and remedy for each place."""
+    """Yield path, message and remedy for each path."""
     errors_at: dict[str, list[_Error]] = {}
     for raw in error.errors(include_url=False):
         located = _located(raw, root)
@@ -194,7 +194,7 @@ def _explained(error: ValidationError, root: type[Section]) -> Iterator[tuple[st
 
 
 def _located(raw: Any, root: type[Section]) -> _Error:
-    """`raw`, with all that is pydantic's own taken out of its place: tags, and names of union members."""
+    """Return an error with its path without pydantic's own steps: tags, and names of union members."""
     keys: tuple[Any, ...] = ()
     annotation: Any = root
     owner = root
@@ -220,7 +220,7 @@ def _located(raw: Any, root: type[Section]) -> _Error:
 
 
 def _problem(path: str, errors: list[_Error]) -> tuple[str, str, str]:
-    """All that was refused at one path. Alternatives each refuse a value: one that took its type knows most."""
+    """Return path, message and remedy for the errors at one path: of a union's members, the one with the right type."""
     first = next((error for error in errors if error.error_type not in _EXPECTED), errors[0])
     if first.error_type in _EXPECTED:
         message, remedy = _wrong_type(first, [_EXPECTED[error.error_type] for error in errors])
@@ -245,7 +245,7 @@ def _unknown_key(error: _Error) -> tuple[str, str]:
     hints = [foreign] if foreign else []
     if not hints and (meant := nearest(key, keys)):
         hints.append(f"Did you mean `{meant}`?")
-    # Beside the answer to another framework's word, a key that is only called the same would lead astray.
+    # Beside the hint for another framework's key, Plait's key of the same name would be misleading.
     paths = {} if foreign else dict.fromkeys(schema.paths_with_key(key, error.root))
     section_path = dotted(error.keys[:-1])
     tag = _tag(error.section)
@@ -264,7 +264,7 @@ def _unknown_key(error: _Error) -> tuple[str, str]:
 def _wrong_tag(error: _Error) -> tuple[str, str]:
     tags, custom = list(schema.sections(error.annotation)), schema.custom_section(error.annotation)
     if error.error_type == "union_tag_not_found":
-        or_custom = ", or package.module:name for one of your own" if custom else ""
+        or_custom = ", or package.module:name for a custom one" if custom else ""
         return "it is missing", f"Write one of {listed(tags, 'or')}{or_custom}."
     tag = error.value.get("type") if isinstance(error.value, Mapping) else error.value
     remedy = choose_type(custom.plugin_kind, tag, tags) if custom else choose(tag, tags, "type")
@@ -276,13 +276,13 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
     message = f"expected {listed(dict.fromkeys(expected), 'or')}, found {show(value)}"
     choices = schema.sections(error.annotation)
     if value is None:
-        return message, "Leave the key out to have its default."
+        return message, "Leave the key out to use its default."
     if isinstance(value, str) and "" not in choices and choices:
         meant = nearest(value, choices)
         return message, f"Write `{{type: {meant}}}`." if meant else choose(value, choices, "type")
     if choices:
         section = next(iter(choices.values()))
-        also = " (a word alone is fine too)" if issubclass(section, Shorthand) else ""
+        also = " (or write a single word)" if issubclass(section, Shorthand) else ""
         return message, f"Its keys are {listed(section.model_fields)}{also}."
     if isinstance(value, str) and error.error_type in ("int_type", "float_type", "bool_type"):
         from plait.config.yaml_io import scalar
@@ -298,7 +298,7 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
 
 
 def _entries_of(annotation: Any) -> int | None:
-    """How many entries a list has to have, if it is so many and no others."""
+    """Return how many entries a list must have, if that is fixed."""
     annotations = [annotation, *get_args(annotation)]
     fixed = [
         get_args(candidate)

@@ -1,4 +1,4 @@
-"""From what the user wrote to a `RunConfig`, with every problem found at once."""
+"""Parses files, mappings and overrides into a `RunConfig`, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ from plait.config.text import show, whole_number
 from plait.config.trust import KEY, STORED_IN, StoredName, refusal
 from plait.errors import ConfigError, Problem
 
-# A run description while it is put together: plain values, and where each of them came from.
-
 
 def _plain(value: Any) -> Any:
-    """A copy that can be changed; a section becomes the keys that were set in it."""
+    """Return a copy that can be changed; a section becomes the keys that were set in it."""
     if isinstance(value, Section):
         settings = settings_of_section(value)
         return {
@@ -51,8 +49,8 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
 class ConfigBuilder:
     """Puts a run description together: takes values one by one, later ones over earlier ones, and keeps origins.
 
-    A shorthand is expanded when something is put inside it, and everywhere by `expand`; `written` remembers
-    the path that the user wrote for each key that came out of one.
+    A shorthand is expanded when a key inside it is set, and everywhere by `expand`; `written` has the path that the
+    user wrote for each key of an expanded shorthand.
     """
 
     def __init__(self) -> None:
@@ -62,7 +60,7 @@ class ConfigBuilder:
         self.problems: list[Problem] = []
 
     def put(self, keys: Keys, value: Any, origin: str) -> None:
-        """Set the value at `keys`, making the sections on the way; what cannot be set is a problem."""
+        """Set the value at `keys`, and create the sections above it; what cannot be set is added to `problems`."""
         value = _plain(value)
         node: Any = self.data
         annotation: Any = RunConfig
@@ -86,7 +84,7 @@ class ConfigBuilder:
             node = inner
 
     def expand(self) -> None:
-        """Expand every shorthand there is."""
+        """Expand all shorthands."""
         self.data = self._expanded(self.data, RunConfig, ())
 
     def _index(self, node: list[Any], key: Any, path: str, origin: str) -> int | None:
@@ -107,14 +105,14 @@ class ConfigBuilder:
     def _opened(
         self, node: Any, key: Any, annotation: Any, default: Any, keys: Keys, origin: str
     ) -> dict[Any, Any] | list[Any] | None:
-        """What is at `key`, as something that a value can be put into; None where it cannot be."""
+        """Return the mapping or list at `key`, to set a value inside it; None where that is not possible."""
         present = key < len(node) if isinstance(node, list) else key in node
         value = node[key] if present else None
         if value is None:
             self.origins.setdefault(dotted(keys), origin)
             value = list(default or ()) if items(annotation) else {}
         if isinstance(value, dict) and "type" in keys_of(default):
-            value.setdefault("type", default.type)  # so that what is set inside is known for what it is
+            value.setdefault("type", default.type)  # which defines the keys inside
         if not isinstance(value, (dict, list, tuple)):
             value = self._expanded_here(value, annotation, keys)
         if isinstance(value, tuple):
@@ -122,12 +120,12 @@ class ConfigBuilder:
         if isinstance(value, (dict, list)):
             return value
         if not isinstance(value, RefusedError):  # a refused word is reported with the section itself
-            message = f"nothing can be set inside it: it holds {show(value)}"
+            message = f"{show(value)} has no keys to set"
             self.problems.append(Problem(dotted(keys), message, "Set the value itself, or leave it out.", origin))
         return None
 
     def _expanded_here(self, value: Any, annotation: Any, keys: Keys) -> Any:
-        """What `value` is short for, by the one section that may stand there, or what refused it."""
+        """Return the keys that `value` is short for in the section at `keys`, or the error that refused it."""
         owner = section(annotation, value)
         if owner is None or not issubclass(owner, Shorthand):
             return value
@@ -159,7 +157,7 @@ class ConfigBuilder:
         return expanded
 
     def _mark(self, keys: Keys, value: Any, origin: str) -> None:
-        """Remember where the value at `keys` and all inside it came from, and forget what was there."""
+        """Set the origin of the value at `keys` and of all inside it, and remove earlier ones."""
         path = dotted(keys)
         for book in (self.origins, self.written):
             for known in [known for known in book if known == path or known.startswith(f"{path}.")]:
@@ -169,11 +167,8 @@ class ConfigBuilder:
             self._mark((*keys, key), entry, origin)
 
 
-# Defaults that follow another section: what was not written must not stand against what was.
-
-
 def with_sizes_fitted(config: RunConfig) -> RunConfig:
-    """The same run; sequences and trained vocabularies whose size was not written are no larger than the model's."""
+    """Return the run with default `seq_len` and `vocab_size` of its data no larger than the model's."""
     model = config.model
     if not isinstance(model, (GptConfig, LlamaConfig)):
         return config
@@ -196,7 +191,7 @@ def _fit_sizes(data: Any, bounds: dict[str, int]) -> Any:
 
 
 def _with(section: Any, changes: dict[str, Any]) -> Any:
-    """A copy with other values, in which nothing counts as written that did not before."""
+    """Return a copy with other values, which do not count as set by the user."""
     assert isinstance(section, Section)
     made = section.model_copy(update=changes)
     made.__pydantic_fields_set__ &= section.model_fields_set
@@ -205,9 +200,9 @@ def _with(section: Any, changes: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A run description, and for each dotted path where its value came from.
+    """A run description, and the origin of each value by its dotted path.
 
-    An origin is the name of a file, `override`, `keyword` (an argument of Python), or `default`.
+    An origin is the name of a file, `override`, `keyword` (a Python argument), or `default`.
     """
 
     config: RunConfig
@@ -215,10 +210,10 @@ class Parsed:
 
 
 def parse(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, origin: str = "") -> Parsed:
-    """The run description in a file or mapping, with `overrides` (`strategy.zero=3`) put over it in order.
+    """Parse a run description in a file or mapping, with `overrides` (`strategy.zero=3`) in order.
 
-    `origin` names the source in messages; absent, it is the file's name, or `dict`. Raises `ConfigError` with
-    every problem there is.
+    `origin` names the source in messages; absent, it is the file's name, or `dict`. Raises `ConfigError` with all
+    problems.
     """
     builder = ConfigBuilder()
     name = origin or ("dict" if isinstance(source, Mapping) else Path(source).name)
@@ -240,13 +235,13 @@ def parse(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
     from_file = [(path, value) for path, value in names if parsed.origins[path] == name]
     if from_file and not parsed.config.trust_code:
         raise ConfigError([refusal(path, value, stored_in).problems[0] for path, value in from_file])
-    return _finished(builder)  # what is left is the user's own: an override, or what he trusts
+    return _finished(builder)  # the names left are the user's: overrides, or in a file that is trusted
 
 
 def parse_stored(description: Mapping[str, Any], file: str | Path, *, trust_code: bool) -> RunConfig:
-    """The run description that a checkpoint holds, which anybody may have written.
+    """Parse the run description in a checkpoint, which anybody may have written.
 
-    Code that it names is known as named in `file`, and not run, unless the user has said that he trusts it.
+    Code that it names is marked as named in `file`, and not run, unless `trust_code` is set.
     """
     builder = ConfigBuilder()
     for key, value in description.items():
@@ -257,14 +252,14 @@ def parse_stored(description: Mapping[str, Any], file: str | Path, *, trust_code
 
 
 def _is_record(path: Path) -> bool:
-    """Whether a file is the `config.yaml` that a run wrote into its folder; each run writes it anew."""
+    """Whether a file is the `config.yaml` that a run wrote into its folder."""
     if path.name != "config.yaml":
         return False
     return (path.parent / "checkpoints").is_dir() or any(path.parent.glob("events-rank*.jsonl"))
 
 
 def parse_sections(**sections: Any) -> Parsed:
-    """The run description given as keyword arguments: mappings, shorthands or section objects.
+    """Parse a run description given as keyword arguments: mappings, shorthands or section objects.
 
     None is the same as leaving a section out. Raises `ConfigError` as `parse` does.
     """
@@ -276,7 +271,7 @@ def parse_sections(**sections: Any) -> Parsed:
 
 
 def _with_objects(parsed: Parsed) -> Parsed:
-    """The same, unless it names an object of another process."""
+    """Return the run description; raise where it names an object of another process."""
     if lost := objects_without_name(rows(parsed.config)):
         raise ConfigError([replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in lost])
     return parsed
@@ -295,15 +290,12 @@ def _finished(builder: ConfigBuilder, stored_in: str | None = None) -> Parsed:
     return Parsed(config, {**defaults, **builder.origins})
 
 
-# Whether a run description has all that a run needs, found out before a process starts.
-
-
 def check_complete(parsed: Parsed, *, require_length: bool) -> None:
-    """Refuse a run that breaks a rule, lacks its model or its data, or names files or an engine that are not there."""
+    """Refuse a run that breaks a rule, lacks its model or data, or names files or an engine that do not exist."""
     config = parsed.config
     check(config, has_val=config.val_data is not None, require_length=require_length, origins=parsed.origins)
     absent = [role for role in ("model", "data") if getattr(config, role) is None]
-    problems = [Problem(role, "there is none", f"Add a section `{role}` with a `type`.") for role in absent]
+    problems = [Problem(role, "it is missing", f"Add a section `{role}` with a `type`.") for role in absent]
     problems += [replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in missing_paths(config)]
     if problems:
         raise ConfigError(problems)

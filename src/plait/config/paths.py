@@ -1,4 +1,4 @@
-"""Files and folders that a run description names: whether they are there. Looked at before anything starts."""
+"""Checks, before anything starts, that the files and folders of a run description exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from plait.errors import Problem
 
 
 def missing_paths(config: RunConfig) -> list[Problem]:
-    """A problem for each file or folder that is to be read and does not exist."""
+    """Return a problem for each file or folder that the run would read and that does not exist."""
     problems: list[Problem] = []
     for role in ("data", "val_data", "test_data"):
         problems += _of_data(role, getattr(config, role))
@@ -36,7 +36,7 @@ def missing_paths(config: RunConfig) -> list[Problem]:
 
 
 def start_paths(config: RunConfig) -> dict[str, str]:
-    """What a phase takes over from other runs, by the keys that name it."""
+    """Return the paths of other runs' results that a phase starts from, by their keys."""
     posttrain, lora, ppo = config.posttrain, config.lora, config.ppo
     named = {
         "posttrain.start": posttrain.start if posttrain else None,
@@ -49,7 +49,7 @@ def start_paths(config: RunConfig) -> dict[str, str]:
 
 
 def missing_start_paths(config: RunConfig) -> list[Problem]:
-    """A problem for each of them that does not exist."""
+    """Return a problem for each of these paths that does not exist."""
     runs = "Give a run, a checkpoint or a Hugging Face folder; where another phase makes it, run that one first."
     remedies = {"posttrain.tokenizer": "Give a tokenizer.json, or its folder.", "lora.adapter": "Give its folder."}
     named = start_paths(config).items()
@@ -74,7 +74,7 @@ def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
             if not (meta := stem.with_name(f"{stem.name}.json")).exists():
                 remedy = "Give a file that `plait.data.TokenWriter` wrote."
                 if path.exists():
-                    message = f"{source.path!r} is no token file: there is no {meta.name!r} beside it"
+                    message = f"{source.path!r} is not a token file: {meta.name!r} is missing beside it"
                     yield Problem(f"{role}.path", message, remedy)
                 else:
                     yield _missing(f"{role}.path", source.path, remedy)

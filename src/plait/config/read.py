@@ -11,19 +11,16 @@ from typing import Any
 from plait.config.text import listed, nearest, show
 from plait.errors import ConfigError, PlaitError, Problem
 
-# Texts in other encodings than UTF-8: which one it may be, and how it becomes UTF-8.
-
-
 _MARKS = (b"\xff\xfe", b"\xfe\xff")
-"""How a text in UTF-16 begins."""
+"""Byte order marks of UTF-16."""
 
 
 def as_utf8(data: bytes) -> str:
-    """What to do with bytes that are not UTF-8, as a part of a sentence. GBK and UTF-16 are recognised."""
+    """Return a remedy for text that is not UTF-8, as a part of a sentence. GBK and UTF-16 are recognised."""
     if data.startswith(_MARKS):
         return _recoded("UTF-16", "UTF-16")
     try:
-        data.decode("gb18030")  # GBK, and all that it left out
+        data.decode("gb18030")  # a superset of GBK
     except UnicodeDecodeError:
         return "save it as UTF-8"
     return _recoded("GBK", "GB18030")
@@ -34,7 +31,7 @@ def _recoded(name: str, encoding: str) -> str:
 
 
 def lone_surrogate(text: str) -> str | None:
-    """What is wrong with a text that no file can hold: JSON and a command line may bring half of a character."""
+    """Return a message about a lone surrogate in a text, from JSON or a command line; None where there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -50,11 +47,11 @@ _JSON = (".json", ".jsonc", ".json5")
 _YAML = (".yaml", ".yml")
 SUFFIXES = (*_YAML, ".toml", *_JSON)
 MAX_DEPTH = 100
-"""Brackets in one another: more than any description has, and less than Python's stack."""
+"""The most levels of nesting: more than any description has, and less than Python's stack."""
 
 
 def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The keys and values in `source`, unchecked. An empty file is an empty run description."""
+    """Return the keys and values in `source`, unchecked. An empty file is an empty run description."""
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source)
@@ -62,7 +59,7 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(Problem(str(path), "this is a folder", _inside(path)))
     if path.suffix.lower() not in SUFFIXES:
         remedy = f"A run description is a file ending in {listed(SUFFIXES, 'or')}."
-        raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} says no known format", remedy))
+        raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} is not a known format", remedy))
     data = parse_text(path, text_of(path))
     if data is None:
         return {}
@@ -73,7 +70,7 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file of settings. Raises `ConfigError` where it is missing, or not UTF-8."""
+    """Return the text of a file of settings. Raises `ConfigError` where it is missing, or not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -92,26 +89,26 @@ def _neighbours(path: Path) -> str:
     if not folder.is_dir():
         return f"The folder {folder} does not exist either."
     stems = {file.stem: file.name for file in sorted(folder.iterdir()) if file.suffix.lower() in SUFFIXES}
-    meant = nearest(path.stem, stems)  # without the ending, which makes any two names look alike
+    meant = nearest(path.stem, stems)  # without the ending, which makes any two names similar
     return (f"Did you mean `{stems[meant]}`? " if meant else "") + _inside(folder)
 
 
 def _inside(folder: Path) -> str:
     names = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
     if not names:
-        return f"The folder {folder.resolve()} has no run description at all."
+        return f"The folder {folder.resolve()} has no run description."
     return f"The folder has {', '.join(names) if len(names) <= 8 else ', '.join(names[:8]) + ' and more'}."
 
 
 def parse_text(path: Path, text: str) -> Any:
-    """What the text of a file says, by the ending of its name. Raises `ConfigError` with the place of an error."""
+    """Return the data in the text of a file, by its ending. Raises `ConfigError` with the position of an error."""
     ending = path.suffix.lower()
     parse = _parse_yaml if ending in _YAML else _parse_json if ending in _JSON else _parse_toml
     try:
         data = parse(path, text)
     except RecursionError:
         raise _too_deep(path) from None
-    except ValueError as error:  # of Python's own int(), which takes no number of thousands of digits
+    except ValueError as error:  # of Python's int(), for a number of thousands of digits
         raise ConfigError(
             Problem(str(path), f"a number in it cannot be read: {error}", "Write fewer digits.")
         ) from None
@@ -123,7 +120,7 @@ def parse_text(path: Path, text: str) -> Any:
 
 
 def texts_in(data: Any) -> Iterator[str]:
-    """Every text in lists and mappings, keys included."""
+    """Yield every text in lists and mappings, keys included."""
     if isinstance(data, str):
         yield data
     elif isinstance(data, dict):
@@ -136,7 +133,7 @@ def texts_in(data: Any) -> Iterator[str]:
 
 
 def depth_of(data: Any) -> int:
-    """How many lists and mappings lie in one another: all that walks through them calls itself."""
+    """Return the levels of nested lists and mappings, at most one more than `MAX_DEPTH`. Without recursion."""
     depth, layer = 0, [data]
     while layer := [value for value in layer if isinstance(value, (dict, list))]:
         depth += 1
@@ -147,7 +144,7 @@ def depth_of(data: Any) -> int:
 
 
 def _too_deep(path: Path) -> ConfigError:
-    message = f"lists and keys in it lie more than {MAX_DEPTH} deep in one another"
+    message = f"lists and keys are nested more than {MAX_DEPTH} deep"
     return ConfigError(Problem(str(path), message, "Look for a bracket that is not closed where it should be."))
 
 
@@ -198,7 +195,7 @@ def load_jsonc(text: str) -> Any:
 
 
 def _standard_json(text: str) -> str:
-    """`text` as standard JSON: what JSON lacks is blanked out, so every position stays what it was."""
+    """Return `text` as standard JSON: comments and trailing commas become blanks, so that positions stay."""
     pieces = list(text)
     keys: list[set[str] | None] = []  # one entry per open bracket; None for a list
     before, position = "", 0
@@ -213,7 +210,7 @@ def _standard_json(text: str) -> str:
         comma = start if symbol == "," and before not in "{[,:" else None
         if symbol == ":" and before.startswith('"') and keys and keys[-1] is not None:
             if before in keys[-1]:
-                raise json.JSONDecodeError(f"the key {before} stands here a second time", text, position)
+                raise json.JSONDecodeError(f"the key {before} is repeated", text, position)
             keys[-1].add(before)
         if symbol in "{[":
             if len(keys) >= MAX_DEPTH:
@@ -239,25 +236,25 @@ def _parse_toml(path: Path, text: str) -> Any:
 
 
 def _syntax(path: Path, text: str, line: int, column: int, message: str, remedy: str = "") -> ConfigError:
-    """A syntax error with its line quoted and a caret under the place."""
+    """Return a syntax error with its line quoted and a caret under the position."""
     lines = text.splitlines()
     quoted = lines[line - 1] if 0 < line <= len(lines) else ""
     start = max(0, column - 60)  # a long line is quoted around the place
-    shown = quoted[start : start + 100].replace("\t", " ")
+    excerpt = quoted[start : start + 100].replace("\t", " ")
     gutter = " " * len(str(line))
-    picture = f"{line} | {shown}\n      {gutter} | {' ' * (column - 1 - start)}^"
+    picture = f"{line} | {excerpt}\n      {gutter} | {' ' * (column - 1 - start)}^"
     return ConfigError(Problem(f"{path}:{line}:{column}", message, f"{remedy}\n      {picture}" if remedy else picture))
 
 
-# Files that somebody else wrote: each is read as a whole, or refused by its name.
+# Files of other programs, which anybody may have written.
 
 
 def parse_json(text: str | bytes, *, allow_surrogates: bool = False) -> Any:
-    """The value in `text`. Raises `ValueError` for all that cannot be read or would not survive its readers.
+    """Return the value of JSON text. Raises `ValueError` for all that is not valid, and for what Python's parser
+    misses.
 
-    Python's own parser ends in a `RecursionError` where brackets are nested deeply, it keeps the last of two values
-    for one key and forgets the other, and it takes halves of characters, which no file and no terminal can be given;
-    these are let through with `allow_surrogates`.
+    That raises a `RecursionError` for deep nesting, keeps the last of two values for one key, and accepts lone
+    surrogates, which cannot be written to files and terminals; these are allowed with `allow_surrogates`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_without_repeats)
@@ -265,7 +262,7 @@ def parse_json(text: str | bytes, *, allow_surrogates: bool = False) -> Any:
         raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep") from None
     if depth_of(value) > MAX_DEPTH:
         raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
-    # Written as `\\u…` is the only way by which half of a character comes in.
+    # Lone surrogates can only be written as `\\u…`.
     escaped = "\\u" in text if isinstance(text, str) else b"\\u" in text
     if not allow_surrogates and escaped and (wrong := lone_surrogate(json.dumps(value, ensure_ascii=False))):
         raise ValueError(wrong)
@@ -276,12 +273,12 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is repeated in an object")
     return mapping
 
 
 def read_json_object(path: Path, error: Callable[[str], PlaitError], remedy: str = "copy it again") -> dict[str, Any]:
-    """The JSON object in a file; anything else is an `error` that names the file."""
+    """Return the JSON object in a file; for anything else raise an `error` that names the file."""
     try:
         value = parse_json(path.read_bytes())
     except OSError as reason:
@@ -294,7 +291,7 @@ def read_json_object(path: Path, error: Callable[[str], PlaitError], remedy: str
 
 
 def read_lines(path: Path, error: Callable[[str], PlaitError]) -> list[str]:
-    """The lines of a text file; what cannot be read, or is not UTF-8, is an `error` that names the file."""
+    """Return the lines of a text file; raise an `error` that names the file where it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as reason:
@@ -304,22 +301,22 @@ def read_lines(path: Path, error: Callable[[str], PlaitError]) -> list[str]:
 
 
 def read_name(path: Path, error: Callable[[str], PlaitError]) -> str:
-    """The name in a file such as `latest`: of something that lies beside it, or below."""
+    """Return the name in a file such as `latest`: of a file or folder beside it, or below."""
     name = "\n".join(read_lines(path, error)).strip()
     if not name or not name.isprintable() or not is_below(name):
-        raise error(f"{path} holds {name[:80]!r}, expected the name of what lies beside it")
+        raise error(f"{path} contains {name[:80]!r}, expected the name of a file or folder beside it")
     return name
 
 
 def is_below(name: str) -> bool:
-    """Whether a relative path stays within the folder that it is relative to; links are not looked at."""
+    """Whether a relative path stays within its folder. Links are not followed."""
     names = PurePath(name).parts
     short = len(name) <= 1000 and all(len(component.encode(errors="replace")) <= 255 for component in names)
     return bool(names) and short and "\0" not in name and not PurePath(name).is_absolute() and ".." not in names
 
 
 def weight_map(index: Path, error: Callable[[str], PlaitError]) -> dict[str, str]:
-    """From `model.safetensors.index.json`: the names of tensors, and of the files beside it that hold them."""
+    """Return tensor name → file of a `model.safetensors.index.json`."""
     files = read_json_object(index, error).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise error(f"{index} has no `weight_map` from names to files; copy it again")
@@ -335,10 +332,10 @@ _FORM = "Write `section.key=value`, for example `strategy.zero=3`, `optim.betas=
 
 
 def split_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """The keys on the way to a value, and the value, read as YAML.
+    """Split an override into its keys and its value, read as YAML.
 
-    A value that opens with a bracket or a quote is YAML to its end; any other is one plain scalar, so that
-    `data.path=*.txt` and `x=a: b` are the text they look like.
+    A value that starts with a bracket or a quote is YAML; any other is one plain scalar, so that `data.path=*.txt` and
+    `x=a: b` are text.
     """
     path, equals, value = text.partition("=")
     path, value = path.strip(), value.strip()
@@ -366,7 +363,7 @@ def _value(text: str, value: str) -> Any:
         return parsed
     except RecursionError:
         raise _malformed(
-            text, "its value is nested too deeply to be read", "Nothing that is set goes so deep."
+            text, "its value is nested too deeply to be read", "Write a value with fewer levels."
         ) from None
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or "not YAML"

@@ -1,4 +1,4 @@
-"""The shape of a run description: what may stand at a path, read off the section classes."""
+"""What is allowed at each path of a run description, from the annotations of the section classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.config.part import CustomPart, is_custom
 
 
 def members(annotation: Any) -> Iterator[Any]:
-    """The alternatives of an annotation, with `Annotated` and `None` taken away."""
+    """Yield the alternatives of an annotation, without `Annotated` and `None`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from members(get_args(annotation)[0])
@@ -25,9 +25,9 @@ def members(annotation: Any) -> Iterator[Any]:
 
 
 def sections(annotation: Any) -> dict[str, type[Section]]:
-    """The sections that may stand here, by their `type`; one that has no `type` is under the empty name.
+    """Return the allowed sections by their `type`; one without a `type` has the empty name.
 
-    A part of the user's own has no `type` of its own: see `custom_section`.
+    Custom parts have no fixed `type`: see `custom_section`.
     """
     by_type = {}
     for member in members(annotation):
@@ -38,12 +38,12 @@ def sections(annotation: Any) -> dict[str, type[Section]]:
 
 
 def custom_section(annotation: Any) -> type[CustomPart] | None:
-    """What describes a part of the user's own here, where one may stand."""
+    """Return the section of custom parts, where they are allowed."""
     return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, CustomPart)), None)
 
 
 def section(annotation: Any, value: Any) -> type[Section] | None:
-    """The section that `value` is written for, where that is known."""
+    """Return the section that `value` is written for, where that is known."""
     choices, custom = sections(annotation), custom_section(annotation)
     if "" in choices:
         return choices[""]
@@ -55,24 +55,24 @@ def section(annotation: Any, value: Any) -> type[Section] | None:
 
 
 def keys_of(value: Any) -> tuple[str, ...]:
-    """The keys of a section object; none of anything else."""
+    """Return the keys of a section object; of other values none."""
     return tuple(type(value).model_fields) if isinstance(value, Section) else ()
 
 
 def settings_of_section(value: Section) -> dict[str, Any]:
-    """The keys and values of a section; of a part of the user's own also those that are its arguments."""
+    """Return the keys and values of a section; of a custom part also its arguments."""
     further = value.arguments if isinstance(value, CustomPart) else {}
     return {name: getattr(value, name) for name in type(value).model_fields} | further
 
 
 def field(annotation: Any, value: Any, key: Any) -> FieldInfo | None:
-    """The field that `key` names in the section that `value` is written for."""
+    """Return the field that `key` names in the section that `value` is written for."""
     owner = section(annotation, value)
     return owner.model_fields.get(key) if owner and isinstance(key, str) else None
 
 
 def builtin_names(annotation: Any) -> dict[str, frozenset[str]]:
-    """For each kind of part that may be the user's own, somewhere in there, the words for Plait's own."""
+    """Return kind of plug-in → the names of Plait's own parts of this kind, for all kinds inside an annotation."""
     names_of: dict[str, frozenset[str]] = {}
     custom = custom_section(annotation)
     if custom is not None:
@@ -86,7 +86,7 @@ def builtin_names(annotation: Any) -> dict[str, frozenset[str]]:
 
 
 def items(annotation: Any) -> tuple[Any, ...]:
-    """The annotations of the entries of a list: one for any number of them, or one each."""
+    """Return the annotations of the entries of a list: one for any number of entries, or one per entry."""
     for member in members(annotation):
         if get_origin(member) is tuple:
             return tuple(item for item in get_args(member) if item is not Ellipsis)
@@ -94,18 +94,18 @@ def items(annotation: Any) -> tuple[Any, ...]:
 
 
 def item(annotation: Any, index: int) -> Any:
-    """The annotation of one entry of a list."""
+    """Return the annotation of one entry of a list."""
     annotations = items(annotation)
     return annotations[min(index, len(annotations) - 1)] if annotations else None
 
 
 def literals(annotation: Any) -> tuple[Any, ...]:
-    """The words that may stand here."""
+    """Return the allowed literal values."""
     return tuple(value for member in members(annotation) if get_origin(member) is Literal for value in get_args(member))
 
 
 def paths_with_key(key: str, annotation: Any, path: str = "") -> Iterator[str]:
-    """Every path of a section that knows `key`."""
+    """Yield every path of a section with the key `key`."""
     for owner in sections(annotation).values():
         if key in owner.model_fields:
             yield path
@@ -119,12 +119,12 @@ Keys = tuple[Any, ...]
 
 
 def dotted(keys: Keys) -> str:
-    """`("hooks", 0, "decay")` as `hooks.0.decay`."""
+    """Return keys as a path: `hooks.0.decay` for `("hooks", 0, "decay")`."""
     return ".".join(str(key) for key in keys)
 
 
 def origin_of(path: str, origins: Mapping[str, str]) -> str:
-    """Where the value at `path` came from; that of the nearest one around it where itself was not written."""
+    """Return the origin of the value at `path`; that of the nearest section around it where it has none."""
     while path not in origins and "." in path:
         path = path.rpartition(".")[0]
     return origins.get(path, "")

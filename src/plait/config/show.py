@@ -1,4 +1,4 @@
-"""A run description written out: as rows, as plain values, as YAML."""
+"""Writes a run description as rows, as plain values, and as YAML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted path that holds a value rather than a section, and the value."""
+    """Yield every dotted path with a value other than a section, and the value."""
     if isinstance(value, Section):
         entries: Any = _settings(value)
     elif isinstance(value, tuple) and any(isinstance(entry, Section) for entry in value):
@@ -29,20 +29,20 @@ def rows(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _settings(section: Section) -> list[tuple[str, Any]]:
-    """The keys and values of a section; its `type`, which says what the others mean, first."""
+    """Return the keys and values of a section, its `type` first."""
     return sorted(settings_of_section(section).items(), key=lambda setting: setting[0] != "type")
 
 
 def describe(parsed: Parsed) -> list[tuple[str, Any, str]]:
-    """Every setting of the run: path, value, and where the value came from."""
+    """Return every setting of the run: path, value, and origin."""
     return [(path, value, parsed.origins[path]) for path, value in rows(parsed.config)]
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """All settings as JSON can hold them; they parse back to an equal `RunConfig`.
+    """Return all settings as JSON values; they parse back to an equal `RunConfig`.
 
-    Defaults are spelled out, except where the other settings leave a key without effect: `check` refuses such
-    a key when it is set. An object that JSON cannot hold (in `args`) becomes its `repr`.
+    Defaults are included, except keys without effect beside the other settings, which `check` refuses when they are
+    set. An object that JSON cannot represent (in `args`) becomes its `repr`.
     """
     data: dict[str, Any] = _plain(config)
     refused = _refused(RunConfig.model_validate(data)) - _refused(config)
@@ -56,7 +56,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """What `to_dict` gives, as YAML."""
+    """Return the result of `to_dict` as YAML."""
     from plait.config import yaml_io
 
     return yaml_io.dump(to_dict(config))
@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
-        return str(value)  # a name that carries something is text in a file
+        return str(value)  # subclasses of `str` are text in a file
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return os.fspath(value) if isinstance(value, os.PathLike) else repr(value)

@@ -1,4 +1,4 @@
-"""How values and choices are put into words."""
+"""Text of values and choices in messages."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_SHOWN = 60
-"""Characters of a found value that a message repeats."""
+"""Characters of a value that a message shows."""
 
 
 def show(value: Any) -> str:
-    """`value` as the user would have written it, cut where it is long."""
+    """Return `value` as in a file, truncated where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:
         text = repr(list(value) if isinstance(value, tuple) else value)
-    except ValueError:  # Python writes no number of thousands of digits
+    except ValueError:  # Python does not convert numbers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 def listed(values: Iterable[Any], joint: str = "and") -> str:
-    """`a, b and c`."""
+    """Return `a, b and c`."""
     *most, last = [str(value) for value in values]
     return f"{', '.join(most)} {joint} {last}" if most else last
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """`1 step`, `2 steps`; `many` where it is not `one` with an s."""
+    """Return `1 step` or `2 steps`; `many` where the plural is not `one` with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def whole_number(text: str) -> int | None:
-    """What is written in at most 18 plain digits; None for any other text. Python reads no number of 5,000 digits."""
+    """Return the number in a text of at most 18 ASCII digits; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def nearest(name: Any, choices: Iterable[Any]) -> str | None:
-    """The choice that was probably meant, or None where none comes near."""
+    """Return the choice that was probably meant; None where none is similar."""
     from difflib import get_close_matches  # only ever needed for a message
 
     by_fold = {_fold(choice): str(choice) for choice in choices}
@@ -51,7 +51,7 @@ def nearest(name: Any, choices: Iterable[Any]) -> str | None:
 
 
 def choose(name: Any, choices: Iterable[Any], noun: str) -> str:
-    """A sentence that suggests the nearest choice, and one that names them all."""
+    """Return a sentence that suggests the nearest choice, and one with all choices."""
     choices = list(choices)
     meant = nearest(name, choices)
     first = f"Did you mean `{meant}`? " if meant else ""

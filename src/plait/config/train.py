@@ -196,7 +196,7 @@ class ImportedHook(ImportedPart):
 
 
 class CustomHook(CustomPart):
-    """A hook of one's own: a class derived from `plait.Hook`, or what makes one, called with further keys."""
+    """A custom hook: a class derived from `plait.Hook`, or what makes one, called with the further keys."""
 
     plugin_kind = "hook"
     builtin = ("ema", "early_stop", "rollback", "import")
@@ -235,7 +235,7 @@ class AccuracyConfig(Section):
 
 
 class CustomMetric(CustomPart):
-    """A metric of one's own: a class derived from `plait.Metric`, or what makes one, called with the further
+    """A custom metric: a class derived from `plait.Metric`, or what makes one, called with the further
     keys."""
 
     plugin_kind = "metric"

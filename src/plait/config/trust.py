@@ -1,12 +1,12 @@
-"""The one place where a name becomes code, and where it is decided whether it may.
+"""Imports the code that names stand for, unless the names come from files that are not trusted.
 
 [Note: whose names become code]
-A run description, a command line and a call of Python are the user's own: what they name is imported. What was *stored*
-is not: a checkpoint's `manifest.json`, the `config.yaml` that a run left in its folder, the `config.json` or
+A run description, a command line and a Python call are the user's own: what they name is imported. What was *stored* is
+not: a checkpoint's `manifest.json`, the `config.yaml` that a run wrote into its folder, the `config.json` or
 `tokenizer_config.json` of a Hugging Face folder. Anybody may have written such a file, and `model.target: os:system` in
-it would run a command as soon as the model is opened. So a name that was read from a stored file remembers that file
-(`StoredName`), and is refused until the user has said `--trust-code` (`trust_code: true` in his own description).
-A stored `trust_code` counts for nothing: nobody vouches for himself.
+it would run a command as soon as the model is opened. So a name that was read from a stored file keeps that file's path
+(`StoredName`), and is refused without `--trust-code` (`trust_code: true` in a run description of the user's own). A
+stored `trust_code` is ignored.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 STORED_IN = "stored_in"
-"""In the context of a validation: the stored file that the values come from."""
+"""The key, in the context of a validation, of the stored file that the values come from."""
 KEY = "trust_code"
-"""Of a run description."""
+"""The key of a run description."""
 _CODE_FILES = ("config.json", "tokenizer_config.json")
 """Files of a Hugging Face folder whose `auto_map` names classes in Python files, beside it or on the hub."""
 
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-"""`package.module:name`, which is a part of somebody's own wherever it stands."""
+"""`package.module:name`, which is a custom part under any key."""
 _DECIDING = frozenset({"target", "reward", KEY})
-"""Last parts of the keys that name code, or decide whether it is run."""
+"""Keys, without the sections above them, that name code, or decide whether it is run."""
 
 
 class StoredName(str):
@@ -48,7 +48,7 @@ class StoredName(str):
     stored_in: str
 
     def __new__(cls, name: str, stored_in: str) -> StoredName:
-        """`stored_in` is the file, for the refusal."""
+        """`stored_in` is the file, for messages."""
         made = super().__new__(cls, name)
         made.stored_in = stored_in
         return made
@@ -59,7 +59,7 @@ class StoredName(str):
 
 
 def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> str:
-    """A validator for every key that names code: what comes from a stored file stays known as that."""
+    """Validate a key that names code: return a `StoredName` for a name from a stored file."""
     name: str = check(value)
     stored_in = value.stored_in if isinstance(value, StoredName) else (info.context or {}).get(STORED_IN)
     return name if stored_in is None or ":" not in name else StoredName(name, stored_in)
@@ -67,8 +67,8 @@ def keep_origin(value: Any, check: ValidatorFunctionWrapHandler, info: Validatio
 
 @cache
 def entry_points_of(plugin_kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """The installed plug-ins of a kind by name, read from what their packages declare. Imports none of them."""
-    from importlib.metadata import entry_points  # and every package's files: only where a name is not Plait's
+    """Return the installed plug-ins of a kind by name, from their packages' metadata. Imports none of them."""
+    from importlib.metadata import entry_points  # slow: it reads the metadata of every package
 
     by_name: dict[str, tuple[EntryPoint, ...]] = {}
     for entry_point in entry_points(group=f"plait.{plugin_kind}"):
@@ -77,14 +77,15 @@ def entry_points_of(plugin_kind: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def plugin_kinds() -> list[str]:
-    """Every kind for which an installed package declares a plug-in, by the names of their groups."""
+    """Return every kind for which an installed package declares a plug-in."""
     from importlib.metadata import entry_points
 
     return sorted(group.removeprefix("plait.") for group in entry_points().groups if group.startswith("plait."))
 
 
 def load_plugin(plugin_kind: str, name: str, *, key: str) -> Any:
-    """What an installed plug-in brings. Raises `ConfigError` as `load_code` does, and where two have this name."""
+    """Return the object of an installed plug-in. Raises `ConfigError` as `load_code` does, and where two have its
+    name."""
     if isinstance(name, StoredName):
         raise refusal(key, name, name.stored_in)
     several = entry_points_of(plugin_kind)[name]
@@ -92,7 +93,7 @@ def load_plugin(plugin_kind: str, name: str, *, key: str) -> Any:
         packages = ", ".join(
             f"{candidate.dist.name if candidate.dist else '?'} ({candidate.value})" for candidate in several
         )
-        message = f"{len(several)} installed packages bring a plug-in of kind {plugin_kind} named {name!r}: {packages}"
+        message = f"{len(several)} installed packages have a plug-in of kind {plugin_kind} named {name!r}: {packages}"
         raise ConfigError(Problem(key, message, f"Write the one you want as package.module:name: {several[0].value}."))
     entry_point = several[0]
     package = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "an unknown package"
@@ -105,15 +106,15 @@ def load_plugin(plugin_kind: str, name: str, *, key: str) -> Any:
 
 
 def load_code(name: str, *, key: str) -> Any:
-    """What `package.module:name` stands for. `key` is the key, option or argument that names it, for messages.
+    """Return the object that `package.module:name` names. `key` is the key, option or argument with it, for messages.
 
-    Raises `ConfigError` for a name that came from a stored file, and for one that cannot be imported, with the reason.
+    Raises `ConfigError` for a name from a stored file, and for one that cannot be imported, with the reason.
     """
     if isinstance(name, StoredName):
         raise refusal(key, name, name.stored_in)
     module_name, _, path = name.partition(":")
     if not module_name or not path:
-        message = f"{name!r} does not say what is to be taken from which module"
+        message = f"{name!r} is not of the form package.module:name"
         raise ConfigError(Problem(key, message, "Write it as package.module:name."))
     target = load_module(module_name, key=key, name=name)
     for attribute in path.split("."):
@@ -127,7 +128,7 @@ def load_code(name: str, *, key: str) -> Any:
 
 
 def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
-    """Import a module that the user names, alone or in `name`; a `ConfigError` says why it cannot be imported."""
+    """Import a module that the user names, alone or in `name`. Raises `ConfigError` with the reason of a failure."""
     shown = name or module_name
     try:
         return import_module(module_name)
@@ -136,9 +137,9 @@ def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
             remedy = "Install it, or put its folder on PYTHONPATH."
             raise ConfigError(Problem(key, f"{shown!r}: there is no module {error.name!r}", remedy)) from error
         raise _failed(key, shown, module_name, error) from error
-    except PlaitError:  # one of Plait's own, or a part of somebody's that says itself what is wrong
+    except PlaitError:  # which has its own message
         raise
-    except Exception as error:  # whatever a module of the user's own raises while it is run
+    except Exception as error:  # whatever a user's module raises while it is imported
         raise _failed(key, shown, module_name, error) from error
 
 
@@ -151,14 +152,14 @@ def _failed(key: str, name: str, module_name: str, error: Exception) -> ConfigEr
 
 
 def refusal(key: str, name: str, stored_in: str | Path) -> ConfigError:
-    """The error for a name that came with somebody's file."""
+    """Return the error for a name from a stored file."""
     message = f"{str(name)!r} is code, named in {stored_in}; code that a stored file names is not run"
     remedy = "Read that code first. To run it, add --trust-code, or trust_code: true to a run description of your own."
     return ConfigError(Problem(key, message, remedy))
 
 
 def code_keys(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The keys among stored settings, dotted or nested, that name code or decide whether it is run."""
+    """Yield the keys of stored settings, dotted or nested, that name code or decide whether it is run."""
     for key, value in settings.items():
         where = f"{above}.{key}" if above else key
         values = value if isinstance(value, list) else [value]
@@ -173,11 +174,11 @@ def code_keys(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 @contextmanager
 def transformers_code(source: str | Path | Mapping[str, Any], *, trust_code: bool, key: str) -> Iterator[bool]:
-    """What to pass to `transformers` as `trust_remote_code`, and the refusal where it would need what it was not given.
+    """Yield the `trust_remote_code` for `transformers`, and refuse code that is needed but not trusted.
 
     `source` is a folder, or a `config.json` as a mapping. What its outermost level names is left to `transformers`,
-    which has classes of its own for many such models and takes those. What an inner model names is refused here: for
-    that it would ask on the terminal.
+    which has its own classes for many such models. What an inner model names is refused here: `transformers` would ask
+    on the terminal.
     """
     named = [] if trust_code else list(_named_code(source))
     for file, path, name in named:
@@ -193,7 +194,7 @@ def transformers_code(source: str | Path | Mapping[str, Any], *, trust_code: boo
 
 
 def _named_code(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """What names code: its file, its path in there, and the name."""
+    """Yield each name of code: its file, its path in the file, and the name."""
     for file, content in _descriptions(source):
         for path, name in _code_names(content):
             yield file, path, name
@@ -213,11 +214,10 @@ def _descriptions(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _code_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Where an `auto_map` lies, with the first class that it names, and where a kernel of the hub is asked for.
+    """Yield the path of each `auto_map` with its first class, and of each kernel of the hub.
 
-    Some releases of `transformers` take two private keys at their word: `_attn_implementation_internal`, which names a
-    kernel too (before 5.3, CVE-2026-4372), and `trust_remote_code`, which a file may not say of itself (before 5.5,
-    CVE-2026-5241).
+    Some releases of `transformers` honour two private keys: `_attn_implementation_internal`, which names a kernel too
+    (before 5.3, CVE-2026-4372), and `trust_remote_code`, which a file must not set itself (before 5.5, CVE-2026-5241).
     """
     inner = content.items() if isinstance(content, Mapping) else enumerate(content) if isinstance(content, list) else ()
     for key, value in inner:
