@@ -1,4 +1,4 @@
-"""Event sinks: where a run's story goes. Imports no torch."""
+"""Event sinks: console, files, reports and experiment trackers. Imports no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a person watching the run sees: a bar and lines on a terminal, lines alone in a pipe."""
+"""The console sink: a progress bar and log lines on a terminal, log lines alone in a pipe."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ EVALUATIONS = {EventKind.VALIDATE: "val", EventKind.TEST: "test"}
 
 
 def event_line(event: Event, *, by_epoch: bool = True, max_epochs: int | None = None) -> str | None:
-    """The line of an event, or None for a kind that is shown in another form.
+    """Return the log line of an event, or None for a kind that is shown in another form.
 
-    `by_epoch` and `max_epochs` tell an evaluation how the run counts; a TRAIN event says it itself.
+    `by_epoch` and `max_epochs` are used for evaluations; a TRAIN event has its own.
     """
     if event.kind is EventKind.TRAIN:
         text = train_text(event)
@@ -49,18 +49,18 @@ def event_line(event: Event, *, by_epoch: bool = True, max_epochs: int | None = 
 
 
 def prefix(event: Event) -> str:
-    """Date, time, name and level: `07/03 13:04:17 - plait - INFO - `."""
+    """Return date, time, name and level: `07/03 13:04:17 - plait - INFO - `."""
     stamp = datetime.fromtimestamp(event.time).strftime("%m/%d %H:%M:%S")
     return f"{stamp} - plait - {level(event).upper()} - "
 
 
 def level(event: Event) -> str:
-    """`info`, `warning` or `error`; only a message is ever more than information."""
+    """Return the level: that of a message, `info` for other events."""
     return str(event.data.get("level", "info")) if event.kind is EventKind.MESSAGE else "info"
 
 
 def train_text(event: Event) -> str:
-    """What a TRAIN event measured, in the order in which it is read: rate, time, memory, loss."""
+    """Return the measurements of a TRAIN event as text: learning rate, time, memory, loss, …"""
     data = event.data
     if data.get("by_epoch", True):
         epoch = _epoch(event.epoch, data.get("max_epochs"))
@@ -94,7 +94,7 @@ def _train_metrics(data: Any) -> Iterator[str]:
 
 
 def evaluation_text(event: Event, *, by_epoch: bool = True, max_epochs: int | None = None) -> str:
-    """The metrics of a VALIDATE or TEST event. A test has no epoch: it is made once, at the end."""
+    """Return the metrics of a VALIDATE or TEST event as text. A test has no epoch: it runs once, at the end."""
     data, split = event.data, EVALUATIONS[event.kind]
     count = _count(data.get("batches", 0), data.get("batches", 0))
     if not data.get("by_epoch", by_epoch):
@@ -110,7 +110,7 @@ def evaluation_text(event: Event, *, by_epoch: bool = True, max_epochs: int | No
 
 
 def save_text(event: Event) -> str:
-    """Where a checkpoint went, how large it is and how long it took."""
+    """Return the path, size and duration of a save as text."""
     data = event.data
     cost = []
     if (count := as_number(data.get("bytes"))) is not None:
@@ -125,7 +125,7 @@ def save_text(event: Event) -> str:
 
 
 def _epoch(epoch: int, max_epochs: int | None) -> str:
-    # One space before the last epoch's number, so that the brackets of all epochs end in one column.
+    # Padded to the width of the last epoch's number, so that the brackets are aligned.
     return f"[{epoch}]".rjust((len(str(max_epochs)) if max_epochs else 2) + 3)
 
 
@@ -144,15 +144,15 @@ Mode = Literal["bar", "plain"]
 
 
 def choose_mode(setting: Literal["auto", "bar", "plain"], stream: TextIO) -> Mode:
-    """What `log.console` means for this stream: a bar needs a terminal, so a pipe always gets plain lines."""
+    """Return the mode for `log.console` on this stream: a bar needs a terminal, so a pipe always gets lines."""
     return "bar" if setting != "plain" and stream.isatty() else "plain"
 
 
 class ConsoleSink:
-    """Shows a run on `stream`.
+    """Prints a run to `stream`.
 
-    `plain` writes whole lines and nothing else: no escape code, no carriage return. `bar` keeps a
-    progress bar at the bottom of the terminal and prints the same lines above it.
+    `plain` writes lines without escape codes or carriage returns. `bar` shows a progress bar at the bottom of the
+    terminal and prints the same lines above it.
     """
 
     def __init__(self, mode: Mode, stream: TextIO) -> None:
@@ -188,16 +188,16 @@ class ConsoleSink:
                 self._screen.line(head, line.removeprefix(head), level(event))
 
     def tick(self, step: int) -> None:
-        """Move the bar to `step`; cheap enough to be called after every step."""
+        """Move the bar to `step`; cheap enough for every step."""
         self._screen.tick(step)
 
     def close(self) -> None:
-        """Give the terminal back. The stream stays open: it belongs to the caller."""
+        """Remove the bar. The stream stays open: it belongs to the caller."""
         self._screen.stop()
 
 
 def end_text(event: Event) -> str:
-    """How the run ended: `Run ended (finished): 1960 steps in 0:06:14`."""
+    """Return how the run ended: `Run ended (finished): 1960 steps in 0:06:14`."""
     data = event.data
     reason = f" ({data['reason']})" if data.get("reason") else ""
     seconds = as_number(data.get("seconds"))
@@ -206,13 +206,13 @@ def end_text(event: Event) -> str:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """The text as `stream` can show it: `?` for what its encoding lacks, rather than the end of the run."""
+    """Return the text with `?` for characters that the encoding of `stream` lacks, which would raise."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
 
 class _Plain:
-    """Lines on a stream that may be a file, a pipe or a log collector."""
+    """Prints lines to a stream that may be a file, a pipe or a log collector."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Events: what a run reports while it goes on, and where the reports go."""
+"""Events, which a run emits, and the sinks that receive them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EventKind(StrEnum):
     """The kinds of event, in the order in which a run emits them."""
 
     RUN_START = "run_start"
-    """data: everything the run will use (config, model size, world, strategy), ready to show."""
+    """data: a table of the run's settings (config, model size, world, strategy), as text."""
     TRAIN = "train"
     """data: the averages since the last TRAIN event (see `plait.trainer.throughput.Meter`)."""
     VALIDATE = "validate"
@@ -25,12 +25,12 @@ class EventKind(StrEnum):
     MESSAGE = "message"
     """data: level (info, warning, error), text."""
     RUN_END = "run_end"
-    """data: reason, seconds, steps; of a pipeline also how idle it was (`pipeline`)."""
+    """data: reason, seconds, steps; with pipeline parallelism also its idle share (`pipeline`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened, at one step."""
+    """One event of a run, at one step."""
 
     kind: EventKind
     step: int
@@ -40,26 +40,26 @@ class Event:
 
 
 class MessageEvent(str):
-    """A message that is good to know. What an engine says otherwise is for somebody to look at: a warning."""
+    """A message of an engine for information; other messages of an engine are warnings."""
 
     __slots__ = ()
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """A place events go to. One of your own stands in `log.sinks`; it needs no base class.
+    """Receives events. A user-provided sink is named in `log.sinks`; it needs no base class.
 
-    It is made as `Name(work_dir, **its keys)`, with `work_dir` as a `pathlib.Path` to a folder that is there, before
-    the first event; rank 0 has it alone. A class with an attribute `every_rank` that is true is made on every rank,
-    as `Name(work_dir, rank=…, **its keys)`, and hears what its own rank says. A further method `tick(step)` is called
-    after every step of training.
+    It is constructed as `Name(work_dir, **its keys)` before the first event, on rank 0, with `work_dir` as a
+    `pathlib.Path` to an existing folder. A class with a true attribute `every_rank` is constructed on every rank, as
+    `Name(work_dir, rank=…, **its keys)`, and gets the events of its own rank. An optional method `tick(step)` is called
+    after every training step.
 
-    Whatever one of its methods raises is warned of in the other sinks, and the sink is closed and left out from then
-    on: training goes on. It is called in the thread that trains, which waits.
+    If one of its methods raises, the other sinks get a warning, and the sink is closed and not used any more; training
+    continues. It is called in the training thread, which waits.
     """
 
     def write(self, event: Event) -> None:
-        """Take one event. Must not raise for a kind that it does not know."""
+        """Handle one event. Must not raise for an unknown kind."""
 
     def close(self) -> None:
-        """Flush and release: the run is over, or the sink has failed. It is called once."""
+        """Flush and release resources. Called once, at the end of the run or after a failure of the sink."""

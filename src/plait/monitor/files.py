@@ -1,4 +1,4 @@
-"""One JSON object a line: the record of a run that every report is made from."""
+"""The file sinks: `events-rank*.jsonl`, which reports are made from, and CSV tables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MEASUREMENTS = (EventKind.TRAIN, EventKind.VALIDATE, EventKind.TEST)
 
 
 def events_path(work_dir: Path, rank: int) -> Path:
-    """Where a rank of the run in `work_dir` writes its events."""
+    """Return the path of the events of a rank."""
     return work_dir / f"events-rank{rank}.jsonl"
 
 
 class JsonlSink:
-    """Appends every event to `events-rank{r}.jsonl` and flushes it, so that a crash loses nothing.
+    """Appends every event to `events-rank{r}.jsonl` and flushes it, so that a crash loses no event.
 
-    A file of an earlier run is continued, never truncated: a resumed run is the next part of the same story.
+    The file of an earlier run is continued, never truncated: a resumed run is the next segment of the same history.
     """
 
     every_rank = True
@@ -39,7 +39,7 @@ class JsonlSink:
             self._file.write("\n")
 
     def write(self, event: Event) -> None:
-        """Write one line, complete on disk when this returns."""
+        """Write one line and flush it."""
         self._file.write(encode(event, self._rank) + "\n")
         self._file.flush()
 
@@ -49,7 +49,7 @@ class JsonlSink:
 
 
 def encode(event: Event, rank: int) -> str:
-    """The event as one line of valid JSON; NaN and infinities, which JSON lacks, become strings."""
+    """Return the event as one line of valid JSON; NaN and infinities, which JSON lacks, become strings."""
     record = {
         "kind": event.kind.value,
         "step": event.step,
@@ -71,20 +71,20 @@ def plain_json(value: Any) -> Any:
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain_json(item) for item in value]
-    # A number of another library (numpy's, or a tensor of one element) says what it is in Python's terms.
+    # A scalar of another library (numpy's, or a tensor of one element) converts itself to Python's.
     item = getattr(value, "item", None)
     return plain_json(item()) if callable(item) and getattr(value, "ndim", 1) == 0 else str(value)
 
 
 def _revive(value: Any) -> Any:
-    """Turn the strings that stand for NaN and infinities back into numbers."""
+    """Return the value with the strings for NaN and infinities converted to numbers."""
     if isinstance(value, dict):
         return {key: _revive(item) for key, item in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """Whether an earlier run died in the middle of a write."""
+    """Whether an earlier run was killed in the middle of a write."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -93,10 +93,10 @@ def _ends_within_a_line(path: Path) -> bool:
 
 
 def read_events(paths: Iterable[Path | str]) -> list[Event]:
-    """The story of a run from the files of its ranks, in the order of the paths.
+    """Return the events of a run from the files of its ranks, in the order of the paths.
 
-    Rank 0 tells it; what the others add is their messages, marked with `rank`. A line that a crash
-    left unfinished is passed over, as is a kind that a later version may have added.
+    Of rank 0 all events are returned, of the others only messages, marked with `rank`. A line that a crash
+    left incomplete is skipped, as is a kind that a later version may have added.
     """
     return [event for path in paths for event in _read(Path(path))]
 
@@ -126,11 +126,11 @@ def _read(path: Path) -> Iterator[Event]:
 
 
 _LATEST = 250_000_000_000
-"""Seconds since 1970 that a calendar still has a date for."""
+"""Seconds since 1970 up to which `datetime` has dates."""
 
 
 def _checked(record: Mapping[str, Any], event_kind: EventKind, data: Any, where: str) -> tuple[int, int, float]:
-    """Step, epoch and time of an event. What a report could not show is a `DataError` that names the line."""
+    """Return step, epoch and time of an event. A value that a report cannot show is a `DataError` with the line."""
     step, epoch, moment = (record.get(key) for key in ("step", "epoch", "time"))
     if type(step) is not int or type(epoch) is not int:
         raise DataError(f"{where}: step is {step!r:.40} and epoch {epoch!r:.40}, expected two numbers; remove the line")
@@ -146,28 +146,28 @@ def _checked(record: Mapping[str, Any], event_kind: EventKind, data: Any, where:
     return step, epoch, moment
 
 
-# `train.csv`, `validate.csv`, `test.csv`: one row an event, for a spreadsheet.
+# `train.csv`, `validate.csv`, `test.csv`: one row per event.
 
 
 class CsvSink:
-    """A file for each kind of measurement. Files of an earlier run are continued."""
+    """Writes one file for each kind of measurement. Files of an earlier run are continued."""
 
     def __init__(self, work_dir: Path) -> None:
         self._files = {measurement: GrowingCsv(work_dir / f"{measurement.value}.csv") for measurement in MEASUREMENTS}
 
     def write(self, event: Event) -> None:
-        """Add a row for a measurement; other kinds have none."""
+        """Add a row for a measurement; ignore other kinds."""
         if file := self._files.get(event.kind):
             file.append({"step": event.step, "epoch": event.epoch, "timestamp": event.time, **scalars(event)})
 
     def close(self) -> None:
-        """Nothing is held open between rows."""
+        """Do nothing: no file is open between rows."""
 
 
 class GrowingCsv:
-    """A CSV file whose header widens when a row brings a column that it did not have.
+    """A CSV file that gets a new column when a row has one.
 
-    Appending is the common case. A new column rewrites the file once, and leaves it empty in older rows.
+    Usually a row is appended. A new column rewrites the file once, with empty cells in older rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,7 +179,7 @@ class GrowingCsv:
             self._end_last_line()
 
     def append(self, row: dict[str, float]) -> None:
-        """Add one row, complete on disk when this returns."""
+        """Append one row and close the file."""
         new = [key for key in row if key not in self._columns]
         if new:
             self._widen((*self._columns, *new))
@@ -191,7 +191,7 @@ class GrowingCsv:
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.reader(file))[1:]
-        # Written beside and moved over it, so that no moment exists without a whole file.
+        # Written beside it and renamed, so that the file is complete at any moment.
         temporary = self._path.with_suffix(".csv.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: short, with a unit, always the same width of meaning."""
+"""Formatting numbers, durations and sizes, and tables for the console."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.monitor.events import Event, EventKind
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float (NaN and infinities included), or None where it is not a number."""
+    """Return the value as a float (NaN and infinities included), or None where it is not a number."""
     if value is None or isinstance(value, bool):
         return None
     try:
@@ -22,7 +22,7 @@ def as_number(value: Any) -> float | None:
 
 
 def format_decimal(value: float) -> str:
-    """Four decimals where they say something, an exponent where they would not: `6.1887`, `3.1000e-05`."""
+    """Return four decimals, with an exponent for very small or large values: `6.1887`, `3.1000e-05`."""
     if isinstance(value, int):
         return str(value)
     if value == 0 or not math.isfinite(value) or 1e-3 <= abs(value) < 1e5:
@@ -31,7 +31,7 @@ def format_decimal(value: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Three digits and a letter: `980`, `12.3k`, `1.20M`."""
+    """Return three digits and a letter: `980`, `12.3k`, `1.20M`."""
     if not math.isfinite(value):
         return str(value)
     for format_bytes, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -43,21 +43,21 @@ def format_count(value: float) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Hours, minutes and seconds: `0:13:14`, and `?` where the number is none, or more than a calendar has."""
+    """Return hours, minutes and seconds: `0:13:14`; `?` where the number is not finite or too large."""
     if not math.isfinite(seconds) or abs(seconds) > timedelta.max.total_seconds():
         return "?"
     return str(timedelta(seconds=int(seconds)))
 
 
 def format_duration(seconds: float) -> str:
-    """A length of time, finer than a clock where it is short: `0.41 s`, `12.3 s`, `0:13:14`."""
+    """Return a duration, in seconds where it is short: `0.41 s`, `12.3 s`, `0:13:14`."""
     if not math.isfinite(seconds) or seconds >= 60:
         return format_clock(seconds)
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes: `512 B`, `3.4 MiB`, `1.2 GiB`."""
+    """Return a number of bytes with its unit: `512 B`, `3.4 MiB`, `1.2 GiB`."""
     if count < 1024:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
@@ -67,19 +67,19 @@ def format_bytes(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
-# Two-column tables: what a run will use, and what came of it.
+# Two-column tables: the settings of a run, and its summary.
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A heading and its (label, value) rows."""
+    """A title and (label, value) rows."""
 
     title: str
     rows: tuple[tuple[str, str], ...]
 
 
 def tables(data: Mapping[str, Any]) -> tuple[Table, ...]:
-    """The tables in a RUN_START: the event's own title and rows, and every section that has the same two keys."""
+    """Return the tables in a RUN_START: its own title and rows, and every section that has these two keys."""
     return tuple(_find(data))
 
 
@@ -92,12 +92,12 @@ def _find(data: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def pairs(rows: Sequence[Sequence[Any]]) -> tuple[tuple[str, str], ...]:
-    """Rows as text, whether they come from Python (tuples) or from a file (lists)."""
+    """Return rows as text, whether they come from Python (tuples) or from a file (lists)."""
     return tuple((str(label), str(value)) for label, value in rows)
 
 
 def plain(table: Table) -> str:
-    """The table as aligned lines without any markup."""
+    """Return the table as aligned lines without markup."""
     width = max((len(label) for label, _ in table.rows), default=0)
     indent = "\n" + " " * (width + 4)
     lines = [f"  {label:<{width}}  {value}".replace("\n", indent).rstrip() for label, value in table.rows]
@@ -105,15 +105,15 @@ def plain(table: Table) -> str:
     return "\n".join([table.title, rule, *lines] if table.title else lines)
 
 
-# The numbers of an event that are worth a curve.
+# The measurements of an event, which become curves.
 
 
 BOOKKEEPING = frozenset({"eta", "step_in_epoch", "steps_per_epoch", "max_steps", "max_epochs", "by_epoch"})
-"""Keys of a TRAIN event that place it in the run and measure nothing."""
+"""Keys of a TRAIN event that are positions in the run, not measurements."""
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Name and value of everything the event measured; metrics of an evaluation stand beside its times."""
+    """Return name and value of everything the event measured; metrics of an evaluation together with its times."""
     flat = {key: value for key, value in event.data.items() if key not in BOOKKEEPING}
     if event.kind in (EventKind.VALIDATE, EventKind.TEST):
         flat = {**dict(flat.pop("metrics", {})), **flat}

@@ -1,4 +1,4 @@
-"""A run's events put in order: segments, curves, and the facts a report opens with."""
+"""The history of a run, built from its events: segments and curves, for reports."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Point = tuple[int, float]
 
 @dataclass(slots=True)
 class Segment:
-    """What happened between one start (or resume) and the next."""
+    """The events between one start (or resume) and the next."""
 
     label: str
     start: int
-    """The step it began from: 0, or that of the checkpoint it resumed."""
+    """The step it began at: 0, or that of the checkpoint it resumed."""
     opening: Event | None = None
     events: list[Event] = field(default_factory=list)
     _numbers: dict[EventKind, list[tuple[Event, dict[str, float]]]] = field(default_factory=dict)
 
     def curve(self, key: str, event_kind: EventKind = EventKind.TRAIN) -> list[Point]:
-        """(step, value) of one measurement, non-finite values included."""
+        """Return (step, value) of one measurement, non-finite values included."""
         return [(event.step, values[key]) for event, values in self._measured(event_kind) if key in values]
 
     def keys(self, event_kind: EventKind) -> list[str]:
-        """Every measurement of that kind, in order of first appearance."""
+        """Return the names of all measurements of that kind, in order of first appearance."""
         return list(dict.fromkeys(key for _, values in self._measured(event_kind) for key in values))
 
     def _measured(self, event_kind: EventKind) -> list[tuple[Event, dict[str, float]]]:
@@ -38,17 +38,17 @@ class Segment:
 
     @property
     def ending(self) -> Event | None:
-        """Its RUN_END, or None where it was cut off or still runs."""
+        """Its RUN_END, or None where it was killed or still runs."""
         return next((event for event in self.events if event.kind is EventKind.RUN_END), None)
 
     @property
     def last_step(self) -> int:
-        """The last step it is known to have reached."""
+        """The last step that has an event."""
         return max((event.step for event in self.events), default=self.start)
 
     @property
     def seconds(self) -> float:
-        """How long it ran: as it said at its end, or from its first to its last sign of life."""
+        """How long it ran: as its RUN_END reports, or from its first to its last event."""
         reported = as_number(self.ending.data.get("seconds")) if self.ending else None
         if reported is not None:
             return reported
@@ -58,23 +58,23 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All segments of a run, and what its ranks said, in order of time."""
+    """All segments of a run, and the messages of all ranks, in order of time."""
 
     segments: tuple[Segment, ...]
     messages: tuple[Event, ...]
 
     @property
     def domain(self) -> tuple[int, int]:
-        """The first and the last step of the story."""
+        """The first and the last step of the run."""
         starts = [segment.start for segment in self.segments]
         return min(starts, default=0), max((segment.last_step for segment in self.segments), default=0)
 
     def of_kind(self, event_kind: EventKind) -> list[Event]:
-        """Every event of that kind, over all segments."""
+        """Return every event of that kind, over all segments."""
         return [event for segment in self.segments for event in segment.events if event.kind is event_kind]
 
     def values(self, key: str, event_kind: EventKind = EventKind.TRAIN) -> list[Point]:
-        """One measurement over all segments: finite values, less those a later segment made again."""
+        """Return one measurement over all segments: finite values, except of steps that a later segment repeated."""
         points: list[Point] = []
         for index, segment in enumerate(self.segments):
             until = self.superseded_after(index)
@@ -82,17 +82,17 @@ class History:
         return points
 
     def metric_keys(self, event_kind: EventKind) -> list[str]:
-        """Every measurement of that kind, over all segments."""
+        """Return the names of all measurements of that kind, over all segments."""
         return list(dict.fromkeys(key for segment in self.segments for key in segment.keys(event_kind)))
 
     def superseded_after(self, index: int) -> float:
-        """The step after which a later segment went over the same ground again."""
+        """Return the step after which a later segment repeated steps."""
         later = self.segments[index + 1 :]
         return min((segment.start for segment in later), default=math.inf)
 
 
 def history(events: Iterable[Event]) -> History:
-    """Cut events into segments at every RUN_START."""
+    """Build the history, with a new segment at every RUN_START."""
     segments: list[Segment] = []
     messages: list[Event] = []
     for event in events:

@@ -20,10 +20,10 @@ COLOURS = {"info": "default", "warning": "yellow", "error": "bold red"}
 
 
 class Bar:
-    """Two rows that stay at the bottom: how far the run is, and what it last measured.
+    """Two rows at the bottom of the terminal: the progress of the run, and its last measurements.
 
-    It is drawn when an event or a tick comes, at most every `REFRESH_S` seconds, and never from a
-    thread of its own: a thread that holds the terminal's lock while data workers fork would hang them.
+    It is drawn at an event or tick, at most every `REFRESH_S` seconds, and never from another thread: a
+    thread that holds the terminal's lock while data workers fork would deadlock them.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -49,7 +49,7 @@ class Bar:
         self._console.print(grid)
 
     def line(self, head: str, text: str, level: str) -> None:
-        """Print a log line above the bar: quiet where it repeats itself, coloured where it warns."""
+        """Print a log line above the bar: its head dimmed, a warning or error in colour."""
         colour = COLOURS.get(level, "default")
         self._console.print(Text.assemble((head, "dim" if level == "info" else colour), (text, colour)), soft_wrap=True)
 
@@ -60,7 +60,7 @@ class Bar:
         self._open()
 
     def progress(self, event: Event) -> None:
-        """Take what the run measured."""
+        """Show new measurements."""
         self._step, self._epoch, self._data = event.step, event.epoch, dict(event.data)
         self._total = self._data.get("max_steps") or self._total
         self._measured = time.monotonic()
@@ -68,13 +68,13 @@ class Bar:
         self._refresh()
 
     def tick(self, step: int) -> None:
-        """Move to `step`; drawn only if the last drawing is old enough."""
+        """Move to `step`; drawn only if the last refresh is old enough."""
         self._step = step
         if time.monotonic() - self._drawn >= REFRESH_S:
             self._refresh()
 
     def stop(self) -> None:
-        """Take the bar away and give the cursor back."""
+        """Remove the bar and restore the cursor."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
@@ -127,7 +127,7 @@ class Bar:
             ("grad_norm", "grad norm {}", format_decimal),
             ("mfu", "mfu {}", lambda value: f"{value:.1%}"),
         )
-        # Tokens say more than samples where both are known, and the row has to fit 80 columns.
+        # Of tokens and samples only tokens are shown, as the row has to fit 80 columns.
         hidden = "samples_per_s" if self._data.get("tokens_per_s") is not None else ""
         values = ((key, text, form, as_number(self._data.get(key))) for key, text, form in forms)
         texts = [text.format(form(v)) for key, text, form, v in values if v is not None and key != hidden]

@@ -1,4 +1,4 @@
-"""The report: one HTML file that shows a run from its first step to its last, with nothing outside it."""
+"""The report: one self-contained HTML file that shows a run from its first step to its last."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from plait.monitor.format import (
 from plait.monitor.history import History, Point, Segment, history
 from plait.monitor.svg import Chart, Marker, Series, render
 
-# How the report looks: one sheet, light and dark. Well-formed inside XML, so no `&` and no `<`.
+# The style sheet, for light and dark mode. It must be well-formed inside XML: without `&` and `<`.
 
 
 CSS = """
@@ -146,24 +146,24 @@ footer { color: var(--faint); font-size: 13px; margin-top: 24px; }
 @media print { body { background: none; } .card, .facts { break-inside: avoid; } }
 """
 
-# What learning from preferences and rewards is watched by: which charts there are, and the first figures.
+# The measurements of learning from preferences and rewards: their charts, and the figures at the top.
 
 
 def percent(value: float) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     return f"{value:.1%}"
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One measurement of answers, by the name that it has in events."""
+    """One measurement of answers, by its key in events."""
 
     key: str
     title: str
     subtitle: str
     form: Callable[[float], str] = format_decimal
     signed: bool = False
-    """It may be negative, so zero is no ground to stand on."""
+    """It may be negative, so the y axis does not start at zero."""
 
 
 MEASURES = (
@@ -188,7 +188,7 @@ MEASURES = (
 
 
 def learned(story: History) -> Iterator[tuple[str, str, str]]:
-    """The figures to open a report with: what held-out prompts gave last, and what they gave first."""
+    """Yield the figures at the top of the report: the last value, on held-out prompts if any, and the first."""
     for measure in MEASURES[:2]:
         held = story.values(measure.key, EventKind.VALIDATE)
         points = held or story.values(measure.key)
@@ -198,7 +198,7 @@ def learned(story: History) -> Iterator[tuple[str, str, str]]:
             yield name, measure.form(last), f"{measure.form(first)} at step {first_step:,}"
 
 
-# The parts of the report, each a function from a history to HTML that is well-formed XML too.
+# The sections of the report: functions that return HTML, which is well-formed XML too.
 
 
 PALETTE = 6
@@ -209,12 +209,12 @@ LEVELS = {"info": "calm", "warning": "warn", "error": "bad"}
 
 
 def escaped(value: Any) -> str:
-    """Any value as safe text: markup escaped, characters that no document may hold replaced."""
+    """Return any value as HTML text, with markup escaped and control characters replaced."""
     return escape(CONTROL.sub("\ufffd", str(value)))
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """The whole page around its parts."""
+    """Return the whole page."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
@@ -225,7 +225,7 @@ def document(title: str, body: Sequence[str]) -> str:
 
 
 def card(title: str, body: str, subtitle: str = "") -> str:
-    """A titled box, or nothing where there is nothing to put in it."""
+    """Return a titled box; empty where `body` is."""
     if not body:
         return ""
     small = f" <small>{escaped(subtitle)}</small>" if subtitle else ""
@@ -233,7 +233,7 @@ def card(title: str, body: str, subtitle: str = "") -> str:
 
 
 def page_header(eyebrow: str, title: str, sub: str, more: str = "") -> str:
-    """The head of a page: what it is, its title, and below it `sub` and `more`, which are HTML already."""
+    """Return the head of a page: the kind of page, its title, and below it `sub` and `more`, which are HTML."""
     return (
         f'<header><p class="eyebrow">{escaped(eyebrow)}</p><h1>{escaped(title)}</h1>'
         f'<p class="sub">{sub}</p>{more}</header>'
@@ -241,7 +241,7 @@ def page_header(eyebrow: str, title: str, sub: str, more: str = "") -> str:
 
 
 def fact_list(rows: Iterable[tuple[str, str, str]]) -> str:
-    """Figures side by side, each a label, a value and a remark; empty where there are no rows."""
+    """Return figures side by side, each a label, a value and a remark; empty without rows."""
     shown = "".join(
         f'<div><dt>{escaped(label)}</dt><dd>{escaped(value)}</dd><dd class="note">{escaped(remark)}</dd></div>'
         for label, value, remark in rows
@@ -250,7 +250,7 @@ def fact_list(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def header(story: History, title: str) -> str:
-    """What was trained, when, and how it ended."""
+    """Return the head of the report: title, dates, and how the run ended."""
     times = [e.time for s in story.segments for e in (s.opening, *s.events) if e is not None]
     facts = [status(story)]
     if times:
@@ -261,7 +261,7 @@ def header(story: History, title: str) -> str:
 
 
 def status(story: History) -> str:
-    """A pill with the reason of the last end, or the fact that there was none."""
+    """Return a badge with the reason why the run ended, or that no end was recorded."""
     last = story.segments[-1] if story.segments else None
     if last is None or last.ending is None:
         return '<span class="pill warn">no end recorded</span>'
@@ -272,7 +272,7 @@ def status(story: History) -> str:
 
 
 def facts(story: History) -> str:
-    """The few numbers that are asked for first."""
+    """Return the most important figures of the run."""
     return fact_list(_facts(story))
 
 
@@ -296,7 +296,7 @@ def _facts(story: History) -> Iterator[tuple[str, str, str]]:
 
 
 def comparison(story: History) -> str:
-    """One column a segment: what it used and what came of it. Rows that changed are set in bold."""
+    """Return the table of settings and results, with one column per segment. Rows that differ are bold."""
     groups: dict[str, dict[str, list[str]]] = {}
     for index, segment in enumerate(story.segments):
         for group, label, value in _rows(segment):
@@ -337,14 +337,14 @@ def _rows(segment: Segment) -> Iterator[tuple[str, str, str]]:
 
 
 def steps_text(segment: Segment) -> str:
-    """The steps that a segment made, first and last."""
+    """Return the first and last step of a segment."""
     if segment.last_step <= segment.start:
         return "none"
     return f"{segment.start + 1:,} – {segment.last_step:,}"
 
 
 def checkpoints(story: History) -> str:
-    """Every save, with what it cost."""
+    """Return the table of saves."""
     rows = "".join(
         f'<tr><td class="n">{event.step:,}</td><td><code>{escaped(event.data.get("path", ""))}</code></td>'
         f'<td class="n">{_or_dash(event.data.get("bytes"), format_bytes)}</td>'
@@ -360,7 +360,7 @@ def checkpoints(story: History) -> str:
 
 
 def messages(story: History) -> str:
-    """What the ranks said; the newest `MAX_MESSAGES` of them."""
+    """Return the table of the newest `MAX_MESSAGES` messages of all ranks."""
     shown = story.messages[-MAX_MESSAGES:]
     rows = "".join(_message(event) for event in shown)
     left_out = len(story.messages) - len(shown)
@@ -381,7 +381,7 @@ def _message(event: Event) -> str:
 
 
 def samples_table(samples: Sequence[tuple[str, str]]) -> str:
-    """Texts that the model wrote."""
+    """Return texts that the model generated."""
     return "".join(
         f"<figure><figcaption>{escaped(title)}</figcaption><pre>{escaped(sample)}</pre></figure>"
         for title, sample in samples
@@ -389,7 +389,7 @@ def samples_table(samples: Sequence[tuple[str, str]]) -> str:
 
 
 def footer(written: float) -> str:
-    """Who wrote this page, and when."""
+    """Return the date of the page."""
     when = datetime.fromtimestamp(written).strftime("%Y-%m-%d %H:%M")
     return f"<footer>Written by plait on {when}. Everything it shows is inside this file.</footer>"
 
@@ -405,7 +405,7 @@ def _span(first: float, last: float) -> str:
     return f"{begin:%Y-%m-%d %H:%M} – {until}"
 
 
-# Which curves the report draws, and how they are named.
+# The charts of the report.
 
 
 LINE_KEY = '<svg viewBox="0 0 26 10"><path class="line" d="M1 5 L25 5"/></svg>'
@@ -426,14 +426,14 @@ class Panel:
     scale: float = 1.0
     event_kind: EventKind = EventKind.TRAIN
     continuous: bool = True
-    """It goes on where it was after a resume; what depends on the machine or the layout may jump."""
+    """Whether the curve is connected across a resume; values that depend on the machine or the layout may jump."""
     from_zero: bool = True
     overlaid: EventKind | None = None
-    """Another kind of event that measured the same; drawn into the same chart."""
+    """Another kind of event with the same measurement, drawn into the same chart."""
 
 
 def loss_card(story: History) -> str:
-    """Training and validation loss in one chart; a resumed run goes on in its own colour."""
+    """Return training and validation loss in one chart, each segment in its own colour."""
     series = [*_series(story, "loss", "train"), *_series(story, "loss", "val", event_kind=EventKind.VALIDATE)]
     chart = render(
         Chart(
@@ -451,7 +451,7 @@ def loss_card(story: History) -> str:
 
 
 def small_cards(story: History) -> str:
-    """Everything else that was measured, two charts a row; a last one alone has the row to itself."""
+    """Return the charts of all other measurements, two per row; a single last one is as wide as the row."""
     panels = [panel for panel in _panels(story) if story.values(panel.key, panel.event_kind)]
     alone = len(panels) % 2
     cards = "".join(_small(story, panel) for panel in panels[: len(panels) - alone])
@@ -478,7 +478,7 @@ def _panels(story: History) -> Iterator[Panel]:
 
 
 def _answers(story: History) -> Iterator[Panel]:
-    """What is known of answers: while training, on held-out prompts, or both in one chart."""
+    """Yield the charts of answers: of training, of held-out prompts, or both in one chart."""
     for measure in MEASURES:
         event_kinds = [
             event_kind for event_kind in (EventKind.TRAIN, EventKind.VALIDATE) if story.values(measure.key, event_kind)
@@ -559,21 +559,21 @@ def _legend(story: History, series: list[Series]) -> str:
     return f'<ul class="legend">{entries}<li class="keys">{keys}</li></ul>'
 
 
-# What a run leaves beside its events, for the report: answers over time, and a picture.
+# Files that a run writes beside its events and that the report shows: answers, and charts of hooks.
 
 
 ANSWERS = "samples.jsonl"
 PICTURES = (("calibration.svg", "Calibration", "how sure the model is, and how often it is right"),)
 MOST_STEPS = 8
-"""Steps of which answers are shown, evenly over the run."""
+"""How many steps answers are shown of, spread evenly over the run."""
 MOST_EACH = 3
-"""Answers that are shown of one step."""
+"""How many answers are shown of one step."""
 MOST_SIGNS = 600
-"""Of a text; the rest is in the file."""
+"""How many characters of a text are shown; the rest is in the file."""
 
 
 class ShownAnswer(NamedTuple):
-    """What a model said to a prompt while it learned."""
+    """The model's answer to a prompt during training."""
 
     step: int
     prompt: str
@@ -582,7 +582,7 @@ class ShownAnswer(NamedTuple):
 
 
 def read_answers(folder: Path) -> list[ShownAnswer]:
-    """Every answer in `samples.jsonl`. Where a run went back to a checkpoint, what it said after that was lost."""
+    """Return the answers in `samples.jsonl`, except those after a checkpoint that the run was resumed from."""
     answers: list[ShownAnswer] = []
     for answer in _lines(folder / ANSWERS):
         if answers and answer.step < answers[-1].step:
@@ -602,11 +602,11 @@ def _lines(path: Path) -> Iterator[ShownAnswer]:
                     int(row["step"]), str(row["prompt"]), str(row["answer"]), as_number(row.get("reward"))
                 )
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-                continue  # a line that a crash left unfinished
+                continue  # a line that a crash left incomplete
 
 
 def answers_card(folder: Path) -> str:
-    """Answers over time: of a few steps, a few each."""
+    """Return the table of answers over time: a few answers of a few steps."""
     answers = read_answers(folder)
     steps = _spread(sorted({answer.step for answer in answers}))
     shown = [answer for step in steps for answer in [a for a in answers if a.step == step][:MOST_EACH]]
@@ -624,7 +624,7 @@ def answers_card(folder: Path) -> str:
 
 
 def picture_cards(folder: Path) -> str:
-    """Pictures that hooks drew, put into the page itself."""
+    """Return the images that hooks drew, embedded in the page."""
     return "".join(
         card(title, f'<p><img alt="{escaped(subtitle)}" src="{_inline(folder / name)}"/></p>', subtitle)
         for name, title, subtitle in PICTURES
@@ -638,7 +638,7 @@ def _inline(path: Path) -> str:
 
 
 def _spread(steps: Sequence[int]) -> list[int]:
-    """The first, the last, and some between."""
+    """Return the first, the last, and some steps between."""
     if len(steps) <= MOST_STEPS:
         return list(steps)
     return [steps[round(at * (len(steps) - 1) / (MOST_STEPS - 1))] for at in range(MOST_STEPS)]
@@ -655,12 +655,12 @@ def write_report(
     samples: Sequence[tuple[str, str]] = (),
     folder: Path | None = None,
 ) -> None:
-    """Write the report of a run to `out`, replacing an older one in one move.
+    """Write the report of a run to `out`, replacing an older one atomically.
 
     `source` is the run's events, or the files they were recorded in (`events-rank0.jsonl`, and those of
     other ranks for their messages). Every RUN_START opens a segment, so a run that was stopped and
     resumed, under another strategy or not, is one continued curve. `samples` are (title, text) pairs. `folder` is
-    where the run left answers (`samples.jsonl`) and pictures, if it did.
+    the run's folder, with its answers (`samples.jsonl`) and images, if any.
     """
     events = [item for item in source if isinstance(item, Event)]
     paths = [item for item in source if not isinstance(item, Event)]
@@ -679,7 +679,7 @@ def write_report(
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.exists() and not out.is_file():
-        out.write_text(document(title, body), encoding="utf-8")  # a pipe or /dev/null: nothing may take its place
+        out.write_text(document(title, body), encoding="utf-8")  # a pipe or /dev/null must not be replaced
         return
     temporary = out.with_name(out.name + ".tmp")
     temporary.write_text(document(title, body), encoding="utf-8")
@@ -687,20 +687,20 @@ def write_report(
 
 
 class HtmlSink:
-    """Rewrites `work_dir/report.html` when a run ends, from the record of every run in `work_dir`."""
+    """Rewrites `work_dir/report.html` when a run ends, from the events of all runs in `work_dir`."""
 
     def __init__(self, work_dir: Path) -> None:
         self._work_dir = work_dir
         self._stale = False
 
     def write(self, event: Event) -> None:
-        """Draw the report at RUN_END; until then only note that there is something to draw."""
+        """Write the report at RUN_END; otherwise mark it as outdated."""
         self._stale = True
         if event.kind is EventKind.RUN_END:
             self._write_report()
 
     def close(self) -> None:
-        """Draw the report of a run that was cut short."""
+        """Write the report of a run that ended without RUN_END."""
         if self._stale:
             self._write_report()
 

@@ -1,4 +1,4 @@
-"""From the section `log` to the sinks of a run."""
+"""Building the sinks of a `log` section, and passing events to them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from plait.monitor.console import ConsoleSink, choose_mode, encodable, prefix
 from plait.monitor.events import Event, EventKind, Sink
 from plait.plugins import build_instance, load
 
-# One voice for a run: every event goes to every sink, and no sink can stop the run.
+# The monitor: every event goes to every sink, and a failing sink does not stop the run.
 
 
 class Monitor:
-    """Hands events to its sinks, in the given order.
+    """Passes events to its sinks, in the given order.
 
-    A sink that fails (a full disk, a lost connection) is closed and left out from then on, with one
-    warning in the sinks that remain; training goes on.
+    A sink that fails (a full disk, a lost connection) is closed and removed, with one warning in the other
+    sinks; training continues.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -30,16 +30,16 @@ class Monitor:
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
-        """The sinks that still work."""
+        """The sinks that have not failed."""
         return tuple(self._sinks)
 
     def emit(self, event: Event) -> None:
-        """Give the event to every sink."""
+        """Pass the event to every sink."""
         for sink in self.sinks:
             self._call(sink, sink.write, event, at=event)
 
     def tick(self, step: int) -> None:
-        """Tell the sinks that move with every step (a progress bar) that one is done."""
+        """Call `tick` of the sinks that have it (a progress bar), after every step."""
         for sink in self.sinks:
             if (tick := getattr(sink, "tick", None)) is not None:
                 self._call(sink, tick, step)
@@ -61,7 +61,7 @@ class Monitor:
         self.close()
 
     def _call(self, sink: Sink, action: Callable[..., None], *arguments: object, at: Event | None = None) -> None:
-        if sink not in self._sinks:  # it failed while an earlier sink's warning was passed on
+        if sink not in self._sinks:  # it failed while a warning about another sink was passed on
             return
         try:
             action(*arguments)
@@ -92,23 +92,21 @@ _SINKS = MappingProxyType(
         "html": "plait.monitor.report:HtmlSink",
     }
 )
-"""Plait's own sinks by their words; they are made as those of users are."""
+"""Plait's own sinks by name, built in the same way as user-provided ones."""
 
 
 def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mapping[str, Any] | None = None) -> Monitor:
-    """The sinks that `config` asks for: all of them on rank 0, elsewhere those that want every rank.
+    """Build the sinks of a `log` section: all of them on rank 0, on other ranks those with `every_rank`.
 
-    `wandb` is what the script has to say to `wandb.init`.
-
-    `html` brings the record of events with it, because the report is drawn from the record of every run in
-    `work_dir`. Raises `MissingExtraError` where a sink's package is absent.
+    `wandb` are further arguments of `wandb.init`. `html` implies `jsonl`, because the report is made from the event
+    files of all runs in `work_dir`. Raises `MissingExtraError` where a sink's package is absent.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
     if rank == 0 and config.console != "none":
         sinks.append(ConsoleSink(choose_mode(config.console, sys.stdout), sys.stdout))
     named = dict.fromkeys(sink for sink in config.sinks if isinstance(sink, str))
-    # The record comes before the report, which reads it.
+    # `jsonl` comes before `html`, which reads its file.
     for name in dict.fromkeys([*(name for name in ("jsonl",) if {"jsonl", "html"} & named.keys()), *named]):
         settings = {"project": config.wandb_project, "options": wandb} if name == "wandb" else {}
         sinks += _made(CustomSink(type=_SINKS[name], **settings), "log.sinks", work_dir, rank)
@@ -119,15 +117,15 @@ def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mappin
 
 
 def report_progress(config: LogConfig, rank: int, text: str) -> None:
-    """Say what a run does before it has sinks: loading, planning and building take a while, each without a line."""
+    """Print a progress line before the run has sinks: loading, planning and building take a while."""
     if rank == 0 and config.console != "none":
         event = Event(EventKind.MESSAGE, 0, 0, {"text": text})
-        with suppress(OSError):  # nobody reads it: the run goes on all the same, as it does without its console sink
+        with suppress(OSError):  # a closed pipe does not stop the run, as with the console sink
             print(encodable(f"{prefix(event)}{text}", sys.stdout), flush=True)
 
 
 def _made(config: CustomSink, key: str, work_dir: Path, rank: int) -> list[Sink]:
-    """The sink, on a rank that has one. Every rank loads it, so that a wrong name ends all of them."""
+    """Return the sink, on a rank that has one. Every rank loads it, so that a wrong name is an error on all."""
     every_rank = getattr(load(config, key), "every_rank", False)
     if rank != 0 and not every_rank:
         return []

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: no script, no library; the crosshair is CSS and the rest is geometry."""
+"""Line charts as inline SVG, without scripts; the crosshair is CSS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPTION_ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve. `colour` is the number of a palette entry; `fade_after` is where it stops counting."""
+    """One curve. `colour` is the index of a palette entry."""
 
     name: str
     points: Sequence[Point]
@@ -29,7 +29,7 @@ class Series:
     lead_in: Point | None = None
     """The last point of the curve that this one continues."""
     fade_after: float = math.inf
-    """Points after this step are pale: a later segment went over them again."""
+    """Points after this step are pale: a later segment repeated these steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +43,37 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over steps. `from_zero` starts the y axis at zero and fills the space under the curves."""
+    """Curves over steps. `from_zero` starts the y axis at zero and fills the area under the curves."""
 
     series: Sequence[Series]
     form: Callable[[float], str]
-    """How a value is written under the pointer."""
+    """Formats a value for the tooltip."""
     label: str
-    """What the chart shows, for those who do not see it."""
+    """What the chart shows, for screen readers."""
     domain: tuple[int, int]
     """First and last step of the x axis, the same for all charts of a page."""
     markers: Sequence[Marker] = ()
     captions: bool = False
-    """Write the text of the markers, rather than showing it under the pointer alone."""
+    """Write the text of the markers, instead of showing it as a tooltip only."""
     from_zero: bool = False
     width: int = 520
     height: int = 210
 
 
 class Scale:
-    """Data to pixels along one axis."""
+    """Maps data to pixels along one axis."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high = (low, high) if high > low else (low - 0.5, high + 0.5)
         self.start, self.end = start, end
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high]."""
+    """Return about `count` round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high]."""
     span = high - low
     if not span > 0:
         return [low]
@@ -84,7 +84,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most about `limit` points that look the same: of each stretch, its lowest and its highest."""
+    """Downsample to about `limit` points that look the same: of each interval, the lowest and the highest."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(2 * len(points) / limit)
@@ -98,7 +98,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def render(chart: Chart) -> str:
-    """The chart as one `<svg>` element, or an empty text where there is nothing finite to draw."""
+    """Return the chart as one `<svg>` element; empty where no value is finite."""
     finite = [p for s in chart.series for p in s.points if math.isfinite(p[1])]
     if not finite:
         return ""
@@ -147,7 +147,7 @@ def _marker(chart: Chart, marker: Marker, row: int, x: Scale) -> str:
     )
     if not chart.captions:
         return line
-    # The caption stands on the side that has room for it; neighbours stand below one another.
+    # The caption is on the side with space for it; captions of neighbours are below one another.
     right = at < x.start + 0.65 * (x.end - x.start)
     anchor = f'x="{_px(at + 7 if right else at - 7)}" text-anchor="{"start" if right else "end"}"'
     height = TOP + 12 + 15 * (row % CAPTION_ROWS)
@@ -184,7 +184,7 @@ def _series(chart: Chart, series: Series, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Stretches without a hole: a non-finite value breaks the line rather than being bridged."""
+    """Yield runs of finite points: a non-finite value breaks the line."""
     run: list[Point] = []
     for point in points:
         if math.isfinite(point[1]):
@@ -206,7 +206,7 @@ rect { fill: #2463c9; stroke: #ffffff; stroke-width: 0.5; }
 
 
 def image(width: int, height: int, elements: Sequence[str], *, label: str) -> str:
-    """A file of its own: an SVG document that brings its colours."""
+    """Return a complete SVG document with its own style."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label={quoteattr(label)}>\n<style>{IMAGE_STYLE}</style>\n'
@@ -216,7 +216,7 @@ def image(width: int, height: int, elements: Sequence[str], *, label: str) -> st
 
 
 def axes(x: Scale, y: Scale, x_label: str, y_label: str, *, whole: bool = False) -> Iterator[str]:
-    """The grid, ticks and labels of one plot in an `image`; `whole`: y counts things, so its ticks are integers."""
+    """Yield the grid, ticks and labels of one plot in an `image`; `whole`: the ticks of the y axis are integers."""
     start, end, base = _px(x.start), _px(x.end), _px(y.start)
     for value in ticks(y.low, y.high, 6):
         if whole and value != int(value):
@@ -236,7 +236,7 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str, *, whole: bool = False)
 
 
 def _stops(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
-    """Invisible columns; the one under the pointer shows its line, its dots and its numbers."""
+    """Yield invisible columns; the one under the pointer shows its line, its dots and its numbers."""
     values = [
         {step: v for step, v in series.points if math.isfinite(v) and step <= series.fade_after}
         for series in chart.series
@@ -257,14 +257,14 @@ def _stops(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _stop_steps(chart: Chart, values: Sequence[dict[int, float]]) -> list[int]:
-    """Where the pointer finds something: every dot, and as many points of the lines as a hand can tell apart."""
+    """Return the steps with a tooltip: every dot, and at most `MAX_STOPS` points of the lines."""
     dots = {step for s, known in zip(chart.series, values, strict=True) if s.dots for step in known}
     lines = sorted({step for s, known in zip(chart.series, values, strict=True) if not s.dots for step in known})
     return sorted(dots.union(lines[:: max(1, math.ceil(len(lines) / MAX_STOPS))]))
 
 
 def short(value: float) -> str:
-    """A tick's number in as few signs as it needs: `2.5`, `20k`, `3e-4`."""
+    """Return a tick's label in few characters: `2.5`, `20k`, `3e-4`."""
     if value and abs(value) < 1e-3:
         mantissa, exponent = f"{value:.3e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"

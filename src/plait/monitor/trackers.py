@@ -15,7 +15,7 @@ GROUPS = {EventKind.TRAIN: "train", EventKind.VALIDATE: "val", EventKind.TEST: "
 
 
 class TensorBoardSink:
-    """Scalars `train/…`, `val/…`, `test/…` over steps, in `work_dir/tensorboard`.
+    """Writes scalars `train/…`, `val/…`, `test/…` over steps, in `work_dir/tensorboard`.
 
     Every run of one work_dir adds an event file; TensorBoard joins them into one curve.
     """
@@ -28,7 +28,7 @@ class TensorBoardSink:
         self.writer = Writer(str(work_dir / "tensorboard"))
 
     def write(self, event: Event) -> None:
-        """Add the event's numbers, readable by a TensorBoard that is open now."""
+        """Add the event's numbers and flush, for a TensorBoard that is open."""
         if group := GROUPS.get(event.kind):
             for name, value in scalars(event).items():
                 self.writer.add_scalar(f"{group}/{name}", value, event.step, wall_time=event.time)
@@ -39,14 +39,14 @@ class TensorBoardSink:
         self.writer.close()
 
 
-# Curves for Weights & Biases, online where there is an account and a network, on disk otherwise.
+# Weights & Biases: online where there is an account and a network, on disk otherwise.
 
 
 class WandbSink:
-    """One run on W&B for one work_dir: a resumed run goes on with the curves that are there.
+    """Logs one W&B run per work_dir: a resumed run continues its curves.
 
-    Where no connection can be made, the run is kept under `work_dir/wandb` for a later `wandb sync`.
-    wandb's own settings hold, `WANDB_MODE` among them. `options` are words for `wandb.init`.
+    Without a connection the run is stored under `work_dir/wandb` for a later `wandb sync`. wandb's own settings
+    apply, such as `WANDB_MODE`. `options` are arguments of `wandb.init`.
     """
 
     def __init__(self, work_dir: Path, project: str | None = None, options: Mapping[str, Any] | None = None) -> None:
@@ -66,11 +66,11 @@ class WandbSink:
             self.run = wandb.init(**about)
         except wandb.Error:
             self.run = wandb.init(**{**about, "mode": "offline"})
-        # Steps are a column of their own: wandb's counter drops what a resumed run repeats.
+        # Steps are a separate metric: wandb's own counter drops steps that a resumed run repeats.
         self.run.define_metric("*", step_metric="step")
 
     def write(self, event: Event) -> None:
-        """Send the event's numbers; RUN_START becomes the run's config."""
+        """Log the event's numbers; RUN_START becomes the run's config."""
         if group := GROUPS.get(event.kind):
             values = {f"{group}/{name}": value for name, value in scalars(event).items()}
             self.run.log({"step": event.step, "epoch": event.epoch, **values})
@@ -79,7 +79,7 @@ class WandbSink:
             self.run.config.update(rows, allow_val_change=True)
 
     def close(self) -> None:
-        """Finish the run and wait until it is stored."""
+        """Finish the run and wait until it is uploaded."""
         self.run.finish()
 
 

@@ -172,7 +172,7 @@ def _said(origins: Mapping[str, str], path: str) -> bool:
 
 # What a pipeline is asked for: a file of its own, a run description for each step, or words of `train.py`.
 #
-# It is no section of a run description, for the reason in [Note: why a search is no section of a run],
+# It is no section of a run description, for the reason in [Note: a search is not a section of a run],
 # `tune/config.py`.
 
 

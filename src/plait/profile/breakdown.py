@@ -1,12 +1,11 @@
-"""Where the time of a step goes: one kind at every moment, so that the kinds add up to the whole.
+"""The time of a step by category: each moment has one category, so that they add up to the whole.
 
-[Note: one kind at every moment]
-Many things happen at once: kernels on several streams, messages under way, a host that is ahead or behind. A moment
-is given to arithmetic where any runs; else to messages, which then are waited for; else to copies between host and
-device; else to an update on threads of the host; else to data, where the run waits for them. A validation or a save
-between steps has all of its time. What is left is called by its name too: on a device it is idle, on a host Python and
-the framework are at work. So a message counts as waited for exactly where nothing was computed beside it, and the rest
-of its time was hidden.
+[Note: one category at every moment]
+Many things run concurrently: kernels on several streams, collectives, the host ahead of the device. A moment belongs
+to arithmetic where any runs; else to communication, which is then exposed; else to copies between host and device;
+else to an optimizer update on threads of the host; else to data, where the run waits for them. A validation or a save
+between steps has all of its time. The rest is idle time of a device, or Python and framework time of a host. So
+communication counts as exposed exactly where nothing is computed at the same time, and as hidden elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from plait.profile.marks import (
     is_update,
 )
 
-# A Chrome trace of torch's profiler, read back: threads of the host, streams of the device, and recorded steps.
+# Reading a Chrome trace of torch's profiler: threads of the host, streams of the device, and recorded steps.
 
 
 _HOST = ("cpu_op", "user_annotation")
@@ -47,7 +46,7 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 class TraceSpan(NamedTuple):
-    """Something that took time. Times are in microseconds, as in the file."""
+    """An event of the trace with a duration. Times are in microseconds, as in the file."""
 
     start: float
     end: float
@@ -58,36 +57,36 @@ class TraceSpan(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """What a trace says. All spans of a lane are in the order in which they began."""
+    """A parsed trace. The spans of each thread and stream are in the order of their start."""
 
     main: int
-    """The thread that trains."""
+    """The training thread."""
     threads: dict[int, list[TraceSpan]]
-    """Operators and marks of the host, by thread."""
+    """Operators and annotations of the host, by thread."""
     streams: dict[int, list[TraceSpan]]
-    """What ran on the device, by stream; empty where all is on the host."""
+    """Kernels and copies of the device, by stream; empty in a run on the CPU."""
     launches: dict[int, tuple[int, float]]
-    """By the number that a kernel carries: the thread that launched it, and when."""
+    """By the correlation id of a kernel: the thread that launched it, and when."""
     steps: list[tuple[float, float]]
     phases: TracePhases = field(default_factory=lambda: TracePhases([], []))
 
     def between_steps(self) -> list[TraceSpan]:
-        """What happened between steps: validations and saves."""
+        """Return the validations and saves between steps."""
         return [span for span in self.threads[self.main] if MARKS.get(span.name) in BETWEEN_STEPS]
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the begin of the first recorded step to the end of the last."""
+        """From the start of the first recorded step to the end of the last."""
         return self.steps[0][0], self.steps[-1][1]
 
     @property
     def on_device(self) -> bool:
-        """Whether a device beside the host did the arithmetic."""
+        """Whether the arithmetic ran on a device other than the CPU."""
         return bool(self.streams)
 
 
 class TracePhases:
-    """Which phase a moment belongs to."""
+    """The phases of a trace, looked up by time."""
 
     def __init__(self, spans: Iterable[TraceSpan], backward: Iterable[TraceSpan]) -> None:
         self.spans = [(span.start, span.end, span.name.removeprefix(PHASE)) for span in spans]
@@ -96,7 +95,7 @@ class TracePhases:
         self._backward_starts = [start for start, _ in self._backward]
 
     def at(self, moment: float) -> str:
-        """The phase; `idle` between steps. A pipeline goes forward and back in turns, which its operators tell."""
+        """Return the phase; `idle` between steps. A pipeline alternates forward and backward, which autograd shows."""
         index = bisect_right(self._starts, moment) - 1
         if index < 0 or moment >= self.spans[index][1]:
             return "idle"
@@ -104,18 +103,18 @@ class TracePhases:
         return "backward" if phase == "forward" and self.in_backward(moment) else phase
 
     def in_backward(self, moment: float) -> bool:
-        """Whether autograd is at work."""
+        """Whether autograd runs a backward pass."""
         index = bisect_right(self._backward_starts, moment) - 1
         return index >= 0 and moment < self._backward[index][1]
 
     def boundaries(self) -> list[float]:
-        """The moments at which the phase may change."""
+        """Return the times at which the phase may change."""
         forward = [(start, end) for start, end, _ in self.spans]
         return [edge for interval in [*forward, *self._backward] for edge in interval]
 
 
 def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same moments as intervals that neither touch nor overlap."""
+    """Return the union of intervals as disjoint ones."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -126,7 +125,7 @@ def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file that `torch.profiler` wrote, with steps marked."""
+    """Read a trace file of `torch.profiler`, with steps marked."""
     threads: dict[int, list[TraceSpan]] = defaultdict(list)
     streams: dict[int, list[TraceSpan]] = defaultdict(list)
     launches: dict[int, tuple[int, float]] = {}
@@ -157,26 +156,26 @@ def read_trace(path: Path) -> Trace:
     return Trace(main, dict(threads), dict(streams), launches, sorted(steps), phases)
 
 
-# The innermost operator at every moment of a thread, with the module and the phase that it works for.
+# The innermost operator at every moment of a thread, with its module and phase.
 
 
 _STICKY = ("matmul", "attention", "packing", COMMUNICATION, "data", "evaluate", "save")
-"""What is inside one of these, belongs to it."""
+"""Categories that operators called inside inherit."""
 _PHASES_OF_UPDATE = ("step",)
 
 
 class Slice(NamedTuple):
-    """A stretch of time with one owner."""
+    """An interval of one operator's own time."""
 
     start: float
     end: float
     category: str | None
-    """None: nothing is computed."""
+    """None where nothing is computed."""
     name: str
     module: str | None
     phase: str
     first: bool
-    """Whether it begins its operator; the others go on with it after a child."""
+    """Whether it is the first slice of its operator; the others follow a child."""
 
     @property
     def length(self) -> float:
@@ -186,21 +185,21 @@ class Slice(NamedTuple):
 
 @dataclass(slots=True)
 class _Frame:
-    """An operator that has begun and not ended."""
+    """An operator that is running."""
 
     end: float
     cursor: float
     name: str
     category: str | None
     inherited: str | None
-    """The kind of everything in it; None: each operator's own."""
+    """The category of all operators in it; None: each operator's own."""
     module: str | None
     back: bool
     first: bool = True
 
 
 def host_slices(trace: Trace) -> dict[int, list[Slice]]:
-    """The slices of every thread. The thread that trains comes first: backward operators look up its modules."""
+    """Return the slices of every thread. The training thread comes first: backward operators look up its modules."""
     owners: dict[int, str | None] = {}
     order = sorted(trace.threads, key=lambda thread: thread != trace.main)
     return {thread: list(_flatten(trace.threads[thread], trace, owners)) for thread in order}
@@ -210,7 +209,7 @@ def _flatten(spans: Sequence[TraceSpan], trace: Trace, owners: dict[int, str | N
     stack: list[_Frame] = []
     for span in spans:
         if is_running_collective(span.name):
-            continue  # it is under way beside the thread, and outlasts what the thread does
+            continue  # it runs concurrently with the thread, and longer than the thread's operators
         while stack and stack[-1].end <= span.start:
             yield from _rest(stack.pop(), trace)
         parent = stack[-1] if stack else None
@@ -224,7 +223,7 @@ def _flatten(spans: Sequence[TraceSpan], trace: Trace, owners: dict[int, str | N
 
 
 def _rest(frame: _Frame, trace: Trace, until: float | None = None) -> Iterator[Slice]:
-    """What of a frame has passed since its last child."""
+    """Yield the time of a frame since its last child."""
     end = frame.end if until is None else until
     if end > frame.cursor or (until is None and frame.first):
         phase = trace.phases.at(frame.cursor)
@@ -245,7 +244,7 @@ def _frame(span: TraceSpan, end: float, parent: _Frame | None, owners: dict[int,
         module = name.removeprefix(MODULE)
     number = span.args.get("Sequence number")
     if number is not None:
-        # The number of the node in the graph: the last operator that saw it on the way forward made the node.
+        # The sequence number of the autograd node: the last forward operator with it made the node.
         if not back:
             owners[number] = module
         elif module is None:
@@ -255,12 +254,12 @@ def _frame(span: TraceSpan, end: float, parent: _Frame | None, owners: dict[int,
         category = above
     inherited = category if category in _STICKY else None
     if span.cat == "user_annotation" and category not in MARKS.values() and not name.startswith(COMPILED):
-        category = None  # it computes nothing itself
+        category = None  # an annotation computes nothing itself
     return _Frame(end, span.start, name, category, inherited, module, back)
 
 
 def device_slices(trace: Trace, hosts: dict[int, list[Slice]]) -> dict[int, list[Slice]]:
-    """What ran on each stream of the device, for the module and the phase of the operator that launched it."""
+    """Return the slices of each stream, with the module and the phase of the operator that launched them."""
     starts = {thread: [piece.start for piece in slices] for thread, slices in hosts.items()}
 
     def launched(span: TraceSpan) -> Slice | None:
@@ -284,18 +283,18 @@ def _on_device(span: TraceSpan, source: Slice | None) -> Slice:
 
 
 _EXPECTED = "expected"
-"""A message that another rank will send: communication where it is waited for, and never hidden."""
+"""A receive: communication where it is exposed, never counted as hidden."""
 _LAYERS = (BETWEEN_STEPS, COMPUTE, (COMMUNICATION, _EXPECTED), ("copies",), ("update",), ("data",))
-"""Who is given a moment, in this order."""
+"""The categories by priority: a moment belongs to the first that is active."""
 _LAYER_OF = {category: index for index, layer in enumerate(_LAYERS) for category in layer}
 _OPERATORS = 40
-"""So many are kept, the longest."""
+"""How many operators are kept, the longest."""
 Interval = tuple[float, float, str]
 
 
 @dataclass(slots=True)
 class TimeUse:
-    """How often something ran, and how long. Both are of one step, on average."""
+    """Calls and time of something, per step on average."""
 
     calls: float = 0.0
     ms: float = 0.0
@@ -311,43 +310,43 @@ class Operator(TimeUse):
 
 @dataclass(slots=True)
 class TimeBreakdown:
-    """One rank's time in a step, on average over the recorded ones."""
+    """One rank's time per step, on average over the recorded ones."""
 
     steps: int
     ms: float
-    """A step from end to end: from the end of the one before to its own."""
+    """A step, from the end of the one before to its own."""
     kinds: dict[str, TimeUse] = field(default_factory=dict)
-    """Each moment of the step under one kind; `ms` add up to that of the step."""
+    """The time of each category; the `ms` add up to that of the step."""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The same milliseconds, by phase and kind."""
+    """The same milliseconds, by phase and category."""
     hidden_ms: float = 0.0
-    """Messages were under way so long while something was computed."""
+    """Communication time during which something was computed."""
     operators: list[Operator] = field(default_factory=list)
     """The longest first."""
     modules: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Milliseconds of arithmetic by module and direction (`forward`, `backward`), without those of its parts."""
+    """Milliseconds of arithmetic by module and direction (`forward`, `backward`), without its submodules."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """A trace cut up: what ran where, and whose each moment is."""
+    """A trace as slices of threads and streams, and the category of each moment."""
 
     trace: Trace
     hosts: dict[int, list[Slice]]
     streams: dict[int, list[Slice]]
     moments: list[Interval]
-    """The recorded steps from end to end, each moment with its kind."""
+    """The recorded steps as intervals, each with its category."""
     hidden: float
 
     @property
     def work(self) -> Iterator[Slice]:
-        """What computed: on the device, where there is one."""
+        """The slices that compute: those of the device, where there is one."""
         tracks = self.streams.values() if self.trace.on_device else [self.hosts[self.trace.main]]
         return (piece for track in tracks for piece in track)
 
 
 def attribute_time(trace: Trace) -> Timeline:
-    """Give each moment of the recorded steps its kind."""
+    """Return the timeline of a trace, with a category for each moment of the recorded steps."""
     hosts = host_slices(trace)
     streams = device_slices(trace, hosts)
     moments, hidden = _sweep(_busy(trace, hosts, streams), trace)
@@ -370,17 +369,17 @@ def _busy(trace: Trace, hosts: dict[int, list[Slice]], streams: dict[int, list[S
 
 
 def _under_way(trace: Trace) -> Iterator[Interval]:
-    """When messages were under way on threads of the host."""
+    """Yield the intervals of communication on threads of the host."""
     spans = [span for spans in trace.threads.values() for span in spans if is_running_collective(span.name)]
     for start, end in merged((span.start, span.end) for span in spans if not is_point_to_point(span.name)):
         yield start, end, COMMUNICATION
-    # One that was asked for ahead of time is not under way all the while, but nothing else tells who waits for it.
+    # A receive that is posted early is not transferring all the time, but nothing else shows who waits for it.
     for start, end in merged((span.start, span.end) for span in spans if span.name.endswith(":recv")):
         yield start, end, _EXPECTED
 
 
 def _sweep(busy: Iterable[Interval], trace: Trace) -> tuple[list[Interval], float]:
-    """See [Note: one kind at every moment]; also how long messages were hidden."""
+    """Return the category of each moment, and the hidden communication time. [Note: one category at every moment]"""
     start, end = trace.window
     edges: list[tuple[float, int, str]] = [(edge, 0, "") for edge in trace.phases.boundaries() if start < edge < end]
     for begins, stops, category in busy:
@@ -408,7 +407,7 @@ def _rank(category: str) -> tuple[int, int]:
 
 
 def breakdown_of(timeline: Timeline) -> TimeBreakdown:
-    """Add up the moments by kind, phase, operator and module."""
+    """Sum up the time by category, phase, operator and module."""
     trace, steps = timeline.trace, len(timeline.trace.steps)
     start, end = trace.window
     scale = 1e-3 / steps

@@ -1,6 +1,6 @@
-"""One step under observation: arithmetic by module, every message, and whose the memory is at the peak.
+"""Counting one step: FLOPs by module, every message, and the owners of memory at the peak.
 
-The step runs for real, but not fast: every operator passes through Python. So it is counted here, and timed elsewhere.
+The step runs with real tensors, but slowly, as every operator passes through Python. So it is counted, not timed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUTSIDE = "(outside of modules)"
 
 @dataclass(frozen=True, slots=True)
 class SentMessage:
-    """One message, as this rank sees it."""
+    """One collective or send of this rank."""
 
     op: str
     """The operator, as a trace names it."""
@@ -43,41 +43,41 @@ class SentMessage:
     axis: str
     ranks: int
     bytes: int
-    """Of the whole that is gathered, scattered, reduced or exchanged; of what is sent."""
+    """Of the whole tensor that is gathered, scattered, reduced or exchanged; of a send, what is sent."""
     sent: float
-    """Of these, what leaves this rank, going around a ring."""
+    """Of these, what this rank sends with a ring algorithm."""
     phase: str
 
 
 @dataclass(slots=True)
 class Flops:
-    """Arithmetic of one step."""
+    """The FLOPs of one step."""
 
     forward: int = 0
     again: int = 0
-    """Of the forward pass, computed once more on the way back."""
+    """Of the forward pass, recomputed in the backward pass."""
     backward: int = 0
 
     @property
     def total(self) -> int:
-        """All that was computed."""
+        """The FLOPs of all passes."""
         return self.forward + self.again + self.backward
 
 
 @dataclass(slots=True)
 class Counted:
-    """What one step did on one rank."""
+    """The FLOPs, messages and memory of one step on one rank."""
 
     flops: dict[str, Flops] = field(default_factory=lambda: defaultdict(Flops))
-    """By module, without those of its parts."""
+    """By module, without its submodules."""
     messages: list[SentMessage] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes at the peak, by whose they are; empty where an engine does not show its tensors."""
+    """Bytes at the peak, by owner; empty where an engine does not expose its tensors."""
     peak: int = 0
 
 
 class _OperationCounter:
-    """Takes down the arithmetic and the messages of every operator."""
+    """Counts the FLOPs and the messages of every operator."""
 
     def __init__(self, counted: Counted, stack: ModuleStack, layout: Layout) -> None:
         self._counted = counted
@@ -85,10 +85,10 @@ class _OperationCounter:
         self._layout = layout
         self._attend = attention._compiled_flex_attention
         self._makers: dict[int, str] = {}
-        """By the number of a node in the graph: the module that made it."""
+        """By the sequence number of an autograd node: the module that made it."""
 
     def saw(self, phase: Phase, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """One operator has run."""
+        """Count one operator that was run."""
         message = message_of(func, args, out, self._layout)
         if message is not None:
             entry = SentMessage(
@@ -105,7 +105,7 @@ class _OperationCounter:
         node = current_autograd_node()
         module = self._stack.innermost
         if node is None:
-            # An operator's node is made just before the operator runs, so it has the number before the next one.
+            # An operator's autograd node is made just before the operator runs, so it has the last sequence number.
             self._makers[next_sequence_number() - 1] = module or OUTSIDE
         flops, _ = flops_of(func, args, kwargs, out)
         if not flops:
@@ -118,7 +118,7 @@ class _OperationCounter:
             self._counted.flops[self._makers.get(sequence_number(node), OUTSIDE)].backward += flops
 
     def flex_attention(self, q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
-        """Attention with a mask of blocks, which skips some: one compiled kernel, of which no operator tells."""
+        """Count flex attention, whose block mask skips blocks: one compiled kernel, which no operator shows."""
         done = 1.0 - block_mask.sparsity() / 100.0
         product = round(2 * q.numel() * k.shape[-2] * done)
         flops = self._counted.flops[self._stack.innermost or OUTSIDE]
@@ -131,13 +131,13 @@ class _OperationCounter:
 
 
 class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
-    """The recorder of plans, on tensors that have values."""
+    """The memory recorder of plans, for real tensors."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled inside of a model runs as ever; otherwise such a function would run uncompiled here."""
+        """True, so that compiled functions inside the model run compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,14 +158,14 @@ class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             yield self
 
     def count_existing(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Count what is there already."""
+        """Count the tensors that exist already."""
         for _, tensor in tensors:
             self.hold(to_local(tensor.detach()), Phase.BUILD, sent=False)
 
 
 @contextmanager
 def counting(engine: Engine) -> Iterator[Counted]:
-    """What the engine does until the block ends, which is to be one step. Nothing is compiled meanwhile."""
+    """Count what the engine does until the block ends, which is to be one step. Modules run uncompiled meanwhile."""
     counted, stack = Counted(), ModuleStack()
     watcher = _OperationCounter(counted, stack, engine.world.layout)
     recorder = _RealRecorder(engine.world.device.type, watchers=(watcher,))

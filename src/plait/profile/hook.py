@@ -1,10 +1,9 @@
-"""The hook that profiles a few steps of a run; before its time and after it, nothing is slower.
+"""The hook that profiles a few steps of a run, without overhead before and after them.
 
 [Note: the steps of a profile]
-With `start: n`, steps are counted from where the run began or resumed. Until n - 3 they are as always, and the clock is
-read. Step n - 2 is counted: it runs for real under a recorder that sees every operator. Step n - 1 is for the profiler
-to get ready, as it is slow at first. Steps n, n + 1, … are recorded. So times come from steps that nobody looks into,
-and what has to be looked into is not timed.
+With `start: n`, steps are numbered from where the run began or resumed. Until n - 3 they run as usual, and the clock is
+read. Step n - 2 is counted under a recorder that sees every operator. Step n - 1 warms up the profiler, which is slow
+at first. Steps n, n + 1, … are recorded by it. So timed steps are not slowed down by counting.
 """
 
 from __future__ import annotations
@@ -38,35 +37,35 @@ from plait.trainer import Hook, count_tokens, peak_flops
 if TYPE_CHECKING:
     from plait.trainer import Runner
 
-# From what was recorded, counted and read off the clock to a report.
+# From the trace, the counts and the clock to a report.
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileMeasurements:
-    """What a profile took down beside its trace; see [Note: the steps of a profile]."""
+    """The measurements of a profile besides its trace; see [Note: the steps of a profile]."""
 
     config: ProfileConfig
     before: int
-    """Steps that the run had made when it began or resumed."""
+    """The run's step count when it began or resumed."""
     counted: Counted
     tokens: int
     """Of one step, on this rank."""
     clock: Mapping[int, float]
-    """When steps ended, by their number."""
+    """The end of steps, by their number."""
 
     def recorded_ms(self) -> float:
-        """Milliseconds of a recorded step, by the clock."""
+        """Return the milliseconds of a recorded step, by the clock."""
         first, steps = self.config.start - 1, self.config.steps
         return (self.clock[first + steps] - self.clock[first]) * 1e3 / steps
 
     def plain_ms(self) -> float | None:
-        """Milliseconds of a step before the profile began, without the first two; None where there were none."""
+        """Return the milliseconds of a step before the profile, without the first two; None where there were none."""
         last = self.config.start - 3
         return (self.clock[last] - self.clock[2]) * 1e3 / (last - 2) if last > 2 else None
 
 
 def rank_time(rank: int, time: TimeBreakdown, counted: Counted) -> RankTime:
-    """What the other ranks are told of this one."""
+    """Return this rank's time for the report of rank 0."""
     return RankTime(
         rank=rank,
         ms=time.ms,
@@ -80,7 +79,7 @@ def rank_time(rank: int, time: TimeBreakdown, counted: Counted) -> RankTime:
 def assemble(
     runner: Runner, measured: ProfileMeasurements, timeline: Timeline, time: TimeBreakdown, ranks: list[RankTime]
 ) -> Report:
-    """The report of this rank, with the time of all."""
+    """Return the report of this rank, with the times of all ranks."""
     world, counted = runner.world, measured.counted
     root = next(name for name, _ in named_modules(runner.engine.model))
     tokens = measured.tokens * world.layout.data_parallel
@@ -105,7 +104,7 @@ def assemble(
 
 
 def _formula_flops(runner: Runner, tokens: int) -> float | None:
-    """What the model itself says that so many tokens take."""
+    """Return the FLOPs of so many tokens by the model's own formula, if it has one."""
     sequence = getattr(getattr(runner.loader, "dataset", None), "seq_len", None)
     formula = getattr(runner.engine.model, "flops_per_token", None)
     return float(formula(sequence)) * tokens if formula is not None and sequence is not None and tokens else None
@@ -119,16 +118,16 @@ def _memory(runner: Runner, counted: Counted) -> Memory:
 
 
 class Profile(Hook):
-    """Records `steps` steps from `start` on and writes what they were spent on; see [Note: the steps of a profile]."""
+    """Records `steps` steps from `start` on and writes their profile; see [Note: the steps of a profile]."""
 
     name = "profile"
-    priority = 95  # closest around a step
+    priority = 95  # the innermost hook around a step
 
     def __init__(self, config: ProfileConfig, *, then_stop: bool = False) -> None:
         self._config = config
         self._then_stop = then_stop
         self.report: Report | None = None
-        """What was found; on rank 0, once it is."""
+        """The report, on rank 0, once it is complete."""
         self._before = 0
         self._tokens = 0
         self._clock: dict[int, float] = {}
@@ -144,7 +143,7 @@ class Profile(Hook):
     # ---- points of the run
 
     def before_run(self, runner: Runner) -> None:
-        """Make the folder, and be there when data are loaded."""
+        """Make the folder, and mark the loading of data."""
         self._folder = Path(self._config.folder or Path(runner.config.work_dir) / "profile")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +157,7 @@ class Profile(Hook):
             self._loader.enter_context(replaced(runner.loader, "epoch", marked))
 
     def before_step(self, runner: Runner) -> None:
-        """Count the step or begin to record, where it is time to."""
+        """Start counting or recording, where it is due."""
         number, start = self._number(runner) + 1, self._config.start
         if number == start - 2:
             self._counted = self._counting.enter_context(counting(runner.engine))
@@ -166,7 +165,7 @@ class Profile(Hook):
             self._open(runner)
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
-        """Close what `before_step` opened."""
+        """End what `before_step` started."""
         number, start, last = self._number(runner), self._config.start, self._config.start + self._config.steps - 1
         if number in (2, start - 3, start - 1, last):
             self._synchronize()
@@ -174,7 +173,7 @@ class Profile(Hook):
         if number == start - 2:
             self._counting.close()
             if self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)  # that step was no measure
+                torch.cuda.reset_peak_memory_stats(self._device)  # the counted step needs more memory
         if self._profiler is not None:
             self._next_step(runner, number, last)
         if number == last:
@@ -185,7 +184,7 @@ class Profile(Hook):
                 runner.stop("the profile is complete")
 
     def before_validate(self, runner: Runner) -> None:
-        """A validation between recorded steps shows as one."""
+        """Mark a validation between recorded steps."""
         self._mark("validation")
 
     def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
@@ -193,7 +192,7 @@ class Profile(Hook):
         self._unmark()
 
     def before_save(self, runner: Runner) -> None:
-        """A save between recorded steps shows as one, too."""
+        """Mark a save between recorded steps."""
         self._mark("saving")
 
     def after_save(self, runner: Runner) -> None:
@@ -201,7 +200,7 @@ class Profile(Hook):
         self._unmark()
 
     def after_run(self, runner: Runner) -> None:
-        """Say so where the run ended too early."""
+        """Warn where the run ended before the last step to record."""
         done = self._number(runner)
         if done >= self._config.start + self._config.steps - 1:
             return
@@ -214,7 +213,7 @@ class Profile(Hook):
         runner.emit(EventKind.MESSAGE, level="warning", text=self.too_short(done))
 
     def too_short(self, done: int) -> str:
-        """Why there is no profile."""
+        """Return why there is no profile."""
         last = self._config.start + self._config.steps - 1
         return (
             f"no profile: the run ended after {done} steps, and steps {self._config.start} to {last} were to be "
@@ -246,20 +245,20 @@ class Profile(Hook):
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # An offloaded update runs on threads of its own.
+        # An offloaded update runs on other threads.
         every_thread = profile_every_thread()
         self._profiler = profile(activities=activities, experimental_config=every_thread)
         self._profiler.prepare_trace()
 
     def _next_step(self, runner: Runner, number: int, last: int) -> None:
-        """A step has ended while the profiler was there: the first begins the trace, the last ends it."""
+        """After a step with the profiler: the first one starts the trace, the last ends it."""
         if self._step is None:
             self._profiler.start_trace()
-            self._clock[number] = perf_counter()  # that took a while
+            self._clock[number] = perf_counter()  # starting takes a while
         else:
             self._step.__exit__(None, None, None)
         if number < last:
-            # Under the name that other readers of such traces look for.
+            # The name that other trace readers look for.
             self._step = record_function(f"ProfilerStep#{runner.step + 1}")
             self._step.__enter__()
         else:

@@ -1,4 +1,4 @@
-"""Names in a trace: phases of a step, modules of the model, the waits for data."""
+"""Ranges in a trace: phases of a step, modules of the model, waits for data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from plait.launch import Phase
 from plait.precision import spoken_for
 from plait.torch_internals import compiled_call, compiled_call_set
 
-# What a piece of a step's time is spent on, told from the names that torch gives to operators and kernels.
+# The category of operators and kernels, from the names that torch gives them.
 
 
 IDLE = "idle"
 COMMUNICATION = "communication"
 COMPUTE = ("matmul", "attention", "elementwise", "optimizer", "packing")
-"""Kinds of arithmetic; where one of them runs, the time is its."""
+"""Categories of arithmetic, which have priority where they run."""
 CATEGORIES = (*COMPUTE, COMMUNICATION, "copies", "update", "data", "evaluate", "save", IDLE)
-"""All kinds, in the order in which they are shown. At any moment of a step there is exactly one."""
+"""All categories, in the order in which they are shown. Any moment of a step has exactly one."""
 
 LABELS = MappingProxyType(
     {
@@ -45,22 +45,22 @@ LABELS = MappingProxyType(
 
 
 def label(category: str, device: str) -> str:
-    """What a kind is called in a table."""
+    """Return the label of a category in tables."""
     return "device idle" if category == IDLE and device != "cpu" else LABELS[category]
 
 
 PHASE, MODULE = "phase: ", "module: "
-"""How the names of phases and modules begin in a trace."""
+"""Prefixes of the names of phases and modules in a trace."""
 MARKS = MappingProxyType({"data loading": "data", "validation": "evaluate", "saving": "save"})
-"""The other names that a profiled run puts into its trace."""
+"""The other ranges that a profiled run puts into its trace, and their categories."""
 BETWEEN_STEPS = ("evaluate", "save")
-"""What happens between steps, whatever it is made of."""
+"""Categories of time between steps, whatever operators run in it."""
 
 _RUNNING = re.compile(r"(gloo|mpi|ucc|xccl):\w+$")
 _UPDATE = re.compile(r"aten::_fused_(ada|sgd)")
 _PACKING = ("FSDP::all_gather", "FSDP::post_backward_reduce", "fsdp::")
 COMPILED = ("CompiledFunction", "## Call CompiledFxGraph", "Torch-Compiled Region")
-"""How the names of compiled code begin; on a host it shows as one piece."""
+"""Prefixes of the names of compiled code, which shows as one operator on a host."""
 _MATMUL_OPS = re.compile(
     r"(add|b|baddb|_scaled_|_grouped_|_scaled_grouped_)?mm_?|matmul|linear(_backward)?|einsum|(add)?mv|dot"
     r"|_?conv(olution|\dd).*|(mkldnn|cudnn|miopen)_convolution.*"
@@ -79,27 +79,27 @@ _MATMUL = re.compile(
 
 
 def is_update(name: str) -> bool:
-    """Whether an operator is an optimizer's own."""
+    """Whether an operator is a fused optimizer update."""
     return _UPDATE.match(name) is not None
 
 
 def is_running_collective(name: str) -> bool:
-    """Whether a span is a collective under way, as backends for the CPU record it on threads of their own."""
+    """Whether a span is a running collective, which CPU backends record on their own threads."""
     return _RUNNING.match(name) is not None
 
 
 def is_point_to_point(name: str) -> bool:
-    """Whether such a span is a message from one rank to another: it lasts from when it was asked for to the wait."""
+    """Whether such a span is a send or receive, which lasts from its posting to the wait."""
     return name.endswith((":send", ":recv"))
 
 
 def is_collective(name: str) -> bool:
-    """Whether an operator hands something to a backend of `torch.distributed`."""
+    """Whether an operator starts communication of `torch.distributed`."""
     return name.startswith(("c10d::", "_c10d_functional::"))
 
 
 def category_of_op(name: str) -> str | None:
-    """The kind of an operator by its own name; None where it computes nothing, or only calls others."""
+    """Return the category of an operator by its name; None where it computes nothing, or only calls others."""
     if is_collective(name):
         return COMMUNICATION
     if name.startswith(_PACKING):
@@ -115,7 +115,7 @@ def category_of_op(name: str) -> str | None:
 
 
 def category_of_kernel(name: str, category: str) -> str:
-    """The kind of what ran on a device, by its name alone."""
+    """Return the category of a kernel or copy on a device, by its name."""
     if name.startswith("nccl"):
         return COMMUNICATION
     if category == "gpu_memcpy":
@@ -126,44 +126,44 @@ def category_of_kernel(name: str, category: str) -> str:
 
 
 class PhaseMarks:
-    """One range for each phase as an engine tells of it."""
+    """Marks each phase that an engine reports as a range."""
 
     def __init__(self) -> None:
         self._open: Any = None
 
     def enter(self, phase: Phase) -> None:
-        """The phase before is over."""
+        """End the range of the phase before, and begin one for this phase."""
         self.close()
         if phase is not Phase.IDLE:
             self._open = record_function(f"{PHASE}{phase}")
             self._open.__enter__()
 
     def close(self) -> None:
-        """No phase any more."""
+        """End the current range."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
 
 
 class ModuleStack:
-    """Which modules are being called, the innermost last; each call is a range of the trace."""
+    """The stack of running modules, the innermost last; each call is a range of the trace."""
 
     def __init__(self) -> None:
         self._names: list[tuple[str, Any]] = []
 
     @property
     def innermost(self) -> str | None:
-        """Its name; None outside of all modules."""
+        """The name of the innermost module; None outside of all modules."""
         return self._names[-1][0] if self._names else None
 
     def push(self, name: str) -> None:
-        """A module is called."""
+        """Begin the call of a module."""
         mark: Any = record_function(f"{MODULE}{name}")
         mark.__enter__()
         self._names.append((name, mark))
 
     def pop(self, name: str) -> None:
-        """A call has ended, and with it those inside of it that were cut short."""
+        """End a call, and calls inside it that an exception ended."""
         while self._names:
             top, mark = self._names.pop()
             mark.__exit__(None, None, None)
@@ -172,17 +172,17 @@ class ModuleStack:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, by its name in the whole model; the model itself by its class."""
+    """Yield every module once, with its name in the whole model; the model itself has the name of its class."""
     for name, module in model.named_modules():
-        # Sharding derives a class of its own, FSDP<Name>, from the model's.
+        # `fully_shard` changes the class of the model to FSDP<Name>.
         yield name or type(module).__name__.removeprefix("FSDP"), module
 
 
 @contextmanager
 def module_marks(model: nn.Module, stack: ModuleStack) -> Iterator[None]:
-    """The stack knows of calls until the block ends; of a compiled module it does not know those of its parts.
+    """Record the calls of modules in the stack until the block ends, except those inside compiled modules.
 
-    Nor does it know layers that are not called: with a hook they would be, and the step would be another one.
+    Layers whose weights are used without calling them are left out: a hook would make fused code call them.
     """
     with ExitStack() as undo:
         inside = set(map(id, spoken_for(model)))
@@ -190,13 +190,13 @@ def module_marks(model: nn.Module, stack: ModuleStack) -> Iterator[None]:
             if id(module) in inside:
                 continue
             if compiled_call(module) is not None:
-                # Hooks would become part of what is compiled, and it would be compiled anew.
+                # Hooks would become part of the compiled code, which would be recompiled.
                 inside.update(map(id, module.modules()))
                 called = _marked(compiled_call(module), name, stack)
                 undo.enter_context(compiled_call_set(module, called))
                 continue
             before = module.register_forward_pre_hook(partial(_push, stack, name), prepend=True)
-            # A pass that is computed again may stop in the middle, by an exception.
+            # Recomputation may stop in the middle, by an exception.
             after = module.register_forward_hook(partial(_pop, stack, name), always_call=True)
             undo.callback(before.remove)
             undo.callback(after.remove)
@@ -205,7 +205,7 @@ def module_marks(model: nn.Module, stack: ModuleStack) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """No module of the model is compiled until the block ends; then each is again, as it was."""
+    """Run compiled modules uncompiled until the block ends."""
     with ExitStack() as undo:
         for _, module in named_modules(model):
             if compiled_call(module) is not None:
@@ -233,7 +233,7 @@ def _marked(call: Callable[..., Any], name: str, stack: ModuleStack) -> Callable
 
 
 def marked_batches(epoch: Callable[..., Iterator[Any]], saw: Callable[[Any], None]) -> Callable[..., Iterator[Any]]:
-    """The loader's `epoch` with a range around each wait for data; `saw` is given what came."""
+    """Return the loader's `epoch` with a range around each wait for data; `saw` is called with every batch."""
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[Any]:
         batches = iter(epoch(*args, **kwargs))

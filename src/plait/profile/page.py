@@ -1,4 +1,4 @@
-"""The page of a profile: one HTML file with the tables and the picture, and nothing outside it."""
+"""The page of a profile: one self-contained HTML file with the tables and a timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.profile.breakdown import Interval, Slice, Timeline
 from plait.profile.marks import CATEGORIES, COMMUNICATION, IDLE, is_running_collective, label
 from plait.profile.report import Report, slowest
 
-# One recorded step as a picture: whose each moment is, the phases, and what ran on every lane.
+# The timeline of one recorded step: categories, phases, modules, and the operators of every thread and stream.
 
 
 COLOURS = MappingProxyType(
@@ -38,13 +38,13 @@ _PHASE_COLOURS = MappingProxyType({"forward": "#9db8de", "backward": "#e2ba8f", 
 _MODULES = ("#7fb3d5", "#a9cce3")
 _WIDTH, _LEFT, _RIGHT, _ROW, _GAP, _TOP = 1080, 118, 28, 26, 8, 26
 _NARROW = 0.4
-"""Boxes of fewer pixels are drawn together with those beside them."""
+"""Boxes of fewer pixels are merged with their neighbours."""
 Box = tuple[float, float, str, str]
-"""Start, end, colour, words."""
+"""Start, end, colour, title."""
 
 
 def draw_step(timeline: Timeline) -> str:
-    """The recorded step of middle length as one SVG."""
+    """Return the recorded step of median length as one SVG."""
     steps = sorted(timeline.trace.steps, key=lambda step: step[1] - step[0])
     start, end = steps[len(steps) // 2]
     rows = [(name, list(_narrowed(boxes, start, end))) for name, boxes in _rows(timeline)]
@@ -63,7 +63,7 @@ def draw_step(timeline: Timeline) -> str:
 
 
 def legend(timeline: Timeline) -> str:
-    """What the colours mean, as HTML."""
+    """Return the legend of the colours, as HTML."""
     device = "cuda" if timeline.trace.on_device else "cpu"
     shown = {category for _, _, category in timeline.moments} | {
         piece.category for piece in timeline.work if piece.category
@@ -109,7 +109,7 @@ def _phase_boxes(timeline: Timeline) -> Iterator[Box]:
 
 
 def _module_boxes(slices: Sequence[Slice], longest_gap: float) -> Iterator[Box]:
-    """The blocks that are worked on, one after another; one that rests longer than `patience` begins anew."""
+    """Yield the running blocks, one after another; a gap longer than `longest_gap` starts a new box."""
     open_at: Slice | None = None
     name, end, turn = "", 0.0, 0
     for piece in slices:
@@ -128,7 +128,7 @@ def _module_boxes(slices: Sequence[Slice], longest_gap: float) -> Iterator[Box]:
 
 
 def _narrowed(boxes: Iterable[Box], start: float, end: float) -> Iterator[Box]:
-    """The boxes within the step; what is too narrow to see grows into its neighbour of the same colour."""
+    """Yield the boxes within the step; a box too narrow to see is merged with its neighbour of the same colour."""
     pixel = (end - start) / (_WIDTH - _LEFT - _RIGHT)
     held: Box | None = None
     for begins, stop, colour, title in boxes:
@@ -170,17 +170,17 @@ def _axis(start: float, end: float, height: int) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="{height - 8}" text-anchor="middle" fill="#80838a">{value:g} ms</text>'
 
 
-# A report as tables of text: the same ones on a console and on a page.
+# The tables of a report, for console and page.
 
 
 _PHASE_ORDER = ("forward", "backward", "reduce", "step")
 _OPERATORS, _MESSAGES, _DEPTH, _RANKS = 14, 12, 4, 16
-"""Rows that are shown; the figures in the file have all."""
+"""Limits of the rows that are shown; the JSON file has all."""
 
 
 @dataclass(slots=True)
 class Grid:
-    """A titled table. The first column is text, the others are figures."""
+    """A titled table. The first column is text, the others are numbers."""
 
     title: str
     heads: tuple[str, ...]
@@ -190,7 +190,7 @@ class Grid:
 
 
 def headline(report: Report) -> list[tuple[str, str, str]]:
-    """The figures that are asked for first: what, how much, and a remark."""
+    """Return the most important figures: label, value and remark."""
     plain = "" if report.plain_ms is None else f"{report.time.ms:.4g} ms with the profiler"
     figures = [("Step", f"{report.step_ms:.4g} ms", plain)]
     if report.tokens:
@@ -207,7 +207,7 @@ def headline(report: Report) -> list[tuple[str, str, str]]:
 
 
 def grids(report: Report) -> Iterator[Grid]:
-    """Every table that has something to say."""
+    """Yield every table that has rows."""
     for make in (_time, _phases, _ranks, _memory, _messages, _modules, _operators):
         if (grid := make(report)).rows:
             yield grid
@@ -219,7 +219,7 @@ def _time(report: Report) -> Grid:
         (label(category, report.device), f"{use.ms:.3f}", f"{use.ms / time.ms:.1%}", _count(use.calls))
         for category, use in time.kinds.items()
     ]
-    rows.append(("a step", f"{time.ms:.3f}", "100.0%", ""))
+    rows.append(("whole step", f"{time.ms:.3f}", "100.0%", ""))
     hidden = f"; messages beside arithmetic: {time.hidden_ms:.3f} ms more, hidden" if time.hidden_ms else ""
     remark = f"these add up to {report.covered:.1%} of the clock's {report.clock_ms:.3f} ms{hidden}"
     return Grid("Where the time of a step goes", ("", "ms", "share", "calls"), rows, remark, last_is_sum=True)
@@ -257,7 +257,7 @@ def _ranks(report: Report) -> Grid:
     ]
     waits = [rank.kinds.get(COMMUNICATION, 0.0) for rank in report.ranks]
     remark = f"rank {last.rank} waits least, the others up to {max(waits) - min(waits):.2f} ms more"
-    return Grid("Ranks, in ms", ("", *used, "hidden", "a step"), rows, remark)
+    return Grid("Ranks, in ms", ("", *used, "hidden", "whole step"), rows, remark)
 
 
 def _memory(report: Report) -> Grid:
@@ -307,7 +307,7 @@ def _messages(report: Report) -> Grid:
                 "",
             )
         )
-    heads = ("", "ranks", "bytes of one", "a step", "sent a step", "ms", "GB/s")
+    heads = ("", "ranks", "bytes of one", "per step", "sent per step", "ms", "GB/s")
     remark = "; ".join(filter(None, [*remarks, "times include waiting for the slowest rank"]))
     return Grid("Messages of a step", heads, rows, remark if rows else "", last_is_sum=True)
 
@@ -361,7 +361,7 @@ def _count(calls: float) -> str:
 
 
 def write_page(report: Report, timeline: Timeline, folder: Path) -> None:
-    """Write `profile.html`, and the picture by itself as `step.svg`."""
+    """Write `profile.html`, and the timeline as `step.svg`."""
     picture = draw_step(timeline)
     (folder / "step.svg").write_text(f"{picture}\n", encoding="utf-8")
     body = [
@@ -370,7 +370,7 @@ def write_page(report: Report, timeline: Timeline, folder: Path) -> None:
         page.card(
             "One step",
             f'<div class="wide">{picture}</div><ul class="legend">{legend(timeline)}</ul>',
-            "the recorded one of middle length, rank 0",
+            "the recorded one of median length, rank 0",
         ),
         *(page.card(grid.title, _table(grid), grid.remark) for grid in grids(report)),
         page.card("Traces", _traces(report), "for chrome://tracing or ui.perfetto.dev"),

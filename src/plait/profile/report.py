@@ -1,4 +1,4 @@
-"""All that a profile found, ready to be shown or written."""
+"""The report of a profile, ready to be shown or written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.profile.breakdown import TimeBreakdown, Trace, TraceSpan
 from plait.profile.count import OUTSIDE, Flops, SentMessage
 from plait.profile.marks import is_collective, is_point_to_point, is_running_collective
 
-# The log of messages: those of one counted step, with the times that a trace has for them.
+# The message log: the messages of the counted step, with times from the trace.
 
 
 _POINT_TO_POINT_OPS = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
@@ -20,24 +20,24 @@ _POINT_TO_POINT_OPS = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
 @dataclass(slots=True)
 class MessageRow:
-    """All messages of a step that are alike."""
+    """All equal messages of a step."""
 
     kind: str
     axis: str
-    """The axes of the layout that they go along."""
+    """The axes of the layout that the group spans."""
     ranks: int
-    """So many take part in one."""
+    """The size of the group."""
     bytes: int
-    """Of one."""
+    """Of one message."""
     count: int
     sent: float
-    """Bytes that leave this rank in a step."""
+    """Bytes that this rank sends per step."""
     ms: float | None = None
-    """In a step, until the slowest rank was through; None where the trace does not tell one message from others."""
+    """Per step, including waiting for the slowest rank; None where the trace cannot attribute the time."""
 
     @property
     def gbps(self) -> float | None:
-        """What leaves this rank in a second, in GB: the bus bandwidth."""
+        """The bus bandwidth: GB that this rank sends per second."""
         return self.sent / self.ms / 1e6 if self.ms else None
 
 
@@ -50,7 +50,7 @@ class Log:
 
 
 def message_log(trace: Trace, messages: Sequence[SentMessage]) -> Log:
-    """Bring the counted messages and the timed ones together; they come in the same order in every step."""
+    """Match the counted messages with the timed ones, which have the same order in every step."""
     times: list[float | None] | None = None
     steps = [_step_times(trace, window, {message.op for message in messages}) for window in trace.steps]
     names = [message.op for message in messages]
@@ -75,7 +75,7 @@ def message_log(trace: Trace, messages: Sequence[SentMessage]) -> Log:
 
 
 def _step_times(trace: Trace, window: tuple[float, float], wanted: set[str]) -> list[tuple[str, float | None]]:
-    """The messages that a step began, in order, and how many milliseconds each was under way, where that is known."""
+    """Return the messages of a step in order, each with its milliseconds, where they are known."""
     candidates = [(thread, span) for thread, spans in trace.threads.items() for span in _outermost(spans)]
     between_steps = trace.between_steps()
     issued = [
@@ -89,7 +89,7 @@ def _step_times(trace: Trace, window: tuple[float, float], wanted: set[str]) -> 
 
 
 def _outermost(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
-    """The operators that send something and are not part of one that does."""
+    """Yield the communication operators that are not called by another one."""
     until = float("-inf")
     for span in spans:
         if is_collective(span.name) and span.start >= until:
@@ -98,7 +98,7 @@ def _outermost(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
 
 
 def _on_device(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[float | None]:
-    """By the operator during which a kernel was launched."""
+    """Return the time of each message: that of the kernels launched during its operator."""
     times = [0.0] * len(issued)
     by_thread: dict[int, list[int]] = {}
     for index, (thread, _) in enumerate(issued):
@@ -116,9 +116,9 @@ def _on_device(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequenc
 
 
 def _on_host(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[float | None]:
-    """A backend's threads begin messages in the order in which they were handed over.
+    """Return the time of each message: a backend's threads start them in the order in which they were issued.
 
-    One between two ranks shows as long as nobody has waited for it, which says nothing.
+    None for sends and receives, whose span lasts until the wait.
     """
     spans = (span for spans in trace.threads.values() for span in spans if is_running_collective(span.name))
     waiting = sorted((span for span in spans if not is_point_to_point(span.name)), key=lambda span: span.start)
@@ -135,7 +135,7 @@ def _on_host(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[
     return times
 
 
-# Modules as a tree: time and arithmetic of each with its parts, repeated blocks folded into one row.
+# The module tree: time and FLOPs of each module with its submodules, repeated blocks folded into one row.
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -143,11 +143,11 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(slots=True)
 class ModuleRow:
-    """One module, or all that differ in a number only, with everything inside of them. Of one step, on one rank."""
+    """One module, or all that differ in an index only, with their submodules. Of one step, on one rank."""
 
     name: str
     depth: int = 0
-    """So many rows stand above it."""
+    """The number of its ancestors in the table."""
     names: set[str] = field(default_factory=set)
     forward_ms: float = 0.0
     backward_ms: float = 0.0
@@ -155,22 +155,22 @@ class ModuleRow:
 
     @property
     def ms(self) -> float:
-        """Both directions."""
+        """Forward and backward."""
         return self.forward_ms + self.backward_ms
 
     @property
     def flops_per_s(self) -> float | None:
-        """Where something was computed and timed."""
+        """FLOPs per second; None where nothing was computed or timed."""
         return self.flops.total / self.ms * 1e3 if self.ms and self.flops.total else None
 
 
 def folded(name: str) -> str:
-    """`blocks.3.ffn` as `blocks.*.ffn`."""
+    """Return `blocks.3.ffn` as `blocks.*.ffn`."""
     return _NUMBER.sub("*", name)
 
 
 def module_rows(root: str, times: Mapping[str, Mapping[str, float]], flops: Mapping[str, Flops]) -> list[ModuleRow]:
-    """The tree from its root, the longest first among those that share a parent."""
+    """Return the tree from its root, siblings by descending time."""
     rows: dict[str, ModuleRow] = {}
     for name in dict.fromkeys([*times, *flops]):
         spent, done = times.get(name, {}), flops.get(name, Flops())
@@ -183,14 +183,14 @@ def module_rows(root: str, times: Mapping[str, Mapping[str, float]], flops: Mapp
             row.flops.again += done.again
             row.flops.backward += done.backward
     for parent in [path for path in rows if f"{path}.*" in rows]:
-        del rows[parent]  # a list of blocks is not called, and would say the same as the blocks
+        del rows[parent]  # a list of blocks is not called, and would repeat the blocks' numbers
     for name, row in rows.items():
         row.depth = len(_parents(name, rows, root))
     return sorted(rows.values(), key=lambda row: _sort_key(row, rows, root))
 
 
 def _parents(name: str, rows: Mapping[str, ModuleRow], root: str) -> list[str]:
-    """The rows above a row, from the root."""
+    """Return the ancestors of a row in the table, from the root."""
     if name in (root, OUTSIDE):
         return []
     components = name.split(".")
@@ -208,7 +208,7 @@ def _with_parents(name: str, root: str) -> list[str]:
 
 
 def _sort_key(row: ModuleRow, rows: Mapping[str, ModuleRow], root: str) -> tuple[tuple[float, float, str], ...]:
-    """Where a row stands: below its parents, and behind longer ones."""
+    """Return the sort key of a row: below its parents, after longer siblings."""
     key = [(float(row.name == OUTSIDE), 0.0, "")]
     for name in [*_parents(row.name, rows, root), row.name]:
         if name != root:
@@ -218,21 +218,21 @@ def _sort_key(row: ModuleRow, rows: Mapping[str, ModuleRow], root: str) -> tuple
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes of one rank at the highest moment of a step."""
+    """Bytes of one rank at the peak of a step."""
 
     parts: dict[str, int]
-    """By whose they are, in the step that was counted."""
+    """By owner, in the counted step."""
     counted: int
     """Their sum."""
     measured: int
-    """What the allocator of the device had given out at most; on a host, what the process holds."""
+    """The peak of the device's allocator; on a host, the memory of the process."""
     uncompiled: bool
-    """Whether the counted step ran without compilation, and the run with it."""
+    """Whether the counted step ran uncompiled, and the run compiled."""
 
 
 @dataclass(slots=True)
 class RankTime:
-    """One rank beside the others."""
+    """The time of one rank."""
 
     rank: int
     ms: float
@@ -244,7 +244,7 @@ class RankTime:
 
 @dataclass(slots=True)
 class Report:
-    """A profile, as rank 0 tells it: its own step in detail, and the time of every rank."""
+    """The profile of rank 0, with the time of every rank."""
 
     title: str
     device: str
@@ -258,41 +258,41 @@ class Report:
     clock_ms: float
     """A recorded step by the clock of the host."""
     plain_ms: float | None
-    """A step before the profiler was on; None where too few came before."""
+    """A step before the profiler started; None where there were too few."""
     modules: list[ModuleRow]
     messages: Log
     memory: Memory
     tokens: int = 0
     """Of one step, over all ranks."""
     formula_flops: float | None = None
-    """Of one step, over all ranks, as the model says; None where it does not."""
+    """Of one step, over all ranks, by the model's formula; None where it has none."""
     peak_flops: float | None = None
-    """Of one device, in a second, where it is known."""
+    """Of one device, per second, where it is known."""
     traces: list[str] = field(default_factory=list)
 
     @property
     def step_ms(self) -> float:
-        """A step as it is without a profiler, where that was measured."""
+        """The time of a step without the profiler, where it was measured."""
         return self.plain_ms or self.time.ms
 
     @property
     def counted_flops(self) -> float:
-        """Of one step, over all ranks: all that was computed, what was recomputed too."""
+        """The FLOPs of one step, over all ranks, with recomputation."""
         return sum(rank.flops for rank in self.ranks)
 
     @property
     def covered(self) -> float:
-        """How much of the clock's time the kinds account for; 1.0 where they agree."""
+        """The share of the clock's time that the categories account for; 1.0 where they agree."""
         return sum(use.ms for use in self.time.kinds.values()) / self.clock_ms
 
     @property
     def mfu(self) -> float | None:
-        """The model's arithmetic as a part of what the devices could do in a step."""
+        """The model's FLOPs as a share of the devices' peak."""
         return self._utilization(self.formula_flops)
 
     @property
     def hfu(self) -> float | None:
-        """The same for all that was computed."""
+        """All computed FLOPs as a share of the devices' peak."""
         return self._utilization(self.counted_flops)
 
     def _utilization(self, flops: float | None) -> float | None:
@@ -301,13 +301,13 @@ class Report:
         return flops / (self.step_ms * 1e-3 * self.peak_flops * len(self.ranks))
 
     def summary(self) -> str:
-        """One line."""
+        """Return the profile in one line."""
         longest = sorted(self.time.kinds.items(), key=lambda entry: -entry[1].ms)[:3]
         shares = ", ".join(f"{category} {use.ms / self.time.ms:.0%}" for category, use in longest)
-        return f"{self.time.ms:.4g} ms a step ({self.step_ms:.4g} without the profiler): {shares}"
+        return f"{self.time.ms:.4g} ms per step ({self.step_ms:.4g} without the profiler): {shares}"
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain values, with what follows from it."""
+        """Return everything as plain values, with derived figures."""
         content = asdict(self)
         for row, entry in zip(self.modules, content["modules"], strict=True):
             entry["count"] = len(entry.pop("names"))
@@ -319,7 +319,7 @@ class Report:
 
 
 def slowest(ranks: Sequence[RankTime]) -> RankTime | None:
-    """The rank that the others wait for: it waits least itself. None where there is only one."""
+    """Return the rank that the others wait for: the one that waits least itself. None for a single rank."""
     if len(ranks) < 2:
         return None
     return min(ranks, key=lambda rank: rank.kinds.get("communication", 0.0))

@@ -1,4 +1,4 @@
-"""`plait prove`: the same maths under a strategy as on one process, shown on the user's own run. Imports no torch."""
+"""`plait prove`: shows on the user's own run that a strategy computes the same as one process."""
 
 from typing import TYPE_CHECKING
 

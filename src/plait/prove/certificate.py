@@ -1,4 +1,4 @@
-"""What a proof found: every comparison, and the verdict. Imports no torch."""
+"""The certificate of a proof: every comparison and the verdict, as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from plait.prove.job import Deviation, ProofTrace
 
 @dataclass(frozen=True, slots=True)
 class ComparedQuantity:
-    """One quantity after one step, compared."""
+    """The comparison of one quantity after one step."""
 
     step: int
-    """From 1; 0 is the start, where weights must be equal bit for bit."""
+    """From 1; 0 is the start, where weights must be bitwise equal."""
     name: str
     """`loss`, `grad_norm`, `targets`, `skipped`, or a tensor: `model.<name>`, `optim.<name>.<key>`."""
     deviation: float
-    """As a part of the reference's own size."""
+    """Relative to the norm of the reference."""
     allowed: float
-    """The tolerance; infinite where rounding alone changes the quantity by as much as its size."""
+    """The tolerance; infinite where rounding alone changes the quantity by about its own size."""
     detail: str = ""
 
     @property
@@ -37,7 +37,7 @@ class ComparedQuantity:
 
     @property
     def is_noise(self) -> bool:
-        """Whether there is nothing to compare: rounding decides it all."""
+        """Whether the quantity cannot be compared, because rounding decides its value."""
         return math.isinf(self.allowed)
 
     @property
@@ -47,7 +47,7 @@ class ComparedQuantity:
 
     @property
     def layer(self) -> str:
-        """The part of the model it belongs to: everything up to the first number, or the first word."""
+        """The layer that it belongs to: its name up to the first number, or the first component."""
         path = self.name.partition(".")[2]
         match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", path)
         return match.group() if match else path.partition(".")[0]
@@ -58,12 +58,12 @@ class ComparedQuantity:
         what = f"{parameter} ({key} of the optimizer)" if section == "optim" else path or section
         where = "at the start" if self.step == 0 else f"step {self.step}"
         detail = f": {self.detail}" if self.detail else ""
-        return f"{where}, {what}{detail}; off by {self.deviation:.1e} of its size, allowed {self.allowed:.1e}"
+        return f"{where}, {what}{detail}; relative deviation {self.deviation:.1e}, allowed {self.allowed:.1e}"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that must hold on many ranks and has no counterpart on one."""
+    """A property that must hold on several ranks and does not exist on one."""
 
     name: str
     holds: bool
@@ -72,21 +72,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Whether a strategy does what one process does."""
+    """The result of a proof: whether a strategy computes the same as one process."""
 
     facts: dict[str, str]
     tolerance: str
-    """Where the tolerances come from."""
+    """How the tolerances were determined."""
     steps: list[dict[str, float | bool]]
-    """Loss, gradient norm and number of targets of both runs, step by step."""
+    """Loss, gradient norm and number of targets of both runs, by step."""
     findings: list[ComparedQuantity]
-    """Step by step; numbers first, then tensors in the order of the model."""
+    """By step; numbers first, then tensors in the order of the model."""
     checks: list[Check]
     notes: list[str]
 
     @property
     def passed(self) -> bool:
-        """Whether everything agrees."""
+        """Whether all comparisons agree and all checks hold."""
         return all(finding.agrees for finding in self.findings) and all(check.holds for check in self.checks)
 
     @property
@@ -96,17 +96,17 @@ class Certificate:
 
     @property
     def first_tensor(self) -> ComparedQuantity | None:
-        """The first tensor that differs: the first step at which one does, and there the first in the model."""
+        """The first tensor that differs: at the earliest step, the first in the order of the model."""
         return next((finding for finding in self.findings if finding.is_tensor and not finding.agrees), None)
 
     @property
     def worst(self) -> ComparedQuantity | None:
-        """What came closest to its tolerance, or went furthest beyond."""
+        """The quantity closest to its tolerance, or furthest beyond it."""
         compared = [finding for finding in self.findings if finding.allowed > 0 and not finding.is_noise]
         return max(compared, key=lambda finding: finding.deviation / finding.allowed, default=None)
 
     def verdict(self) -> str:
-        """A few lines for people: PASS, or the first difference."""
+        """Return PASS, or FAIL with the first difference, in a few lines."""
         subject, steps = self.facts["candidate"], len(self.steps)
         if self.passed:
             tensors = len({finding.name for finding in self.findings if finding.is_tensor and not finding.is_noise})
@@ -115,8 +115,8 @@ class Certificate:
             if worst is not None and worst.deviation == 0:
                 margin = ", without any deviation"
             when = "1 step" if steps == 1 else f"each of {steps} steps"
-            return f"PASS  {subject} is one process: {tensors} tensors agree after {when}{margin}"
-        lines = [f"FAIL  {subject} is not one process"]
+            return f"PASS  {subject} computes the same as one process: {tensors} tensors agree after {when}{margin}"
+        lines = [f"FAIL  {subject} differs from one process"]
         tensor = self.first_tensor
         if self.first is not None:
             lines.append(f"first difference: {self.first}")
@@ -128,7 +128,7 @@ class Certificate:
         return "\n      ".join(lines)
 
     def write(self, path: Path) -> None:
-        """As JSON. `inf`, which JSON does not know, is a text."""
+        """Write the certificate as JSON, with `inf` as a string."""
         first, tensor = self.first, self.first_tensor
         data = {
             "verdict": "PASS" if self.passed else "FAIL",
@@ -142,7 +142,7 @@ class Certificate:
 def compare_findings(
     reference: ProofTrace, nudged: ProofTrace, candidate: ProofTrace, rounding: Rounding
 ) -> list[ComparedQuantity]:
-    """Every comparison of the candidate with the reference, against what one rounding did to the reference."""
+    """Compare the candidate with the reference, with tolerances from the effect of one rounding on the reference."""
     findings = _starts(candidate.deviations[0], reference.names)
     for index in range(len(reference.loss)):
         step = index + 1
@@ -173,7 +173,7 @@ def _starts(deviations: dict[str, Deviation], names: Sequence[str]) -> list[Comp
 
 
 def in_model_order(names: dict[str, Deviation], model_names: Sequence[str]) -> list[str]:
-    """Names in the order of the model: each parameter, then what the optimizer keeps for it."""
+    """Return names in the order of the model: each parameter, then its optimizer state."""
     models = {name.removeprefix("model."): index for index, name in enumerate(model_names) if name.startswith("model.")}
 
     def sort_key(name: str) -> tuple[int, bool]:
@@ -191,11 +191,11 @@ def _gap(measured: float, expected: float) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
-# The certificate as a page: one file, nothing outside it. Imports no torch.
+# The certificate as a self-contained HTML page.
 
 
 MAX_ROWS = 12
-"""Differences shown one by one; all of them are in the JSON file."""
+"""Differences that are shown; all of them are in the JSON file."""
 
 
 def write_page(certificate: Certificate, out: Path) -> None:
@@ -300,7 +300,7 @@ def _numbers(finding: ComparedQuantity) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: int) -> str:
-    """A table whose columns from `numeric` on are numbers; nothing where there are no rows."""
+    """Return a table whose columns from `numeric` on are numbers; empty without rows."""
     if not rows:
         return ""
 

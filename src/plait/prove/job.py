@@ -1,4 +1,4 @@
-"""What a process of a proof is told, and what it has to say. Imports no torch."""
+"""The job of a run of a proof, and its trace, as JSON files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from plait.monitor import plain_json
 
 TRACE = "trace.json"
-"""The file with a run's `Trace`, in its folder."""
+"""The file with a run's `ProofTrace`, in its folder."""
 NUDGED = "nudged"
-"""The folder of the reference's second run, inside its own."""
+"""The folder of the reference's second run, in the folder of the first."""
 
 
 class Deviation(NamedTuple):
-    """How far one tensor is from the reference's."""
+    """The deviation of one tensor from the reference's."""
 
     value: float
-    """Norm of the difference, as a part of the reference's norm; infinite where they cannot be compared."""
+    """Norm of the difference relative to the reference's norm; infinite where they cannot be compared."""
     stored: float
-    """What one rounding to the tensor's own format is, as a part of the same."""
+    """One rounding to the tensor's own dtype, relative to the same norm."""
     problem: str = ""
     """Why they cannot be compared."""
 
@@ -32,26 +32,26 @@ class ProofJob:
 
     config: dict[str, Any]
     folder: str
-    """Where it writes; nobody else does."""
+    """The folder that it writes to."""
     steps: int
     nudge: float = 0.0
-    """A reference runs again with weights off by up to this part of themselves."""
+    """Run the reference again with weights perturbed by up to this share of themselves."""
     against: str | None = None
     """The reference's folder; absent for the reference itself."""
 
     def write(self, path: Path) -> None:
-        """Leave it for the processes that are about to start."""
+        """Write the job for the processes of the run."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ProofJob:
-        """What `write` left."""
+        """Read what `write` wrote."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(slots=True)
 class ProofTrace:
-    """What a run did, step by step."""
+    """The measurements of a run, by step."""
 
     device: str = ""
     versions: str = ""
@@ -62,23 +62,23 @@ class ProofTrace:
     names: list[str] = field(default_factory=list)
     """The tensors after the last step, in the order of the model."""
     uncompared: list[str] = field(default_factory=list)
-    """Running statistics, which each rank gathers over its own samples."""
+    """Running statistics, which each rank computes over its own samples."""
     deviations: list[dict[str, Deviation]] = field(default_factory=list)
     """From the reference, for the start and each step; empty for the reference itself."""
     drops: list[str] = field(default_factory=list)
     """Modules whose dropout was turned off."""
     random: bool = False
-    """Whether the model drew random numbers all the same."""
+    """Whether the model used random numbers nevertheless."""
     checks: list[tuple[str, bool, str]] = field(default_factory=list)
-    """What was found about dropout with it turned on: name, whether it is right, and a sentence."""
+    """The checks with dropout turned on: name, whether it holds, and a sentence."""
 
     def write(self, path: Path) -> None:
-        """As JSON; a number that JSON does not know becomes text."""
+        """Write the trace as JSON, with NaN and infinities as strings."""
         path.write_text(json.dumps(plain_json(asdict(self))), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ProofTrace:
-        """What `write` left."""
+        """Read what `write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         for key in ("loss", "grad_norm", "targets"):
             content[key] = [float(value) for value in content[key]]

@@ -1,4 +1,4 @@
-"""Running a proof: the reference, the strategy, and what to make of them. Imports no torch."""
+"""Running a proof: the reference run, the run under the strategy, and their comparison."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from plait.prove.certificate import Certificate, Check, compare_findings, write_
 from plait.prove.compare import Rounding, rounding_of
 from plait.prove.job import NUDGED, TRACE, ProofJob, ProofTrace
 
-# From one run description to the two that are compared. Imports no torch.
+# From one run description to the two that are compared.
 
 
 _TIME_KEYS = ("by_epoch", "max_epochs", "max_steps", "clip_norm", "clip_value", "guard")
-"""What of `train` decides a step. The rest is about validating and stopping."""
+"""The keys of `train` that affect a step. The others are about validating and stopping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """Two run descriptions that must do the same."""
+    """Two run descriptions that must compute the same."""
 
     reference: RunConfig
     """One process, nothing recomputed, compiled or offloaded."""
@@ -51,11 +51,11 @@ class Cases:
     batch: ResolvedBatch
     """The candidate's; both have the same `total` and `micro`."""
     remarks: tuple[str, ...]
-    """What is not as in the user's own run."""
+    """Differences from the user's own run."""
 
 
 def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | None = None) -> Cases:
-    """The two runs. `ranks` absent: as many as the layout fixes, and two where it fixes none."""
+    """Return the two runs. Without `ranks`: as many as the layout fixes, and two where it fixes none."""
     remarks: list[str] = []
     size = ranks or default_ranks(config)
     layout = resolve_layout(config.strategy, size=size, local_size=size)
@@ -76,14 +76,14 @@ def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | Non
 
 
 def default_ranks(config: RunConfig) -> int:
-    """The product of the axes that the layout fixes; two where that is one and an axis is free."""
+    """Return the product of the axes that the layout fixes; two where that is one and an axis is free."""
     layout, fixed = config.strategy.layout, min_ranks(config.strategy)
     free = layout.dp_replicate is None or layout.dp_shard is None
     return 2 if fixed == 1 and free else fixed
 
 
 def shrink(config: RunConfig, layers: int, remarks: list[str]) -> dict[str, Any]:
-    """The `model` section with so many layers."""
+    """Return the `model` section with so many layers."""
     model = config.model
     depth = depth_of(model)
     if model is None or depth is None:
@@ -100,7 +100,7 @@ def shrink(config: RunConfig, layers: int, remarks: list[str]) -> dict[str, Any]
 
 
 def _common(config: RunConfig, remarks: list[str]) -> dict[str, Any]:
-    """The sections that decide a step, without those that write, measure or resume."""
+    """Return the sections that affect a step, without those that write, measure or resume."""
     base = to_dict(config)
     dropped = ("val_data", "test_data", "hooks", "checkpoint", "log", "batch")
     base = {key: value for key, value in base.items() if key not in dropped and value is not None}
@@ -119,7 +119,7 @@ def _parsed(sections: Mapping[str, Any]) -> RunConfig:
 
 
 def besides(strategy: StrategyConfig) -> list[str]:
-    """What a strategy does besides spreading the run over ranks, each in a word or two."""
+    """Return the techniques of a strategy besides sharding, each in a word or two."""
     offload = strategy.offload
     techniques = {
         f"engine {strategy.engine_name}": strategy.engine != "native",
@@ -135,8 +135,10 @@ def besides(strategy: StrategyConfig) -> list[str]:
 
 def _refuse_what_is_one_process(config: RunConfig, layout: Layout) -> None:
     if layout.size == 1 and not besides(config.strategy):
-        message = "one rank, nothing recomputed, compiled or offloaded: that is the reference itself"
-        raise ConfigError(Problem("strategy", message, "Give `--ranks 2`, or a strategy that spreads something."))
+        message = "one rank without recompute, compile or offload is the reference itself"
+        raise ConfigError(
+            Problem("strategy", message, "Give `--ranks 2`, or a strategy that differs from one process.")
+        )
 
 
 def prove(
@@ -149,11 +151,11 @@ def prove(
     out: str | Path | None = None,
     log: Callable[[str], None] = lambda _text: None,
 ) -> Certificate:
-    """Show that a run does under its strategy what it does on one process, or where it does not.
+    """Show whether a run computes the same under its strategy as on one process, and where it differs.
 
-    `steps` steps of the run's own model and data are made in real processes, on one and on `ranks` of them, and
+    `steps` steps of the run's own model and data run in real processes, in one and in `ranks` of them, and are
     compared: loss, gradient norm, every parameter and every optimizer state after each step. `layers` shrinks a
-    model of which one process cannot hold the whole. With `out`, a folder, `certificate.json` and
+    model that is too large for one process. With `out`, a folder, `certificate.json` and
     `certificate.html` are written there. The run's own `work_dir` is not touched. `log` is given a line at each stage.
     """
     config = _checked(source, overrides, steps)
@@ -176,7 +178,7 @@ def prove(
 
 
 def _checked(source: str | Path | Mapping[str, Any], overrides: Sequence[str], steps: int) -> RunConfig:
-    """The run description, with everything in order that can be seen before a process starts."""
+    """Return the run description, checked as far as possible without starting a process."""
     parsed = parse(source, overrides)
     check_complete(parsed, require_length=False)
     if steps < 1:
@@ -185,7 +187,7 @@ def _checked(source: str | Path | Mapping[str, Any], overrides: Sequence[str], s
 
 
 def _prepare_folder(out: Path) -> None:
-    """Make the folder of the certificate, and find out whether it takes files, before the steps cost time."""
+    """Make the folder of the certificate, and check that it is writable, before running steps."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -201,13 +203,13 @@ def _run(job: ProofJob, ranks: int, who: str) -> None:
     job.write(folder / "job.json")
     code = run_ranks([sys.executable, "-m", "plait.prove.record", str(folder / "job.json")], ranks)
     if code in STOPPED_CODES:
-        sys.exit(code)  # whoever told the ranks to stop meant this
+        sys.exit(code)  # the ranks were stopped by a signal, which is meant for this process too
     if code:
-        raise TrainingError(f"{who} did not come to its end (exit code {code}), so there is nothing to compare")
+        raise TrainingError(f"{who} failed with exit code {code}, so there is nothing to compare")
 
 
 def name_of(config: RunConfig, layout: Layout) -> str:
-    """A strategy in a few words: `zero3 on 2 ranks`, `zero1, pp 2, tp 2, offload cpu on 8 ranks`."""
+    """Return a strategy in a few words: `zero3 on 2 ranks`, `zero1, pp 2, tp 2, offload cpu on 8 ranks`."""
     stage = config.strategy.stage
     axes = [f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1 and not axis.startswith("dp_")]
     sharding = [f"zero{stage}" if stage else "ddp"] if layout.data_parallel > 1 or stage else []
@@ -218,7 +220,7 @@ def name_of(config: RunConfig, layout: Layout) -> str:
 def certify(
     cases: Cases, rounding: Rounding, reference: ProofTrace, nudged: ProofTrace, candidate: ProofTrace
 ) -> Certificate:
-    """What the three runs of a proof say together."""
+    """Return the certificate of the three runs of a proof."""
     config, batch = cases.candidate, cases.batch
     assert config.model is not None
     facts = {
@@ -228,7 +230,7 @@ def certify(
         "optimizer": config.optim.type,
         "precision": f"{config.precision.compute} compute, {config.precision.reduce} reduction",
         "layout": " × ".join(f"{axis} {size}" for axis, size in cases.layout.sizes().items()),
-        "batch": f"{batch.total} samples a step on both sides, in micro-batches of {batch.micro}",
+        "batch": f"{batch.total} samples per step in both runs, in micro-batches of {batch.micro}",
         "seed": str(config.seed),
         "device": candidate.device,
         "versions": candidate.versions,
@@ -254,26 +256,26 @@ def _remarks(cases: Cases, reference: ProofTrace, candidate: ProofTrace, noise: 
         where = ", ".join(name or "the model itself" for name in reference.drops[:3])
         more = f" and {len(reference.drops) - 3} more" if len(reference.drops) > 3 else ""
         remarks.append(
-            f"Dropout was set to 0 for the comparison, in {where}{more}: no two layouts draw the same numbers."
+            f"Dropout was set to 0 for the comparison, in {where}{more}: two layouts do not draw the same numbers."
         )
         if cases.candidate.strategy.compile.enabled:
-            remarks.append("Dropout itself was not checked: compiled code draws its numbers out of sight.")
+            remarks.append("Dropout itself was not checked: random numbers of compiled code cannot be observed.")
         elif not candidate.checks:
-            remarks.append("Dropout itself was not checked: no two ranks have the same layers.")
+            remarks.append("Dropout itself was not checked: all ranks have different layers.")
     if reference.random or candidate.random:
         remarks.append(
-            "The model drew random numbers during a step although no dropout was left on that could be found. "
-            "A difference may be these numbers, and nothing else."
+            "The model drew random numbers during a step although all dropout that was found is off. A difference may "
+            "be due to these numbers alone."
         )
     if reference.uncompared:
         remarks.append(
-            f"{len(reference.uncompared)} running statistics were not compared: each rank gathers them over its own "
-            "samples, one process over all of them in turn."
+            f"{len(reference.uncompared)} running statistics were not compared: each rank computes them over its own "
+            "samples, one process over all samples."
         )
     if noise:
         few = ", ".join(sorted(noise)[:3])
         remarks.append(
-            f"{len(noise)} tensors are, at some steps, decided by rounding alone, on one process too, and say nothing "
-            f"there: {few}{' and others' if len(noise) > 3 else ''}."
+            f"{len(noise)} tensors are decided by rounding alone at some steps, on one process too, and were not "
+            f"compared there: {few}{' and others' if len(noise) > 3 else ''}."
         )
     return remarks

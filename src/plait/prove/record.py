@@ -1,7 +1,7 @@
-"""A process of a proof: `python -m plait.prove.record JOB`, started once for each rank.
+"""A process of a proof: `python -m plait.prove.record JOB`, started once per rank.
 
-Each step is written as a checkpoint, by all ranks together, whatever the layout; so states are compared under names
-and shapes that no layout changes, and no process ever holds a whole model that it does not train.
+The state after each step is saved as a checkpoint by all ranks; so states are compared by names and global shapes,
+which do not depend on the layout, and no process has to hold a whole model that it does not train.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from plait.prove.job import NUDGED, TRACE, ProofJob, ProofTrace
 from plait.torch_internals import intercept_operations
 from plait.trainer import Runner
 
-# Dropout in a proof: turned off for comparing, turned on again to see who draws which random numbers.
+# Dropout in a proof: turned off for comparing, turned on again to check the random numbers of the ranks.
 #
 # [Note: what can be said about dropout]
-# One process drops other entries than many ranks do: the numbers are drawn in another order. So the comparison is made
-# without dropout, and dropout is proved by two properties of its own. Ranks that see different samples must draw
-# different numbers; with a shared seed they would drop the same entries of every share of the batch. Ranks along `tp`,
-# which do parts of the same work, must drop the same entries of what they all hold; otherwise their copies of a
-# parameter that is not cut would drift apart.
+# One process drops other elements than several ranks: the random numbers are drawn in another order. So the comparison
+# is made without dropout, and dropout is checked by two properties. Ranks with different samples must draw different
+# numbers; with a shared seed they would drop the same elements in every part of the batch. Ranks along `tp`, which
+# share the same samples, must drop the same elements of tensors that they all hold; otherwise their copies of a
+# parameter that is not sharded would diverge.
 
 
 class Switch:
-    """Every dropout of a model: turned off when made, turned on by `on`."""
+    """All dropout rates of a model: set to 0 by the constructor, restored by `on`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[str] = []
@@ -57,7 +57,7 @@ class Switch:
                     self.modules += [name] if name not in self.modules else []
 
     def on(self) -> None:
-        """As the user has it."""
+        """Restore the rates."""
         for module, key, value in self._rates:
             setattr(module, key, value)
 
@@ -68,7 +68,7 @@ def _is_rate(module: nn.Module, key: str, value: Any) -> bool:
 
 
 def _without(config: Any) -> Any:
-    """A model's own settings without dropout; None where they have none."""
+    """Return a model's config with dropout rates of 0; None where it has none."""
     settings = config.__dict__ if hasattr(config, "__dict__") else {}
     rates = [key for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
     if not rates:
@@ -82,7 +82,7 @@ def _without(config: Any) -> Any:
 
 
 def random_state(device: torch.device) -> str:
-    """A short name for where torch's default generators are."""
+    """Return a hash of the state of torch's default generators."""
     state = torch.get_rng_state().numpy().tobytes()
     if device.type == "cuda":
         state += torch.cuda.get_rng_state(device).numpy().tobytes()
@@ -90,12 +90,12 @@ def random_state(device: torch.device) -> str:
 
 
 class RandomCall(NamedTuple):
-    """One use of random numbers."""
+    """One operation that used random numbers."""
 
     module: str
     operation: str
     numbers: str
-    """Where the generator was: two draws from the same place get the same numbers."""
+    """The hash of the generator's state: equal states give equal numbers."""
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def record_random_calls(model: nn.Module, device: torch.device) -> Iterator[list
 
 
 def check_dropout(engine: Engine, micro_batches: Any) -> list[tuple[str, bool, str]]:
-    """One step with dropout: what the ranks drew, and whether those along `tp` still agree. Every rank must ask."""
+    """Run one step with dropout; check the ranks' random numbers, and that ranks along `tp` still agree. Collective."""
     world = engine.world
     with record_random_calls(engine.model, world.device) as calls:
         engine.train_step(micro_batches)
@@ -173,7 +173,7 @@ def _check_tp_agrees(everyone: list[tuple[dict[str, int], dict[str, str]]]) -> t
 
 
 def _copies(engine: Engine) -> Mapping[str, str]:
-    """A digest of each tensor that the ranks along `tp` all hold."""
+    """Return a digest of each tensor that is replicated along `tp`."""
     digests = {}
     for name, tensor in engine.state_tensors().items():
         if not _cut_along_tp(tensor):
@@ -189,12 +189,12 @@ def _cut_along_tp(tensor: Tensor) -> bool:
 
 
 def run(job: ProofJob) -> None:
-    """Do as `job` says; rank 0 leaves a `Trace` in its folder."""
+    """Run the job; rank 0 writes a `ProofTrace` to its folder."""
     folder = Path(job.folder)
     against = None if job.against is None else Path(job.against)
     _record(job, folder, against, nudge=0.0)
     if job.nudge:
-        gc.collect()  # of the first model, before there is a second
+        gc.collect()  # free the first model before making the second
         _record(job, folder / NUDGED, folder, nudge=job.nudge)
 
 
@@ -214,7 +214,7 @@ def _record(job: ProofJob, folder: Path, against: Path | None, *, nudge: float) 
         for step, micro_batches in zip(range(1, job.steps + 1), _batches(runner), strict=False):
             before = random_state(world.device)
             result = engine.train_step(micro_batches)
-            # Tensor parallelism takes a number for each layer that may drop, dropped or not.
+            # Tensor parallelism draws a seed for each layer with dropout, at rate 0 too.
             drew = random_state(world.device) != before and world.layout.tp == 1
             trace.random = world.any(drew) or trace.random
             trace.loss.append(result.loss)
@@ -231,7 +231,7 @@ def _record(job: ProofJob, folder: Path, against: Path | None, *, nudge: float) 
 
 
 class _Steps:
-    """The states of a run on their way to the disk; compared and removed at once where there is a reference."""
+    """Saves the states of a run; where there is a reference, compares them and removes them at once."""
 
     def __init__(self, engine: Engine, folder: Path, against: Path | None, trace: ProofTrace) -> None:
         self._engine = engine
@@ -243,7 +243,7 @@ class _Steps:
         self._checkpoints = CheckpointWriter(self._folder.root, engine.world)
 
     def save(self, step: int) -> None:
-        """Write the state after a step; rank 0 compares it."""
+        """Save the state after a step; rank 0 compares it."""
         tensors = self._engine.state_tensors()
         tensors = {name: tensor for name, tensor in tensors.items() if name not in self._trace.uncompared}
         target = self._folder.path_of(step)
@@ -261,12 +261,12 @@ class _Steps:
                 shutil.rmtree(target)
 
     def close(self) -> None:
-        """Let go of the writer."""
+        """Close the checkpoint writer."""
         self._checkpoints.close()
 
 
 def _batches(runner: Runner) -> Iterator[Any]:
-    """This rank's micro-batches, step after step, through as many epochs as it takes."""
+    """Yield this rank's micro-batches of each step, over as many epochs as needed."""
     epoch = 0
     while True:
         empty = True
@@ -279,7 +279,7 @@ def _batches(runner: Runner) -> Iterator[Any]:
 
 
 def nudge_weights(engine: Engine, size: float) -> None:
-    """Move every weight by up to `size` of itself; see [Note: where a tolerance comes from]."""
+    """Perturb every weight by up to `size` of itself; see [Note: where a tolerance comes from]."""
     for name, weight in engine.weights().items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         factors = torch.rand(weight.shape, generator=generator).mul_(2 * size).sub_(size)
@@ -289,7 +289,7 @@ def nudge_weights(engine: Engine, size: float) -> None:
 
 
 def running_statistics(model: nn.Module) -> list[str]:
-    """Running means and variances, by name: ranks gather them over their own samples, one process over all in turn."""
+    """Return the names of running means and variances, which depend on the samples of each rank."""
     owners = [(name, module) for name, module in model.named_modules() if hasattr(module, "running_mean")]
     return [
         f"model.{name}.{key}" if name else f"model.{key}"

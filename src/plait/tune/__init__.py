@@ -1,4 +1,4 @@
-"""`plait tune`: the fastest settings, found by measuring."""
+"""`plait tune`: finds the fastest settings by measuring."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""How a search is made. Not a section of the run description.
+"""The settings of a search, and the order of its trials.
 
-[Note: why a search is no section of a run]
+[Note: a search is not a section of a run]
 A run description says what is trained, is stored in every checkpoint, and has no key that a run ignores. A search is
-about many runs, ends with a run description of its own (`best.yaml`), and is over before that run starts. So it is
-given beside the file, as options of `plait tune` or as a file of its own (`--search search.yaml`).
+about many runs, results in another run description (`best.yaml`), and is over before that run starts. So its settings
+are separate: options of `plait tune`, or a file (`--search search.yaml`).
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ Dimension = Literal["zero", "layout", "recompute", "compile", "offload", "micro"
 
 
 class TuneConfig(Section):
-    """What is searched, how, and for how long."""
+    """The settings of a search: what is varied, in which order, and for how long."""
 
     tuner: Literal["grid", "random", "model"] = "model"
-    """The order of trials: as they come, shuffled, or what is expected to be fastest first."""
+    """The order of trials: as enumerated, shuffled, or what is expected to be fastest first."""
     trials: PositiveInt = 20
-    """Measured at most; settings that are refused before anything starts do not count."""
+    """Most trials that are run; settings that are refused without a run do not count."""
     minutes: PositiveFloat | None = None
-    """For the whole search. A trial that runs when they are over is cut off and not recorded."""
+    """Time limit of the whole search. A trial that runs at its end is killed and not recorded."""
     trial_seconds: PositiveFloat = 600.0
-    """For each trial; one that takes longer is recorded as such."""
+    """Time limit of each trial; one that takes longer is recorded as a timeout."""
     steps: PositiveInt = 10
-    """Of each trial."""
+    """Steps of each trial."""
     warmup: NonNegativeInt = 3
     """The first steps of a trial, which are not measured."""
     nproc: PositiveInt = 1
     """Processes of each trial."""
     metric: Literal["throughput", "tokens_per_s", "samples_per_s", "step_time"] = "throughput"
-    """`throughput`: tokens a second, or samples where the data are not tokens."""
+    """`throughput`: tokens per second, or samples where the data are not tokens."""
     early_stop: PositiveInt | None = None
-    """End after so many measured trials in a row without a better one."""
+    """End after so many trials in a row without a better one."""
     seed: NonNegativeInt = 0
-    """Of the shuffling."""
+    """The seed of shuffling."""
     dimensions: Many[Dimension] | None = None
-    """What is varied besides `space`; the global batch stays what it is. Absent: all that can pay on this machine."""
+    """What is varied besides `space`, at the same global batch. Absent: all that can be faster on this machine."""
     micro_min: PositiveInt = 1
     """Smallest micro-batch that is tried."""
     micro_max: PositiveInt = 1024
     """Largest micro-batch that is tried."""
     micro_count: PositiveInt = 4
-    """Micro-batch sizes tried at most for each of the other settings."""
+    """Most micro-batch sizes that are tried for each of the other settings."""
     space: dict[str, Many[Any]] = Field(default_factory=dict)
     """Dotted keys of the run description, and the values to try. A key here is not varied by a dimension."""
 
@@ -68,18 +68,18 @@ class TuneConfig(Section):
 
 
 def make_tune_config(settings: Mapping[str, Any], *, origin: str = "") -> TuneConfig:
-    """A `TuneConfig`; what is wrong with the settings is a `ConfigError` with every problem."""
+    """Return a `TuneConfig`; raises a `ConfigError` with every problem of the settings."""
     try:
         return TuneConfig.model_validate(dict(settings))
     except ValidationError as error:
         raise ConfigError(explain_section(error, TuneConfig, "search", origin)) from None
 
 
-# What is tried, and in which order.
+# The candidates, and their order.
 
 
 Rank = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
-"""Candidates in the order in which they are expected to be fast. One that is left out is tried last."""
+"""Returns candidates, the one expected to be fastest first. Those left out are tried last."""
 
 _HOMES = ("optimizer", "params")
 _FAR = {"none": 0, "cpu": 1, "nvme": 2}
@@ -87,7 +87,7 @@ _RECOMPUTE_COST = {"none": 0, "every": 1, "selective": 1, "auto": 1, "full": 2}
 
 
 def space_of(run: RunConfig, tune: TuneConfig) -> Space:
-    """What is varied: as asked, or all that can pay here; without compiling where that cannot work."""
+    """Return the space to search: as configured, or all that can be faster here; without compile where unsupported."""
     device = _device_type(run)
     dimensions = useful_dimensions(device) if tune.dimensions is None else tune.dimensions
     return Space(
@@ -101,7 +101,7 @@ def space_of(run: RunConfig, tune: TuneConfig) -> Space:
 
 
 def _device_type(run: RunConfig) -> str:
-    """The device that trials run on."""
+    """Return the type of the device that trials run on."""
     import torch
 
     return "cuda" if run.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
@@ -117,11 +117,11 @@ def _can_compile(device: str) -> bool:
 
 
 def in_order(run: RunConfig, candidates: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:
-    """The run as it is written first, to compare with; then as the tuner says."""
+    """Return the unchanged run first, to compare with; then the others in the order of the tuner."""
     first = [candidate for candidate in candidates if not candidate.settings]
     rest = [candidate for candidate in candidates if candidate.settings]
     if tune.tuner == "random":
-        random.Random(tune.seed).shuffle(rest)  # noqa: S311  # an order that comes again, and no secret
+        random.Random(tune.seed).shuffle(rest)  # noqa: S311  # reproducible, not a secret
     elif tune.tuner == "model":
         ranked = list(rank(run, rest))
         known = {candidate.key for candidate in ranked}
@@ -130,7 +130,7 @@ def in_order(run: RunConfig, candidates: Sequence[Candidate], tune: TuneConfig, 
 
 
 def rank_by_rule(run: RunConfig, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """What costs nothing to know: all on the device, little recomputing, few cuts, large micro-batches, low stages."""
+    """Return candidates ordered by offload, recompute, sharding, micro-batch size and stage, without simulation."""
 
     def cost(candidate: Candidate) -> tuple[float, ...]:
         settings, strategy = candidate.settings, run.strategy

@@ -1,4 +1,4 @@
-"""The search: candidates one after the other, each measured, until the budget is spent."""
+"""The search: measures candidates one after another, until its limits are reached."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ from plait.plan import Candidate, candidates
 from plait.tune.config import Rank, TuneConfig, in_order, rank_by_rule, space_of
 from plait.tune.trial import TrialOutcome, run_trial
 
-# What a search has found so far, in a folder that survives whatever happens to the tuner.
+# The results of a search, in a folder from which it can be continued.
 #
-#     search.json      what was measured, and how: a later search must be the same to go on
-#     results.jsonl    one line for each candidate that is done with
+#     search.json      the run and how it is measured: a search can only be continued with the same
+#     results.jsonl    one line for each finished candidate
 #     results.csv      the same as a table
 #     best.yaml        the run description with the best settings so far
-#     trials/KEY/      what each trial printed and logged
+#     trials/KEY/      the output and logs of each trial
 #
-# Files are replaced as a whole, so that each of them is always complete.
+# Files are replaced atomically, so that each of them is always complete.
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRecord:
-    """A candidate that is done with."""
+    """The result of a candidate."""
 
     settings: Mapping[str, Any]
     outcome: TrialOutcome
     value: float | None
-    """The metric, the larger the better; None where the trial gave none."""
+    """The metric, larger is better; None where the trial has none."""
 
     @property
     def key(self) -> str:
-        """The candidate's."""
+        """The candidate's key."""
         return Candidate(self.settings).key
 
     @property
     def was_run(self) -> bool:
-        """Whether a process was started for it; what is refused by its settings alone has none."""
+        """Whether a trial was run; settings that were refused have none."""
         return self.outcome.seconds > 0
 
 
 class TrialRecords:
-    """The records of one search. Opening it reads what is there."""
+    """The records of one search, read from its folder when constructed."""
 
     def __init__(self, folder: Path, run: RunConfig, tune: TuneConfig, *, fresh: bool = False) -> None:
         self.folder = folder
@@ -82,30 +82,30 @@ class TrialRecords:
 
     @property
     def records(self) -> tuple[TrialRecord, ...]:
-        """All of them, in the order in which they came."""
+        """All records, in the order in which they were added."""
         return tuple(self._records.values())
 
     @property
     def trials(self) -> tuple[TrialRecord, ...]:
-        """Those that were run."""
+        """The records of trials that were run."""
         return tuple(record for record in self.records if record.was_run)
 
     @property
     def since_best(self) -> int:
-        """How many trials came after the best one; 0 while there is none."""
+        """How many trials were run after the best one; 0 without one."""
         best, trials = self.best, self.trials
         return 0 if best is None else len(trials) - 1 - trials.index(best)
 
     def trial_folder(self, candidate: Candidate) -> Path:
-        """Where a trial keeps what is its own."""
+        """Return the folder of a trial."""
         return (self.folder / "trials" / candidate.key).resolve()
 
     def find(self, candidate: Candidate) -> TrialRecord | None:
-        """The record of a candidate; None where it has none."""
+        """Return the record of a candidate; None where it has none."""
         return self._records.get(candidate.key)
 
     def add(self, *records: TrialRecord) -> None:
-        """Take records in; they are on the disk when this returns."""
+        """Add records and write them to the disk."""
         self._records |= {record.key: record for record in records}
         lines = [
             json.dumps({"settings": dict(r.settings), **asdict(r.outcome), "value": r.value}) for r in self.records
@@ -115,7 +115,7 @@ class TrialRecords:
 
     @property
     def best(self) -> TrialRecord | None:
-        """The record with the best value; of equal ones the first."""
+        """The record with the best value; the first of equal ones."""
         measured = [record for record in self.records if record.value is not None]
         return max(measured, key=lambda record: record.value or 0.0, default=None)
 
@@ -132,9 +132,9 @@ class TrialRecords:
         return text.getvalue()
 
     def _identify(self, run: RunConfig, tune: TuneConfig) -> None:
-        """Numbers of different runs, or measured in different ways, must not stand in one table."""
+        """Refuse a folder with results of another run, or measured in another way."""
         names = ("nproc", "steps", "warmup", "metric")
-        # Through JSON, as what it is compared with has been.
+        # Converted by JSON, like the stored value that it is compared with.
         wanted = json.loads(json.dumps({"run": to_dict(run), **{name: getattr(tune, name) for name in names}}))
         path = self.folder / "search.json"
         if not path.exists():
@@ -161,10 +161,10 @@ def _record(line: str, where: str) -> TrialRecord:
         settings, value = row.pop("settings"), row.pop("value")
         outcome = TrialOutcome(**row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(f"{where} is no result of a search ({type(error).__name__}: {error})") from None
+        raise _damaged(f"{where} is not a result of a search ({type(error).__name__}: {error})") from None
     number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     if not isinstance(settings, dict) or not number or not isinstance(outcome.seconds, int | float):
-        raise _damaged(f"{where} is no result of a search: {line[:80]!r}")
+        raise _damaged(f"{where} is not a result of a search: {line[:80]!r}")
     return TrialRecord(settings, outcome, value)
 
 
@@ -173,19 +173,19 @@ def _damaged(reason: str) -> ConfigError:
 
 
 def _remove(folder: Path) -> None:
-    """Only what a search has written; a folder may hold other things too."""
+    """Remove the files of a search; the folder may have others."""
     for name in ("search.json", "results.jsonl", "results.csv", "best.yaml"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "trials", ignore_errors=True)
 
 
-# Whether a set of settings makes a run, found out without starting one.
+# Checking settings without running them.
 
 
 def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
-    """What the settings come to on `ranks` ranks, as text that is equal where two runs would be.
+    """Return the effective settings on `ranks` ranks, as text that is equal for equal runs.
 
-    With one copy of the model, every ZeRO stage is the same. Raises `ConfigError` where they make no run.
+    With one replica of the model, every ZeRO stage is the same. Raises `ConfigError` where the settings are invalid.
     """
     config = parse(source, overrides).config
     check(config, has_val=config.val_data is not None, require_length=True)
@@ -205,13 +205,13 @@ def effective(source: str, overrides: Sequence[str], ranks: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What a search has found."""
+    """The result of a search."""
 
     best: TrialRecord
     best_path: Path
     """The run description with the best settings."""
     records: tuple[TrialRecord, ...]
-    """All candidates that are done with, those of an earlier part of the search included."""
+    """All finished candidates, including those of an earlier part of the search."""
     why: str
     """What ended the search."""
 
@@ -228,9 +228,9 @@ def tune(
 ) -> Tuned:
     """Find the fastest settings for a run description by running it.
 
-    Goes on where an earlier search in `out` ended, unless `fresh`: a candidate that is done with is never run again.
-    Raises `ConfigError` where the run itself is wrong, and `TrainingError` where no candidate at all could be run;
-    a candidate that fails is a record with its reason.
+    Continues an earlier search in `out`, unless `fresh`: a finished candidate is not run again. Raises `ConfigError`
+    where the run itself is invalid, and `TrainingError` where no candidate could be run; a candidate that fails gets a
+    record with its reason.
     """
     config = config or TuneConfig()
     parsed = parse(source, overrides)
@@ -249,12 +249,12 @@ def tune(
     else:
         counts = Counter(record.outcome.reason for record in records.records)
         reasons = "".join(f"\n  - {count} × {reason}" for reason, count in counts.most_common(5))
-        raise TrainingError(f"no trial ran to its end ({why}). Why not:{reasons}")
+        raise TrainingError(f"no trial succeeded ({why}). The reasons:{reasons}")
     return Tuned(best, records.folder / "best.yaml", records.records, why)
 
 
 def _refuse_code(records: TrialRecords, config: TuneConfig) -> None:
-    """Refuse results that would have other code run than this search: the best of them become the run's settings."""
+    """Refuse stored results with keys that name code to run and are not in `space`: the best become settings."""
     for record in records.records:
         if strange := [key for key in code_keys(record.settings) if key not in config.space]:
             message = f"{records.folder / 'results.jsonl'} sets {strange[0]}, which decides what code runs"
@@ -265,9 +265,9 @@ def _refuse_code(records: TrialRecords, config: TuneConfig) -> None:
 def _legal(
     candidates: Sequence[Candidate], source: str, overrides: Sequence[str], config: TuneConfig, records: TrialRecords
 ) -> list[Candidate]:
-    """Candidates that make a run, one of each that would be the same; the others are recorded with their reason.
+    """Return the valid candidates, one of each that are equal; the others are recorded with their reason.
 
-    A key of `space` that no candidate can have is an error: it is misspelt, or all its values are wrong.
+    A key of `space` that is valid in no candidate is an error: it is misspelt, or all its values are wrong.
     """
     kept: dict[str, Candidate] = {}
     refused: list[TrialRecord] = []
@@ -301,7 +301,7 @@ def _measure(
     records: TrialRecords,
     log: Callable[[str], None],
 ) -> str:
-    """Run what has no record yet; returns what ended it."""
+    """Run the candidates without a record; returns why the search ended."""
     end = float("inf") if config.minutes is None else time.monotonic() + config.minutes * 60
     for candidate in ordered:
         if records.find(candidate) is not None:
@@ -331,7 +331,7 @@ def _describe(outcome: TrialOutcome) -> str:
         return f"{outcome.status}: {outcome.reason}"
     rate = f"{outcome.samples_per_s:.2f} samples/s"
     tokens = "" if outcome.tokens_per_s is None else f"{outcome.tokens_per_s:.0f} tokens/s, "
-    return f"{tokens}{rate}, {outcome.step_time or 0:.4g} s a step, {outcome.memory_mib or 0:.0f} MiB"
+    return f"{tokens}{rate}, {outcome.step_time or 0:.4g} s per step, {outcome.memory_mib or 0:.0f} MiB"
 
 
 def _write_best(records: TrialRecords, source: str, overrides: Sequence[str], record: TrialRecord) -> None:

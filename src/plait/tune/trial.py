@@ -1,4 +1,4 @@
-"""One trial: a real run of a few steps in processes of its own, and what came of it."""
+"""One trial: a run of a few steps in separate processes, and its outcome."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _NEVER = 10**9
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """How a trial ended. The figures are averages after the warm-up, and there only where it ended well."""
+    """How a trial ended. The figures are averages after the warm-up, and None unless it succeeded."""
 
     status: Status
     seconds: float
-    """From its start to its end, all included."""
+    """From its start to its end."""
     reason: str = ""
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     step_time: float | None = None
     memory_mib: float | None = None
-    """The most that was seen on rank 0."""
+    """The peak on rank 0."""
 
     def value(self, metric: str) -> float | None:
-        """What the metric says, the larger the better; None where there is nothing to compare."""
+        """Return the metric, larger is better; None where the trial has none."""
         if metric == "step_time":
             return None if self.step_time is None else -self.step_time
         if metric == "throughput":
@@ -58,14 +58,14 @@ class TrialOutcome:
 def run_trial(
     source: str, overrides: Sequence[str], run: RunConfig, tune: TuneConfig, folder: Path, *, limit_s: float
 ) -> TrialOutcome:
-    """Train a few steps as `plait train` would, in a session of its own, all of which is gone when this returns.
+    """Train a few steps with `plait train`, in a process session whose processes have all ended when this returns.
 
-    What the run prints stands in `folder/log.txt`. Whatever happens to it is an `Outcome`.
+    The output of the run is in `folder/log.txt`. Any failure is a `TrialOutcome` too.
     """
-    shutil.rmtree(folder, ignore_errors=True)  # a trial that was cut off leaves half a story
+    shutil.rmtree(folder, ignore_errors=True)  # files of a trial that was killed
     folder.mkdir(parents=True)
     changes = measuring(run, tune, folder / "run")
-    # What a trial takes is measured, not foretold.
+    # Memory is measured, not planned.
     command = [sys.executable, "-m", "plait", "train", source, *overrides, *changes, "plan.gate=off"]
     command += ["--nproc", str(tune.nproc)]
     start = time.monotonic()
@@ -88,7 +88,7 @@ def run_trial(
 
 
 def measuring(run: RunConfig, tune: TuneConfig, work_dir: Path) -> list[str]:
-    """Overrides that make a short run of a long one, and leave its steps as they are."""
+    """Return overrides that shorten a run without changing its steps."""
     changes = [
         f"work_dir={work_dir}",
         f"train.stop_after={tune.steps}",
@@ -104,7 +104,7 @@ def measuring(run: RunConfig, tune: TuneConfig, work_dir: Path) -> list[str]:
 
 
 def _end_session(trial: subprocess.Popen[bytes]) -> None:
-    """Kill whatever is left of the trial: its ranks have groups of their own, and workers, but share its session."""
+    """Kill all processes of the trial: ranks and workers have other process groups, but share its session."""
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
         left = [pid for pid in psutil.pids() if _session(pid) == trial.pid and not _is_dead(pid)]
@@ -138,7 +138,7 @@ def _kill(pid: int) -> None:
 
 def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, limit_s: float) -> TrialOutcome:
     if code is None:
-        return TrialOutcome("timeout", seconds, f"not over after {limit_s:.0f} s; it was {_last_phase(folder)}")
+        return TrialOutcome("timeout", seconds, f"not finished after {limit_s:.0f} s; it was {_last_phase(folder)}")
     text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     if MICRO_BATCHES_SPLIT in text:
         return TrialOutcome("oom", seconds, _reason(text, re.compile(MICRO_BATCHES_SPLIT)))
@@ -147,7 +147,7 @@ def _outcome(code: int | None, folder: Path, tune: TuneConfig, seconds: float, l
     if _OUT_OF_MEMORY.search(text):
         return TrialOutcome("oom", seconds, _reason(text, _OUT_OF_MEMORY))
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        reason = "ended by SIGKILL, which is what the kernel does when host memory runs out"
+        reason = "killed by SIGKILL, as the kernel does when host memory runs out"
         return TrialOutcome("oom", seconds, reason)
     if code == 2 and "plait: " in text:
         return TrialOutcome("refused", seconds, _own_words(text))
@@ -186,7 +186,7 @@ def _last_phase(folder: Path) -> str:
 
 
 def _reason(text: str, pattern: re.Pattern[str] = _ERROR_LINE) -> str:
-    """The line that says it: the first that fits the pattern, or the last one there is."""
+    """Return the first line that matches the pattern, or the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR_LINE.match(line)] or lines
     fitting = [line for line in errors if pattern.search(line)] or [line for line in lines if pattern.search(line)]
@@ -195,5 +195,5 @@ def _reason(text: str, pattern: re.Pattern[str] = _ERROR_LINE) -> str:
 
 
 def _own_words(text: str) -> str:
-    """What Plait itself said last."""
+    """Return the last message of Plait."""
     return " ".join(text.rpartition("plait: ")[2].split())[:300]
