@@ -74,7 +74,7 @@ def test_a_pass_can_be_had_again_in_the_order_of_torch() -> None:
     assert [batch.tolist() for batch in loader] == plain
     order = sampler.order
     assert [batch.tolist() for batch in loader] != plain
-    sampler.again = order
+    sampler.repeat_from = order
     assert [batch.tolist() for batch in loader] == plain
 
 

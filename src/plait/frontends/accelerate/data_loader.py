@@ -175,16 +175,16 @@ class RecordedSampler(RandomSampler):
         super().__init__(sampler.data_source, replacement=sampler.replacement, num_samples=count)
         self.order: torch.Tensor | None = None
         """Generator state at the beginning of the pass."""
-        self.again: torch.Tensor | None = None
+        self.repeat_from: torch.Tensor | None = None
         """Generator state that the next pass starts with, if it repeats one."""
 
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator()
-        if self.again is None:
+        if self.repeat_from is None:
             self.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         else:
-            self.generator.set_state(self.again)
-            self.again = None
+            self.generator.set_state(self.repeat_from)
+            self.repeat_from = None
         self.order = self.generator.get_state()
         yield from super().__iter__()
 
@@ -318,7 +318,7 @@ class PreparedLoader(DataLoader[Any]):
         """Samples of its pass that a loaded state had seen."""
         self._order: Tensor | None = None
         """Generator state of the sampler at the beginning of this pass."""
-        self._again = False
+        self._repeats_order = False
         """Whether the next pass repeats that order."""
         self._origin: PreparedLoader | None = None
         """The loader of the whole pass, if this one skips its beginning."""
@@ -348,7 +348,7 @@ class PreparedLoader(DataLoader[Any]):
     # ---- the pass over the data
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        resumes = self._again
+        resumes = self._repeats_order
         self._begin()
         random_state = torch.get_rng_state()
         batches = self._dispatched() if self.delivery.dispatch else super().__iter__()
@@ -375,16 +375,16 @@ class PreparedLoader(DataLoader[Any]):
         self.position = 0 if self._reads_to_skip else self.delivery.skip
         generator, sampler = self._generator, self.user_sampler
         if isinstance(sampler, RecordedSampler):
-            sampler.again = self._order if self._again else None
+            sampler.repeat_from = self._order if self._repeats_order else None
         elif generator is not None:
-            if self._again and self._order is not None:
+            if self._repeats_order and self._order is not None:
                 generator.set_state(self._order)
             elif self.delivery.share.ranks > 1:
                 generator.set_state(self._world.broadcast(generator.get_state()))
             self._order = generator.get_state()
-        self._again = False
+        self._repeats_order = False
         if self._origin is not None:
-            self._origin._again = False
+            self._origin._repeats_order = False
         self.set_epoch(self.iteration)
         if not self.loader.drop_last:
             try:
@@ -471,7 +471,12 @@ class PreparedLoader(DataLoader[Any]):
     def without_first(self, count: int) -> PreparedLoader:
         """Return a loader of the same pass without its first batches, which are read only from a stream."""
         other = PreparedLoader(self.loader, replace(self.delivery, skip=count), self._world, self._gradients)
-        other.iteration, other._order, other._again, other._origin = self.iteration, self._order, self._again, self
+        other.iteration, other._order, other._repeats_order, other._origin = (
+            self.iteration,
+            self._order,
+            self._repeats_order,
+            self,
+        )
         return other
 
     def state(self) -> tuple[dict[str, Any], Tensor | None]:
@@ -490,7 +495,7 @@ class PreparedLoader(DataLoader[Any]):
     def restore(self, state: dict[str, Any], order: Tensor | None) -> None:
         """Restore what `state` returned: the next pass has the same order."""
         self.iteration, self.resume_at = int(state["iteration"]), int(state["samples"])
-        self._order, self._again = order, order is not None
+        self._order, self._repeats_order = order, order is not None
 
 
 def _cut(batch: Any, start: int, end: int) -> Any:
