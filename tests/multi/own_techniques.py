@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from plait.distributed.pipeline_schedule import Action, ActionKind
+from plait.distributed.pipeline_schedule import Action, ActionType
 
 ASKED: list[str] = []
 """The operations that `saves_products` was asked about."""
@@ -48,9 +48,9 @@ def one_by_one(ranks: int, micro_batches: int) -> list[list[str]]:
 def two_in_a_loop(ranks: int, micro_batches: int) -> list[list[Action]]:
     """All forward passes of each of two stages of a rank, then all backward passes."""
     return [
-        [Action(ActionKind.FORWARD, stage, index) for stage in (rank, rank + ranks) for index in range(micro_batches)]
+        [Action(ActionType.FORWARD, stage, index) for stage in (rank, rank + ranks) for index in range(micro_batches)]
         + [
-            Action(ActionKind.BACKWARD, stage, index)
+            Action(ActionType.BACKWARD, stage, index)
             for stage in (rank + ranks, rank)
             for index in range(micro_batches)
         ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.config.model import LlamaConfig
 from plait.distributed.materialize import find_initializer, give_storage, initialize
-from plait.distributed.pipeline_parallel import Pipeline, form_of_inputs
+from plait.distributed.pipeline_parallel import Pipeline, input_signature
 from plait.distributed.pipeline_split import broadcast_costs, make_stages, plan_stages
 from plait.errors import ModelError
 from plait.models.llama import Llama
@@ -129,7 +129,7 @@ def grows(rank: int, size: int) -> str:
     inputs = [torch.randn(2, 6), torch.randn(2, 6)]
     message = ""
     if rank == 1:
-        pipeline.transport.receive(0, (0, form_of_inputs(inputs[0]), True)).wait()
+        pipeline.transport.receive(0, (0, input_signature(inputs[0]), True)).wait()
     else:
         with pytest.raises(ModelError) as caught:
             pipeline.step(inputs, lambda answer, _inputs, _index: answer.sum())

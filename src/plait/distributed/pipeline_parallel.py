@@ -1,12 +1,11 @@
-"""Runs the stages of this rank, in step with those of the other ranks.
+"""Pipeline parallelism (PP): runs the stages of this rank, in the order of a schedule.
 
 [Note: why not torch's own stages]
-The order of work comes from `torch.distributed.pipelining`, and so does the backward pass in two halves. Its
-stages and its loop are not used: they cut one batch of tensors into equal pieces, where here micro-batches are
-anything, already cut, and the last may be short; they learn shapes by running the model once more
-([Note: what will come]); they want tensors from the last stage, where a model may answer with its loss; and
-gradients of sharded parameters are always reduced at the end of the step, where most schedules let the last
-backward pass overlap with it.
+The order of work comes from `torch.distributed.pipelining`, and so does the backward pass in two halves. Its stages
+and its loop are not used: they split one batch of tensors into equal chunks, where here micro-batches are any objects,
+already split, and the last may be short; they find shapes by running the model once more ([Note: what will come]);
+they need tensors from the last stage, where a model may return its loss; and they reduce gradients of sharded
+parameters at the end of the step, where most schedules can overlap that with the last backward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from plait.distributed.heartbeat import wait_for
 from plait.distributed.pipeline_schedule import (
     Action,
-    ActionKind,
+    ActionType,
     Program,
     ScheduleName,
     StageTransfer,
@@ -55,61 +54,63 @@ from plait.torch_internals import (
     tree_unflatten,
 )
 
-# The backward pass of one stage, whole or in two halves.
+# ---- the backward pass of one stage, full or in two halves
 #
 # [Note: two halves of a backward pass]
-# Zero-bubble schedules fill gaps with work that nobody waits for: gradients of weights. The first half finds the
-# gradients of the stage's inputs, and remembers what arrives at every point of the graph where a path to weights
-# branches off; torch knows how to find these points. The second half starts from them. It goes through autograd's
-# accumulation, so hooks on gradients see them as in any backward pass.
+# Zero-bubble schedules fill gaps with work for which no stage waits: gradients of weights. The first half computes the
+# gradients of the stage's inputs, and records those at every point of the graph where a path to weights branches off;
+# torch has functions to find these points. The second half starts from them. It uses autograd's accumulation, so hooks
+# on gradients run as in any backward pass.
 #
-# A stage that recomputes its activations would recompute them for each branch of the second half anew, and one that
-# is compiled has no branches. Both should run the whole pass at once (`merge_backward`).
+# A stage that recomputes its activations would do so again for each branch of the second half, and one that is compiled
+# has no branches. Both should run the full pass at once (`merge_backward`).
 
 
 Branches = list[dict[str, Any]]
-"""Points where paths to weights branch off, with what arrived there."""
+"""Points where paths to weights branch off, with the gradients there."""
 
 
-class Graph:
-    """What one stage keeps of one micro-batch between its forward and backward passes."""
+class StageGraph:
+    """The autograd graph of one stage and micro-batch, between its forward and backward passes."""
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.inputs = list(inputs)
         """The tensors from the stage before that need gradients."""
-        # The values of the outputs are not needed, only their place in the graph.
+        # The values of the outputs are not needed, only their edges in the graph.
         self._outputs = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         self._gradients: Sequence[Tensor] = ()
         self._branches: Branches = []
 
     def run(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The whole pass: gradients of the parameters are accumulated, those of the inputs are the answer.
+        """The full pass: gradients of the parameters are accumulated, those of the inputs are returned.
 
-        `gradients` are those of the outputs, as far as they have any.
+        `gradients` are those of the outputs that have any.
         """
         if self._outputs:
             torch.autograd.backward(self._outputs, grad_tensors=gradients)
         self._outputs = []
-        return [_taken(tensor) for tensor in self.inputs]
+        return [_take_grad(tensor) for tensor in self.inputs]
 
     def run_inputs(self, gradients: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
         """The first half; see [Note: two halves of a backward pass]."""
-        if not self.inputs:  # nobody waits: all of it is left for the second half
+        if not self.inputs:  # no stage waits: all of it is done in the second half
             self._gradients = gradients
             return []
-        found: Sequence[Tensor | None] = [None] * len(self.inputs)
+        gradients_of_inputs: Sequence[Tensor | None] = [None] * len(self.inputs)
         if self._outputs:
             self._branches = _find_branches(self._outputs, self.inputs, module)
-            hooks = [hook for branch in self._branches for hook in _remember(branch)]
+            hooks = [hook for branch in self._branches for hook in _recording_hooks(branch)]
             try:
-                found = torch.autograd.grad(self._outputs, self.inputs, gradients, retain_graph=True, allow_unused=True)
+                gradients_of_inputs = torch.autograd.grad(
+                    self._outputs, self.inputs, gradients, retain_graph=True, allow_unused=True
+                )
             finally:
                 for hook in hooks:
                     hook.remove()
         self._outputs = []
         return [
             torch.zeros_like(tensor) if gradient is None else gradient
-            for tensor, gradient in zip(self.inputs, found, strict=True)
+            for tensor, gradient in zip(self.inputs, gradients_of_inputs, strict=True)
         ]
 
     def run_weights(self) -> None:
@@ -133,17 +134,17 @@ def _find_branches(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], mo
     return branches
 
 
-def _remember(branch: dict[str, Any]) -> Iterator[Any]:
-    """Hooks that note what arrives."""
+def _recording_hooks(branch: dict[str, Any]) -> Iterator[Any]:
+    """Hooks that record the gradients at a branch."""
 
-    def note(arrived: tuple[Tensor | None, ...], index: int) -> None:
-        branch["grads"][index] = arrived
+    def record(grads: tuple[Tensor | None, ...], index: int) -> None:
+        branch["grads"][index] = grads
 
     for index, node in enumerate(branch["intermediates"]):
-        yield node.register_prehook(lambda arrived, index=index: note(arrived, index))
+        yield node.register_prehook(lambda grads, index=index: record(grads, index))
 
 
-def _taken(tensor: Tensor) -> Tensor:
+def _take_grad(tensor: Tensor) -> Tensor:
     gradient, tensor.grad = tensor.grad, None
     return torch.zeros_like(tensor) if gradient is None else gradient
 
@@ -157,7 +158,7 @@ def _accumulate(branch: dict[str, Any]) -> None:
                 edges.append(GradientEdge(node, index))
                 gradients.append(gradient)
         if len(nodes) > 1 and given is not None:
-            # One of these points may lie behind another. What arrived there has all of it already.
+            # One of these points may lie behind another. The gradients recorded there are complete already.
             hooks.append(node.register_prehook(lambda _again, given=given: given))
     weights = [node.variable for node in branch["params"]]
     try:
@@ -168,12 +169,12 @@ def _accumulate(branch: dict[str, Any]) -> None:
             hook.remove()
 
 
-# How long this rank worked, and how long its steps took.
+# ---- how long this rank computed, and how long its steps took
 
 
 @dataclass(slots=True)
 class _Step:
-    """When one step and the work in it began and ended."""
+    """Start and end of one step and of the work in it."""
 
     start: Any
     end: Any = None
@@ -181,11 +182,10 @@ class _Step:
 
 
 class BubbleClock:
-    """Adds up the time in which something is computed, and that of whole steps.
+    """Sums the time in which something is computed, and that of steps.
 
-    On CUDA it is the device's time, and nobody waits for the device: steps that it has not finished yet are added
-    up when a later one begins. The first step is left out as soon as there is another. It learns shapes and warms
-    up, and would say little of a run.
+    On CUDA it is device time, and the host does not wait for the device: steps that are not finished yet are added
+    when a later one begins. The first step is left out as soon as there is another: it exchanges shapes and warms up.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -196,7 +196,7 @@ class BubbleClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around everything that a step does."""
+        """A context around a step."""
         while self._pending and self._is_over(self._pending[0]):
             self._add(self._pending.pop(0))
         step = _Step(self._now())
@@ -204,19 +204,19 @@ class BubbleClock:
         try:
             yield
         except BaseException:
-            self._pending.remove(step)  # half a step has no length
+            self._pending.remove(step)  # an incomplete step is not counted
             raise
         step.end = self._now()
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Around something that is computed, in a step."""
+        """A context around computation in a step."""
         start = self._now()
         yield
         self._pending[-1].work.append((start, self._now()))
 
     def busy_and_whole(self) -> tuple[float, float]:
-        """Seconds of work and of everything, over all steps but the first; zeros before any. Waits for the device."""
+        """Seconds of work and in all, over all steps but the first; zeros before any. Waits for the device."""
         for step in self._pending:
             if self._cuda:
                 step.end.synchronize()
@@ -245,168 +245,167 @@ class BubbleClock:
         return float(start.elapsed_time(end) / 1e3 if self._cuda else end - start)
 
 
-# Stages whose parameters are sharded (`fully_shard`), where a backward pass comes in two halves.
+# ---- stages of `fully_shard` whose backward pass has two halves
 #
-# In a whole backward pass, sharding looks after itself: it gathers before, and scatters after the last use of a
-# block's parameters. Its hooks sit on the blocks' inputs, so they would fire in the first half, before there are
-# gradients of weights. Therefore such a stage keeps whole parameters and gradients from its first backward pass on,
-# and scatters once, after its last.
+# In a full backward pass, FSDP unshards before, and reduces after the last use of a block's parameters. Its hooks are
+# on the blocks' inputs, so they would run in the first half, before there are gradients of weights. Therefore such a
+# stage keeps unsharded parameters and gradients from its first backward pass on, and reduces once, after its last.
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether the root of a stage was given to `fully_shard`."""
+    """Whether `fully_shard` was applied to the root of a stage."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
 
 
-def reduce_last(module: nn.Module, *, last: bool) -> None:
-    """Have the gradients of a sharded stage reduced by the last backward pass of a step only."""
+def set_reduction(module: nn.Module, *, last: bool) -> None:
+    """Reduce the gradients of a sharded stage in the last backward pass of a step only."""
     root = cast(Any, module)
     root.set_requires_gradient_sync(last)
     root.set_is_last_backward(last)
 
 
-def hold_back(module: nn.Module) -> None:
-    """Before a backward pass, or a half: whole parameters, and gradients stay where they are."""
+def defer_reduction(module: nn.Module) -> None:
+    """Before a backward pass, or a half: unshard the parameters, and do not reduce gradients."""
     from torch.distributed.fsdp import FSDPModule
 
     fsdp_defer_reduce(module)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.unshard()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.unshard()
 
 
-def let_go(module: nn.Module) -> None:
-    """After the last: scatter the gradients, and let go of whole parameters."""
+def reduce_deferred(module: nn.Module) -> None:
+    """After the last backward pass: reduce the gradients, and reshard the parameters."""
     fsdp_reduce_deferred(module)
 
 
-# Activations and gradients on their way between ranks.
+# ---- sending activations and gradients between ranks
 #
 # [Note: what will come]
-# A rank must know the shape of what it receives. It is not worked out beforehand: that would take a forward pass,
-# with the collectives of sharded parameters inside, at a moment when other replicas may see no new shape and take
-# no part. So the first time that inputs of some form come, each stage sends a description ahead of its activations;
-# both sides keep it under the form of the inputs, which they both know, and the next time it is not sent. Gradients
-# have the shapes of the activations.
+# A rank must know the shape of what it receives. It is not computed beforehand: that would take a forward pass, with
+# the collectives of sharded parameters, at a point where other replicas may have no new shape and take no part. So the
+# first time that inputs of some signature come, each stage sends the spec of its outputs before its activations; both
+# sides cache it by the signature of the inputs, which both know, and the next time it is not sent. Gradients have the
+# shapes of the activations.
 
 
 @dataclass(frozen=True, slots=True)
-class TensorForm:
-    """What a tensor is like."""
+class TensorSpec:
+    """Shape and dtype of a tensor, and whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor like it, without values."""
+        """An uninitialized tensor of this spec."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """What a stage hands on: its structure, its tensors, and whatever else is in it, which must not change."""
+class OutputSpec:
+    """The output of a stage: its structure, the specs of its tensors, and other values, which must not change."""
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
 
     @property
-    def tensors(self) -> list[TensorForm]:
-        """The forms of its tensors, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+    def tensors(self) -> list[TensorSpec]:
+        """The specs of its tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
-    def written(self) -> bytes:
-        """The form as bytes, to be sent ahead of the tensors."""
+    def serialize(self) -> bytes:
+        """The spec as bytes, to be sent before the tensors."""
         return pickle.dumps((tree_unflatten(range(len(self.leaves)), self.structure), self.leaves))
 
     @staticmethod
-    def read(data: bytes) -> Form:
-        """The form that `written` made bytes of."""
+    def deserialize(data: bytes) -> OutputSpec:
+        """The spec of bytes from `serialize`."""
         skeleton, leaves = pickle.loads(data)  # noqa: S301  # from a rank of this run
-        return Form(tree_flatten(skeleton)[1], leaves)
+        return OutputSpec(tree_flatten(skeleton)[1], leaves)
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The structure, with these tensors."""
         given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
+        leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
 
 
-def take_apart(output: Any) -> tuple[Form, list[Tensor]]:
-    """The form of what a stage gave, and its tensors."""
+def flatten_output(output: Any) -> tuple[OutputSpec, list[Tensor]]:
+    """The spec of a stage's output, and its tensors."""
     leaves, structure = tree_flatten(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor in tensors:
         if type(tensor).__name__ == "DTensor":
             raise ModelError(
-                "a pipeline stage ends with a DTensor; between stages tensors must be plain, "
-                "so the last layer of a stage has to give its local or its gathered output"
+                "a pipeline stage returns a DTensor; between stages tensors must be plain, so its last layer has to "
+                "return its local or its gathered output"
             )
-    forms = tuple(
-        TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    specs = tuple(
+        TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves
     )
-    return Form(structure, forms), tensors
+    return OutputSpec(structure, specs), tensors
 
 
-def form_of_inputs(inputs: Any) -> Hashable:
-    """What the shapes of activations depend on: the structure of a micro-batch, its shapes, its plain values."""
+def input_signature(inputs: Any) -> Hashable:
+    """What the shapes of activations depend on: the structure, shapes and plain values of a micro-batch."""
     leaves, structure = tree_flatten(inputs)
 
-    def form(leaf: Any) -> Hashable:
+    def signature(leaf: Any) -> Hashable:
         if isinstance(leaf, Tensor):
             return tuple(leaf.shape), leaf.dtype
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             return leaf
         return str(type(leaf))
 
-    return str(structure), tuple(form(leaf) for leaf in leaves)
+    return str(structure), tuple(signature(leaf) for leaf in leaves)
 
 
 @dataclass(slots=True)
-class Arrival:
-    """Tensors that are on their way here."""
+class PendingTensors:
+    """Tensors that are being received."""
 
-    form: Form
+    spec: OutputSpec
     tensors: list[Tensor]
     works: list[dist.Work]
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are here."""
+        """The tensors, once they are received."""
         wait_for(self.works, "an exchange between pipeline stages")
         return self.tensors
 
 
 class Transport:
-    """Sends to and receives from the neighbours of this rank; see [Note: what will come]."""
+    """Sends to and receives from the ranks of neighbouring stages; see [Note: what will come]."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._device = device
-        self._forms: dict[Hashable, Form] = {}
-        self._alone = dist.get_backend(group) == "fake"  # in a world where no one else is there
-        self.foretold: Form | None = None
-        """Where this rank is alone: what comes from the others. Absent: what it hands on itself."""
+        self._specs: dict[Hashable, OutputSpec] = {}
+        self._is_fake = dist.get_backend(group) == "fake"  # a plan, without other ranks
+        self.expected_spec: OutputSpec | None = None
+        """In a plan: the spec of what is received. None: that of what this rank sends."""
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, form: Form, tensors: Sequence[Tensor], peer: int, key: Hashable) -> None:
-        """Send what a stage gave. `key` is the stage and the form of the inputs, and known to the peer."""
-        known = self._forms.get(key)
+    def send(self, spec: OutputSpec, tensors: Sequence[Tensor], peer: int, key: Hashable) -> None:
+        """Send the output of a stage. `key`, the stage and the signature of the inputs, is known to the peer."""
+        known = self._specs.get(key)
         if known is None:
-            self._forms[key] = form
-            if not self._alone:
-                self._describe(form, peer)
-        elif known != form:
+            self._specs[key] = spec
+            if not self._is_fake:
+                self._send_spec(spec, peer)
+        elif known != spec:
             raise ModelError(
-                f"for inputs of the same shapes a pipeline stage gave {_words(known)} before and now "
-                f"{_words(form)}; what stages hand to each other may depend on the shapes of the inputs only"
+                f"for inputs of the same shapes a pipeline stage returned {_describe_spec(known)} before and now "
+                f"{_describe_spec(spec)}; outputs of stages may depend on the shapes of the inputs only"
             )
         self.send_tensors(tensors, peer)
 
     def send_tensors(self, tensors: Sequence[Tensor], peer: int) -> None:
-        """Send tensors whose shapes the peer knows."""
+        """Send tensors of shapes that the peer knows."""
         self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
         for tensor in tensors:
             ready = _bytes_if_bool(tensor.detach().contiguous())
@@ -415,78 +414,78 @@ class Transport:
                 assert work is not None
                 self._sending.append((work, ready))
 
-    def receive(self, peer: int, key: Hashable) -> Arrival:
+    def receive(self, peer: int, key: Hashable) -> PendingTensors:
         """Begin to receive what the peer sends under the same key."""
-        if key not in self._forms:
-            self._forms[key] = self._foretold() if self._alone else self._description(peer)
-        form = self._forms[key]
-        return self.receive_tensors(form, form.tensors, peer)
+        if key not in self._specs:
+            self._specs[key] = self._expected() if self._is_fake else self._receive_spec(peer)
+        spec = self._specs[key]
+        return self.receive_tensors(spec, spec.tensors, peer)
 
-    def receive_tensors(self, form: Form, forms: Sequence[TensorForm], peer: int) -> Arrival:
+    def receive_tensors(self, spec: OutputSpec, specs: Sequence[TensorSpec], peer: int) -> PendingTensors:
         """Begin to receive tensors of known shapes."""
-        tensors = [form.empty(self._device) for form in forms]
+        tensors = [spec.empty(self._device) for spec in specs]
         works = []
         for tensor in tensors:
             if tensor.numel():
                 work = dist.irecv(_bytes_if_bool(tensor), group=self.group, group_src=peer)
                 assert work is not None
                 works.append(work)
-        return Arrival(form, tensors, works)
+        return PendingTensors(spec, tensors, works)
 
     @property
-    def handed_on(self) -> Form | None:
-        """The form of what this rank sends or receives, where it has done so."""
-        return next(iter(self._forms.values()), None)
+    def sent_spec(self) -> OutputSpec | None:
+        """The spec of what this rank has sent or received; None before."""
+        return next(iter(self._specs.values()), None)
 
-    def _foretold(self) -> Form:
-        form = self.foretold or self.handed_on
-        assert form is not None, "a rank that is alone must be told what it receives"
-        return form
+    def _expected(self) -> OutputSpec:
+        spec = self.expected_spec or self.sent_spec
+        assert spec is not None, "a fake rank needs the spec of what it receives"
+        return spec
 
     def finish(self) -> None:
         """Wait until everything was sent."""
         wait_for((work for work, _ in self._sending), "an exchange between pipeline stages")
         self._sending.clear()
 
-    def _describe(self, form: Form, peer: int) -> None:
-        text = torch.frombuffer(bytearray(form.written()), dtype=torch.uint8).to(self._device)
+    def _send_spec(self, spec: OutputSpec, peer: int) -> None:
+        text = torch.frombuffer(bytearray(spec.serialize()), dtype=torch.uint8).to(self._device)
         self.send_tensors([torch.tensor([text.numel()], device=self._device), text], peer)
 
-    def _description(self, peer: int) -> Form:
+    def _receive_spec(self, peer: int) -> OutputSpec:
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         self._fetch(length, peer)
         text = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
         self._fetch(text, peer)
-        return Form.read(text.cpu().numpy().tobytes())
+        return OutputSpec.deserialize(text.cpu().numpy().tobytes())
 
     def _fetch(self, tensor: Tensor, peer: int) -> None:
         work = dist.irecv(tensor, group=self.group, group_src=peer)
-        wait_for([work], "an exchange of forms between pipeline stages")
+        wait_for([work], "an exchange of specs between pipeline stages")
 
 
 def _bytes_if_bool(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
-def _words(form: Form) -> str:
+def _describe_spec(spec: OutputSpec) -> str:
     return ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, TensorForm) else repr(leaf)
-        for leaf in form.leaves
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, TensorSpec) else repr(leaf)
+        for leaf in spec.leaves
     )
 
 
-# One pass over some micro-batches: what is kept, handed over and let go of between the actions of a schedule.
+# ---- one step over some micro-batches
 
 
 LossOf = Callable[[Any, Any, int], Tensor]
-"""(the model's answer, the micro-batch, its number) → the scalar to call backward on. Runs on the last stage."""
+"""(the model's output, the micro-batch, its number) → the scalar to call backward on. Runs on the last stage."""
 
 BeforeBackward = Callable[[Stage, bool], None]
 """(stage, whether it is the stage's last of this step): called before gradients of parameters are accumulated."""
 
 
-class Run:
-    """The work of this rank, action by action; its ends are tied together by `Pipeline`."""
+class StepExecution:
+    """The work of this rank in one step, action by action, as `Pipeline` calls it."""
 
     def __init__(
         self,
@@ -502,53 +501,53 @@ class Run:
         self.micro_batches = micro_batches
         self.training = loss_of is not None
         self.answers: dict[int, Any] = {}
-        """What the last stage answered, by micro-batch; not while training."""
+        """The outputs of the last stage, by micro-batch; not while training."""
         self._loss_of = loss_of
         self._before_backward = before_backward
         self._transport = transport
         self._clock = clock
         self._splits = splits
         self._stages = {stage.index: stage for stage in stages}
-        self._inputs_form = [form_of_inputs(inputs) for inputs in micro_batches]
-        self._arrivals: dict[tuple[ActionKind, int, int], Arrival] = {}
-        """What comes for (kind, stage that needs it, micro-batch)."""
-        self._outputs: dict[tuple[int, int], tuple[Form, list[Tensor]]] = {}
-        self._forms: dict[tuple[int, int], Form] = {}
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._signatures = [input_signature(inputs) for inputs in micro_batches]
+        self._pending: dict[tuple[ActionType, int, int], PendingTensors] = {}
+        """What is received for (type, stage that needs it, micro-batch)."""
+        self._outputs: dict[tuple[int, int], tuple[OutputSpec, list[Tensor]]] = {}
+        self._specs: dict[tuple[int, int], OutputSpec] = {}
+        self._graphs: dict[tuple[int, int], StageGraph] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
-        """Of the inputs of (stage, micro-batch), until they are on their way."""
+        """Of the inputs of (stage, micro-batch), until they are sent."""
         self._backwards: Counter[int] = Counter()
 
     def transfer(self, entry: StageTransfer) -> None:
         """Send or begin to receive."""
-        kind, stage, index = entry.kind, entry.stage, entry.micro_batch
-        if kind is ActionKind.FORWARD:
-            key: Hashable = (stage, self._inputs_form[index], self.training)
+        action_type, stage, index = entry.type, entry.stage, entry.micro_batch
+        if action_type is ActionType.FORWARD:
+            key: Hashable = (stage, self._signatures[index], self.training)
             if entry.sends:
-                form, tensors = self._outputs.pop((stage, index))
-                self._transport.send(form, tensors, entry.peer, key)
+                spec, tensors = self._outputs.pop((stage, index))
+                self._transport.send(spec, tensors, entry.peer, key)
             else:
-                self._arrivals[kind, stage + 1, index] = self._transport.receive(entry.peer, key)
+                self._pending[action_type, stage + 1, index] = self._transport.receive(entry.peer, key)
         elif entry.sends:
             self._transport.send_tensors(self._gradients.pop((stage, index)), entry.peer)
         else:
-            form = self._forms.pop((stage - 1, index))
-            wanted = [tensor for tensor in form.tensors if tensor.needs_grad]
-            self._arrivals[kind, stage - 1, index] = self._transport.receive_tensors(form, wanted, entry.peer)
+            spec = self._specs.pop((stage - 1, index))
+            wanted = [tensor for tensor in spec.tensors if tensor.needs_grad]
+            self._pending[action_type, stage - 1, index] = self._transport.receive_tensors(spec, wanted, entry.peer)
 
     def perform(self, action: Action) -> None:
-        """Compute something, once what it needs is here."""
+        """Run an action, once its inputs are received."""
         stage = self._stages[action.stage]
         try:
-            if action.kind is ActionKind.FORWARD:
+            if action.type is ActionType.FORWARD:
                 self._forward(stage, action.micro_batch)
-            elif action.kind is ActionKind.WEIGHT:
+            elif action.type is ActionType.WEIGHT:
                 self._backward_weights(stage, action.micro_batch)
             else:
-                self._backward(stage, action.micro_batch, half=action.kind is ActionKind.INPUT)
+                self._backward(stage, action.micro_batch, half=action.type is ActionType.INPUT)
         except Exception as error:
-            half = "forward" if action.kind is ActionKind.FORWARD else "backward"
-            _add_place(
+            half = "forward" if action.type is ActionType.FORWARD else "backward"
+            _add_context(
                 error,
                 f"in the {half} pass of pipeline stage {stage.index} (of {stage.count}), "
                 f"micro-batch {action.micro_batch} (of {len(self.micro_batches)})",
@@ -556,121 +555,121 @@ class Run:
             raise
 
     def _forward(self, stage: Stage, index: int) -> None:
-        handed, leaves = None, []
+        received, leaves = None, []
         if not stage.is_first:
-            arrival = self._arrivals.pop((ActionKind.FORWARD, stage.index, index))
+            arrival = self._pending.pop((ActionType.FORWARD, stage.index, index))
             tensors = arrival.wait()
-            for tensor, expected in zip(tensors, arrival.form.tensors, strict=True):
+            for tensor, expected in zip(tensors, arrival.spec.tensors, strict=True):
                 if expected.needs_grad and self.training:
                     leaves.append(tensor.requires_grad_())
-            handed = arrival.form.fill(tensors)
+            received = arrival.spec.fill(tensors)
         inputs = self.micro_batches[index]
         with self._clock.work() if self.training else nullcontext():
-            answer = stage.call(stage.module, inputs, handed)
+            output = stage.call(stage.module, inputs, received)
             if stage.is_last:
-                self._finish_forward(stage, index, leaves, answer, inputs)
+                self._finish_forward(stage, index, leaves, output, inputs)
                 return
-        form, tensors = take_apart(answer)
+        spec, tensors = flatten_output(output)
         if self.training:
-            self._graphs[stage.index, index] = Graph(leaves, tensors)
-            self._forms[stage.index, index] = form
+            self._graphs[stage.index, index] = StageGraph(leaves, tensors)
+            self._specs[stage.index, index] = spec
         if stage.index + 1 in self._stages:
-            local = Arrival(form, [tensor.detach() for tensor in tensors], [])
-            self._arrivals[ActionKind.FORWARD, stage.index + 1, index] = local
+            local = PendingTensors(spec, [tensor.detach() for tensor in tensors], [])
+            self._pending[ActionType.FORWARD, stage.index + 1, index] = local
         else:
-            self._outputs[stage.index, index] = (form, tensors)
+            self._outputs[stage.index, index] = (spec, tensors)
 
-    def _finish_forward(self, stage: Stage, index: int, leaves: list[Tensor], answer: Any, inputs: Any) -> None:
+    def _finish_forward(self, stage: Stage, index: int, leaves: list[Tensor], output: Any, inputs: Any) -> None:
         if self._loss_of is None:
-            self.answers[index] = answer
+            self.answers[index] = output
             return
-        loss = self._loss_of(answer, inputs, index)
+        loss = self._loss_of(output, inputs, index)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ModelError(f"the loss of a micro-batch is to be one number in a tensor, not {type(loss).__name__}")
-        self._graphs[stage.index, index] = Graph(leaves, [loss])
-        self._arrivals[ActionKind.BACKWARD, stage.index, index] = Arrival(
-            take_apart(loss)[0], [torch.ones_like(loss)] if loss.requires_grad else [], []
+            raise ModelError(f"the loss of a micro-batch must be a tensor with one element, not {type(loss).__name__}")
+        self._graphs[stage.index, index] = StageGraph(leaves, [loss])
+        self._pending[ActionType.BACKWARD, stage.index, index] = PendingTensors(
+            flatten_output(loss)[0], [torch.ones_like(loss)] if loss.requires_grad else [], []
         )
 
     def _backward(self, stage: Stage, index: int, *, half: bool) -> None:
-        gradients = self._arrivals.pop((ActionKind.BACKWARD, stage.index, index)).wait()
-        self._forms.pop((stage.index, index), None)
+        gradients = self._pending.pop((ActionType.BACKWARD, stage.index, index)).wait()
+        self._specs.pop((stage.index, index), None)
         with self._clock.work():
             if half:
-                self._prepare(stage, last=False, halves=True)
-                found = self._graphs[stage.index, index].run_inputs(gradients, stage.module)
+                self._before_gradients(stage, last=False, halves=True)
+                gradients_of_inputs = self._graphs[stage.index, index].run_inputs(gradients, stage.module)
             else:
-                self._prepare(stage, last=self._is_last_backward(stage))
-                found = self._graphs.pop((stage.index, index)).run(gradients)
-                self._after_weights(stage)
+                self._before_gradients(stage, last=self._is_last_backward(stage))
+                gradients_of_inputs = self._graphs.pop((stage.index, index)).run(gradients)
+                self._after_gradients(stage)
         if stage.is_first:
             return
         if stage.index - 1 in self._stages:
-            form = self._forms[stage.index - 1, index]
-            self._arrivals[ActionKind.BACKWARD, stage.index - 1, index] = Arrival(form, found, [])
+            spec = self._specs[stage.index - 1, index]
+            self._pending[ActionType.BACKWARD, stage.index - 1, index] = PendingTensors(spec, gradients_of_inputs, [])
         else:
-            self._gradients[stage.index, index] = found
+            self._gradients[stage.index, index] = gradients_of_inputs
 
     def _backward_weights(self, stage: Stage, index: int) -> None:
         with self._clock.work():
-            self._prepare(stage, last=self._is_last_backward(stage))
+            self._before_gradients(stage, last=self._is_last_backward(stage))
             self._graphs.pop((stage.index, index)).run_weights()
-            self._after_weights(stage)
+            self._after_gradients(stage)
 
     def _is_last_backward(self, stage: Stage) -> bool:
         self._backwards[stage.index] += 1
         return self._backwards[stage.index] == len(self.micro_batches)
 
-    def _prepare(self, stage: Stage, *, last: bool, halves: bool = False) -> None:
-        """Tell the collectors of gradients what comes; the first half of a backward pass collects nothing."""
+    def _before_gradients(self, stage: Stage, *, last: bool, halves: bool = False) -> None:
+        """Prepare the collectors of gradients; the first half of a backward pass accumulates none."""
         is_sharded = is_fully_sharded(stage.module)
         if is_sharded and self._splits:
-            hold_back(stage.module)
+            defer_reduction(stage.module)
         elif halves:
             return
         elif self._before_backward is not None:
             self._before_backward(stage, last)
         elif is_sharded:
-            reduce_last(stage.module, last=last)
+            set_reduction(stage.module, last=last)
 
-    def _after_weights(self, stage: Stage) -> None:
+    def _after_gradients(self, stage: Stage) -> None:
         done = self._backwards[stage.index] == len(self.micro_batches)
         if done and self._splits and is_fully_sharded(stage.module):
-            let_go(stage.module)
+            reduce_deferred(stage.module)
 
 
-def _add_place(error: Exception, place: str) -> None:
+def _add_context(error: Exception, context: str) -> None:
     if isinstance(error, PlaitError) and len(error.args) == 1:
-        error.args = (f"{error.args[0]}\n  {place}",)  # its text is all that a user sees of it
+        error.args = (f"{error.args[0]}\n  {context}",)  # users see only its text
     else:
-        error.add_note(place)
+        error.add_note(context)
 
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Idle share of all ranks of a pipeline: as it was, and by the schedule."""
+    """Idle share of all ranks of a pipeline: measured, and by the schedule."""
 
     schedule: str
     measured: float
-    """Of all steps but the first, which warms up."""
+    """Over all steps but the first, which warms up."""
     theoretical: float
-    """Were all stages equally long and sending free, for as many micro-batches as most steps had."""
+    """With equally long stages and free communication, for as many micro-batches as most steps had."""
 
     def __str__(self) -> str:
         return f"pipeline: {self.measured:.0%} idle ({self.schedule} in theory: {self.theoretical:.0%})"
 
 
 class Pipeline:
-    """The stages of this rank, and what they need to work with those of the other ranks of `group`.
+    """The stages of this rank, run together with those of the other ranks of `group`.
 
-    Every rank of the group is given the same micro-batches, or at least such of the same shapes. Gradients are
-    plain sums over micro-batches, in `.grad` or wherever the hooks on parameters put them.
+    Every rank of the group gets the same micro-batches, or at least ones of the same shapes. Gradients are plain sums
+    over micro-batches, in `.grad` or wherever the hooks on parameters put them.
 
-    `splits_backward=False` runs schedules with half backward passes with whole ones; a stage that recomputes
-    activations should, and a compiled one has to (which is seen here).
+    `splits_backward=False` runs schedules with half backward passes with full ones; that is advisable for a stage that
+    recomputes activations, and done for a compiled one.
 
-    To be made by all ranks of the group together. An exception in a stage names the stage and the micro-batch.
-    The other ranks wait for this one until their group's timeout, so whoever catches it should end the process.
+    Created by all ranks of the group together. An exception in a stage names the stage and the micro-batch. The other
+    ranks then wait until the timeout of their group, so a process that catches it should exit.
     """
 
     def __init__(
@@ -689,27 +688,27 @@ class Pipeline:
         self.placement = placement_of(schedule, self.ranks, self.virtual)
         """The rank of each stage."""
         self.tied = TiedWeights(self.stages, self.placement, group)
-        """Weights that several stages hold. Call `tied.sum()` after each step, before gradients are used."""
+        """Parameters that several stages hold. Call `tied.sum()` after each step, before gradients are used."""
         self._group = group
         self._device = device
         self.transport = Transport(group, device)
-        """How activations and gradients travel between stages."""
+        """Sends activations and gradients between stages."""
         self._clock = BubbleClock(device)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._counts: Counter[int] = Counter()
-        """How many steps had how many micro-batches."""
+        """Number of micro-batches → number of steps."""
         self._splits = find_schedule(schedule).splits_backward and self._agree(
             splits_backward and not any(_is_compiled(stage.module) for stage in self.stages)
         )
 
-    def _agree(self, willing: bool) -> bool:
-        """Whether all ranks are: they must follow one table."""
-        vote = torch.tensor([int(willing)], device=self._device)
+    def _agree(self, splits: bool) -> bool:
+        """Whether all ranks split backward passes: they must follow one table."""
+        vote = torch.tensor([int(splits)], device=self._device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
 
-    def _run(self, micro_batches: Sequence[Any], **callbacks: Any) -> Run:
-        return Run(
+    def _run(self, micro_batches: Sequence[Any], **callbacks: Any) -> StepExecution:
+        return StepExecution(
             self.stages,
             micro_batches,
             transport=self.transport,
@@ -720,7 +719,7 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage is on this rank: here the loss is known."""
+        """Whether the last stage, and so the loss, is on this rank."""
         return self.placement[-1] == self.rank
 
     def step(
@@ -728,17 +727,17 @@ class Pipeline:
     ) -> None:
         """Forward and backward over all micro-batches.
 
-        `before_backward` tells whoever collects gradients what to expect; without it, sharded stages reduce in
-        their last backward pass. Where a sharded stage's backward pass comes in halves, it is not called, and
-        gradients are reduced once, at the end.
+        `before_backward` prepares the collectors of gradients; without it, sharded stages reduce in their last backward
+        pass. Where a sharded stage's backward pass has two halves, it is not called, and gradients are reduced once,
+        at the end.
         """
         run = self._run(micro_batches, loss_of=loss_of, before_backward=before_backward)
         self._perform(run, self._program(len(micro_batches), backward=True))
 
     def forward(self, micro_batches: Sequence[Any]) -> list[Any]:
-        """Forward passes alone, without gradients; returns the model's answers.
+        """Forward passes alone, without gradients; returns the model's outputs.
 
-        They are where the last stage is; elsewhere the list is empty. Any number of micro-batches will do.
+        They are on the rank of the last stage; elsewhere the list is empty. Any number of micro-batches is supported.
         """
         run = self._run(micro_batches)
         with torch.no_grad():
@@ -746,7 +745,7 @@ class Pipeline:
         return [run.answers[index] for index in sorted(run.answers)]
 
     def bubble(self) -> Bubble | None:
-        """The idle share of all steps so far; None before any. To be called by all ranks of the group."""
+        """The idle share of all steps so far; None before any. A collective of the group."""
         if not self._counts:
             return None
         busy, whole = self._clock.busy_and_whole()
@@ -770,7 +769,7 @@ class Pipeline:
             self._programs[key] = make_programs(self._table(count, backward=backward), self.placement)[self.rank]
         return self._programs[key]
 
-    def _perform(self, run: Run, program: Program) -> None:
+    def _perform(self, run: StepExecution, program: Program) -> None:
         with self._clock.step() if run.training else nullcontext():
             for entry in program:
                 if isinstance(entry, StageTransfer):
@@ -783,4 +782,4 @@ class Pipeline:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return any(compiled_call(part) is not None for part in module.modules())
+    return any(compiled_call(submodule) is not None for submodule in module.modules())

@@ -1,7 +1,7 @@
-"""Schedules by their words: which number of stages and micro-batches each takes, and the order of work it gives.
+"""Pipeline schedules (GPipe, 1F1B, interleaved, zero-bubble, DualPipe): the order of work of every rank.
 
 The order comes from `torch.distributed.pipelining`, except for the two schedules that fit in a few lines: GPipe
-and 1F1B. Theirs in torch ask for as many micro-batches as stages, or start the last rank at the wrong one.
+and 1F1B. Those of torch need as many micro-batches as stages, or start the last rank at the wrong one.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from plait.plugins import call, load
 ScheduleName = str | CustomPipelineSchedule
 _KEY = "strategy.pipeline.schedule"
 _FAR = 10_000
-"""No schedule wants more micro-batches than that."""
+"""No schedule needs more micro-batches."""
 
 
-class ActionKind(StrEnum):
-    """What a rank does to one micro-batch in one of its stages."""
+class ActionType(StrEnum):
+    """What a rank computes for one micro-batch in one of its stages."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward pass."""
     INPUT = "I"
-    """The part of the backward pass that the stage before waits for: gradients of the inputs."""
+    """The first half of the backward pass, for which the stage before waits: gradients of the inputs."""
     WEIGHT = "W"
-    """The part that nobody waits for: gradients of the weights."""
+    """The second half, for which no stage waits: gradients of the weights."""
 
 
 class Action(NamedTuple):
     """One entry of a table."""
 
-    kind: ActionKind
+    type: ActionType
     stage: int
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
+        return f"{self.stage}{self.type}{self.micro_batch}"
 
 
 Table = Sequence[Sequence[Action]]
@@ -57,26 +57,29 @@ def _any_number(ranks: int, micro_batches: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineScheduleKind:
-    """What is particular to one schedule."""
+class ScheduleSpec:
+    """The properties of one schedule."""
 
-    word: str
+    name: str
     make: Callable[[int, int, int], Table]
     """(ranks, micro-batches, stages of each rank) → the order of work of every rank."""
     placement: Literal["loop", "v"] = "loop"
-    """Whether stage s lies on rank s modulo the ranks, or goes up the ranks and down again."""
+    """Whether stage s is on rank s modulo the ranks, or stages go up the ranks and down again."""
     least_virtual: int = 1
     most_virtual: int | None = None
     default_virtual: int = 1
     splits_backward: bool = False
     """Uses `I` and `W`."""
     takes: Callable[[int, int], bool] = _any_number
-    """Whether it can work with so many ranks and micro-batches."""
+    """(ranks, micro-batches) → whether the schedule supports them."""
 
 
 def _gpipe(ranks: int, micro_batches: int, _virtual: int) -> Table:
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
-    return [[Action(kind, rank, index) for kind in kinds for index in range(micro_batches)] for rank in range(ranks)]
+    types = (ActionType.FORWARD, ActionType.BACKWARD)
+    return [
+        [Action(action_type, rank, index) for action_type in types for index in range(micro_batches)]
+        for rank in range(ranks)
+    ]
 
 
 def _1f1b(ranks: int, micro_batches: int, _virtual: int) -> Table:
@@ -85,16 +88,16 @@ def _1f1b(ranks: int, micro_batches: int, _virtual: int) -> Table:
 
 def _1f1b_of(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     ahead = min(ranks - rank - 1, micro_batches)
-    work = [Action(ActionKind.FORWARD, rank, index) for index in range(ahead)]
+    work = [Action(ActionType.FORWARD, rank, index) for index in range(ahead)]
     for index in range(micro_batches):
         if ahead + index < micro_batches:
-            work.append(Action(ActionKind.FORWARD, rank, ahead + index))
-        work.append(Action(ActionKind.BACKWARD, rank, index))
+            work.append(Action(ActionType.FORWARD, rank, ahead + index))
+        work.append(Action(ActionType.BACKWARD, rank, index))
     return work
 
 
 def _from_torch(name: str) -> Callable[[int, int, int], Table]:
-    """What makes the table of one of torch's schedules."""
+    """A function that makes the table of one of torch's schedules."""
 
     def make(ranks: int, micro_batches: int, virtual: int) -> Table:
         from torch.distributed.pipelining.schedules import get_schedule_class
@@ -108,37 +111,37 @@ def _from_torch(name: str) -> Callable[[int, int, int], Table]:
 
 
 def _flat(entry: Any) -> list[Action]:
-    if entry is None:  # an idle moment
+    if entry is None:  # idle
         return []
     if entry.sub_actions is not None:  # a forward and a backward pass side by side
-        return [action for part in entry.sub_actions for action in _flat(part)]
-    if entry.computation_type.value not in {kind.value for kind in ActionKind}:  # the sharding's own
+        return [action for action in entry.sub_actions for action in _flat(action)]
+    if entry.computation_type.value not in {action_type.value for action_type in ActionType}:  # actions of FSDP
         return []
-    return [Action(ActionKind(entry.computation_type.value), entry.stage_index, entry.microbatch_index)]
+    return [Action(ActionType(entry.computation_type.value), entry.stage_index, entry.microbatch_index)]
 
 
 def _equal_rounds(ranks: int, micro_batches: int) -> bool:
     return micro_batches % max(1, micro_batches // ranks) == 0
 
 
-SCHEDULES: Mapping[str, PipelineScheduleKind] = MappingProxyType(
+SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
     {
-        schedule.word: schedule
+        schedule.name: schedule
         for schedule in (
-            PipelineScheduleKind("gpipe", _gpipe, most_virtual=1),
-            PipelineScheduleKind("1f1b", _1f1b, most_virtual=1),
-            PipelineScheduleKind(
+            ScheduleSpec("gpipe", _gpipe, most_virtual=1),
+            ScheduleSpec("1f1b", _1f1b, most_virtual=1),
+            ScheduleSpec(
                 "interleaved_1f1b",
                 _from_torch("Interleaved1F1B"),
                 least_virtual=2,
                 default_virtual=2,
                 takes=_equal_rounds,
             ),
-            PipelineScheduleKind("looped_bfs", _from_torch("LoopedBFS"), least_virtual=2, default_virtual=2),
-            PipelineScheduleKind(
+            ScheduleSpec("looped_bfs", _from_torch("LoopedBFS"), least_virtual=2, default_virtual=2),
+            ScheduleSpec(
                 "interleaved_zb", _from_torch("InterleavedZeroBubble"), splits_backward=True, takes=_equal_rounds
             ),
-            PipelineScheduleKind(
+            ScheduleSpec(
                 "zbv",
                 _from_torch("ZBVZeroBubble"),
                 placement="v",
@@ -147,7 +150,7 @@ SCHEDULES: Mapping[str, PipelineScheduleKind] = MappingProxyType(
                 default_virtual=2,
                 splits_backward=True,
             ),
-            PipelineScheduleKind(
+            ScheduleSpec(
                 "dualpipev",
                 _from_torch("DualPipeV"),
                 placement="v",
@@ -160,117 +163,118 @@ SCHEDULES: Mapping[str, PipelineScheduleKind] = MappingProxyType(
         )
     }
 )
-"""Every schedule by its word. `interleaved_zb` with one stage a rank is ZB-H1."""
+"""Every schedule by its name. `interleaved_zb` with one stage per rank is ZB-H1."""
 
 
-def find_schedule(word: ScheduleName) -> PipelineScheduleKind:
-    """The schedule of a word, or of one's own; else an error that lists the words."""
-    if isinstance(word, CustomPipelineSchedule):
-        return _own(word)
-    if word not in SCHEDULES:
+def find_schedule(name: ScheduleName) -> ScheduleSpec:
+    """The schedule of a name, or a user-provided one; an unknown name is an error that lists the names."""
+    if isinstance(name, CustomPipelineSchedule):
+        return _custom_schedule(name)
+    if name not in SCHEDULES:
         raise ConfigError(
-            Problem("strategy.pipeline.schedule", f"{word!r} is no schedule", f"There are: {', '.join(SCHEDULES)}.")
+            Problem("strategy.pipeline.schedule", f"{name!r} is not a schedule", f"There are: {', '.join(SCHEDULES)}.")
         )
-    return SCHEDULES[word]
+    return SCHEDULES[name]
 
 
-def _own(part: CustomPipelineSchedule) -> PipelineScheduleKind:
-    """A schedule of the user's own; see `OwnSchedule`."""
-    made = load(part, _KEY)
-    virtual: Any = getattr(made, "stages_per_rank", 1)
-    placement: Any = getattr(made, "placement", "loop")
+def _custom_schedule(custom: CustomPipelineSchedule) -> ScheduleSpec:
+    """A user-provided schedule; see `CustomSchedule`."""
+    factory = load(custom, _KEY)
+    virtual: Any = getattr(factory, "stages_per_rank", 1)
+    placement: Any = getattr(factory, "placement", "loop")
     if type(virtual) is not int or virtual < 1 or placement not in ("loop", "v") or (placement == "v") > (virtual == 2):
-        message = f"{str(part)!r} has stages_per_rank {virtual!r} and placement {placement!r}"
-        raise ConfigError(Problem(f"{_KEY}.type", message, "It is `loop` with 1 or more stages, or `v` with 2."))
+        message = f"{str(custom)!r} has stages_per_rank {virtual!r} and placement {placement!r}"
+        raise ConfigError(Problem(f"{_KEY}.type", message, "Use `loop` with 1 or more stages, or `v` with 2."))
 
     def make(ranks: int, micro_batches: int, _virtual: int) -> Table:
         given = {"ranks": ranks, "micro_batches": micro_batches}
-        answer = call(made, _KEY, name=str(part), arguments=part.arguments, **given)
-        table = _read_table(answer, str(part))
-        _check_table(table, placement_of(part, ranks), micro_batches, str(part))
+        returned = call(factory, _KEY, name=str(custom), arguments=custom.arguments, **given)
+        table = _parse_table(returned, str(custom))
+        _check_table(table, placement_of(custom, ranks), micro_batches, str(custom))
         return table
 
-    return PipelineScheduleKind(
-        str(part),
+    return ScheduleSpec(
+        str(custom),
         make,
         placement=placement,
         least_virtual=virtual,
         most_virtual=virtual,
         default_virtual=virtual,
-        splits_backward=bool(getattr(made, "splits_backward", False)),
-        takes=getattr(made, "takes", _any_number),
+        splits_backward=bool(getattr(factory, "splits_backward", False)),
+        takes=getattr(factory, "takes", _any_number),
     )
 
 
-class OwnSchedule(Protocol):
-    """What `strategy.pipeline.schedule` may name: a function, which may have these attributes."""
+class CustomSchedule(Protocol):
+    """What `strategy.pipeline.schedule` may name: a function, with these optional attributes."""
 
     stages_per_rank: int
     """Absent: 1."""
     placement: Literal["loop", "v"]
-    """As in `Schedule`. Absent: `loop`."""
+    """As in `ScheduleSpec`. Absent: `loop`."""
     splits_backward: bool
     """Whether it uses `I` and `W`. Absent: no."""
 
     def takes(self, ranks: int, micro_batches: int) -> bool:
-        """Whether it can work with so many. Absent: with any number."""
+        """Whether it supports these numbers. Absent: any."""
 
     def __call__(self, *, ranks: int, micro_batches: int) -> Sequence[Sequence[Action | str]]:
         """For each rank its work in order: `Action`s, or texts such as `1F0` (stage 1, forward, micro-batch 0)."""
 
 
-def _read_table(answer: Any, name: str) -> Table:
-    """The table that a schedule of the user's own returned."""
+def _parse_table(returned: Any, name: str) -> Table:
+    """The table that a user-provided schedule returned."""
     try:
-        return [[_read_action(entry) for entry in work] for work in answer]
+        return [[_parse_action(entry) for entry in work] for work in returned]
     except (TypeError, ValueError) as error:
-        message = f"{name!r} returned what is no table: {error}"
+        message = f"{name!r} did not return a table: {error}"
         raise ConfigError(Problem(_KEY, message, "Return for each rank a list of actions such as '0F1'.")) from error
 
 
-def _read_action(entry: Any) -> Action:
+def _parse_action(entry: Any) -> Action:
     if isinstance(entry, Action):
         return entry
-    found = re.fullmatch(r"(\d+)([FBIW])(\d+)", entry)
-    if found is None:
-        raise ValueError(f"{entry!r} is no action")
-    return Action(ActionKind(found[2]), int(found[1]), int(found[3]))
+    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", entry)
+    if match is None:
+        raise ValueError(f"{entry!r} is not an action")
+    return Action(ActionType(match[2]), int(match[1]), int(match[3]))
 
 
 def _check_table(table: Table, placement: Sequence[int], micro_batches: int, name: str) -> None:
-    """Refuse a table that leaves out work, does it twice or elsewhere, or in which ranks wait for ever."""
+    """Refuse a table with missing, duplicate or misplaced actions, or in which ranks deadlock."""
 
     def refuse(text: str) -> ConfigError:
         return ConfigError(Problem(_KEY, f"{name!r} with {micro_batches} micro-batches: {text}", "Correct its order."))
 
     ranks = max(placement) + 1
     if len(table) != ranks:
-        raise refuse(f"work for {len(table)} ranks, and there are {ranks}")
+        raise refuse(f"actions for {len(table)} ranks, and there are {ranks}")
     done = Counter(action for work in table for action in work)
     for rank, work in enumerate(table):
         for action in work:
             if not (0 <= action.stage < len(placement) and 0 <= action.micro_batch < micro_batches):
-                raise refuse(f"{action} is of no stage or micro-batch that exists")
+                raise refuse(f"{action} has a stage or micro-batch that does not exist")
             if placement[action.stage] != rank:
-                raise refuse(f"rank {rank} is to do {action}, and that stage lies on rank {placement[action.stage]}")
+                raise refuse(f"{action} is on rank {rank}, and its stage is on rank {placement[action.stage]}")
             if done[action] > 1:
-                raise refuse(f"{action} is done {done[action]} times")
+                raise refuse(f"{action} appears {done[action]} times")
     for stage in range(len(placement)):
         for index in range(micro_batches):
-            whole, *halves = (
-                done[Action(kind, stage, index)] for kind in (ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
+            full, *halves = (
+                done[Action(action_type, stage, index)]
+                for action_type in (ActionType.BACKWARD, ActionType.INPUT, ActionType.WEIGHT)
             )
-            if not done[Action(ActionKind.FORWARD, stage, index)]:
-                raise refuse(f"{Action(ActionKind.FORWARD, stage, index)} is missing")
-            if (whole, *halves) not in ((1, 0, 0), (0, 1, 1)):
-                raise refuse(f"the backward pass of micro-batch {index} in stage {stage} is not done once")
+            if not done[Action(ActionType.FORWARD, stage, index)]:
+                raise refuse(f"{Action(ActionType.FORWARD, stage, index)} is missing")
+            if (full, *halves) not in ((1, 0, 0), (0, 1, 1)):
+                raise refuse(f"micro-batch {index} does not have exactly one backward pass in stage {stage}")
     if (waiting := stuck_at(table, len(placement))) is not None:
-        raise refuse(f"ranks wait for each other for ever, the first at {waiting}")
+        raise refuse(f"ranks deadlock, the first at {waiting}")
 
 
-def resolve_virtual(word: ScheduleName, virtual: int | None = None) -> int:
-    """How many stages each rank has: the schedule's own number where none is given."""
-    schedule = find_schedule(word)
+def resolve_virtual(name: ScheduleName, virtual: int | None = None) -> int:
+    """The number of stages per rank: the schedule's default where none is given."""
+    schedule = find_schedule(name)
     if virtual is None:
         return schedule.default_virtual
     most = schedule.most_virtual
@@ -279,47 +283,47 @@ def resolve_virtual(word: ScheduleName, virtual: int | None = None) -> int:
     wanted = f"{schedule.least_virtual}" if most == schedule.least_virtual else f"{schedule.least_virtual} or more"
     remedy = f"set it to {schedule.default_virtual}"
     if virtual == 1:
-        remedy += f", or use the schedule {'gpipe' if word == 'looped_bfs' else '1f1b'}"
+        remedy += f", or use the schedule {'gpipe' if name == 'looped_bfs' else '1f1b'}"
     elif most == 1:
         remedy += ", or use the schedule interleaved_1f1b"
     raise ConfigError(
-        Problem("strategy.pipeline.stages_per_rank", f"{virtual} stages a rank, but {word} has {wanted}", remedy)
+        Problem("strategy.pipeline.stages_per_rank", f"{virtual} stages per rank, but {name} has {wanted}", remedy)
     )
 
 
-def placement_of(word: ScheduleName, ranks: int, virtual: int | None = None) -> tuple[int, ...]:
+def placement_of(name: ScheduleName, ranks: int, virtual: int | None = None) -> tuple[int, ...]:
     """The rank of each stage."""
-    per_rank = resolve_virtual(word, virtual)
-    if find_schedule(word).placement == "loop":
+    per_rank = resolve_virtual(name, virtual)
+    if find_schedule(name).placement == "loop":
         return tuple(stage % ranks for stage in range(ranks * per_rank))
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def is_legal(word: ScheduleName, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule can work with this number of micro-batches."""
-    return micro_batches >= 1 and find_schedule(word).takes(ranks, micro_batches)
+def is_legal(name: ScheduleName, ranks: int, micro_batches: int) -> bool:
+    """Whether a schedule supports this number of micro-batches."""
+    return micro_batches >= 1 and find_schedule(name).takes(ranks, micro_batches)
 
 
-def nearest_legal(word: ScheduleName, ranks: int, micro_batches: int) -> int:
-    """The legal number of micro-batches that is nearest; of two, the larger."""
+def nearest_legal(name: ScheduleName, ranks: int, micro_batches: int) -> int:
+    """The nearest supported number of micro-batches; of two, the larger."""
     for distance in range(_FAR):
         for candidate in (micro_batches + distance, micro_batches - distance):
-            if is_legal(word, ranks, candidate):
+            if is_legal(name, ranks, candidate):
                 return candidate
-    message = f"{word} takes no number of micro-batches near {micro_batches} over {ranks} ranks"
+    message = f"{name} supports no number of micro-batches near {micro_batches} over {ranks} ranks"
     raise ConfigError(Problem(_KEY, message, "Use another schedule."))
 
 
-def check_micro_batches(word: ScheduleName, ranks: int, micro_batches: int) -> None:
-    """Refuse a number of micro-batches that the schedule cannot work with, naming the nearest that it can."""
-    if is_legal(word, ranks, micro_batches):
+def check_micro_batches(name: ScheduleName, ranks: int, micro_batches: int) -> None:
+    """Refuse a number of micro-batches that the schedule does not support, naming the nearest that it does."""
+    if is_legal(name, ranks, micro_batches):
         return
     why = (
         f"dualpipev needs at least {2 * ranks}, one for each stage"
-        if word == "dualpipev"
-        else f"{word} does not take so many"
-        if isinstance(word, CustomPipelineSchedule)
-        else f"{word} works in equal rounds of about {ranks}"
+        if name == "dualpipev"
+        else f"{name} does not support this number"
+        if isinstance(name, CustomPipelineSchedule)
+        else f"{name} needs equal rounds of about {ranks}"
         if micro_batches > 0
         else "a step has at least one"
     )
@@ -327,36 +331,36 @@ def check_micro_batches(word: ScheduleName, ranks: int, micro_batches: int) -> N
         Problem(
             "strategy.pipeline.micro_batches",
             f"{micro_batches} micro-batches over {ranks} ranks: {why}",
-            f"The nearest number that works is {nearest_legal(word, ranks, micro_batches)}.",
+            f"The nearest number that works is {nearest_legal(name, ranks, micro_batches)}.",
         )
     )
 
 
 def check_pipeline(options: PipelineConfig, ranks: int, micro_batches: int) -> None:
-    """Refuse stages or micro-batches that the schedule of a run cannot work with."""
+    """Refuse stages or micro-batches that the schedule of a run does not support."""
     resolve_virtual(options.schedule, options.stages_per_rank)
     check_micro_batches(options.schedule, ranks, micro_batches)
     if isinstance(options.schedule, CustomPipelineSchedule):
-        make_table(options.schedule, ranks, micro_batches)  # which looks through it
+        make_table(options.schedule, ranks, micro_batches)  # which checks it
 
 
-def make_table(word: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> Table:
+def make_table(name: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> Table:
     """The order of work of every rank."""
-    per_rank = resolve_virtual(word, virtual)
-    check_micro_batches(word, ranks, micro_batches)
-    return find_schedule(word).make(ranks, micro_batches, per_rank)
+    per_rank = resolve_virtual(name, virtual)
+    check_micro_batches(name, ranks, micro_batches)
+    return find_schedule(name).make(ranks, micro_batches, per_rank)
 
 
 def merge_backward(table: Table) -> Table:
-    """The same table with whole backward passes: each `I` becomes a `B`, and its `W` is gone."""
+    """The same table with full backward passes: each `I` becomes a `B`, and each `W` is removed."""
     return [
-        [action._replace(kind=ActionKind.BACKWARD) if action.kind is ActionKind.INPUT else action for action in work]
-        for work in ([a for a in rank if a.kind is not ActionKind.WEIGHT] for rank in table)
+        [action._replace(type=ActionType.BACKWARD) if action.type is ActionType.INPUT else action for action in work]
+        for work in ([a for a in rank if a.type is not ActionType.WEIGHT] for rank in table)
     ]
 
 
 def forward_table(placement: Sequence[int], micro_batches: int) -> Table:
-    """Forward passes alone, for any placement: whoever is free takes what has come furthest."""
+    """Forward passes alone, for any placement: a free rank takes the micro-batch at the latest stage."""
     ranks = max(placement) + 1
     table: list[list[Action]] = [[] for _ in range(ranks)]
     reached = [0] * micro_batches  # the stage that each micro-batch waits for
@@ -368,45 +372,45 @@ def forward_table(placement: Sequence[int], micro_batches: int) -> Table:
                 if rank not in ready or stage > reached[ready[rank]]:
                     ready[rank] = index
         for rank, index in ready.items():
-            table[rank].append(Action(ActionKind.FORWARD, reached[index], index))
+            table[rank].append(Action(ActionType.FORWARD, reached[index], index))
             reached[index] += 1
     return table
 
 
-# What a table means in time: who waits for whom, how long nobody works, and when what is sent.
+# ---- simulation of a table: start times, idle time, and when messages are sent
 
 
-COSTS: Mapping[ActionKind, float] = MappingProxyType(
-    {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.INPUT: 1.0, ActionKind.WEIGHT: 1.0}
+COSTS: Mapping[ActionType, float] = MappingProxyType(
+    {ActionType.FORWARD: 1.0, ActionType.BACKWARD: 2.0, ActionType.INPUT: 1.0, ActionType.WEIGHT: 1.0}
 )
 """The usual assumption: each half of a backward pass takes as long as the forward pass."""
 
 
 class ActionSpan(NamedTuple):
-    """An action, and from when to when it lasts."""
+    """An action with its start and end."""
 
     action: Action
     start: float
     end: float
 
 
-def simulate(table: Table, stages: int, costs: Mapping[ActionKind, float] = COSTS) -> list[list[ActionSpan]]:
-    """When each rank does what, if nothing but work takes time.
+def simulate(table: Table, stages: int, costs: Mapping[ActionType, float] = COSTS) -> list[list[ActionSpan]]:
+    """The start and end of every action, if communication takes no time.
 
-    Raises AssertionError for a table in which ranks wait for each other for ever.
+    Raises AssertionError for a table in which ranks deadlock.
     """
-    spans = _laid_out(table, stages, costs)
-    assert all(len(done) == len(work) for done, work in zip(spans, table, strict=True)), "a table that cannot be run"
+    spans = _lay_out(table, stages, costs)
+    assert all(len(done) == len(work) for done, work in zip(spans, table, strict=True)), "the table deadlocks"
     return spans
 
 
 def stuck_at(table: Table, stages: int) -> Action | None:
-    """The first action that a rank waits for ever to begin; None where all of the table can be run."""
-    spans = _laid_out(table, stages, COSTS)
+    """The first action that never begins, because ranks deadlock; None where there is none."""
+    spans = _lay_out(table, stages, COSTS)
     return next((work[len(done)] for done, work in zip(spans, table, strict=True) if len(done) < len(work)), None)
 
 
-def _laid_out(table: Table, stages: int, costs: Mapping[ActionKind, float]) -> list[list[ActionSpan]]:
+def _lay_out(table: Table, stages: int, costs: Mapping[ActionType, float]) -> list[list[ActionSpan]]:
     done: dict[Action, float] = {}
     spans: list[list[ActionSpan]] = [[] for _ in table]
     free = [0.0] * len(table)
@@ -420,31 +424,31 @@ def _laid_out(table: Table, stages: int, costs: Mapping[ActionKind, float]) -> l
                 if ready is None:
                     break
                 start = max(free[rank], ready)
-                free[rank] = done[action] = start + costs[action.kind]
+                free[rank] = done[action] = start + costs[action.type]
                 spans[rank].append(ActionSpan(action, start, free[rank]))
                 progress = True
     return spans
 
 
 def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """When all that an action needs is there; None where it is not known yet."""
-    kind, stage, index = action
-    if kind is ActionKind.FORWARD:
-        return 0.0 if stage == 0 else done.get(Action(ActionKind.FORWARD, stage - 1, index))
-    if kind is ActionKind.WEIGHT:
-        return done.get(Action(ActionKind.INPUT, stage, index))
-    own = done.get(Action(ActionKind.FORWARD, stage, index))
-    if own is None or stage == stages - 1:
-        return own
-    for other in (ActionKind.BACKWARD, ActionKind.INPUT):
-        after = done.get(Action(other, stage + 1, index))
-        if after is not None:
-            return max(own, after)
+    """When all inputs of an action are ready; None where that is not known yet."""
+    action_type, stage, index = action
+    if action_type is ActionType.FORWARD:
+        return 0.0 if stage == 0 else done.get(Action(ActionType.FORWARD, stage - 1, index))
+    if action_type is ActionType.WEIGHT:
+        return done.get(Action(ActionType.INPUT, stage, index))
+    forward_end = done.get(Action(ActionType.FORWARD, stage, index))
+    if forward_end is None or stage == stages - 1:
+        return forward_end
+    for other in (ActionType.BACKWARD, ActionType.INPUT):
+        next_end = done.get(Action(other, stage + 1, index))
+        if next_end is not None:
+            return max(forward_end, next_end)
     return None
 
 
 def bubble_of(spans: Sequence[Sequence[ActionSpan]]) -> float:
-    """The share of the time in which ranks have nothing to do."""
+    """The bubble: the share of the time in which ranks are idle."""
     busy = sum(span.end - span.start for rank in spans for span in rank)
     return 1.0 - busy / (len(spans) * length_of(spans))
 
@@ -454,21 +458,21 @@ def length_of(spans: Sequence[Sequence[ActionSpan]]) -> float:
     return max(rank[-1].end for rank in spans)
 
 
-def theoretical_bubble(word: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> float:
-    """The idle share of a step under a schedule, were all stages equally long and sending free.
+def theoretical_bubble(name: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> float:
+    """The idle share of a step under a schedule, with equally long stages and free communication.
 
     Each rank has `virtual` stages. For GPipe and 1F1B over p ranks it is (p - 1) / (m + p - 1), interleaved
     (p - 1) / (v·m + p - 1); for the others it follows from the table.
     """
-    table = make_table(word, ranks, micro_batches, virtual)
-    return bubble_of(simulate(table, len(placement_of(word, ranks, virtual))))
+    table = make_table(name, ranks, micro_batches, virtual)
+    return bubble_of(simulate(table, len(placement_of(name, ranks, virtual))))
 
 
 @dataclass(frozen=True, slots=True)
 class StageTransfer:
     """One side of a message: the activations or gradients of one micro-batch from one stage to its neighbour."""
 
-    kind: ActionKind
+    type: ActionType
     """`F` for activations, `B` for gradients."""
     stage: int
     """The stage whose output (activations) or whose inputs' gradients these are."""
@@ -481,13 +485,12 @@ Program = Sequence[Action | StageTransfer]
 
 
 def make_programs(table: Table, placement: Sequence[int]) -> list[Program]:
-    """For each rank, its work with the messages in between.
+    """For each rank, its actions with the messages between them.
 
     [Note: an order of messages that cannot hang]
-    All ranks' work is laid out on one time axis, and both sides of a message are written down at the moment its
-    content exists. So the two sides come at the same place in one common order, and ranks could exchange every
-    message standing still until the other takes it. That matters: NCCL does stand still, and so does a rank that
-    has to learn the shape of what will come.
+    All actions are simulated on one time axis, and both sides of a message are placed where its content exists. So the
+    two sides have the same position in one common order, and ranks could block on every message until the other side
+    takes it. That matters: NCCL does block, and so does a rank that has to receive the shape of its next input.
     """
     stages = len(placement)
     programs: list[list[Action | StageTransfer]] = [[] for _ in table]
@@ -496,39 +499,39 @@ def make_programs(table: Table, placement: Sequence[int]) -> list[Program]:
         for span in spans:
             events.append((span.start, 1, rank, span.action))
             events.append((span.end, 0, rank, span.action))
-    for _, starts, rank, action in sorted(events, key=lambda event: event[:3]):
-        if starts:
+    for _, is_start, rank, action in sorted(events, key=lambda event: event[:3]):
+        if is_start:
             programs[rank].append(action)
             continue
         neighbour = _neighbour(action, stages)
         if neighbour is None or placement[neighbour] == rank:
             continue
-        kind = ActionKind.FORWARD if action.kind is ActionKind.FORWARD else ActionKind.BACKWARD
+        action_type = ActionType.FORWARD if action.type is ActionType.FORWARD else ActionType.BACKWARD
         peer = placement[neighbour]
-        programs[rank].append(StageTransfer(kind, action.stage, action.micro_batch, True, peer))
-        programs[peer].append(StageTransfer(kind, action.stage, action.micro_batch, False, rank))
+        programs[rank].append(StageTransfer(action_type, action.stage, action.micro_batch, True, peer))
+        programs[peer].append(StageTransfer(action_type, action.stage, action.micro_batch, False, rank))
     return list(programs)
 
 
 def _neighbour(action: Action, stages: int) -> int | None:
-    """The stage that waits for the result of an action."""
-    if action.kind is ActionKind.WEIGHT:
+    """The stage that needs the result of an action."""
+    if action.type is ActionType.WEIGHT:
         return None
-    stage = action.stage + (1 if action.kind is ActionKind.FORWARD else -1)
+    stage = action.stage + (1 if action.type is ActionType.FORWARD else -1)
     return stage if 0 <= stage < stages else None
 
 
-# A schedule as a picture: one row a rank, one box an action, gaps where nobody works.
+# ---- a schedule as SVG: one row per rank, one box per action, gaps where a rank is idle
 
 
 _UNIT, _ROW, _LEFT, _TOP, _BOTTOM = 24, 30, 64, 54, 44
-_WORDS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT: "backward, inputs",
-    ActionKind.WEIGHT: "backward, weights",
+_LABELS = {
+    ActionType.FORWARD: "forward",
+    ActionType.BACKWARD: "backward",
+    ActionType.INPUT: "backward, inputs",
+    ActionType.WEIGHT: "backward, weights",
 }
-_HUES = {ActionKind.FORWARD: 215, ActionKind.BACKWARD: 145, ActionKind.INPUT: 175, ActionKind.WEIGHT: 35}
+_HUES = {ActionType.FORWARD: 215, ActionType.BACKWARD: 145, ActionType.INPUT: 175, ActionType.WEIGHT: 35}
 
 _STYLE = """
 svg { font-family: system-ui, sans-serif; font-size: 11px; --ink: #1c1d1f; --soft: #5f6066; --idle: #ecebe6; }
@@ -539,21 +542,21 @@ text { fill: var(--ink); } .soft { fill: var(--soft); } .head { font-size: 14px;
 """
 
 
-def draw_schedule(word: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> str:
-    """The SVG text of a schedule over so many ranks, each with `virtual` stages.
+def draw_schedule(name: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> str:
+    """The SVG text of a schedule over `ranks` ranks, each with `virtual` stages.
 
-    A box bears the number of its micro-batch, and is darker the later its stage comes among those of the rank; its
-    full name is shown under the pointer. A backward pass is drawn twice as long as a forward pass.
+    A box has the number of its micro-batch, and is darker for later stages of the rank; its tooltip is its full name.
+    A backward pass is twice as long as a forward pass.
     """
-    per_rank = resolve_virtual(word, virtual)
-    placement = placement_of(word, ranks, virtual)
-    spans = simulate(make_table(word, ranks, micro_batches, virtual), len(placement))
+    per_rank = resolve_virtual(name, virtual)
+    placement = placement_of(name, ranks, virtual)
+    spans = simulate(make_table(name, ranks, micro_batches, virtual), len(placement))
     length = length_of(spans)
     width = _LEFT + round(length * _UNIT) + 16
     height = _TOP + ranks * _ROW + _BOTTOM
     many = f", {per_rank} stages each" if per_rank > 1 else ""
-    title = f"{word}: {ranks} ranks{many}, {micro_batches} micro-batches, {bubble_of(spans):.1%} idle"
-    parts = [
+    title = f"{name}: {ranks} ranks{many}, {micro_batches} micro-batches, {bubble_of(spans):.1%} idle"
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(title)}">',
         f"<style>{_STYLE}</style>",
@@ -562,15 +565,15 @@ def draw_schedule(word: ScheduleName, ranks: int, micro_batches: int, virtual: i
     depth = [placement[:stage].count(rank) for stage, rank in enumerate(placement)]
     for rank, row in enumerate(spans):
         y = _TOP + rank * _ROW
-        parts.append(f'<text class="soft" x="8" y="{y + 17}">rank {rank}</text>')
-        parts.append(
+        elements.append(f'<text class="soft" x="8" y="{y + 17}">rank {rank}</text>')
+        elements.append(
             f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_px(length)}" height="{_ROW - 4}">'
             f"<title>idle</title></rect>"
         )
-        parts += [_box(span, y, depth[span.action.stage], per_rank) for span in row]
-    parts += _legend(spans, height - 18)
-    parts.append("</svg>")
-    return "\n".join(parts)
+        elements += [_box(span, y, depth[span.action.stage], per_rank) for span in row]
+    elements += _legend(spans, height - 18)
+    elements.append("</svg>")
+    return "\n".join(elements)
 
 
 def _box(span: ActionSpan, y: int, depth: int, per_rank: int) -> str:
@@ -578,28 +581,30 @@ def _box(span: ActionSpan, y: int, depth: int, per_rank: int) -> str:
     x = _LEFT + span.start * _UNIT
     lightness = 76 - 16 * depth / max(per_rank - 1, 1)
     where = f"stage {action.stage}, " if per_rank > 1 else ""
-    words = f"{action}: {where}micro-batch {action.micro_batch}, {_WORDS[action.kind]}"
+    label = f"{action}: {where}micro-batch {action.micro_batch}, {_LABELS[action.type]}"
     width = (span.end - span.start) * _UNIT
     return (
-        f'<g><title>{escape(words)}</title><rect class="box" x="{x:g}" y="{y}" width="{width:g}" '
-        f'height="{_ROW - 4}" rx="3" fill="hsl({_HUES[action.kind]} 60% {lightness:g}%)"/>'
+        f'<g><title>{escape(label)}</title><rect class="box" x="{x:g}" y="{y}" width="{width:g}" '
+        f'height="{_ROW - 4}" rx="3" fill="hsl({_HUES[action.type]} 60% {lightness:g}%)"/>'
         f'<text x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle">{action.micro_batch}</text></g>'
     )
 
 
 def _legend(spans: Sequence[Sequence[ActionSpan]], y: int) -> list[str]:
-    used = {span.action.kind for row in spans for span in row}
-    parts, x = [], _LEFT
-    for kind in ActionKind:
-        if kind not in used:
+    used = {span.action.type for row in spans for span in row}
+    elements, x = [], _LEFT
+    for action_type in ActionType:
+        if action_type not in used:
             continue
-        word = f"{kind}: {_WORDS[kind]}"
-        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="hsl({_HUES[kind]} 60% 76%)"/>')
-        parts.append(f'<text class="soft" x="{x + 17}" y="{y}">{word}</text>')
-        x += 34 + 6 * len(word)
-    parts.append(f'<rect class="idle" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>')
-    parts.append(f'<text class="soft" x="{x + 17}" y="{y}">idle</text>')
-    return parts
+        label = f"{action_type}: {_LABELS[action_type]}"
+        elements.append(
+            f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="hsl({_HUES[action_type]} 60% 76%)"/>'
+        )
+        elements.append(f'<text class="soft" x="{x + 17}" y="{y}">{label}</text>')
+        x += 34 + 6 * len(label)
+    elements.append(f'<rect class="idle" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>')
+    elements.append(f'<text class="soft" x="{x + 17}" y="{y}">idle</text>')
+    return elements
 
 
 def _px(length: float) -> str:

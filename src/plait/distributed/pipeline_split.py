@@ -1,4 +1,4 @@
-"""From a model to the stages of one rank."""
+"""Splitting a model into pipeline stages: where to split, how models of each kind are split, tied weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.fake_tensors import on_fake_tensors
 from plait.torch_internals import compiled_call_set, tree_map_only
 
-# Where to cut: so that the largest stage is as small as can be, or where the user says.
+# ---- where to split: so that the largest stage is as small as possible, or at layers that the user names
 
 
 Bounds = tuple[int, ...]
@@ -34,87 +34,89 @@ Bounds = tuple[int, ...]
 
 
 def balance(costs: Sequence[float], stages: int) -> Bounds:
-    """Cut a row of layers so that the most expensive stage costs least, and the others are as even as can be.
+    """Split layers so that the most expensive stage costs least, and the others are as even as possible.
 
-    Every stage gets a layer at least.
+    Every stage gets at least one layer.
     """
     layers = len(costs)
     if layers < stages:
         raise ConfigError(
             Problem(
                 "strategy.layout.pp",
-                f"{stages} pipeline stages, but the model has {layers} layers to share out",
+                f"{stages} pipeline stages, but the model has only {layers} layers",
                 f"Use at most {layers} stages (ranks × stages_per_rank).",
             )
         )
     before = [0.0, *accumulate(costs)]
-    # best[n]: the cheapest way to cut the first n layers into the stages so far; where two have the same most
-    # expensive stage, the one with the smaller sum of squares.
+    # best[n]: the cheapest split of the first n layers into the stages so far; where two have the same most expensive
+    # stage, the one with the smaller sum of squares.
     best: list[tuple[float, float, Bounds] | None] = [(before[n], before[n] ** 2, (0, n)) for n in range(layers + 1)]
     best[0] = None
     for stage in range(1, stages):
         following: list[tuple[float, float, Bounds] | None] = [None] * (layers + 1)
         for end in range(stage + 1, layers + 1):
             for start in range(end - 1, stage - 1, -1):
-                known = best[start]
+                previous = best[start]
                 cost = before[end] - before[start]
-                found = following[end]
-                if found is not None and cost > found[0]:
+                current = following[end]
+                if current is not None and cost > current[0]:
                     break  # a longer stage costs more still
-                if known is None:
+                if previous is None:
                     continue
-                offer = (max(known[0], cost), known[1] + cost**2)
-                if found is None or offer < found[:2]:
-                    following[end] = (*offer, (*known[2], end))
+                candidate = (max(previous[0], cost), previous[1] + cost**2)
+                if current is None or candidate < current[:2]:
+                    following[end] = (*candidate, (*previous[2], end))
         best = following
     chosen = best[layers]
     assert chosen is not None
     return chosen[2]
 
 
-def cut_at(names: Sequence[str], layers: Sequence[str], stages: int) -> Bounds:
-    """Cut before the named layers, one for each stage but the first; the very first layer may be named too."""
+def split_at(names: Sequence[str], layers: Sequence[str], stages: int) -> Bounds:
+    """Split before the named layers, one for each stage but the first; the very first layer may be named too."""
     key = "strategy.pipeline.split"
     problems = []
-    found: list[int] = []
+    indices: list[int] = []
     for name in names:
         matches = [index for index, layer in enumerate(layers) if layer == name or layer.endswith(f".{name}")]
         if len(matches) == 1:
-            found.append(matches[0])
+            indices.append(matches[0])
             continue
         close = difflib.get_close_matches(name, layers, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        what = f"several layers are called {name!r}" if matches else f"{name!r} is no layer of the model"
-        problems.append(Problem(key, what, f"{hint}there are: {_listed(layers)}"))
+        what = f"several layers are called {name!r}" if matches else f"{name!r} is not a layer of the model"
+        problems.append(Problem(key, what, f"{hint}there are: {_list_layers(layers)}"))
     if problems:
         raise ConfigError(problems)
-    starts = found if found[:1] == [0] else [0, *found]
+    starts = indices if indices[:1] == [0] else [0, *indices]
     if any(later <= earlier for earlier, later in pairwise(starts)):
-        raise ConfigError(Problem(key, f"{list(names)} is not in the order of the layers", f"It is {_listed(layers)}."))
+        raise ConfigError(
+            Problem(key, f"{list(names)} is not in the order of the layers", f"It is {_list_layers(layers)}.")
+        )
     if len(starts) != stages:
         raise ConfigError(
             Problem(
                 key,
-                f"{list(names)} cuts the layers into {len(starts)} stages, but there are {stages}",
+                f"{list(names)} splits the layers into {len(starts)} stages, but there are {stages}",
                 f"Name {stages - 1} layers, the first of each stage but the first stage.",
             )
         )
     return (*starts, len(layers))
 
 
-def _listed(layers: Sequence[str]) -> str:
+def _list_layers(layers: Sequence[str]) -> str:
     return ", ".join(layers) if len(layers) <= 12 else f"{', '.join(layers[:4])}, … {', '.join(layers[-2:])}"
 
 
-# A model as a list of layers, each of which is built only where it is needed.
+# ---- a model as a list of layers, each of which is built only on the rank that needs it
 
 
 Layer = Any
-"""A module, a `LayerSpec`, or a function of one argument without parameters."""
+"""A module, a `LazyLayer`, or a function of one argument without parameters."""
 
 
 class LazyLayer:
-    """A layer that is not built yet: what to call, and with what."""
+    """A layer that is not built yet: a factory and its arguments."""
 
     def __init__(self, factory: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
         self.factory = factory
@@ -122,7 +124,7 @@ class LazyLayer:
         self.kwargs = kwargs
 
     def build(self) -> nn.Module:
-        """The layer."""
+        """Build the layer."""
         return self.factory(*self.args, **self.kwargs)
 
     def __repr__(self) -> str:
@@ -132,8 +134,8 @@ class LazyLayer:
 class TiedLazyLayer(LazyLayer):
     """A layer whose module is shared with all others of the same `key`.
 
-    `forward(module, x)` says what this use of it computes; without it the module is called. Where uses lie in
-    different stages, each has the module under the same name, and their gradients are summed.
+    `forward(module, x)` is what this use of it computes; without it the module is called. Where uses are in different
+    stages, each has the module under the same name, and their gradients are summed.
     """
 
     def __init__(
@@ -150,10 +152,10 @@ class TiedLazyLayer(LazyLayer):
 
 
 class LayerStack(nn.Module):
-    """Layers one after another, of which some may be elsewhere.
+    """Layers in sequence, of which some may be in other stages.
 
-    Layer number i is the submodule `i`, and a shared one is `tied.<key>`, whichever of them are here: names of
-    parameters do not depend on how the list is cut.
+    Layer number i is the submodule `i`, and a shared one is `tied.<key>`, in every stage: names of parameters do not
+    depend on how the list is split.
     """
 
     def __init__(self, layers: Sequence[Layer], first: int = 0, end: int | None = None) -> None:
@@ -175,9 +177,9 @@ class LayerStack(nn.Module):
             self.tied = nn.ModuleDict(shared)
 
     def forward(self, x: Any) -> Any:
-        """Pass `x` through all layers that are here."""
+        """Pass `x` through all layers of this stage."""
         for call in self._calls:
-            # Modules are looked up by name: a technique may have put another in its place.
+            # Modules are looked up by name: a technique may have replaced them.
             if isinstance(call, str):
                 x = self.get_submodule(call)(x)
             elif isinstance(call, tuple):
@@ -188,21 +190,21 @@ class LayerStack(nn.Module):
         return x
 
 
-# How models of each kind are taken apart.
+# ---- how models of each kind are split
 #
-# An outline names the layers of a model in order, says what each costs, and makes the stage that holds some of
-# them. A stage is the same model with what it does not hold taken out, so every parameter keeps its name:
+# An outline has the names and costs of a model's layers in order, and makes the stage with some of them. A stage is the
+# same model without what other stages hold, so every parameter keeps its name:
 #
 # - layers are deleted from their list, whose other entries keep their keys;
-# - what comes before the first layer is there in the first stage alone, what comes after the last in the last.
+# - what comes before the first layer is in the first stage alone, what comes after the last in the last.
 
 
 Call = Callable[[nn.Module, Any, Any], Any]
-"""Runs a stage: (module, inputs of the micro-batch, what the stage before handed over) → what it hands on."""
+"""Runs a stage: (module, inputs of the micro-batch, output of the stage before) → its output."""
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class LayerSpan:
     """Which layers a stage holds."""
 
     first: int
@@ -211,67 +213,67 @@ class Extent:
     """Layers of the whole model."""
 
     @property
-    def starts(self) -> bool:
+    def is_first(self) -> bool:
         """Whether it is the first stage."""
         return self.first == 0
 
     @property
-    def ends(self) -> bool:
+    def is_last(self) -> bool:
         """Whether it is the last stage."""
         return self.end == self.of
 
 
-class Outline(ABC):
-    """A model, seen as a row of layers."""
+class LayerOutline(ABC):
+    """A model as a sequence of layers."""
 
     layers: Sequence[str]
     """Names of the layers, in order."""
 
     @abstractmethod
     def costs(self) -> list[float]:
-        """Parameters of each layer; what lies before and after the layers counts to the first and the last."""
+        """Parameters of each layer; what lies before and after the layers counts for the first and the last."""
 
     @abstractmethod
-    def whole(self) -> nn.Module:
-        """All of it, as one module."""
+    def full_model(self) -> nn.Module:
+        """The model as one module."""
 
     @abstractmethod
-    def take(self, module: nn.Module, extent: Extent) -> Call:
-        """Reduce a copy of `whole()` to some layers, in place; the answer says how to call it."""
+    def reduce_to(self, module: nn.Module, span: LayerSpan) -> Call:
+        """Reduce a copy of `full_model()` to some layers, in place; returns how to call it."""
 
     @abstractmethod
-    def shared(self, extents: Sequence[Extent]) -> Mapping[str, tuple[int, ...]]:
+    def shared(self, spans: Sequence[LayerSpan]) -> Mapping[str, tuple[int, ...]]:
         """Parameters that several stages hold, by name, with the numbers of these stages in order."""
 
-    def make(self, extents: Sequence[Extent]) -> list[tuple[nn.Module, Call]]:
+    def make(self, spans: Sequence[LayerSpan]) -> list[tuple[nn.Module, Call]]:
         """The stages with these layers, and how to call them.
 
-        The last is the model itself, reduced. The others are copies of its structure, which hold its own tensors.
+        The last is the model itself, reduced. The others are copies of its structure, with the same tensors.
         """
-        whole = self.whole()
+        whole = self.full_model()
         tensors = {id(tensor): tensor for tensor in (*whole.parameters(), *whole.buffers())}
-        modules = [*(copy.deepcopy(whole, dict(tensors)) for _ in extents[1:]), whole]
-        return [(module, self.take(module, extent)) for module, extent in zip(modules, extents, strict=True)]
+        modules = [*(copy.deepcopy(whole, dict(tensors)) for _ in spans[1:]), whole]
+        return [(module, self.reduce_to(module, span)) for module, span in zip(modules, spans, strict=True)]
 
 
-def outline_of(model: nn.Module | Sequence[Layer]) -> Outline:
-    """How a model is taken apart.
+def outline_of(model: nn.Module | Sequence[Layer]) -> LayerOutline:
+    """How a model is split into stages.
 
-    That is known of a list of layers, an `nn.Sequential` (with others inside), a `transformers` causal language
-    model, and any model whose `forward` has an argument `hidden` (see [Note: a seam in forward]). The first layer of a
-    list or an `nn.Sequential` is called with the first part of the inputs.
+    Supported are a list of layers, an `nn.Sequential` (also nested), a `transformers` causal language model, and any
+    model whose `forward` has an argument `hidden` (see [Note: a seam in forward]). The first layer of a list or an
+    `nn.Sequential` is called with the first of the inputs.
     """
     if isinstance(model, (list, tuple)):
-        return _Stack(model)
+        return _LayerList(model)
     assert isinstance(model, nn.Module)
     if isinstance(model, nn.Sequential):
         return _Sequential(model)
     if "hidden" in inspect.signature(type(model).forward).parameters:
-        return _Seam(model)
+        return _HiddenArgument(model)
     if hasattr(model, "get_input_embeddings") and hasattr(model, "base_model_prefix"):
-        return outline_transformers(model)
+        return _Transformers(model)
     raise ModelError(
-        f"{type(model).__name__} cannot be split into pipeline stages: nothing says where. "
+        f"{type(model).__name__} cannot be split into pipeline stages. "
         "Write it as an nn.Sequential or a list of layers, or give its forward an argument `hidden`, from which it "
         "starts where its first layers are not there"
     )
@@ -286,8 +288,8 @@ def as_keywords(model: nn.Module, inputs: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=False))
 
 
-def parameters_in(modules: Iterable[nn.Module | None]) -> float:
-    """How many numbers the parameters of some modules have."""
+def count_params(modules: Iterable[nn.Module | None]) -> float:
+    """The number of elements of all parameters of some modules."""
     return float(sum(p.numel() for module in modules if module is not None for p in module.parameters()))
 
 
@@ -298,15 +300,14 @@ def keep_only(container: nn.Module, keys: Iterable[str]) -> None:
         del container._modules[key]
 
 
-class _Seam(Outline):
+class _HiddenArgument(LayerOutline):
     """[Note: a seam in forward]
 
-    A model of ours, or one with the same habits:
+    A model of Plait, or one with the same structure:
 
     - Its children are: what comes before the layers, one `nn.ModuleList` of layers, what comes after.
-    - `forward` has an argument `hidden`: where given, the layers start from it and nothing that comes before
-      them is used.
-    - Where its last child is None, `forward` returns what the last layer gave.
+    - `forward` has an argument `hidden`: where given, the layers start from it and nothing before them is used.
+    - Where its last child is None, `forward` returns the output of the last layer.
     - With `config.tie_embeddings`, the last child uses the weight of the first.
     """
 
@@ -320,8 +321,8 @@ class _Seam(Outline):
                 "a pipeline needs one nn.ModuleList that holds all layers"
             )
         self._list = lists[0]
-        at = children.index(self._list)
-        self._before, self._after = children[:at], children[at + 1 :]
+        position = children.index(self._list)
+        self._before, self._after = children[:position], children[position + 1 :]
         self._tied = bool(getattr(getattr(model, "config", None), "tie_embeddings", False))
         self._keys = list(self._blocks(model)._modules)
         self.layers = [f"{self._list}.{key}" for key in self._keys]
@@ -331,62 +332,62 @@ class _Seam(Outline):
 
     def costs(self) -> list[float]:
         model = self._model
-        costs = [parameters_in([block]) for block in self._blocks(model)]
-        costs[0] += parameters_in(model._modules[name] for name in self._before)
-        costs[-1] += parameters_in(model._modules[name] for name in self._after)
+        costs = [count_params([block]) for block in self._blocks(model)]
+        costs[0] += count_params(model._modules[name] for name in self._before)
+        costs[-1] += count_params(model._modules[name] for name in self._after)
         if self._tied:
-            costs[-1] += parameters_in([model._modules[self._before[0]]])
+            costs[-1] += count_params([model._modules[self._before[0]]])
         return costs
 
-    def whole(self) -> nn.Module:
+    def full_model(self) -> nn.Module:
         return self._model
 
-    def take(self, module: nn.Module, extent: Extent) -> Call:
-        keep_only(self._blocks(module), self._keys[extent.first : extent.end])
-        gone = [] if extent.starts else self._before[1:] if extent.ends and self._tied else self._before
-        for name in (*gone, *(() if extent.ends else self._after)):
+    def reduce_to(self, module: nn.Module, span: LayerSpan) -> Call:
+        keep_only(self._blocks(module), self._keys[span.first : span.end])
+        removed = [] if span.is_first else self._before[1:] if span.is_last and self._tied else self._before
+        for name in (*removed, *(() if span.is_last else self._after)):
             module._modules[name] = None
 
-        def call(module: nn.Module, inputs: Any, handed: Any) -> Any:
+        def call(module: nn.Module, inputs: Any, hidden: Any) -> Any:
             keywords = as_keywords(module, inputs)
-            return module(**keywords) if extent.starts else module(**keywords, hidden=handed)
+            return module(**keywords) if span.is_first else module(**keywords, hidden=hidden)
 
         return call
 
-    def shared(self, extents: Sequence[Extent]) -> Mapping[str, tuple[int, ...]]:
-        if not self._tied or len(extents) == 1:
+    def shared(self, spans: Sequence[LayerSpan]) -> Mapping[str, tuple[int, ...]]:
+        if not self._tied or len(spans) == 1:
             return {}
         first = self._before[0]
         embedding = cast(nn.Module, self._model._modules[first])
-        return {f"{first}.{name}": (0, len(extents) - 1) for name, _ in embedding.named_parameters()}
+        return {f"{first}.{name}": (0, len(spans) - 1) for name, _ in embedding.named_parameters()}
 
 
-class _Sequential(Outline):
-    """An `nn.Sequential`; those inside it are opened, so a cut may go through them."""
+class _Sequential(LayerOutline):
+    """An `nn.Sequential`; nested ones are flattened, so they may be split, too."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self._model = model
-        self.layers = [name for name, _ in _opened(model)]
+        self.layers = [name for name, _ in _flatten_sequential(model)]
 
     def costs(self) -> list[float]:
-        return [parameters_in([layer]) for _, layer in _opened(self._model)]
+        return [count_params([layer]) for _, layer in _flatten_sequential(self._model)]
 
-    def whole(self) -> nn.Module:
+    def full_model(self) -> nn.Module:
         return self._model
 
-    def take(self, module: nn.Module, extent: Extent) -> Call:
-        gone = set(self.layers) - set(self.layers[extent.first : extent.end])
-        for name in gone:
+    def reduce_to(self, module: nn.Module, span: LayerSpan) -> Call:
+        removed = set(self.layers) - set(self.layers[span.first : span.end])
+        for name in removed:
             parent, _, key = name.rpartition(".")
             del module.get_submodule(parent)._modules[key]
-        return _call_in_row(extent)
+        return _sequential_call(span)
 
-    def shared(self, extents: Sequence[Extent]) -> Mapping[str, tuple[int, ...]]:
+    def shared(self, spans: Sequence[LayerSpan]) -> Mapping[str, tuple[int, ...]]:
         stage_of: dict[int, set[int]] = {}
         names: dict[int, str] = {}
-        layers = list(_opened(self._model))
-        for number, extent in enumerate(extents):
-            for name, layer in layers[extent.first : extent.end]:
+        layers = list(_flatten_sequential(self._model))
+        for number, span in enumerate(spans):
+            for name, layer in layers[span.first : span.end]:
                 for key, parameter in layer.named_parameters():
                     stage_of.setdefault(id(parameter), set()).add(number)
                     names.setdefault(id(parameter), f"{name}.{key}")
@@ -395,21 +396,21 @@ class _Sequential(Outline):
                 raise ModelError(
                     f"the parameter {names[shared]!r} is shared by layers of different pipeline stages "
                     f"({', '.join(map(str, sorted(stages)))}); write the model as a list of layers with "
-                    "TiedLayerSpec for those that share, or cut it so that they stay together"
+                    "TiedLazyLayer for those that share, or split it so that they stay together"
                 )
         return {}
 
 
-def _opened(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _flatten_sequential(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     for key, child in model._modules.items():  # `named_children` would leave out a layer that is there twice
         assert child is not None
         if isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward and len(child):
-            yield from _opened(child, f"{prefix}{key}.")
+            yield from _flatten_sequential(child, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", child
 
 
-class _Stack(Outline):
+class _LayerList(LayerOutline):
     """A list of layers; a stage builds only its own."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -418,7 +419,7 @@ class _Stack(Outline):
 
     def costs(self) -> list[float]:
         with torch.device("meta"):
-            return [parameters_in([self._built(layer)]) for layer in self._layers]
+            return [count_params([self._built(layer)]) for layer in self._layers]
 
     @staticmethod
     def _built(layer: Layer) -> nn.Module | None:
@@ -426,45 +427,45 @@ class _Stack(Outline):
             return layer.build()
         return layer if isinstance(layer, nn.Module) else None
 
-    def whole(self) -> nn.Module:
+    def full_model(self) -> nn.Module:
         return LayerStack(self._layers)
 
-    def make(self, extents: Sequence[Extent]) -> list[tuple[nn.Module, Call]]:
-        stacks = [LayerStack(self._layers, extent.first, extent.end) for extent in extents]
-        return [(stack, self.take(stack, extent)) for stack, extent in zip(stacks, extents, strict=True)]
+    def make(self, spans: Sequence[LayerSpan]) -> list[tuple[nn.Module, Call]]:
+        stacks = [LayerStack(self._layers, span.first, span.end) for span in spans]
+        return [(stack, self.reduce_to(stack, span)) for stack, span in zip(stacks, spans, strict=True)]
 
-    def take(self, module: nn.Module, extent: Extent) -> Call:
-        return _call_in_row(extent)
+    def reduce_to(self, module: nn.Module, span: LayerSpan) -> Call:
+        return _sequential_call(span)
 
-    def shared(self, extents: Sequence[Extent]) -> Mapping[str, tuple[int, ...]]:
+    def shared(self, spans: Sequence[LayerSpan]) -> Mapping[str, tuple[int, ...]]:
         stages: dict[str, list[int]] = {}
         specs: dict[str, TiedLazyLayer] = {}
-        for number, extent in enumerate(extents):
-            for layer in self._layers[extent.first : extent.end]:
+        for number, span in enumerate(spans):
+            for layer in self._layers[span.first : span.end]:
                 if isinstance(layer, TiedLazyLayer):
                     specs.setdefault(layer.key, layer)
                     held = stages.setdefault(layer.key, [])
                     if held[-1:] != [number]:
                         held.append(number)
-        found = {}
+        shared_params = {}
         for key, held in stages.items():
             if len(held) > 1:
                 with torch.device("meta"):
                     module = specs[key].build()
-                found.update({f"tied.{key}.{name}": tuple(held) for name, _ in module.named_parameters()})
-        return found
+                shared_params.update({f"tied.{key}.{name}": tuple(held) for name, _ in module.named_parameters()})
+        return shared_params
 
 
-def _call_in_row(extent: Extent) -> Call:
-    def call(module: nn.Module, inputs: Any, handed: Any) -> Any:
-        return module(first_input(inputs) if extent.starts else handed)
+def _sequential_call(span: LayerSpan) -> Call:
+    def call(module: nn.Module, inputs: Any, hidden: Any) -> Any:
+        return module(first_input(inputs) if span.is_first else hidden)
 
     return call
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the model that is on this rank."""
+    """One pipeline stage on this rank."""
 
     index: int
     count: int
@@ -472,9 +473,9 @@ class Stage:
     module: nn.Module
     """The model, without what other stages hold."""
     call: Call
-    """Runs it: (module, inputs, what the stage before handed over) → what goes to the next, or the model's answer."""
+    """Runs it: (module, inputs, output of the stage before) → its output, or that of the model."""
     tied: Mapping[str, tuple[int, ...]]
-    """Parameters here that other stages hold too, by name, with the stages that do; the first of them owns it."""
+    """Parameters that other stages hold too, by name, with these stages; the first of them owns it."""
 
     @property
     def is_first(self) -> bool:
@@ -483,11 +484,11 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives the model's answer."""
+        """Whether it returns the model's output."""
         return self.index == self.count - 1
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter of this stage is to be counted (in a norm, in a checkpoint) here.
+        """Whether a parameter of this stage counts here (in a norm, in a checkpoint).
 
         False for one that an earlier stage holds too: same name, same values, same gradient.
         """
@@ -496,9 +497,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Which stage holds which layers, and which rank holds which stage; the same on every rank."""
+    """The layers of each stage and the stages of each rank; the same on every rank."""
 
-    outline: Outline
+    outline: LayerOutline
     bounds: Bounds
     placement: tuple[int, ...]
     """The rank of each stage."""
@@ -507,7 +508,7 @@ class StagePlan:
 
     @property
     def stages(self) -> int:
-        """How many there are in all."""
+        """The number of stages."""
         return len(self.placement)
 
     def layers_of(self, stage: int) -> Sequence[str]:
@@ -515,7 +516,7 @@ class StagePlan:
         return self.outline.layers[self.bounds[stage] : self.bounds[stage + 1]]
 
     def twice_on_a_rank(self) -> list[str]:
-        """Parameters that two stages of one rank hold, whichever rank that is."""
+        """Parameters that two stages of the same rank hold, for any rank."""
         ranks = {name: [self.placement[stage] for stage in holders] for name, holders in self.tied.items()}
         return [name for name, holding in ranks.items() if len(set(holding)) < len(holding)]
 
@@ -529,9 +530,9 @@ def plan_stages(
     split: str | Sequence[str] = "parameters",
     costs: Sequence[float] | None = None,
 ) -> StagePlan:
-    """Decide who holds what; nothing is changed or built.
+    """Decide which stage and rank holds which layers; nothing is changed or built.
 
-    `split` is "parameters", "time" (with the `costs` that `measure_layers` found, agreed on by all ranks) or the
+    `split` is "parameters", "time" (with the `costs` from `measure_layers`, the same on all ranks) or the
     names of the first layers of all stages but the first.
     """
     placement = placement_of(schedule, ranks, virtual)
@@ -543,75 +544,75 @@ def plan_stages(
         bounds = balance(costs, len(placement))
     else:
         names = [split] if isinstance(split, str) else split
-        bounds = cut_at(names, outline.layers, len(placement))
-    return StagePlan(outline, bounds, placement, outline.shared(_extents(bounds)))
+        bounds = split_at(names, outline.layers, len(placement))
+    return StagePlan(outline, bounds, placement, outline.shared(_layer_spans(bounds)))
 
 
 def make_stages(plan: StagePlan, rank: int, *, one_copy: bool = False) -> list[Stage]:
     """The stages of one rank, in order; the model is reduced to the last of them, in place.
 
     Works on the meta device and with values; no tensor is copied, except a shared one that two stages of this
-    rank hold. With `one_copy` these two are to become one again (`tie_stages`), once they have their final storage;
-    they then count as one holder, the first of them. All ranks must say the same.
+    rank hold. With `one_copy` these two become one again (`tie_stages`), once they have their final storage; they then
+    count as one holder, the first of them. All ranks must pass the same value.
     """
     mine = [index for index, owner in enumerate(plan.placement) if owner == rank]
-    extents = _extents(plan.bounds)
+    spans = _layer_spans(plan.bounds)
     stages = []
     held: set[int] = set()
-    shared = _one_holder_a_rank(plan) if one_copy else plan.tied
-    for index, (module, call) in zip(mine, plan.outline.make([extents[index] for index in mine]), strict=True):
-        _own_parameters(module, held)
+    shared = _one_holder_per_rank(plan) if one_copy else plan.tied
+    for index, (module, call) in zip(mine, plan.outline.make([spans[index] for index in mine]), strict=True):
+        _copy_shared_parameters(module, held)
         tied = {name: holders for name, holders in shared.items() if index in holders}
         stages.append(Stage(index, plan.stages, module, call, tied))
     return stages
 
 
-def tie_stages(parts: Sequence[nn.Module]) -> None:
-    """Have stages of one rank that hold a parameter of the same name hold the first one's tensor."""
+def tie_stages(modules: Sequence[nn.Module]) -> None:
+    """Make stages of one rank that hold a parameter of the same name hold one tensor, the first stage's."""
     held: dict[str, nn.Parameter] = {}
-    for part in parts:
-        named = dict(part.named_parameters(remove_duplicate=False))
+    for module in modules:
+        named = dict(module.named_parameters(remove_duplicate=False))
         first = {id(parameter): held[name] for name, parameter in named.items() if name in held}
-        _exchange_parameters(part, first)
-        held.update(part.named_parameters())
+        _replace_parameters(module, first)
+        held.update(module.named_parameters())
 
 
-def _one_holder_a_rank(plan: StagePlan) -> Mapping[str, tuple[int, ...]]:
-    """`plan.tied` with the first stage of each rank alone; without what one rank holds alone."""
-    found = {}
+def _one_holder_per_rank(plan: StagePlan) -> Mapping[str, tuple[int, ...]]:
+    """`plan.tied` with only the first stage of each rank; without parameters of one rank alone."""
+    holders_by_name = {}
     for name, holders in plan.tied.items():
         first: dict[int, int] = {}
         for index in holders:
             first.setdefault(plan.placement[index], index)
         if len(first) > 1:
-            found[name] = tuple(first.values())
-    return found
+            holders_by_name[name] = tuple(first.values())
+    return holders_by_name
 
 
-def _extents(bounds: Bounds) -> list[Extent]:
-    return [Extent(first, end, bounds[-1]) for first, end in pairwise(bounds)]
+def _layer_spans(bounds: Bounds) -> list[LayerSpan]:
+    return [LayerSpan(first, end, bounds[-1]) for first, end in pairwise(bounds)]
 
 
-def _own_parameters(module: nn.Module, held: set[int]) -> None:
-    """Copy parameters that an earlier stage of this rank has too; a tie inside the stage stays one."""
+def _copy_shared_parameters(module: nn.Module, held: set[int]) -> None:
+    """Copy parameters that an earlier stage of this rank has too; ties inside the stage stay."""
     copied = {
         id(parameter): nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
         for parameter in module.parameters()
         if id(parameter) in held
     }
-    _exchange_parameters(module, copied)
+    _replace_parameters(module, copied)
     held.update(id(parameter) for parameter in module.parameters())
 
 
-def _exchange_parameters(module: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters in the place of those with these ids, wherever they are held."""
-    for part in module.modules():
-        for key, parameter in part._parameters.items():
+def _replace_parameters(module: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
+    """Replace the parameters with these ids, in all modules that hold them."""
+    for submodule in module.modules():
+        for key, parameter in submodule._parameters.items():
             if parameter is not None and id(parameter) in others:
-                part._parameters[key] = others[id(parameter)]
+                submodule._parameters[key] = others[id(parameter)]
 
 
-# How long each layer takes, for stages that are balanced by time.
+# ---- how long each layer takes, for stages that are balanced by time
 
 
 PASSES = 3
@@ -619,35 +620,35 @@ PASSES = 3
 
 
 def measure_layers(model: nn.Module | Sequence[Layer], example: Any, *, device: torch.device) -> list[float]:
-    """Seconds of each layer's forward pass on one micro-batch; what lies around the layers counts to the outer ones.
+    """Seconds of each layer's forward pass on one micro-batch; what lies around the layers counts for the outer ones.
 
-    A model on the meta device stays there: each layer gets memory for as long as it runs, so no more than one
-    layer, and what lies outside of all, is there at a time. The values in it are made up.
+    A model on the meta device stays there: each layer is allocated for as long as it runs, so no more than one layer,
+    and what lies outside of all, has memory at a time. Its values are random.
     """
     outline = outline_of(model)
-    whole = outline.whole()
-    if any(tensor.is_meta for tensor in (*whole.parameters(), *whole.buffers())):
-        whole = deepcopy(whole)
-    call = outline.take(whole, Extent(0, len(outline.layers), len(outline.layers)))
-    layers = [_find(whole, name) for name in outline.layers]
-    inside = {id(part) for layer in layers if layer is not None for part in layer.modules()}
-    for part in whole.modules():
-        if id(part) not in inside:
-            _allocate(part, device, recurse=False)
+    full = outline.full_model()
+    if any(tensor.is_meta for tensor in (*full.parameters(), *full.buffers())):
+        full = deepcopy(full)
+    call = outline.reduce_to(full, LayerSpan(0, len(outline.layers), len(outline.layers)))
+    layers = [_find(full, name) for name in outline.layers]
+    inside = {id(submodule) for layer in layers if layer is not None for submodule in layer.modules()}
+    for submodule in full.modules():
+        if id(submodule) not in inside:
+            _allocate(submodule, device, recurse=False)
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example)
-    times = [_one_pass(whole, layers, lambda: call(whole, inputs, None), device) for _ in range(PASSES)]
+    times = [_time_layers(full, layers, lambda: call(full, inputs, None), device) for _ in range(PASSES)]
     return [min(column) for column in zip(*times[1:], strict=True)]
 
 
-def _find(whole: nn.Module, name: str) -> nn.Module | None:
+def _find(model: nn.Module, name: str) -> nn.Module | None:
     try:
-        return whole.get_submodule(name)
-    except AttributeError:  # a function, or a layer that is stored under a shared name
+        return model.get_submodule(name)
+    except AttributeError:  # a function, or a layer that is stored under a tied name
         return None
 
 
-def _one_pass(
-    whole: nn.Module, layers: Sequence[nn.Module | None], call: Callable[[], Any], device: torch.device
+def _time_layers(
+    full: nn.Module, layers: Sequence[nn.Module | None], call: Callable[[], Any], device: torch.device
 ) -> list[float]:
     marks: list[float] = []
     gaps = 0.0
@@ -690,73 +691,70 @@ def _one_pass(
             hook.remove()
     inner = [later - earlier for earlier, later in zip(marks[::2], marks[1::2], strict=True)]
     called = iter(inner)
-    found = [0.0 if layer is None else next(called, 0.0) for layer in layers]
+    seconds = [0.0 if layer is None else next(called, 0.0) for layer in layers]
     if marks:
-        found[0] += marks[0] - start
-        found[-1] += end - marks[-1]
-    return found
+        seconds[0] += marks[0] - start
+        seconds[-1] += end - marks[-1]
+    return seconds
 
 
 @torch.no_grad()
 def _allocate(module: nn.Module, device: torch.device, *, recurse: bool) -> bool:
-    """Give a module's meta tensors memory and some values; whether there were any."""
-    found = False
-    for part in module.modules() if recurse else (module,):
-        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+    """Allocate a module's meta tensors with random values; returns whether there were any."""
+    allocated = False
+    for submodule in module.modules() if recurse else (module,):
+        tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
         for tensors in tables:
             for key, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    found = True
+                    allocated = True
                     fresh: Tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
                     if fresh.is_floating_point():
                         fresh.normal_(0.0, 0.02)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     tensors[key] = nn.Parameter(fresh, requires_grad=False) if is_parameter else fresh
-    return found
+    return allocated
 
 
 def broadcast_costs(
     costs: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[float]:
-    """The measurements of the group's first rank, for all of it: ranks that measured must not cut differently."""
+    """The costs that the group's first rank measured, on all ranks, so that all split alike."""
     shared = torch.tensor(list(costs), dtype=torch.float64, device=device)
     dist.broadcast(shared, group=group, group_src=0)
     return [float(cost) for cost in shared.tolist()]
 
 
-# How a `transformers` causal language model is taken apart, its code unedited.
+# ---- how a `transformers` causal language model is split, without editing its code
 #
-# A later stage is called with `inputs_embeds`, so that no token is looked up; whatever else its forward does to
-# embeddings before the first layer is replaced by something that leaves them as they are. In an earlier stage,
-# what comes after the layers is replaced in the same way. Nothing of `transformers` is imported.
+# A later stage is called with `inputs_embeds`, so that no token is looked up; modules that its forward applies to
+# embeddings before the first layer are replaced by identities. In an earlier stage, what comes after the layers is
+# replaced in the same way. Nothing of `transformers` is imported.
 
 
-_OF_THE_FIRST = ("input_ids", "token_type_ids")
+_EMBEDDED_INPUTS = ("input_ids", "token_type_ids")
 """Inputs that are looked up in an embedding."""
 
 
-def outline_transformers(model: nn.Module) -> Outline:
-    """The layers of a `transformers` causal language model."""
-    return _Transformers(model)
-
-
-class _Transformers(Outline):
-    """See the top of this module."""
+class _Transformers(LayerOutline):
+    """A `transformers` causal language model; see the comment above."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         name = type(model).__name__
         config: Any = model.config
         if getattr(config, "is_encoder_decoder", False):
-            raise ModelError(f"{name} has an encoder and a decoder; a pipeline takes a causal language model")
+            raise ModelError(
+                f"{name} has an encoder and a decoder; pipeline parallelism supports causal language models"
+            )
         if getattr(config, "output_router_logits", False):
             raise ModelError(
-                f"{name} with output_router_logits: the balance loss of transformers is made at the end from all "
-                "layers, of which a pipeline's last stage has only its own; set output_router_logits: false"
+                f"{name} with output_router_logits: the balance loss of transformers needs all layers, of which the "
+                "last pipeline stage has only its own; set output_router_logits: false"
             )
-        lists = [(key, found) for key, found in model.named_modules() if isinstance(found, nn.ModuleList)]
+        lists = [(key, module) for key, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         if not lists:
-            raise ModelError(f"{name} has no list of layers, so a pipeline cannot share them out")
+            raise ModelError(f"{name} has no nn.ModuleList of layers, so it cannot be split into pipeline stages")
         self._list, blocks = max(lists, key=lambda entry: len(entry[1]))
         self._holder, _, key = self._list.rpartition(".")
         self._keys = list(blocks._modules)
@@ -767,12 +765,12 @@ class _Transformers(Outline):
         head = hf.get_output_embeddings()
         self._head = None if head is None else _name_of(model, head)
         self._tied = head is not None and getattr(head, "weight", None) is hf.get_input_embeddings().weight
-        beside = list(model.get_submodule(self._holder)._modules)
-        at = beside.index(key)
-        self._before = [self._join(child) for child in beside[:at]]
-        self._after = [self._join(child) for child in beside[at + 1 :] if self._has_parameters(child)]
+        siblings = list(model.get_submodule(self._holder)._modules)
+        position = siblings.index(key)
+        self._before = [self._join(child) for child in siblings[:position]]
+        self._after = [self._join(child) for child in siblings[position + 1 :] if self._has_parameters(child)]
         if not self._after:
-            raise ModelError(f"{name} has nothing between its layers and its head, so its stages have no end")
+            raise ModelError(f"{name} has no module between its layers and its head, which its pipeline stages need")
         outside = (child for child in model._modules if child != self._holder.split(".")[0])
         self._outside = [child for child in outside if model._modules[child] is not None]
 
@@ -784,55 +782,55 @@ class _Transformers(Outline):
 
     def costs(self) -> list[float]:
         model = self._model
-        costs = [parameters_in([model.get_submodule(name)]) for name in self.layers]
-        costs[0] += parameters_in(model.get_submodule(name) for name in self._before)
-        costs[-1] += parameters_in(model.get_submodule(name) for name in (*self._after, *self._outside))
+        costs = [count_params([model.get_submodule(name)]) for name in self.layers]
+        costs[0] += count_params(model.get_submodule(name) for name in self._before)
+        costs[-1] += count_params(model.get_submodule(name) for name in (*self._after, *self._outside))
         return costs
 
-    def whole(self) -> nn.Module:
+    def full_model(self) -> nn.Module:
         return self._model
 
-    def take(self, module: nn.Module, extent: Extent) -> Call:
-        keep_only(module.get_submodule(self._list), self._keys[extent.first : extent.end])
-        self._cut_layer_types(module, extent)
-        if not extent.starts:
+    def reduce_to(self, module: nn.Module, span: LayerSpan) -> Call:
+        keep_only(module.get_submodule(self._list), self._keys[span.first : span.end])
+        self._slice_layer_types(module, span)
+        if not span.is_first:
             for name in self._before:
                 if name == self._embedding:
-                    if not (extent.ends and self._tied):
-                        _replace(module, name, _Elsewhere(name))
+                    if not (span.is_last and self._tied):
+                        _replace(module, name, _OtherStage(name))
                     continue
-                found = module.get_submodule(name)
-                if isinstance(found, nn.Embedding):
-                    _replace(module, name, _Zero())
-                elif isinstance(found, nn.Dropout) or any(True for _ in found.parameters()):
-                    _replace(module, name, _Same())
-        if extent.ends:
-            return _Later(self.layers[extent.first]) if not extent.starts else _last_and_only
-        way_out = _WayOut()
+                submodule = module.get_submodule(name)
+                if isinstance(submodule, nn.Embedding):
+                    _replace(module, name, _ZeroEmbedding())
+                elif isinstance(submodule, nn.Dropout) or any(True for _ in submodule.parameters()):
+                    _replace(module, name, _Identity())
+        if span.is_last:
+            return _StageFromHidden(self.layers[span.first]) if not span.is_first else _call_full_model
+        capture = _OutputCapture()
         for name in (*self._after, *self._outside):
-            _replace(module, name, _Same())
-        _replace(module, self._after[0], way_out)
+            _replace(module, name, _Identity())
+        _replace(module, self._after[0], capture)
         if self._head is not None:
-            _replace(module, self._head, _KeptHead(way_out))
-        return _Earlier(way_out) if extent.starts else _Later(self.layers[extent.first], way_out)
+            _replace(module, self._head, _CapturedHead(capture))
+        return _StageFromTokens(capture) if span.is_first else _StageFromHidden(self.layers[span.first], capture)
 
-    def _cut_layer_types(self, module: nn.Module, extent: Extent) -> None:
-        """Some models look the kind of a layer up by its place in the list."""
+    def _slice_layer_types(self, module: nn.Module, span: LayerSpan) -> None:
+        """Some models look up the type of a layer by its position in the list."""
         holder: Any = module.get_submodule(self._holder)
-        kinds = getattr(holder.config, "layer_types", None)
-        if kinds is not None and len(set(kinds)) > 1:
+        layer_types = getattr(holder.config, "layer_types", None)
+        if layer_types is not None and len(set(layer_types)) > 1:
             holder.config = copy.copy(holder.config)
-            holder.config.layer_types = list(kinds)[extent.first : extent.end]
+            holder.config.layer_types = list(layer_types)[span.first : span.end]
 
-    def shared(self, extents: Sequence[Extent]) -> Mapping[str, tuple[int, ...]]:
-        if not self._tied or len(extents) == 1:
+    def shared(self, spans: Sequence[LayerSpan]) -> Mapping[str, tuple[int, ...]]:
+        if not self._tied or len(spans) == 1:
             return {}
-        return {f"{self._embedding}.weight": (0, len(extents) - 1)}
+        return {f"{self._embedding}.weight": (0, len(spans) - 1)}
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    found: str = next(name for name, module in model.named_modules() if module is wanted)
-    return found
+    path: str = next(name for name, module in model.named_modules() if module is wanted)
+    return path
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -840,8 +838,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     model.get_submodule(parent)._modules[key] = module
 
 
-class _Elsewhere(nn.Module):
-    """Stands for a module of another stage, which nothing should call."""
+class _OtherStage(nn.Module):
+    """Replaces a module of another stage, and raises when it is called."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -851,99 +849,99 @@ class _Elsewhere(nn.Module):
         raise ModelError(f"{self._called} is in the first pipeline stage, and was called in another")
 
 
-class _Zero(nn.Module):
-    """Stands for an embedding that was added in the first stage already."""
+class _ZeroEmbedding(nn.Module):
+    """Replaces an embedding that was added in the first stage already."""
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
         return torch.zeros(())
 
 
-class _Same(nn.Module):
-    """Answers with what it is called with."""
+class _Identity(nn.Module):
+    """Returns its first argument."""
 
     def forward(self, x: Any, *_args: Any, **_kwargs: Any) -> Any:
         return x
 
 
-class _WayOut(_Same):
-    """Keeps what the last layer gave, whatever the model makes of it afterwards."""
+class _OutputCapture(_Identity):
+    """Keeps the output of the last layer, whatever the model computes from it afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[Any] = []
+        self._captured: list[Any] = []
 
     def forward(self, x: Any, *_args: Any, **_kwargs: Any) -> Any:
-        self._kept[:] = [x]
+        self._captured[:] = [x]
         return x
 
     def take(self) -> Any:
-        """What was kept last, once."""
-        return self._kept.pop()
+        """The last output, once."""
+        return self._captured.pop()
 
 
-class _KeptHead(nn.Module):
-    """Stands for the head: answers with what was kept.
+class _CapturedHead(nn.Module):
+    """Replaces the head: returns the captured output.
 
-    So that the model returns the very tensor that goes to the next stage, and hooks on what a model returns
-    (those of sharded parameters) are hooks on it.
+    So the model returns the same tensor that is sent to the next stage, and hooks on the model's output (those of
+    sharded parameters) are on it.
     """
 
-    def __init__(self, way_out: _WayOut) -> None:
+    def __init__(self, capture: _OutputCapture) -> None:
         super().__init__()
-        self._kept = way_out._kept
+        self._captured = capture._captured
 
     def forward(self, _x: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return self._kept[0]
+        return self._captured[0]
 
 
-def _last_and_only(module: nn.Module, inputs: Any, _handed: Any) -> Any:
+def _call_full_model(module: nn.Module, inputs: Any, _handed: Any) -> Any:
     return module(**as_keywords(module, inputs))
 
 
-class _Earlier:
-    """Calls a stage without a head; the labels are for the last."""
+class _StageFromTokens:
+    """Calls a first stage without a head, and without labels, which are for the last."""
 
-    def __init__(self, way_out: _WayOut) -> None:
-        self._way_out = way_out
+    def __init__(self, capture: _OutputCapture) -> None:
+        self._capture = capture
 
     def __call__(self, module: nn.Module, inputs: Any, _handed: Any) -> Any:
         keywords = _without_cache(as_keywords(module, inputs), module)
         keywords.pop("labels", None)
         module(**keywords)
-        return self._way_out.take()
+        return self._capture.take()
 
 
-class _Later:
-    """Calls a stage that starts from hidden states; makes sure once that they reach its first layer unchanged."""
+class _StageFromHidden:
+    """Calls a stage that starts from hidden states; checks once that they reach its first layer unchanged."""
 
-    def __init__(self, first_layer: str, way_out: _WayOut | None = None) -> None:
+    def __init__(self, first_layer: str, capture: _OutputCapture | None = None) -> None:
         self._first_layer = first_layer
-        self._way_out = way_out
+        self._capture = capture
         self._checked = False
 
-    def __call__(self, module: nn.Module, inputs: Any, handed: Any) -> Any:
+    def __call__(self, module: nn.Module, inputs: Any, hidden: Any) -> Any:
         keywords = _without_cache(as_keywords(module, inputs), module)
-        for name in (*_OF_THE_FIRST, *(("labels",) if self._way_out is not None else ())):
+        for name in (*_EMBEDDED_INPUTS, *(("labels",) if self._capture is not None else ())):
             keywords.pop(name, None)
         if self._checked:
-            output = module(inputs_embeds=handed, **keywords)
+            output = module(inputs_embeds=hidden, **keywords)
         else:
-            with self._watched(module, handed):
-                output = module(inputs_embeds=handed, **keywords)
-        return output if self._way_out is None else self._way_out.take()
+            with self._watched(module, hidden):
+                output = module(inputs_embeds=hidden, **keywords)
+        return output if self._capture is None else self._capture.take()
 
     @contextmanager
-    def _watched(self, module: nn.Module, handed: Tensor) -> Iterator[None]:
-        """Around the first call, in which the first layer is not run compiled: the compiler has no use for this."""
+    def _watched(self, module: nn.Module, hidden: Tensor) -> Iterator[None]:
+        """A context around the first call, in which the first layer does not run compiled."""
         layer = module.get_submodule(self._first_layer)
 
         def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arrived = args[0] if args else kwargs.get("hidden_states")
-            if not isinstance(arrived, Tensor) or not _equal(arrived.detach(), handed.detach()):
+            if not isinstance(arrived, Tensor) or not _equal(arrived.detach(), hidden.detach()):
                 raise ModelError(
                     f"{type(module).__name__} changes the embeddings that it is given before its first layer "
-                    "(it scales them, perhaps), so its stages cannot hand hidden states to each other; "
-                    "use tensor parallelism or sharding for it"
+                    "(it may scale them), so its stages cannot pass hidden states to each other; use tensor "
+                    "parallelism or sharding for it"
                 )
 
         with compiled_call_set(layer, None):
@@ -955,9 +953,9 @@ class _Later:
         self._checked = True
 
 
-@on_fake_tensors(lambda arrived, handed: arrived.shape == handed.shape)
-def _equal(arrived: Tensor, handed: Tensor) -> bool:
-    return torch.equal(arrived, handed)
+@on_fake_tensors(lambda arrived, hidden: arrived.shape == hidden.shape)
+def _equal(arrived: Tensor, hidden: Tensor) -> bool:
+    return torch.equal(arrived, hidden)
 
 
 def _without_cache(keywords: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -965,18 +963,17 @@ def _without_cache(keywords: dict[str, Any], module: nn.Module) -> dict[str, Any
     return {"use_cache": False, **keywords} if hasattr(config, "use_cache") else keywords
 
 
-# Weights that several stages hold: one name, one value, one gradient.
+# ---- tied weights: parameters that several stages hold, with one name, one value, one gradient
 
 
 TensorOf = Callable[[Stage, str], Tensor]
-"""The tensor of a parameter of a stage that is meant: its gradient, say, wherever that is kept."""
+"""(stage, parameter name) → a tensor of the parameter, such as its gradient."""
 
 
 class TiedWeights:
-    """What this rank's stages share with those of others (or with each other).
+    """The parameters that this rank's stages share with those of other ranks, or with each other.
 
-    Ranks that hold the same parameter and the same part of it (where it is sharded as well) are those of one
-    pipeline, so its own group is enough.
+    Ranks that hold the same parameter, and the same shard of it, are those of one pipeline, so its group suffices.
     """
 
     def __init__(self, stages: Sequence[Stage], placement: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -986,30 +983,30 @@ class TiedWeights:
         self._rank = dist.get_rank(group)
         self.holders = {name: holders for stage in stages for name, holders in stage.tied.items()}
         """Name → stages that hold it, in order; the first owns it."""
-        here = {name: [index for index in holders if index in self._stages] for name, holders in self.holders.items()}
-        self._copies = [(name, first, copy) for name, (first, *copies) in here.items() for copy in copies]
+        local = {name: [index for index in holders if index in self._stages] for name, holders in self.holders.items()}
+        self._copies = [(name, first, copy) for name, (first, *copies) in local.items() for copy in copies]
 
     def sum(self, find: TensorOf | None = None) -> None:
-        """Make every holder's tensor the sum over all holders, in place; to be called by all ranks, once a step.
+        """Make every holder's tensor the sum over all holders, in place; called by all ranks, once per step.
 
-        Without `find` these are the `.grad` of parameters, zeros where there is none. The sum is taken in the
-        order of the stages everywhere, so all holders get the same bits, and go on having the same weights.
+        Without `find` these are the `.grad` of parameters, zeros where there is none. The sum has the order of the
+        stages on all ranks, so all holders get the same bits, and keep the same weights.
         """
         for name, holders in sorted(self.holders.items()):
             if not self._trained(name):
                 continue
-            own = {index: self._local(index, name, find) for index in holders if index in self._stages}
-            parts = self._exchange(own, holders)
-            total = torch.stack(parts).sum(0) if len(parts) > 2 else parts[0] + parts[1]
-            for tensor in own.values():
+            local = {index: self._local(index, name, find) for index in holders if index in self._stages}
+            tensors = self._exchange(local, holders)
+            total = torch.stack(tensors).sum(0) if len(tensors) > 2 else tensors[0] + tensors[1]
+            for tensor in local.values():
                 tensor.copy_(total)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Let a second tensor of a weight on this rank follow the first: its values, and no gradient of its own.
+        """Copy the first tensor of a weight on this rank to the second, which has no gradient of its own.
 
-        For an optimizer and a checkpoint that know the first alone, whose gradient `sum` makes that of both. To be
-        called before a pass.
+        The optimizer and the checkpoint have only the first, whose gradient `sum` makes that of both. Called before
+        a pass.
         """
         for name, first, second in self._copies:
             source, target = (self._stages[index].module.get_parameter(name) for index in (first, second))
@@ -1025,23 +1022,23 @@ class TiedWeights:
         return _local(_gradient(stage.module.get_parameter(name)) if find is None else find(stage, name))
 
     @torch.no_grad()
-    def _exchange(self, own: dict[int, Tensor], holders: Sequence[int]) -> list[Tensor]:
-        """Everybody's tensors, in the order of the stages."""
-        example = next(iter(own.values()))
-        parts: dict[int, Tensor] = {index: tensor.contiguous() for index, tensor in own.items()}
+    def _exchange(self, local: dict[int, Tensor], holders: Sequence[int]) -> list[Tensor]:
+        """The tensors of all holders, in the order of the stages."""
+        example = next(iter(local.values()))
+        tensors: dict[int, Tensor] = {index: tensor.contiguous() for index, tensor in local.items()}
         peers = sorted({self._placement[index] for index in holders} - {self._rank})
         operations = []
         for index in holders:
-            if index in own:
-                operations += [self._operation(dist.isend, parts[index], peer) for peer in peers]
+            if index in local:
+                operations += [self._operation(dist.isend, tensors[index], peer) for peer in peers]
             else:
-                parts[index] = torch.empty_like(example, memory_format=torch.contiguous_format)
-                operations.append(self._operation(dist.irecv, parts[index], self._placement[index]))
+                tensors[index] = torch.empty_like(example, memory_format=torch.contiguous_format)
+                operations.append(self._operation(dist.irecv, tensors[index], self._placement[index]))
         wait_for(
             dist.batch_isend_irecv(operations) if operations else (),
             "an exchange of tied weights between pipeline stages",
         )
-        return [parts[index] for index in holders]
+        return [tensors[index] for index in holders]
 
     def _operation(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, group=self._group, group_peer=peer)

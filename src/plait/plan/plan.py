@@ -171,7 +171,7 @@ def make_plan(
 
         last_rank = (layout.pp - 1) * (layout.size // layout.pp)
         stage = layout.pp - 1
-        last = plan_rank(config, hardware, rank=last_rank, stage=stage, received=first.handed_on, **options)
+        last = plan_rank(config, hardware, rank=last_rank, stage=stage, received=first.sent_spec, **options)
         plans.append(RankPlan("last pipeline stage", last.ledger, tuple(last.trail)))
         notes += last.notes
         bubble = theoretical_bubble(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)

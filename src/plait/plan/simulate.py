@@ -314,7 +314,7 @@ class Simulated:
     """Of the model's own account, where it gives one."""
     trail: list[tuple[Phase, int]] = field(default_factory=list)
     """Bytes in use after every operation, from the build to a save; only where every layer was simulated."""
-    handed_on: Any = None
+    sent_spec: Any = None
     """What a pipeline stage hands to the next."""
     notes: list[str] = field(default_factory=list)
 
@@ -378,7 +378,7 @@ def simulate(
             )
         )
         if engine.pipeline is not None:
-            engine.pipeline.transport.foretold = received
+            engine.pipeline.transport.expected_spec = received
         stack.enter_context(recorder.ignoring_shape_propagation())
         peaks: dict[str, dict[str, int]] = {}
         keeping = SimulatedCheckpoints(engine, recorder, config, cores=hardware.host_cores)
@@ -428,7 +428,7 @@ def simulate(
             Ledger(numbers).settled(),
             _flops_per_token(engine, example),
             _in_order(recorder.trail or [], numbers),
-            engine.pipeline.transport.handed_on if engine.pipeline is not None else None,
+            engine.pipeline.transport.sent_spec if engine.pipeline is not None else None,
             notes,
         )
 

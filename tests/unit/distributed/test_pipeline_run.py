@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.refusals import missing, refused
 from torch import Tensor, nn
 
-from plait.distributed.pipeline_parallel import BubbleClock, Form, Pipeline, form_of_inputs, take_apart
+from plait.distributed.pipeline_parallel import BubbleClock, OutputSpec, Pipeline, flatten_output, input_signature
 from plait.distributed.pipeline_split import Stage, make_stages, plan_stages
 from plait.errors import ConfigError, ModelError
 
@@ -190,8 +190,8 @@ def test_router_losses_of_earlier_stages_are_not_lost_without_a_word() -> None:
 
 def test_a_form_survives_being_written() -> None:
     output = {"a": (torch.zeros(2, 3), torch.zeros(0, dtype=torch.int64)), "b": "word", "c": None}
-    form, tensors = take_apart(output)
-    again = Form.read(form.written())
+    form, tensors = flatten_output(output)
+    again = OutputSpec.deserialize(form.serialize())
     assert again == form
     filled = again.fill(tensors)
     assert filled["a"][0] is output["a"][0]
@@ -200,7 +200,7 @@ def test_a_form_survives_being_written() -> None:
 
 def test_inputs_of_one_form_have_equal_shapes_and_plain_values() -> None:
     base = {"x": torch.zeros(2, 3), "n": 4}
-    assert form_of_inputs(base) == form_of_inputs({"x": torch.ones(2, 3), "n": 4})
-    assert form_of_inputs(base) != form_of_inputs({"x": torch.zeros(2, 2), "n": 4})
-    assert form_of_inputs(base) != form_of_inputs({"x": torch.zeros(2, 3), "n": 5})
-    assert form_of_inputs(base) != form_of_inputs((torch.zeros(2, 3), 4))
+    assert input_signature(base) == input_signature({"x": torch.ones(2, 3), "n": 4})
+    assert input_signature(base) != input_signature({"x": torch.zeros(2, 2), "n": 4})
+    assert input_signature(base) != input_signature({"x": torch.zeros(2, 3), "n": 5})
+    assert input_signature(base) != input_signature((torch.zeros(2, 3), 4))

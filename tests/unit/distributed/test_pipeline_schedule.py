@@ -14,7 +14,7 @@ from tests.refusals import refused
 from plait.distributed.pipeline_schedule import (
     SCHEDULES,
     Action,
-    ActionKind,
+    ActionType,
     StageTransfer,
     check_micro_batches,
     draw_schedule,
@@ -42,11 +42,11 @@ def test_a_table_has_all_the_work_and_can_be_run(word: str, ranks: int, count: i
     table = make_table(word, ranks, count)
     table = merge_backward(table) if merged else table
     simulate(table, len(placement))
-    done = Counter((action.kind, action.stage) for work in table for action in work)
+    done = Counter((action.type, action.stage) for work in table for action in work)
     for stage, rank in enumerate(placement):
-        assert done[ActionKind.FORWARD, stage] == count
-        assert done[ActionKind.BACKWARD, stage] + done[ActionKind.INPUT, stage] == count
-        assert done[ActionKind.INPUT, stage] == done[ActionKind.WEIGHT, stage]
+        assert done[ActionType.FORWARD, stage] == count
+        assert done[ActionType.BACKWARD, stage] + done[ActionType.INPUT, stage] == count
+        assert done[ActionType.INPUT, stage] == done[ActionType.WEIGHT, stage]
         assert all(action.stage != stage for other, work in enumerate(table) if other != rank for action in work)
 
 
@@ -59,7 +59,7 @@ def test_messages_are_taken_in_the_order_in_which_they_are_sent(word: str, ranks
         for receiver in range(ranks):
             sent = [t for t in programs[sender] if isinstance(t, StageTransfer) and t.sends and t.peer == receiver]
             taken = [t for t in programs[receiver] if isinstance(t, StageTransfer) and not t.sends and t.peer == sender]
-            assert [(t.kind, t.stage, t.micro_batch) for t in sent] == [(t.kind, t.stage, t.micro_batch) for t in taken]
+            assert [(t.type, t.stage, t.micro_batch) for t in sent] == [(t.type, t.stage, t.micro_batch) for t in taken]
 
 
 @given(words, few_ranks, st.integers(1, 20))
@@ -89,7 +89,7 @@ def test_forward_passes_alone_need_no_legal_number(ranks: int, virtual: int, cou
     table = forward_table(placement, count)
     simulate(table, len(placement))
     assert sorted(a for work in table for a in work) == sorted(
-        Action(ActionKind.FORWARD, stage, index) for stage in range(len(placement)) for index in range(count)
+        Action(ActionType.FORWARD, stage, index) for stage in range(len(placement)) for index in range(count)
     )
 
 
@@ -113,7 +113,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_to_come() -> Non
     for rank, work in enumerate(make_table("1f1b", 4, 16)):
         held = most = 0
         for action in work:
-            held += 1 if action.kind is ActionKind.FORWARD else -1
+            held += 1 if action.type is ActionType.FORWARD else -1
             most = max(most, held)
         assert most == 4 - rank
 

@@ -18,10 +18,10 @@ from plait.distributed.pipeline_split import (
     LazyLayer,
     TiedLazyLayer,
     balance,
-    cut_at,
     make_stages,
     measure_layers,
     plan_stages,
+    split_at,
     tie_stages,
 )
 from plait.errors import ConfigError, ModelError
@@ -73,8 +73,8 @@ def test_equal_layers_are_shared_out_evenly() -> None:
 
 def test_names_say_where_to_cut() -> None:
     layers = [f"blocks.{i}" for i in range(6)]
-    assert cut_at(["blocks.2", "blocks.5"], layers, 3) == (0, 2, 5, 6)
-    assert cut_at(["blocks.0", "2", "5"], layers, 3) == (0, 2, 5, 6)
+    assert split_at(["blocks.2", "blocks.5"], layers, 3) == (0, 2, 5, 6)
+    assert split_at(["blocks.0", "2", "5"], layers, 3) == (0, 2, 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_names_say_where_to_cut() -> None:
 )
 def test_names_that_do_not_fit_are_explained(names: list[str], named: list[str]) -> None:
     with refused(ConfigError, *named, key="strategy.pipeline.split"):
-        cut_at(names, [f"blocks.{i}" for i in range(6)], 3)
+        split_at(names, [f"blocks.{i}" for i in range(6)], 3)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -40,7 +40,7 @@ class Played:
     second: SentBytes = field(default_factory=SentBytes)
     shapes: Shapes = field(default_factory=list)
     """Of the parameters that this rank has, where they are whole."""
-    handed_on: Any = None
+    sent_spec: Any = None
     """The form of what goes from one pipeline stage to the next."""
 
 
@@ -61,13 +61,13 @@ def play(
         played.shapes = [tuple(parameter.shape) for parameter in engine.model.parameters()]
         staged = engine._staged
         if staged is not None:
-            staged.pipeline.transport.foretold = foretold
+            staged.pipeline.transport.expected_spec = foretold
         ids = torch.zeros(ROWS, model["seq_len"], dtype=torch.int64)
         for step in (played.first, played.second):
             with step:
                 engine.train_step([{"input_ids": ids, "labels": ids}] * micro_batches)
         if staged is not None:
-            played.handed_on = staged.pipeline.transport.handed_on
+            played.sent_spec = staged.pipeline.transport.sent_spec
     return played
 
 
@@ -294,7 +294,7 @@ def test_pipeline_stages_send_activations_and_gradients(size: int, schedule: str
     foretold = None
     for stage in (0, pp // 2, pp - 1):
         played = play(size, strategy, model, micro_batches=4, rank=stage * replicas, foretold=foretold)
-        foretold = played.handed_on
+        foretold = played.sent_spec
         theory = pipeline_traffic(
             schedule,
             ranks=pp,

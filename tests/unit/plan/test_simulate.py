@@ -68,9 +68,9 @@ def test_the_bytes_that_an_account_has_are_those_of_the_theory(stage: int) -> No
 def test_a_stage_hands_on_what_the_next_one_receives() -> None:
     config = config_of({"layout": {"pp": 2}}, batch={"micro": 2, "accumulation": 4})
     first = simulate(config, CPU, ranks=2, rank=0)
-    last = simulate(config, CPU, ranks=2, rank=1, received=first.handed_on)
+    last = simulate(config, CPU, ranks=2, rank=1, received=first.sent_spec)
     whole = simulate(config_of(), CPU, ranks=1).ledger.numbers["parameters"]
-    assert first.handed_on is not None
+    assert first.sent_spec is not None
     assert first.ledger.numbers["parameters"] + last.ledger.numbers["parameters"] == whole
     assert first.ledger.total("sent", "pp") > 0
 
