@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plait.distributed.compile import reason_not_to_compile as reason_not_to_compile
     from plait.distributed.compile import undo_compile as undo_compile
     from plait.distributed.context_parallel import apply_context_parallel as apply_context_parallel
+    from plait.distributed.context_parallel import mixer_without_mask as mixer_without_mask
     from plait.distributed.context_parallel_attention import split_batch as split_batch
     from plait.distributed.ddp import GradientBuckets as GradientBuckets
     from plait.distributed.ddp import Gradients as Gradients

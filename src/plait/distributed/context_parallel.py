@@ -5,7 +5,8 @@ Ring attention, Ulysses and all-gather attention themselves are in `context_para
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,8 +31,7 @@ from plait.distributed.context_parallel_attention import (
 from plait.distributed.dtensor import to_local
 from plait.distributed.tensor_parallel import is_transformers_model
 from plait.errors import ConfigError, ModelError, Problem
-from plait.kernels import blocks_without_registry, mixer_without_mask
-from plait.transformers_internals import attn_implementation
+from plait.transformers_internals import attn_implementation, is_stateful, no_split_modules
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 """(q, k, v, mask, dropout) → attention over full rows."""
@@ -198,7 +198,7 @@ def _check(model: Any, attention: SequenceAttention) -> None:
             "parallelism does not support; set strategy.layout.cp: 1"
         )
     mixer = mixer_without_mask(model)
-    alone = None if mixer is not None else next(blocks_without_registry(model), None)
+    alone = None if mixer is not None else next(_blocks_without_registry(model), None)
     if mixer is not None or alone is not None:
         what = mixer or f"a layer ({alone}) that does not take its attention from the registry of transformers"
         raise ModelError(
@@ -410,3 +410,42 @@ def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
             f"{type(module).__name__} has rows that are split over ranks, but was called without positions; "
             "call it with what `split_batch` returns"
         )
+
+
+# How the tokens of a row reach each other in a model of `transformers`.
+#
+# Attention sees other tokens as its mask allows, and comes from a registry that can be extended. A recurrent state, a
+# convolution along the row or an index of compressed tokens has neither: it continues into the next document of a
+# packed row, and stays on its rank where a row is split over ranks.
+
+
+_MASKED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "window_attention"})
+"""Layer types of `transformers` whose tokens see each other only as the mask allows."""
+_TOKENWISE_LAYERS = frozenset({"moe", "sparse", "dense", "mlp"})
+"""Layer types of `transformers` that process each token alone."""
+_ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+
+
+def mixer_without_mask(model: nn.Module) -> str | None:
+    """Describe a module of a model that mixes tokens without an attention mask; None where none is known."""
+    for module in model.modules():
+        types = {str(layer) for layer in getattr(getattr(module, "config", None), "layer_types", None) or ()}
+        if other := sorted(types - _MASKED_LAYERS - _TOKENWISE_LAYERS):
+            return f"layers of type {', '.join(map(repr, other))}"
+        if is_stateful(module):
+            return "a recurrent state"
+    return None
+
+
+def _blocks_without_registry(model: Any) -> Iterator[str]:
+    """The names of a model's layers in which no module takes its attention from the registry of `transformers`."""
+    classes = no_split_modules(model)
+    for name, block in model.named_modules():
+        listed = type(block).__name__ in classes and name.rpartition(".")[2].isdigit()
+        if listed and not any(_uses_attention_registry(type(module)) for module in block.modules()):
+            yield name
+
+
+def _uses_attention_registry(cls: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return code is not None and _ATTENTION_REGISTRY in code.co_names

@@ -66,9 +66,6 @@ if TYPE_CHECKING:
     from plait.kernels.rotary import apply_rotary_plain as apply_rotary_plain
     from plait.kernels.swiglu import product_of as product_of
     from plait.kernels.swiglu import swiglu as swiglu
-    from plait.kernels.token_mixers import attends_both_ways as attends_both_ways
-    from plait.kernels.token_mixers import blocks_without_registry as blocks_without_registry
-    from plait.kernels.token_mixers import mixer_without_mask as mixer_without_mask
     from plait.kernels.triton import HAS_TRITON as HAS_TRITON
     from plait.kernels.triton import has_kernels as has_kernels
     from plait.kernels.triton import on_device_of as on_device_of

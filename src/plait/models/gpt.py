@@ -1,4 +1,4 @@
-"""The whole of GPT."""
+"""GPT-2: the model, its named sizes, and its weights in the naming of `transformers`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from plait.models.common.losses import LMHead
 from plait.models.common.protocol import LossTerm
 from plait.models.common.weights import Made, Put, same, stream_weights
 
-# One layer of GPT.
-
 
 class FeedForward(nn.Module):
-    """Four times as wide inside, with the tanh form of GELU that GPT-2 was trained with."""
+    """A feed-forward with hidden width 4 * dim and GPT-2's tanh approximation of GELU."""
 
     def __init__(self, dim: int, *, layers: int, bias: bool) -> None:
         super().__init__()
@@ -33,12 +31,12 @@ class FeedForward(nn.Module):
         self.down = residual_output(nn.Linear(4 * dim, dim, bias=bias), layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Works on each token alone."""
+        """The feed-forward of each token."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class GptBlock(nn.Module):
-    """Attention, then feed-forward, each normed before and added to the residual stream."""
+    """A pre-norm transformer layer: attention, then feed-forward."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ class GptBlock(nn.Module):
         self.ffn = FeedForward(config.dim, layers=config.layers, bias=config.bias)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """One step along the residual stream (batch, tokens, dim)."""
+        """Apply the layer to the residual stream (batch, tokens, dim)."""
         x = x + self._drop(self.attention(self.attention_norm(x), shared))
         return x + self._drop(self.ffn(self.ffn_norm(x)))
 
@@ -65,7 +63,7 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT-2 decoder; keeps the protocol of `models.common.protocol.LanguageModel`."""
+    """A GPT-2 decoder; implements `models.common.protocol.LanguageModel`."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (GptBlock,)
 
@@ -78,7 +76,7 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
         self.make_mask = packing_mask
-        """From document ids to what attention is given as a mask; goes with `Attention.attend`."""
+        """Makes the mask for `Attention.attend` from document ids; both are replaced together."""
         self.apply(self.init_weights)
 
     def forward(
@@ -89,16 +87,16 @@ class Gpt(nn.Module):
         document_ids: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor | LossTerm:
-        """Loss where labels are given, logits where not.
+        """Return the loss with labels, logits without.
 
-        A model without its first layers starts from `hidden`; one without its head answers with hidden states.
+        A pipeline stage without the first layers starts from `hidden`; one without the head returns hidden states.
         """
         if positions is None:
             tokens = input_ids.shape[1]
             if tokens > self.config.seq_len:
                 raise ModelError(
-                    f"a row of {tokens} tokens is longer than model.seq_len={self.config.seq_len}, "
-                    "and learned positions end there; raise model.seq_len or shorten the rows"
+                    f"a row of {tokens} tokens is longer than model.seq_len={self.config.seq_len}, the number of "
+                    "learned positions; raise model.seq_len or shorten the rows"
                 )
             positions = torch.arange(tokens, device=input_ids.device)[None]
         head_dim, dropout = self.config.dim // self.config.heads, self.config.dropout
@@ -115,15 +113,15 @@ class Gpt(nn.Module):
         return self.head(self.norm(x), labels, tied)  # type: ignore[no-any-return]
 
     def root_parameters(self) -> list[Tensor]:
-        """What `forward` hands to other modules: a tied head is called with the embedding's weight."""
+        """The weights that `forward` passes to other modules: a tied head is called with the embedding's weight."""
         return [self.embedding.weight] if self.config.tie_embeddings and self.embedding is not None else []
 
     def init_weights(self, module: nn.Module) -> None:
-        """Fill one module."""
+        """Initialize one module."""
         init_lm_module(module)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How ranks share its layers: attention by heads, feed-forward by features, the vocabulary by words."""
+        """The tensor-parallel plan: attention by heads, feed-forward by features, embedding and head by vocabulary."""
         feed_forward = {"blocks.*.ffn": "region", "blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"}
         return decoder_plan(feed_forward)
 
@@ -133,9 +131,6 @@ class Gpt(nn.Module):
         if not self.config.tie_embeddings:
             lookups.append(self.embedding)
         return decoder_flops_per_token(self, lookups, layers=self.config.layers, dim=self.config.dim, seq_len=seq_len)
-
-
-# Named sizes, as keywords of `GptConfig`: a tiny one, and the four that GPT-2 was published in.
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -148,8 +143,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-# GPT-2 weights in the names and layout of `transformers`.
-
+"""Named sizes, as keywords of `GptConfig`: a tiny one, and the four of GPT-2."""
 
 _RENAMES = (
     (r"^transformer\.", ""),
@@ -168,7 +162,7 @@ _QKV = ".attn.c_attn."
 _LAYER = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 
 UNUSED = (r"\.attn\.(masked_)?bias$",)
-"""Stored tensors, in the names of `transformers`, that a `Gpt` has no use for: causal masks, in old files."""
+"""Stored tensors, in the names of `transformers`, that a `Gpt` does not use: causal masks, in old files."""
 
 
 def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
@@ -178,7 +172,7 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Our tensors for one of `GPT2LMHeadModel`, which joins q, k and v and stores matrices transposed."""
+    """Plait's tensors for one of `GPT2LMHeadModel`, which joins q, k and v and stores matrices transposed."""
     ours = _ours(name)
     tensor = _transposed(ours[0], tensor)
     for target, piece in zip(ours, tensor.chunk(len(ours)), strict=True):
@@ -186,7 +180,7 @@ def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]
 
 
 def to_transformers(config: GptConfig) -> dict[str, Made]:
-    """The tensors of `GPT2LMHeadModel`, each made of ours; it always has biases, which are zero where we have none."""
+    """The tensors of `GPT2LMHeadModel`, each made of Plait's; it always has biases, zero where Plait's has none."""
     layers = [f"transformer.h.{layer}.{suffix}" for layer in range(config.layers) for suffix in _LAYER]
     made = {name: Made((_ours(name)[0],), same) for name in ("transformer.wte.weight", "transformer.wpe.weight")}
     for name in (*layers, "transformer.ln_f"):
@@ -202,7 +196,7 @@ def to_transformers(config: GptConfig) -> dict[str, Made]:
 
 
 def _ours(name: str) -> tuple[str, ...]:
-    """Our name for a tensor, or our three names."""
+    """Plait's name for a tensor, or its three names for a joined one."""
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     if _QKV in name:
@@ -211,7 +205,7 @@ def _ours(name: str) -> tuple[str, ...]:
 
 
 def _transposed(ours: str, tensor: Tensor) -> Tensor:
-    """From one layout of a matrix to the other."""
+    """Convert a matrix between the two layouts."""
     return tensor.t() if tensor.ndim == 2 and re.search(r"(attention|ffn)\.", ours) else tensor
 
 
@@ -239,13 +233,13 @@ def describe(config: GptConfig) -> dict[str, Any]:
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
         "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": None,  # by default there are some, which a small vocabulary does not have
+        "bos_token_id": None,  # the defaults are not in a small vocabulary
         "eos_token_id": None,
     }
 
 
 def from_description(hf_config: Mapping[str, Any]) -> GptConfig:
-    """Our configuration for a `config.json` of `transformers`; `ModelError` where a `Gpt` computes otherwise."""
+    """Plait's configuration for a `config.json` of `transformers`; `ModelError` where a `Gpt` cannot compute it."""
     dim = hf_config.get("n_embd", 768)
     wanted = {
         "model_type": (hf_config.get("model_type"), ("gpt2",)),
@@ -258,7 +252,7 @@ def from_description(hf_config: Mapping[str, Any]) -> GptConfig:
     for key, (value, needed) in wanted.items():
         if value not in needed:
             raise ModelError(
-                f"config.json has {key} {value!r}, and Plait's gpt knows {needed[0]!r} only; use `model.type: hf`"
+                f"config.json has {key} {value!r}, but Plait's gpt supports only {needed[0]!r}; use `model.type: hf`"
             )
     return GptConfig(
         vocab_size=hf_config.get("vocab_size", 50257),

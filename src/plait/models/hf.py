@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import HFConfig, read_json_object, transformers_code
-from plait.distributed import is_sharded
+from plait.distributed import is_sharded, mixer_without_mask
 from plait.errors import MissingExtraError, ModelError, PlaitError
-from plait.kernels import apply_rotary, attends_both_ways, mixer_without_mask, rms_norm
+from plait.kernels import apply_rotary, rms_norm
 from plait.models.common.attention import document_mask
 from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
 from plait.models.common.protocol import LossTerm
@@ -298,12 +298,24 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
             f"transformers cannot build {key}={source!r:.200} for model.task={config.task!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if config.task == "causal-lm" and attends_both_ways(model):
+    if config.task == "causal-lm" and _attends_in_both_directions(model):
         raise ModelError(
             f"model.config.is_decoder=False: a {described.model_type!r} model is an encoder then, and sees the token "
             "that model.task='causal-lm' has it predict; set is_decoder: true in the model's config"
         )
     return adapt(model, CausalLM if config.task == "causal-lm" else OtherTask)
+
+
+def _attends_in_both_directions(model: Any) -> bool:
+    """Whether attention sees later tokens: an encoder that is not configured as a decoder."""
+    text = model.config.get_text_config()
+    if getattr(text, "is_decoder", None) is not False or getattr(text, "is_encoder_decoder", False):
+        return False
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    is_masked_lm = type(model.config) in MODEL_FOR_MASKED_LM_MAPPING
+    return not any(causal) and (bool(causal) or is_masked_lm)
 
 
 def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The whole of Llama."""
+"""Llama: the model, its named sizes, and its weights in the naming of `transformers`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from plait.models.common.losses import LMHead
 from plait.models.common.protocol import LossTerm
 from plait.models.common.weights import Made, Put, same, stream_weights
 
-# One layer of Llama.
-
 
 class SwiGLU(nn.Module):
     """A gated feed-forward: down(silu(gate(x)) * up(x))."""
@@ -33,12 +31,12 @@ class SwiGLU(nn.Module):
         self.down = residual_output(nn.Linear(hidden, dim, bias=False), layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Works on each token alone."""
+        """The feed-forward of each token."""
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class LlamaBlock(nn.Module):
-    """Attention, then feed-forward, each normed before and added to the residual stream."""
+    """A pre-norm transformer layer: attention, then feed-forward."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -49,7 +47,7 @@ class LlamaBlock(nn.Module):
         self.ffn = SwiGLU(config.dim, ffn_dim(config), layers=config.layers)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """One step along the residual stream (batch, tokens, dim)."""
+        """Apply the layer to the residual stream (batch, tokens, dim)."""
         x = x + self.attention(self.attention_norm(x), shared)
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
@@ -60,11 +58,11 @@ def ffn_dim(config: LlamaConfig) -> int:
 
 
 DENSE = MappingProxyType({"": "region", ".gate": "colwise", ".up": "colwise", ".down": "rowwise"})
-"""How ranks share a dense feed-forward: itself, and its layers."""
+"""The tensor-parallel styles of a dense feed-forward and its layers."""
 
 
 class Llama(nn.Module):
-    """A Llama decoder; keeps the protocol of `models.common.protocol.LanguageModel`."""
+    """A Llama decoder; implements `models.common.protocol.LanguageModel`."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (LlamaBlock,)
 
@@ -76,11 +74,11 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
         self.make_mask = packing_mask
-        """From document ids to what attention is given as a mask; goes with `Attention.attend`."""
+        """Makes the mask for `Attention.attend` from document ids; both are replaced together."""
         self.apply(self.init_weights)
 
     def make_block(self, layer: int) -> nn.Module:
-        """One layer; all are alike."""
+        """Build one layer."""
         return LlamaBlock(self.config)
 
     def forward(
@@ -91,9 +89,9 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor | LossTerm:
-        """Loss where labels are given, logits where not.
+        """Return the loss with labels, logits without.
 
-        A model without its first layers starts from `hidden`; one without its head answers with hidden states.
+        A pipeline stage without the first layers starts from `hidden`; one without the head returns hidden states.
         """
         shared = self.shared(input_ids, positions, document_ids)
         x = self.embedding(input_ids) if hidden is None else hidden
@@ -115,24 +113,21 @@ class Llama(nn.Module):
         )
 
     def root_parameters(self) -> list[Tensor]:
-        """What `forward` hands to other modules: a tied head is called with the embedding's weight."""
+        """The weights that `forward` passes to other modules: a tied head is called with the embedding's weight."""
         return [self.embedding.weight] if self.config.tie_embeddings and self.embedding is not None else []
 
     def init_weights(self, module: nn.Module) -> None:
-        """Fill one module."""
+        """Initialize one module."""
         init_lm_module(module)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How ranks share its layers: attention by heads, feed-forward by features, the vocabulary by words."""
+        """The tensor-parallel plan: attention by heads, feed-forward by features, embedding and head by vocabulary."""
         return decoder_plan({f"blocks.*.ffn{suffix}": style for suffix, style in DENSE.items()})
 
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of forward and backward for one token."""
         lookups = [] if self.config.tie_embeddings else [self.embedding]
         return decoder_flops_per_token(self, lookups, layers=self.config.layers, dim=self.config.dim, seq_len=seq_len)
-
-
-# Named sizes, as keywords of `LlamaConfig`. The larger ones have the shapes of the published Llama 3.
 
 
 _LLAMA3: dict[str, Any] = {"vocab_size": 128256, "kv_heads": 8, "rope_base": 500000.0, "seq_len": 8192}
@@ -148,8 +143,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-# Llama weights in the names of `transformers`.
-
+"""Named sizes, as keywords of `LlamaConfig`. The larger ones have the shapes of Llama 3."""
 
 _RENAMES = (
     (r"^model\.embed_tokens\.", "embedding."),
@@ -180,12 +174,12 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Our name for one tensor of `LlamaForCausalLM`; the layout is the same."""
+    """Plait's name for one tensor of `LlamaForCausalLM`; the layout is the same."""
     yield _ours(name), tensor
 
 
 def to_transformers(config: LlamaConfig) -> dict[str, Made]:
-    """The tensors of `LlamaForCausalLM`, each made of ours."""
+    """The tensors of `LlamaForCausalLM`, each made of Plait's."""
     names = [f"model.layers.{layer}.{suffix}.weight" for layer in range(config.layers) for suffix in _LAYER]
     names = ["model.embed_tokens.weight", *names, "model.norm.weight"]
     if not config.tie_embeddings:
@@ -219,13 +213,13 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": None,  # by default there are some, which a tokenizer of one's own does not mean
+        "bos_token_id": None,  # the defaults are those of Llama's tokenizer
         "eos_token_id": None,
     }
 
 
 def from_description(hf_config: Mapping[str, Any]) -> LlamaConfig:
-    """Our configuration for a `config.json` of `transformers`; `ModelError` where a `Llama` computes otherwise."""
+    """Plait's configuration for a `config.json` of `transformers`; `ModelError` where a `Llama` cannot compute it."""
     dim, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -240,7 +234,7 @@ def from_description(hf_config: Mapping[str, Any]) -> LlamaConfig:
     for key, (value, needed) in wanted.items():
         if value != needed:
             raise ModelError(
-                f"config.json has {key} {value!r}, and Plait's llama knows {needed!r} only; use `model.type: hf` for it"
+                f"config.json has {key} {value!r}, but Plait's llama supports only {needed!r}; use `model.type: hf`"
             )
     return LlamaConfig(
         vocab_size=hf_config["vocab_size"],

@@ -1,4 +1,4 @@
-"""The whole of a mixture-of-experts Llama."""
+"""A mixture-of-experts Llama: the model, its named sizes, and its weights in the naming of `transformers` (Mixtral)."""
 
 from __future__ import annotations
 
@@ -31,43 +31,41 @@ from plait.models.common.protocol import IGNORE_INDEX, LossTerm
 from plait.models.common.weights import Made, Put, by_translation, same, stream_weights, weight_files
 from plait.models.llama import DENSE, Llama, SwiGLU, ffn_dim
 
-# The experts of one mixture: three stacks of matrices, and a product that takes each row to its own.
-
 
 class Experts(nn.Module):
-    """Gated feed-forwards side by side, as 3-D parameters (experts, out, in).
+    """The gated feed-forwards of all experts, as 3-D parameters (experts, out, in).
 
-    What is chosen, and what an answer counts, comes from outside. `forward` has the arguments and the answer
-    that the experts of `transformers` have, so whatever spreads experts over ranks can treat both alike.
+    `forward` has the arguments and the result of the experts of `transformers`, so expert parallelism treats both
+    alike.
     """
 
     def __init__(self, experts: int, dim: int, hidden: int, *, layers: int, drops: bool = False) -> None:
         super().__init__()
         self.num_experts = experts
         self.drops = drops
-        """Whether a choice may be `num_experts`, which means: none."""
+        """Whether a choice may be `num_experts`, which means that it was dropped."""
         self.gate = nn.Parameter(torch.empty(experts, hidden, dim))
         self.up = nn.Parameter(torch.empty(experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, hidden))
         residual_output(self, layers)
 
     def reset_parameters(self) -> None:
-        """Start like the matrices of a dense feed-forward; only `down` writes into the residual stream."""
+        """Initialize like a dense feed-forward; only `down` writes into the residual stream."""
         nn.init.normal_(self.gate, std=LM_STD)
         nn.init.normal_(self.up, std=LM_STD)
         nn.init.normal_(self.down, std=LM_STD * start_scale(self))
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The weighted answers to `hidden` (tokens, dim), whose experts are `index` (tokens, top_k)."""
+        """The weighted outputs for `hidden` (tokens, dim), whose experts are `index` (tokens, top_k)."""
         tokens, top_k = index.shape
         chosen, order = index.flatten().sort(stable=True)
         group_ends = torch.searchsorted(
             chosen, torch.arange(1, self.num_experts + 1, device=index.device), out_int32=True
         )
-        # Repeated, then reordered: both have a gradient that adds up in a fixed order.
+        # Repeated, then reordered: the backward passes of both add up in a fixed order.
         rows = hidden[:, None].expand(-1, top_k, -1).flatten(0, 1).index_select(0, order)
         if self.drops:
-            # No product reads or writes the rows behind the last expert's, so they hold anything.
+            # The products skip the rows after the last expert's, which are uninitialized.
             real = (torch.arange(len(order), device=index.device) < group_ends[-1])[:, None]
             rows = rows.where(real, 0.0)
         inner = F.silu(grouped_linear(rows, self.gate, group_ends)) * grouped_linear(rows, self.up, group_ends)
@@ -80,13 +78,13 @@ class Experts(nn.Module):
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """Each row (rows, in) times the matrix of its group (groups, out, in).
+    """Multiply each row (rows, in) with the matrix of its group (groups, out, in).
 
-    Rows are sorted by group, and `group_ends` (int32) says where each group ends. An empty group's matrix gets a
-    gradient of zeros. Rows behind the last end are left out: what comes back for them is anything at all.
+    Rows are sorted by group, and `group_ends` (int32) are the ends of the groups. An empty group's matrix gets a
+    gradient of zeros. Rows after the last end are skipped: their results are undefined.
     """
     dtype = weight.dtype
-    if torch.is_autocast_enabled(weight.device.type):  # which knows no grouped product
+    if torch.is_autocast_enabled(weight.device.type):  # which does not handle grouped products
         dtype = torch.get_autocast_dtype(weight.device.type)
     rows, weight = rows.to(dtype), weight.to(dtype)
     if can_be_grouped(rows, weight):
@@ -96,21 +94,21 @@ def grouped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
 
 
 def can_be_grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these; it wants rows of whole 16 bytes, both ways."""
+    """Whether `F.grouped_mm` supports these: both sizes of a matrix must be multiples of 16 bytes."""
     if any(size * weight.element_size() % 16 for size in weight.shape[1:]) or not len(rows):
         return False
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0):
         return False
-    if torch.compiler.is_compiling() or type(rows) is not Tensor:  # traced, or of no values: known in bf16 only
+    if torch.compiler.is_compiling() or type(rows) is not Tensor:  # traced or fake tensors: supported in bf16 only
         return weight.dtype == torch.bfloat16
     return weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-# The plain twin: group by group, for what the grouped product does not take. One operator to `torch.compile`,
-# which could not follow a loop over sizes that are data.
+# One product per group, for what `F.grouped_mm` does not support. One operator to `torch.compile`, which cannot trace a
+# loop over sizes that are data.
 @torch.library.custom_op("plait::looped_linear", mutates_args=())
 def looped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """`grouped_linear`, one product a group; rows behind the last end become zeros."""
+    """`grouped_linear` with one product per group; rows after the last end become zeros."""
     product = rows.new_zeros(len(rows), weight.shape[1])
     for group, (start, end) in enumerate(_groups(group_ends)):
         torch.mm(rows[start:end], weight[group].t(), out=product[start:end])
@@ -152,52 +150,50 @@ def _back(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 looped_linear.register_autograd(_back, setup_context=_keep)
 
-# Which experts a token goes to, and what keeps them evenly busy.
+# Routing, and load balancing.
 #
-# [Note: balance does not depend on how a batch was cut]
-# A load is a property of many tokens, and the tokens that one forward pass sees depend on the layout: on the
-# size of a micro-batch, and on how many ranks share a step. So nothing here is taken over a forward pass.
+# [Note: balance does not depend on the layout]
+# A load is a property of many tokens, and the tokens of one forward pass depend on the layout: on the size of a
+# micro-batch, and on the number of ranks that share a step. So nothing here is averaged over a forward pass.
 #
-# - The balance loss, the z loss and the capacity are defined on one row of a batch, which no axis but the
-#   context axis cuts (see `Router.sum_over_row`). The model weights a row's penalty by the row's number of
-#   targets, so it adds up over rows as the loss itself does, and divided by the number of all targets it is a
-#   mean over rows.
-# - The bias is moved once a step, by the choices of the whole step: counted on each rank, summed over ranks as
+# - The balance loss, the z loss and the capacity are defined on one row of a batch, which only context parallelism
+#   splits (see `Router.sum_over_row`). The model weights a row's penalty by the row's number of targets, so it adds up
+#   over rows as the loss itself does, and divided by the number of all targets it is a mean over rows.
+# - The bias is updated once per step, by the choices of the whole step: counted on each rank, summed over ranks as
 #   integers, and compared with an even share. Only the sign of the difference is used.
 #
-# A row counts into that load in the backward pass, and only if its penalty has a gradient. So a pass that is
-# computed twice counts once, one without a backward pass does not count, nor does a row without targets or a
-# filler: all the rows that count in the loss, and no others.
+# A row is counted in the backward pass, and only if its penalty has a gradient. So a recomputed forward pass counts
+# once, one without a backward pass does not count, nor does a row without targets or a padding row: exactly the rows
+# that count in the loss.
 
 
 class Routing(NamedTuple):
-    """Where the tokens of one forward go."""
+    """The experts of the tokens of one forward pass."""
 
     choices: Tensor
-    """(tokens, top_k): experts, by number. The number of experts itself stands for a choice that was dropped."""
+    """(tokens, top_k): indices of experts; `num_experts` is a choice that was dropped."""
     weights: Tensor
-    """(tokens, top_k), fp32: how much each expert's answer counts."""
+    """(tokens, top_k), fp32: the weights of the experts' outputs."""
     penalty: Tensor
-    """(rows,), fp32: balance and z loss, each with its weight; zero outside of training."""
+    """(rows,), fp32: weighted balance and z loss; zero outside of training."""
 
 
 class Router(nn.Module):
     """Scores every expert for every token, in fp32, and chooses the best `top_k`.
 
-    See [Note: balance does not depend on how a batch was cut].
+    See [Note: balance does not depend on the layout].
     """
 
     bias: Tensor | None
-    """Added to the scores for choosing, not for weighting; `balance` moves it."""
+    """Added to the scores for choosing, not for weighting; updated by `balance`."""
     load: Tensor | None
-    """How often each expert was chosen since `balance` was called last, on this rank."""
+    """How often each expert was chosen on this rank since the last `balance`."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         if config.top_k > config.experts:
             raise ModelError(
-                f"model.top_k={config.top_k} is more than model.experts={config.experts}: "
-                "a token cannot be sent to more experts than there are"
+                f"model.top_k={config.top_k} is more than model.experts={config.experts}; lower model.top_k"
             )
         self.num_experts, self.top_k = config.experts, config.top_k
         self.score, self.normalize = config.score, config.normalize
@@ -205,7 +201,7 @@ class Router(nn.Module):
         self.bias_rate = config.bias_rate
         self.capacity_factor = config.capacity_factor
         self.sum_over_row: Callable[[Tensor], Tensor] = _as_it_is
-        """Sums of a row's tokens here → sums of the whole row. Where ranks share rows, another takes its place."""
+        """From the sums over a row's local tokens to those over the whole row; context parallelism replaces it."""
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
         balanced = config.bias_rate > 0
         self.register_buffer("bias", torch.zeros(config.experts) if balanced else None)
@@ -214,12 +210,11 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Routing:
-        """Route the tokens of (rows, tokens, dim); those that are not `real` (rows, tokens) go along and do not count.
+        """Route the tokens of (rows, tokens, dim); those that are not `real` (rows, tokens) are not counted.
 
-        Absent, all are real.
+        Without `real` all are counted.
         """
-        # In fp32 whatever the run computes in: bf16 makes ties of scores that differ, and a choice is not
-        # something that can be off by a little.
+        # In fp32 whatever the compute dtype: in bf16 different scores become ties, and the choice would change.
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
@@ -231,14 +226,14 @@ class Router(nn.Module):
         counted = chosen if real is None else chosen & real[..., None]
         penalty = self._penalty(logits, scores, counted, real)
         if self.load is not None:
-            # Of a row that ranks share, a part without targets counts as well: its gradient is the sum over the row.
+            # Of a row that is split over ranks, a part without targets counts as well: the gradient is that of the sum.
             penalty = penalty + self.sum_over_row(_Tally.apply(_nothing(scores), counted.sum(1), self.load))  # type: ignore[no-untyped-call]
         if self.training and self.capacity_factor is not None:
             index = self._drop(index, chosen)
         return Routing(index.flatten(0, 1), weights.flatten(0, 1), penalty)
 
     def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
-        """What each row is charged for uneven load and for large logits."""
+        """The weighted balance and z loss of each row."""
         rows, tokens, experts = scores.shape
         if not self.training or not (self.balance_loss or self.z_loss):
             return _nothing(scores)
@@ -254,15 +249,15 @@ class Router(nn.Module):
         return torch.add(self.balance_loss * balance, squares / length, alpha=self.z_loss).squeeze(1)
 
     def _drop(self, index: Tensor, chosen: Tensor) -> Tensor:
-        """Replace the choices of each row that come too late for their expert."""
+        """Drop the choices of each row that exceed their expert's capacity."""
         capacity = math.ceil(self.capacity_factor * chosen.shape[1] * self.top_k / self.num_experts)  # type: ignore[operator]
         rank_in_expert = chosen.cumsum(1).gather(-1, index)
         return index.where(rank_in_expert <= capacity, self.num_experts)
 
 
 def balance(routers: list[Router], loads: Tensor) -> None:
-    """Move each router's bias against its experts' `loads` (routers, experts), which are those of all ranks."""
-    # Times the number of experts instead of divided by it: whole numbers, the same on every rank.
+    """Update each router's bias against its experts' `loads` (routers, experts), summed over all ranks."""
+    # Multiplied by the number of experts instead of divided: integers, the same on every rank.
     above = loads.sum(1, keepdim=True) - loads * loads.shape[1]
     for router, sign in zip(routers, above.sign(), strict=True):
         assert router.bias is not None
@@ -270,7 +265,7 @@ def balance(routers: list[Router], loads: Tensor) -> None:
 
 
 class _Tally(torch.autograd.Function):
-    """Part of the penalties, as it is. Going back, the rows that count are added to the load."""
+    """The identity on part of the penalties; its backward pass adds the rows with a gradient to the load."""
 
     @staticmethod
     def forward(ctx: Any, penalty: Tensor, counts: Tensor, load: Tensor) -> Tensor:
@@ -281,14 +276,14 @@ class _Tally(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Count, and pass on."""
+        """Add to the load, and pass the gradient on."""
         (counts,) = ctx.saved_tensors
         ctx.load.add_((counts * (grad != 0)[:, None]).sum(0))
         return grad, None, None
 
 
 def _nothing(scores: Tensor) -> Tensor:
-    """Zeros (rows,), but not constants: their gradient tells which rows count."""
+    """Zeros (rows,) that depend on the scores: their gradient shows which rows count."""
     return scores[:, :0].sum((1, 2))
 
 
@@ -296,14 +291,11 @@ def _as_it_is(sums: Tensor) -> Tensor:
     return sums
 
 
-# One layer of a mixture-of-experts Llama.
-
-
 class RoutedStream(NamedTuple):
-    """What goes from block to block: hidden states, and beside them what the routers charge for each row.
+    """What blocks pass on: the hidden states, and each row's sum of the routers' penalties.
 
-    Penalties travel with the hidden states, through whatever stands between two blocks, because a gradient has to
-    come back to each router: whoever cuts a model between blocks has to carry both.
+    Penalties are passed along with the hidden states because their gradient has to reach each router: pipeline stages
+    have to send both.
     """
 
     hidden: Tensor
@@ -313,15 +305,15 @@ class RoutedStream(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> RoutedStream:
-        """The stream as it is; of an embedding's output, one without penalties so far.
+        """The stream itself or, for an embedding's output, one with penalties of zero.
 
-        They depend on the hidden states from the start, as they will later, so a gradient comes back at any cut.
+        These depend on the hidden states, as later ones do, so that a gradient arrives at every stage boundary.
         """
         return cls(*x) if isinstance(x, tuple) else cls(x, x[:, :0].float().sum((1, 2)))
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward of many experts, of which each token sees a few; and of shared ones, which all see."""
+    """A feed-forward of many experts, of which each token uses `top_k`, and of shared experts, which all tokens use."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -334,17 +326,17 @@ class MixtureOfExperts(nn.Module):
         self.shared = SwiGLU(config.dim, shared, layers=config.layers) if shared else None
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The answer to (rows, tokens, dim), and each row's penalty, which only `real` tokens have a part in."""
+        """The output for (rows, tokens, dim), and each row's penalty, to which only `real` tokens contribute."""
         index, weights, penalty = self.router(x, real)
         hidden = x.flatten(0, 1)
-        if torch.is_autocast_enabled(x.device.type):  # once, before rows are repeated, and perhaps sent
+        if torch.is_autocast_enabled(x.device.type):  # once, before rows are repeated and sent to other ranks
             hidden = hidden.to(torch.get_autocast_dtype(x.device.type))
         y = self.experts(hidden, index, weights).unflatten(0, x.shape[:2])
         return (y if self.shared is None else y + self.shared(x)), penalty
 
 
 class MoeBlock(nn.Module):
-    """Attention, then a feed-forward, dense or mixed; each normed before and added to the residual stream."""
+    """A pre-norm transformer layer: attention, then a feed-forward, dense or a mixture of experts."""
 
     def __init__(self, config: MoeConfig, layer: int) -> None:
         super().__init__()
@@ -358,7 +350,7 @@ class MoeBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, shared: Shared, penalty: Tensor) -> RoutedStream:
-        """One step along the stream of hidden states (rows, tokens, dim) and penalties (rows)."""
+        """Apply the layer to hidden states (rows, tokens, dim) and penalties (rows)."""
         x = x + self.attention(self.attention_norm(x), shared)
         if not isinstance(self.ffn, MixtureOfExperts):
             return RoutedStream(x + self.ffn(self.ffn_norm(x)), penalty)
@@ -367,7 +359,7 @@ class MoeBlock(nn.Module):
 
 
 def is_mixture(config: MoeConfig, layer: int) -> bool:
-    """Whether a layer's feed-forward is a mixture: the last one of each `moe_every` layers."""
+    """Whether a layer's feed-forward is a mixture of experts: the last one of each `moe_every` layers."""
     return (layer + 1) % config.moe_every == 0
 
 
@@ -377,10 +369,10 @@ def expert_dim(config: MoeConfig) -> int:
 
 
 class Moe(Llama):
-    """A Llama with mixtures of experts; keeps the protocol of `models.common.protocol.LanguageModel`.
+    """A Llama with mixtures of experts; implements `models.common.protocol.LanguageModel`.
 
-    In training the loss has the routers' penalties in it, each row's as often as the row has targets; see
-    [Note: balance does not depend on how a batch was cut]. In evaluation it is the cross-entropy alone.
+    In training the loss includes the routers' penalties, each row's times its number of targets; see
+    [Note: balance does not depend on the layout]. In evaluation it is the cross-entropy alone.
     """
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (MoeBlock,)
@@ -391,7 +383,7 @@ class Moe(Llama):
         super().__init__(config)
 
     def make_block(self, layer: int) -> nn.Module:
-        """One layer, with a mixture or without."""
+        """Build one layer, with a mixture of experts or without."""
         return MoeBlock(self.config, layer)
 
     def forward(  # type: ignore[override]
@@ -403,9 +395,9 @@ class Moe(Llama):
         hidden: Tensor | tuple[Tensor, Tensor] | None = None,
         real: Tensor | None = None,
     ) -> Tensor | RoutedStream | LossTerm:
-        """Loss where labels are given, logits where not. Routers are not charged for tokens that are not `real`.
+        """Return the loss with labels, logits without. Tokens that are not `real` are not part of the penalties.
 
-        A model without its first layers starts from `hidden`; one without its head answers with its `Stream`.
+        A pipeline stage without the first layers starts from `hidden`; one without the head returns a `RoutedStream`.
         """
         shared = self.shared(input_ids, positions, document_ids)
         shared.real = real
@@ -422,7 +414,7 @@ class Moe(Llama):
         return LossTerm(answer.sum + (penalty * targets).sum(), answer.count)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Fill one module."""
+        """Initialize one module."""
         if isinstance(module, Experts):
             module.reset_parameters()
         else:
@@ -431,9 +423,9 @@ class Moe(Llama):
             nn.init.zeros_(buffer)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How ranks share its layers: those of a Llama as there, and so what all tokens of a mixture see.
+        """The tensor-parallel plan: that of a Llama, also for shared experts.
 
-        Its other experts are shared by expert parallelism, over these ranks too.
+        The other experts are distributed by expert parallelism, over these ranks too.
         """
         feed_forward: dict[str, str] = {}
         for layer in range(self.config.layers):
@@ -447,11 +439,11 @@ class Moe(Llama):
 
     @torch.no_grad()
     def after_step(self, group: dist.ProcessGroup | None, *, updated: bool | Tensor = True) -> None:
-        """Move the routers' biases against the load of the step just done, if it `updated` the weights.
+        """Update the routers' biases against the load of the last step, if it `updated` the weights.
 
-        A tensor is an answer on the device, which is not waited for. To be called on every rank after every step, with
-        the group of all ranks that see other tokens for the same parameters; None where there is one rank. Afterwards
-        the biases are the same on all of them.
+        `updated` may be a tensor on the device, which is not waited for. To be called on every rank after every step,
+        with the group of all ranks that have other tokens for the same parameters; None with one rank. Afterwards the
+        biases are the same on all of them.
         """
         routers = [module for module in self.modules() if isinstance(module, Router) and module.load is not None]
         if not routers:
@@ -461,7 +453,7 @@ class Moe(Llama):
             assert router.load is not None
             router.load.zero_()
         if isinstance(updated, Tensor):
-            loads *= updated  # no load moves nothing
+            loads *= updated  # a load of zero changes no bias
         elif not updated:
             return
         if group is not None:
@@ -469,15 +461,12 @@ class Moe(Llama):
         balance(routers, loads)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward for one token, which goes through `top_k` experts of a mixture."""
+        """Model FLOPs of forward and backward for one token, which uses `top_k` experts of a mixture."""
         config = self.config
         lookups = [] if config.tie_embeddings else [self.embedding]
         total = decoder_flops_per_token(self, lookups, layers=config.layers, dim=config.dim, seq_len=seq_len)
         routed = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
         return total - 6.0 * routed * (config.experts - config.top_k) / config.experts
-
-
-# Named sizes, as keywords of `MoeConfig`. The larger ones have the shapes of the published Mixtral.
 
 
 _MIXTRAL: dict[str, Any] = {"vocab_size": 32000, "kv_heads": 8, "rope_base": 1e6, "experts": 8, "top_k": 2}
@@ -499,14 +488,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+"""Named sizes, as keywords of `MoeConfig`. The larger ones have the shapes of Mixtral."""
+
 # Mixtral weights in the names of `transformers`.
 #
-# On disk each expert's matrices are tensors of their own; here, and in the memory of `transformers`, they lie in
-# stacks. Folders in either form are read, the first is written.
+# In files, each expert's matrices are separate tensors; here, and in `transformers` itself, they are stacked. Folders
+# in either form can be loaded; the first form is written.
 
 
 _STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
-"""Mixtral's names for the matrices of an expert, and ours."""
+"""Mixtral's names for the matrices of an expert, and Plait's."""
 _ROUTER = re.compile(r"\.(?:block_sparse_moe|mlp)\.gate\.")
 _ONE = re.compile(r"\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w[123])\.weight$")
 _STACKED = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
@@ -519,7 +510,7 @@ UNUSED = llama.UNUSED
 def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
     """Stream a `transformers` Mixtral folder into a `Moe` of the same sizes; see `stream_weights`.
 
-    Of the experts, at most the stacks of one layer are in memory at a time.
+    At most one layer's stacks of experts are in memory at a time.
     """
     tied = [] if "head.weight" in model.state_dict() else [r"^head\.weight$"]
     if not any(_STACKED.search(name) for name in weight_files(path)):
@@ -530,9 +521,9 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """What one tensor of `MixtralForCausalLM` is here.
+    """Plait's tensors for one of `MixtralForCausalLM`.
 
-    One expert's matrix is a slice of ours, under our name with the expert's number behind: `….experts.gate.3`.
+    One expert's matrix becomes a slice of a stack, named with the expert's index: `….experts.gate.3`.
     """
     ((name, tensor),) = llama.from_transformers(_ROUTER.sub(".ffn.router.", name), tensor)
     if one := _ONE.search(name):
@@ -549,7 +540,7 @@ def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]
 
 
 def made_from_transformers(shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
-    """Our tensors, each made of stored ones with these names and shapes."""
+    """Plait's tensors, each made of stored ones with these names and shapes."""
     made: dict[str, Made] = {}
     stacks: dict[str, dict[int, Made]] = {}
     for name, tensor in by_translation(from_transformers, shapes).items():
@@ -563,7 +554,7 @@ def made_from_transformers(shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
 
 
 def to_transformers(config: MoeConfig) -> dict[str, Made]:
-    """The tensors of `MixtralForCausalLM`, each made of ours; `ModelError` where a Mixtral computes otherwise."""
+    """The tensors of `MixtralForCausalLM`, each made of Plait's; `ModelError` where a Mixtral cannot compute it."""
     _refuse_what_mixtral_lacks(config)
     made = {name: tensor for name, tensor in llama.to_transformers(config).items() if ".mlp." not in name}
     for layer in range(config.layers):
@@ -595,13 +586,13 @@ def describe(config: MoeConfig) -> dict[str, Any]:
 
 
 def from_description(hf_config: Mapping[str, Any]) -> MoeConfig:
-    """Our configuration for a `config.json` of a Mixtral; `ModelError` where a `Moe` computes otherwise."""
+    """Plait's configuration for a `config.json` of a Mixtral; `ModelError` where a `Moe` cannot compute it."""
     wanted = {"model_type": "mixtral", "sliding_window": None}
     for key, needed in wanted.items():
         if hf_config.get(key) != needed:
             raise ModelError(
-                f"config.json has {key} {hf_config.get(key)!r}, and Plait's moe knows {needed!r} only; "
-                "use `model.type: hf` for it"
+                f"config.json has {key} {hf_config.get(key)!r}, but Plait's moe supports only {needed!r}; "
+                "use `model.type: hf`"
             )
     dense = llama.from_description({**hf_config, "model_type": "llama"}).model_dump(exclude={"type"})
     return MoeConfig(**dense, experts=hf_config["num_local_experts"], top_k=hf_config["num_experts_per_tok"])
@@ -612,8 +603,8 @@ def _refuse_what_mixtral_lacks(config: MoeConfig) -> None:
     for key, needed in mixtral.items():
         if getattr(config, key) != needed:
             raise ModelError(
-                f"model.{key}={getattr(config, key)} has no counterpart in the Mixtral of transformers, which knows "
-                f"{needed} only; write a plain state dict with `--to torch`, or a checkpoint with `--to plait`"
+                f"model.{key}={getattr(config, key)} is not supported by the Mixtral of transformers, only {needed}; "
+                "write a state dict with `--to torch`, or a checkpoint with `--to plait`"
             )
 
 
@@ -626,7 +617,7 @@ def _one(expert: int, stack: Tensor) -> Tensor:
 
 
 class _Unstacked(nn.Module):
-    """A model's tensors as a folder has them: each expert's matrices under names of their own."""
+    """A model's tensors as they are in files: each expert's matrices separate."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -639,12 +630,12 @@ class _Unstacked(nn.Module):
                 self._tensors[name] = tensor
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """The names and shapes to be filled."""
+        """The names and shapes to load."""
         return self._tensors
 
 
 class _Stacking:
-    """Hands on whole tensors, and stacks as soon as they are complete."""
+    """Passes tensors on, those of experts as stacks, as soon as these are complete."""
 
     def __init__(self, model: nn.Module, put: Put) -> None:
         self._experts = {name: t.shape[0] for name, t in model.state_dict().items() if _PIECE.match(f"{name}.0")}

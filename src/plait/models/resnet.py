@@ -1,4 +1,4 @@
-"""The whole of ResNet."""
+"""ResNet: the model, its named sizes, and its weights in the naming of torchvision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BasicBlock(nn.Module):
         self.downsample = shortcut(channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the convolutions find to the input."""
+        """The input plus the output of the convolutions."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         return F.relu(y + (x if self.downsample is None else self.downsample(x)))
@@ -54,7 +54,7 @@ class Bottleneck(nn.Module):
         self.downsample = shortcut(channels, width * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the convolutions find to the input."""
+        """The input plus the output of the convolutions."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))
@@ -62,12 +62,12 @@ class Bottleneck(nn.Module):
 
 
 def convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the image's size up to the stride; no bias, because a norm follows."""
+    """A convolution with "same" padding, and without bias, because a norm follows."""
     return nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
 
 
 def shortcut(channels: int, out: int, stride: int) -> nn.Sequential | None:
-    """What brings a block's input to the shape of its output; nothing where that is the same."""
+    """The projection from the shape of a block's input to that of its output; None where they are equal."""
     if stride == 1 and channels == out:
         return None
     return nn.Sequential(convolution(channels, out, 1, stride), nn.BatchNorm2d(out))
@@ -89,7 +89,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 class ResNet(nn.Module):
-    """A residual network; answers images with logits, labelled images with loss and logits."""
+    """A residual network; returns logits for images, loss and logits for labelled images."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (BasicBlock, Bottleneck)
 
@@ -121,7 +121,7 @@ class ResNet(nn.Module):
         return {"loss": cross_entropy(logits, label), "logits": logits}
 
     def init_weights(self, module: nn.Module) -> None:
-        """Fill one module; the last norm of a block starts at zero, so the block starts as the identity."""
+        """Initialize one module; the last norm of a block starts at zero, so the block starts as the identity."""
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, nn.BatchNorm2d):
@@ -137,9 +137,6 @@ def _stage(
     """`count` blocks, of which only the first strides and changes the number of channels."""
     first = block(channels, width, stride)
     return nn.Sequential(first, *(block(width * block.expansion, width, 1) for _ in range(count - 1)))
-
-
-# ResNet weights in the names of torchvision, which are ours too.
 
 
 def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
