@@ -405,7 +405,7 @@ def check_experts(model: nn.Module, ranks: int) -> None:
     """Refuse a model whose experts cannot be sharded over so many ranks, or which has none."""
     modules = expert_modules(model)
     if not modules:
-        message = f"there are {ranks} expert-parallel ranks, and no experts were found in a {type(model).__name__}"
+        message = f"no experts that could be sharded over {ranks} ranks were found in a {type(model).__name__}"
         raise ConfigError(Problem("strategy.layout.ep", message, "Leave it out, or use a mixture of experts."))
     for name, module in modules.items():
         experts = int(module.num_experts)  # type: ignore[arg-type]
