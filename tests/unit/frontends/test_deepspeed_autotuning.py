@@ -14,7 +14,7 @@ from tests.refusals import refused
 
 from plait.config import parse
 from plait.errors import ConfigError
-from plait.frontends.deepspeed.config.autotuning import AUTOTUNING_KEYS, translate_autotuning
+from plait.frontends.deepspeed.config.autotuning import AUTOTUNING, translate_autotuning
 from plait.plan.space import useful_dimensions
 from plait.tune.config import space_of
 
@@ -37,7 +37,10 @@ def test_the_section_of_the_gpt2_example_is_a_search() -> None:
     assert (found.config.tuner, found.config.trials, found.config.early_stop) == ("grid", 50, 5)
     assert (found.config.warmup, found.config.steps, found.config.nproc) == (2, 5, 16)
     assert found.config.dimensions == ("zero", "micro")  # `fast` is DeepSpeed's default
-    assert {entry.key: entry.outcome for entry in found.keys} == {"enabled": "honoured", "arg_mappings": "unneeded"}
+    assert [(entry.key, entry.outcome) for entry in found.report.entries] == [
+        ("autotuning.enabled", "honoured"),
+        ("autotuning.arg_mappings", "unneeded"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,12 +66,12 @@ def test_the_section_of_the_gpt2_example_is_a_search() -> None:
 def test_a_key_reaches_the_search(key: str, value: Any, name: str, expected: Any) -> None:
     found = translate_autotuning({key: value})
     assert getattr(found.config, name) == expected
-    assert [entry.key for entry in found.keys] == [key]
+    assert [entry.key for entry in found.report.entries] == [f"autotuning.{key}"]
 
 
 def test_a_search_that_is_not_fast_varies_all_that_can_pay_offload_too() -> None:
     found = translate_autotuning({"fast": False}, nproc=2)
-    assert found.keys[0].text == "dimensions: all that can pay on the machine"
+    assert found.report.entries[0].text == "dimensions: all that can pay on the machine"
     run = parse({"model": {"type": "gpt"}, "batch": {"total": 8}, "device": "cpu"}).config
     assert {"zero", "layout", "recompute", "micro"} <= set(space_of(run, found.config).dimensions)
     assert "offload" in useful_dimensions("cuda")
@@ -110,4 +113,4 @@ def test_every_key_that_deepspeed_reads_has_an_answer() -> None:
     command = [sys.executable, "-c", ASK_DEEPSPEED]
     answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert answer.returncode == 0, answer.stderr[-2000:]
-    assert set(json.loads(answer.stdout.partition("ANSWER")[2])) == set(AUTOTUNING_KEYS)
+    assert set(json.loads(answer.stdout.partition("ANSWER")[2])) == set(AUTOTUNING)

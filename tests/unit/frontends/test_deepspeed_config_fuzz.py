@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.config import check, parse
 from plait.errors import ConfigError
 from plait.frontends.deepspeed.config import translate
-from plait.frontends.deepspeed.config.autotuning import AUTOTUNING_KEYS as SEARCH_KEYS
+from plait.frontends.deepspeed.config.autotuning import AUTOTUNING
 from plait.frontends.deepspeed.config.optimizer import SCHEDULER_TYPES as SCHEDULES
 from plait.frontends.deepspeed.config.optimizer import TYPES as OPTIMIZERS
 from plait.frontends.deepspeed.config.precision import FP16
@@ -84,7 +84,7 @@ WILD = st.dictionaries(st.sampled_from(sorted(KEYS)), ANYTHING, max_size=4) | st
     optional={
         "zero_optimization": some(STAGES, ANYTHING),
         "fp16": some(FP16, ANYTHING),
-        "autotuning": some(SEARCH_KEYS, ANYTHING),
+        "autotuning": some(sorted(AUTOTUNING), ANYTHING),
         "optimizer": st.fixed_dictionaries(
             {"type": ANYTHING | st.just("Adam"), "params": some(["lr", "betas"], ANYTHING)}
         ),
