@@ -44,6 +44,11 @@ class EnvironmentFact:
     remedy: str = ""
 
 
+def _fact(name: str, value: str, *, good: bool, otherwise: Health = "note", remedy: str = "") -> EnvironmentFact:
+    """Return a fact that is `ok` where it is good, else `otherwise`, with a remedy."""
+    return EnvironmentFact(name, value) if good else EnvironmentFact(name, value, otherwise, remedy)
+
+
 def report() -> list[EnvironmentFact]:
     """Return all facts that `plait doctor` shows."""
     facts = torch_facts()
@@ -97,22 +102,12 @@ def _internals(facts: Mapping[str, Any]) -> EnvironmentFact:
 def _collectives(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
     if "error" in facts:
         return
-    works = facts["gloo"] == ""
-    yield EnvironmentFact(
-        "gloo", "works" if works else facts["gloo"], "ok" if works else "bad", "" if works else _HOSTNAME
-    )
-    needed = bool(facts["gpus"])
-    there = facts["nccl"]
-    yield EnvironmentFact(
-        "nccl", there or "not in this torch", "ok" if there else "bad" if needed else "note", _NO_NCCL * needed
-    )
-    yield EnvironmentFact(
-        "torch with mpi", "yes" if facts["mpi"] else "no; gloo and nccl need none", "ok" if facts["mpi"] else "note"
-    )
-
-
-_HOSTNAME = "does the host's own name resolve? set GLOO_SOCKET_IFNAME to a network interface"
-_NO_NCCL = "install a torch with CUDA"
+    remedy = "does the host's own name resolve? set GLOO_SOCKET_IFNAME to a network interface"
+    yield _fact("gloo", facts["gloo"] or "works", good=not facts["gloo"], otherwise="bad", remedy=remedy)
+    nccl, has_gpus = facts["nccl"] or "not in this torch", bool(facts["gpus"])
+    remedy = "install a torch with CUDA" if has_gpus else ""
+    yield _fact("nccl", nccl, good=bool(facts["nccl"]), otherwise="bad" if has_gpus else "note", remedy=remedy)
+    yield _fact("torch with mpi", "yes" if facts["mpi"] else "no; gloo and nccl do not need it", good=facts["mpi"])
 
 
 def _devices(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
@@ -121,16 +116,15 @@ def _devices(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
         yield EnvironmentFact("nvidia driver", driver)
     gpus = facts.get("gpus", [])
     for index, gpu in enumerate(gpus):
-        yield EnvironmentFact(
-            f"gpu {index}", f"{gpu['name']}, {gpu['memory'] / _GIB:.0f} GiB, {gpu['free'] / _GIB:.0f} GiB free"
-        )
+        memory = f"{gpu['memory'] / _GIB:.0f} GiB, {gpu['free'] / _GIB:.0f} GiB free"
+        yield EnvironmentFact(f"gpu {index}", f"{gpu['name']}, {memory}")
     if not gpus and driver is not None:
         remedy = "install a torch with CUDA, and look at CUDA_VISIBLE_DEVICES"
         yield EnvironmentFact("gpu", "there, but torch sees none", "bad", remedy)
     elif not gpus:
         yield EnvironmentFact("gpu", "none; training runs on the CPU", "note")
     if len(gpus) > 1:
-        yield EnvironmentFact("gpu links", facts["links"], "ok" if "every" in facts["links"] else "note")
+        yield _fact("gpu links", facts["links"], good="every" in facts["links"])
     infiniband = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if infiniband:
         yield EnvironmentFact("infiniband", ", ".join(infiniband))
@@ -139,34 +133,26 @@ def _devices(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
 def _launchers() -> Iterable[EnvironmentFact]:
     programs = {"ssh": "ssh", "mpi": "mpirun", "slurm": "srun", "pdsh": "pdsh"}
     for name, program in programs.items():
-        if shutil.which(program) is None:
-            yield EnvironmentFact(
-                name, f"no {program}", "note", f"needed only for --launcher {_LAUNCHER.get(name, name)}"
-            )
-        else:
-            flag = "--version" if program == "mpirun" else "-V"
-            yield EnvironmentFact(name, _first_line([program, flag]) or program)
-
-
-_LAUNCHER = {"mpi": "openmpi, mpich, mvapich or impi"}
+        version_line = _first_line([program, "--version" if program == "mpirun" else "-V"]) or program
+        there = shutil.which(program) is not None
+        launcher = "openmpi, mpich, mvapich or impi" if name == "mpi" else name
+        remedy = f"needed only for --launcher {launcher}"
+        yield _fact(name, version_line if there else f"no {program}", good=there, remedy=remedy)
 
 
 def _compilers() -> Iterable[EnvironmentFact]:
-    compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
-    if compiler is None:
-        yield EnvironmentFact(
-            "c++ compiler", "none", "note", "torch.compile on the CPU and DeepSpeed's kernels need one"
-        )
-    else:
-        yield EnvironmentFact("c++ compiler", _first_line([compiler, "--version"]) or compiler)
-    nvcc = next((line for line in _lines(["nvcc", "--version"]) if "release" in line), None)
-    yield EnvironmentFact(
-        "nvcc", nvcc or "none", "ok" if nvcc else "note", "" if nvcc else "only DeepSpeed's CUDA kernels need it"
-    )
-    triton = _version("triton")
-    yield EnvironmentFact(
-        "triton", triton or "not installed", "ok" if triton else "note", "" if triton else "for torch.compile on GPUs"
-    )
+    name = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
+    compiler = name and (_first_line([name, "--version"]) or name)
+    remedy = "torch.compile on the CPU and DeepSpeed's kernels need one"
+    yield _fact("c++ compiler", compiler or "none", good=bool(compiler), remedy=remedy)
+    nvcc = next((line for line in _lines(["nvcc", "--version"]) if "release" in line), "none")
+    yield _fact("nvcc", nvcc, good=nvcc != "none", remedy="only DeepSpeed's CUDA kernels need it")
+    yield _package("triton", "for torch.compile on GPUs")
+
+
+def _package(name: str, remedy: str = "") -> EnvironmentFact:
+    installed_version = _version(name)
+    return _fact(name, installed_version or "not installed", good=installed_version is not None, remedy=remedy)
 
 
 def _engines(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
@@ -174,25 +160,17 @@ def _engines(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
         if engine.get("version") is None:
             yield EnvironmentFact(name, "not installed", "note", f"optional: pip install {name}")
         elif "error" in engine:
-            yield EnvironmentFact(
-                name,
-                f"{engine['version']} does not load: {engine['error']}",
-                "bad",
-                "install a version that fits this torch",
-            )
+            value = f"{engine['version']} does not load: {engine['error']}"
+            yield EnvironmentFact(name, value, "bad", "install a version that fits this torch")
         else:
             yield EnvironmentFact(name, engine["version"])
-            if engine.get("parts"):
-                working = [kernel for kernel, works in engine["parts"].items() if works]
-                rest = [kernel for kernel, works in engine["parts"].items() if not works]
-                yield EnvironmentFact(f"{name} kernels", f"can be built: {', '.join(working) or 'none'}")
-                if rest:
-                    yield EnvironmentFact(
-                        f"{name} kernels", f"cannot: {', '.join(rest)}", "note", "they need CUDA or a library"
-                    )
-    for name in ("transformers", "tensorboard", "wandb"):
-        found_version = _version(name)
-        yield EnvironmentFact(name, found_version or "not installed", "ok" if found_version else "note")
+            if kernels := engine.get("parts"):
+                buildable = ", ".join(kernel for kernel, works in kernels.items() if works)
+                others = ", ".join(kernel for kernel, works in kernels.items() if not works)
+                yield EnvironmentFact(f"{name} kernels", f"can be built: {buildable or 'none'}")
+                if others:
+                    yield EnvironmentFact(f"{name} kernels", f"cannot: {others}", "note", "they need CUDA or a library")
+    yield from map(_package, ("transformers", "tensorboard", "wandb"))
 
 
 def _memory() -> Iterable[EnvironmentFact]:
@@ -200,46 +178,32 @@ def _memory() -> Iterable[EnvironmentFact]:
 
     memory = psutil.virtual_memory()
     yield EnvironmentFact("cpu", f"{cpu_count()} cores")
-    little = memory.available < 2 * _GIB
     value = f"{memory.total / _GIB:.0f} GiB, {memory.available / _GIB:.0f} GiB free"
-    yield EnvironmentFact("memory", value, "bad" if little else "ok", "end what holds it" if little else "")
+    remedy = "end programs that use it"
+    yield _fact("memory", value, good=memory.available >= 2 * _GIB, otherwise="bad", remedy=remedy)
     limit = cgroup_limit()
     if limit is not None and limit < memory.total:
-        yield EnvironmentFact(
-            "memory limit", f"{limit / _GIB:.1f} GiB for this container", "note", "ranks beyond it are killed"
-        )
+        value = f"{limit / _GIB:.1f} GiB for this container"
+        yield EnvironmentFact("memory limit", value, "note", "ranks beyond it are killed")
 
 
 def _limits(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
     shared = "/dev/shm"  # noqa: S108  # nothing is written there: only its size is asked for
     if Path(shared).is_dir():
         free = shutil.disk_usage(shared).free
-        small = free < _GIB
-        remedy = "data workers and NCCL use shared memory: docker run --shm-size=8g" if small else ""
-        yield EnvironmentFact(shared, f"{free / _GIB:.1f} GiB free", "bad" if small else "ok", remedy)
+        remedy = "data workers and NCCL use shared memory: docker run --shm-size=8g"
+        yield _fact(shared, f"{free / _GIB:.1f} GiB free", good=free >= _GIB, otherwise="bad", remedy=remedy)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = locked == resource.RLIM_INFINITY
     needed = Path("/sys/class/infiniband").exists() and bool(facts.get("gpus"))
-    low = locked != resource.RLIM_INFINITY
-    yield EnvironmentFact(
-        "locked memory",
-        _amount(locked),
-        "bad" if low and needed else "ok",
-        "ulimit -l unlimited" if low and needed else "",
-    )
+    value, remedy = "unlimited" if unlimited else f"{locked >> 10} KiB", "ulimit -l unlimited"
+    yield _fact("locked memory", value, good=unlimited or not needed, otherwise="bad", remedy=remedy)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    few = files != resource.RLIM_INFINITY and files < 4096
-    yield EnvironmentFact(
-        "open files",
-        "unlimited" if files == resource.RLIM_INFINITY else str(files),
-        "note" if few else "ok",
-        "ulimit -n 65536" if few else "",
-    )
+    unlimited = files == resource.RLIM_INFINITY
+    value = "unlimited" if unlimited else str(files)
+    yield _fact("open files", value, good=unlimited or files >= 4096, remedy="ulimit -n 65536")
     free = shutil.disk_usage(os.curdir).free
-    yield EnvironmentFact("disk here", f"{free / _GIB:.0f} GiB free", "note" if free < 10 * _GIB else "ok")
-
-
-def _amount(number: int) -> str:
-    return "unlimited" if number == resource.RLIM_INFINITY else f"{number >> 10} KiB"
+    yield _fact("disk here", f"{free / _GIB:.0f} GiB free", good=free >= 10 * _GIB)
 
 
 def _version(package: str) -> str | None:

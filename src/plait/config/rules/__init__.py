@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import FunctionType
 
-from plait.config.rules import engines, model, posttrain, strategy
+from plait.config.rules import engines, posttrain, strategy, training
 from plait.config.rules.facts import RunFacts
 from plait.config.run import RunConfig
 from plait.config.schema import origin_of
 from plait.errors import ConfigError, Problem
 
-Rule = Callable[[RunFacts], Iterable[Problem]]
-RULES: tuple[Rule, ...] = (
-    *strategy.STRATEGY_RULES,
-    *strategy.OFFLOAD_RULES,
-    *engines.ENGINE_RULES,
-    *model.PRECISION_RULES,
-    *model.TRAIN_RULES,
-    *model.MODEL_RULES,
-    *model.DATA_RULES,
-    *posttrain.POSTTRAIN_RULES,
-    *posttrain.ONLINE_RULES,
+RULES: tuple[Callable[[RunFacts], Iterable[Problem]], ...] = tuple(
+    value
+    for module in (strategy, engines, training, posttrain)
+    for value in vars(module).values()
+    if isinstance(value, FunctionType) and value.__module__ == module.__name__ and "facts" in value.__annotations__
+    if not value.__name__.startswith("_")
 )
+"""Every public function of these files with an argument `facts` is a rule."""
 
 
 def violations(config: RunConfig, *, has_val: bool, require_length: bool) -> list[Problem]:

@@ -279,16 +279,3 @@ def stage_zero_adds_in_the_format_of_compute(facts: RunFacts) -> Iterator[Proble
     elif config.precision.reduce != compute:
         message = f"{config.precision.reduce}: at stage 0 DeepSpeed reduces gradients in {compute}"
         yield Problem("precision.reduce", message, f"Write `strategy.zero: 1`, or `precision.reduce: {compute}`.")
-
-
-ENGINE_RULES = (
-    engine_options_need_their_engine,
-    engines_act_on_what_is_set,
-    libraries_are_given_whole_models,
-    libraries_have_fewer_ways_to_update,
-    stages_agree,
-    deepspeed_keys_are_known,
-    deepspeed_and_the_run_agree,
-    colossalai_plugins_have_their_limits,
-    stage_zero_adds_in_the_format_of_compute,
-)

@@ -127,22 +127,6 @@ def phases_run_on_the_native_engine(facts: RunFacts) -> Iterator[Problem]:
         yield Problem("strategy.engine", message, "Use the native engine with the same `zero` and `layout`.")
 
 
-POSTTRAIN_RULES = (
-    own_validation_keeps_nothing_back,
-    phases_run_on_the_native_engine,
-    a_phase_says_how_it_is_spread,
-    sections_belong_to_a_phase,
-    a_phase_has_its_own_data,
-    a_phase_has_its_own_loss,
-    examples_are_named,
-    answers_stay_on_one_rank,
-    language_models_answer,
-    reference_without_adapter_needs_one,
-    settings_of_other_losses_are_idle,
-    words_of_other_templates_are_idle,
-    small_matrices_are_not_cut,
-)
-
 # Rules for reinforcement learning: the phases in which the model writes its own examples.
 
 
@@ -230,15 +214,3 @@ def vllm_can_write(facts: RunFacts) -> Iterator[Problem]:
             f"{config.lora.base}: vLLM needs the adapter merged into the weights, which {config.lora.base} prevents"
         )
         yield Problem("lora.base", message, "Write `base: full`, or another `rollout.mode`.")
-
-
-ONLINE_RULES = (
-    one_source_of_rewards,
-    reference_without_its_adapter,
-    divergence_needs_a_reference,
-    targets_belong_to_the_adaptive_weight,
-    nothing_is_measured_before_there_are_answers,
-    held_out_prompts_have_no_loss,
-    single_tokens_are_not_cut,
-    vllm_can_write,
-)

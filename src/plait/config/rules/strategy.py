@@ -106,17 +106,6 @@ def files_are_saved_in_the_foreground(facts: RunFacts) -> Iterator[Problem]:
         yield Problem("checkpoint.async_save", message, "Leave it out.")
 
 
-OFFLOAD_RULES = (
-    options_need_a_tier,
-    params_need_stage_three,
-    optimizer_works_by_element,
-    shares_leave_something,
-    a_share_needs_weights_on_the_device,
-    delay_is_for_all,
-    a_device_updates_its_own_weights_at_once,
-    files_are_saved_in_the_foreground,
-)
-
 # Whether forward and backward pass are captured as a CUDA graph (`strategy.graphs`), and what prevents it.
 
 
@@ -344,22 +333,3 @@ def backend_fits_the_device(facts: RunFacts) -> Iterator[Problem]:
         others = [name for name in ("auto", "gloo") if name != backend]
         message = f"{backend} needs `device: {needed}`, but `device` is {device}"
         yield Problem("backend", message, f"Write {listed([f'`backend: {name}`' for name in others], 'or')}.")
-
-
-STRATEGY_RULES = (
-    zero_and_sharding_agree,
-    sharding_options_need_sharding,
-    reshard_fits_the_stage,
-    buckets_are_for_replicas,
-    sharded_layout_needs_sharding,
-    options_need_their_axis,
-    micro_batches_are_accumulation,
-    async_tensor_parallel_needs_compile,
-    compiled_tensor_parallel_keeps_activations,
-    tiles_need_layers,
-    recompute_options_fit_the_mode,
-    compile_options_need_compile,
-    recorded_passes_repeat_themselves,
-    wrap_needs_a_use,
-    backend_fits_the_device,
-)

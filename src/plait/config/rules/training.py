@@ -86,14 +86,6 @@ def choices_are_experts(facts: RunFacts) -> Iterator[Problem]:
         yield Problem("model.moe_every", message, f"Write at most {model.layers}, or use `model.type: llama`.")
 
 
-MODEL_RULES = (
-    heads_divide_the_width,
-    kv_heads_divide_the_heads,
-    rotary_heads_are_even,
-    hf_model_has_one_source,
-    choices_are_experts,
-)
-
 # Rules for `data`, `val_data` and `test_data`, alone and together with `model`.
 
 
@@ -191,15 +183,6 @@ def trained_vocabulary_fits_the_model(facts: RunFacts) -> Iterator[Problem]:
         yield Problem(f"{path}.vocab_size", message, remedy)
 
 
-DATA_RULES = (
-    sources_of_a_mixture_fit_together,
-    own_tokenizer_has_its_own_size,
-    val_fraction_needs_a_split,
-    labels_fit_the_task,
-    sequences_fit_the_model,
-    trained_vocabulary_fits_the_model,
-)
-
 # Rules for `precision`.
 
 
@@ -282,16 +265,6 @@ def fp8_head_makes_the_loss(facts: RunFacts) -> Iterator[Problem]:
         message = f"true has no effect: phase {config.phase} computes its loss from logits"
         yield Problem("precision.fp8.head", message, "Leave it out.")
 
-
-PRECISION_RULES = (
-    scaler_needs_fp16,
-    static_scale_does_not_move,
-    fp16_reduction_needs_fp16,
-    master_weights_are_a_choice_in_half_precision,
-    fp8_stands_on_bf16,
-    earlier_scales_are_one_a_tensor,
-    fp8_head_makes_the_loss,
-)
 
 # Rules for `train`, `optim`, `schedule`, `checkpoint`, `log` and `hooks`.
 
@@ -416,18 +389,3 @@ def skips_are_counted_by_the_guard(facts: RunFacts) -> Iterator[Problem]:
         yield from without_effect(
             "train.guard", config.train.guard, ("max_skips",), reason, "Leave one of the two out."
         )
-
-
-TRAIN_RULES = (
-    one_length,
-    counting_fits_the_length,
-    one_way_to_clip,
-    measuring_needs_validation_data,
-    going_back_needs_checkpoints,
-    nesterov_needs_momentum,
-    a_cycle_of_momentum_needs_momentum,
-    warmup_start_needs_warmup,
-    wandb_project_needs_wandb,
-    a_profile_fits_into_the_run,
-    skips_are_counted_by_the_guard,
-)
