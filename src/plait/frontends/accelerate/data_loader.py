@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from plait.data import sampler_num_samples
 from plait.distributed import World
 from plait.errors import ConfigError, DataError, Problem, TrainingError
-from plait.frontends.accelerate.prepared import apply
+from plait.frontends.accelerate.prepared import apply, has_only_tensors
+from plait.frontends.accelerate.utils.operations import concatenate, find_batch_size
 
 # The samples of each rank, in Accelerate's order.
 #
@@ -408,18 +409,19 @@ class PreparedLoader(DataLoader[Any]):
             group = None
             if source is not None:
                 batches = list(islice(source, 1 if share.split else share.ranks))
-                group = _joined(batches) if batches else None
+                if not all(map(has_only_tensors, batches)):
+                    raise DataError("dispatch_batches splits batches of tensors only; set it to false")
+                group = concatenate(batches) if batches else None
             group = self._world.broadcast(group)
             if group is None:
                 return
             first = group if first is None else first
-            size = _length(group)
-            self.remainder = size
-            if size % share.ranks:
+            size = self.remainder = find_batch_size(group) or 0
+            if missing := -size % share.ranks:
                 if self.loader.drop_last:
                     return
-                group = _joined([group, _cut(first, 0, share.ranks - size % share.ranks)])
-            share_size = _length(group) // share.ranks
+                group = concatenate([group, _cut(first, 0, missing)])
+            share_size = (find_batch_size(group) or 0) // share.ranks
             yield _cut(group, share_size * share.rank, share_size * (share.rank + 1))
 
     # ---- position
@@ -471,12 +473,8 @@ class PreparedLoader(DataLoader[Any]):
     def without_first(self, count: int) -> PreparedLoader:
         """Return a loader of the same pass without its first batches, which are read only from a stream."""
         other = PreparedLoader(self.loader, replace(self.delivery, skip=count), self._world, self._gradients)
-        other.iteration, other._order, other._repeats_order, other._origin = (
-            self.iteration,
-            self._order,
-            self._repeats_order,
-            self,
-        )
+        other.iteration, other._origin = self.iteration, self
+        other._order, other._repeats_order = self._order, self._repeats_order
         return other
 
     def state(self) -> tuple[dict[str, Any], Tensor | None]:
@@ -500,24 +498,6 @@ class PreparedLoader(DataLoader[Any]):
 
 def _cut(batch: Any, start: int, end: int) -> Any:
     return apply(lambda tensor: tensor[start:end], batch)
-
-
-def _joined(batches: list[Any]) -> Any:
-    """Concatenate batches of nested tensors."""
-    first = batches[0]
-    if isinstance(first, Tensor):
-        return torch.cat(batches)
-    if isinstance(first, dict):
-        return type(first)({key: _joined([batch[key] for batch in batches]) for key in first})
-    if isinstance(first, (list, tuple)):
-        return type(first)(_joined([batch[index] for batch in batches]) for index in range(len(first)))
-    raise DataError(f"dispatch_batches splits batches of tensors, not of {type(first).__name__}; set it to false")
-
-
-def _length(batch: Any) -> int:
-    if isinstance(batch, Tensor):
-        return len(batch)
-    return _length(next(iter(batch.values() if isinstance(batch, dict) else batch)))
 
 
 def choose_delivery(
