@@ -1,4 +1,9 @@
-"""Adafactor (Shazeer and Stern, 2018), with the maths of `torch.optim.Adafactor`."""
+"""Adafactor (Shazeer and Stern, 2018), with the maths of `torch.optim.Adafactor`.
+
+[Note: why not torch's Adafactor] Measured with torch 2.13 and `fully_shard` on two CPU ranks: `torch.optim.Adafactor`
+fails on DTensors ("in-place operations that require placement changes are not supported"), with `foreach` and without.
+It also reads two norms per parameter on the host. This one takes two all-reduces per step for all parameters together.
+"""
 
 from __future__ import annotations
 
