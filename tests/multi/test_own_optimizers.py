@@ -257,7 +257,7 @@ def weights_seen(rank: int, size: int, sections: dict[str, Any]) -> tuple[Tensor
         engine = runner.engine
 
         def weight() -> Tensor:
-            return toys.whole(engine.state_tensors())["model.hidden.weight"]
+            return toys.full_tensors(engine.state_tensors())["model.hidden.weight"]
 
         before = weight()
         with engine.evaluation_weights(), engine.evaluation_weights():

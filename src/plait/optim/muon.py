@@ -1,10 +1,10 @@
 """Muon (Jordan et al., 2024): momentum, orthogonalised, for matrices; AdamW for everything else.
 
 [Note: why not torch's Muon] Measured with torch 2.13 and `fully_shard` on two CPU ranks, with two matrices:
-`torch.optim.Muon` takes 27 collectives per step, this one two all-to-alls. After three steps at lr 0.01, torch's sharded
-weights differ from those of one process by up to 6e-3, while these are equal to the bit; on one process, its updates
-differ from these by 1 %, since it always orthogonalises in bf16. It also refuses parameters that are not matrices: a
-model would need a second optimizer for them, and convolutions would be left to that one.
+`torch.optim.Muon` takes 27 collectives per step, this one two all-to-alls. After three steps at lr 0.01 the sharded
+weights of torch's differ from those of one process by up to 6e-3, while these are equal to the bit; on one process, its
+updates differ from these by 1 %, since it always orthogonalises in bf16. It also refuses parameters that are not
+matrices: a model would need a second optimizer for them, and convolutions would be left to that one.
 """
 
 from __future__ import annotations
