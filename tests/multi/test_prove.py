@@ -20,7 +20,7 @@ import yaml
 from plait.config import parse_sections, to_dict
 from plait.prove import Certificate
 from plait.prove.compare import rounding_of
-from plait.prove.job import NUDGED, TRACE, ProofJob, ProofTrace
+from plait.prove.job import PERTURBED, TRACE, ProofJob, ProofTrace
 from plait.prove.prove import certify, make_cases
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
@@ -67,8 +67,12 @@ def run_reference(folder: Path, **further: Any) -> Reference:
 
     sections = {**describe(folder), **further}
     config = parse_sections(**sections, strategy="ddp").config
-    nudge = rounding_of(config.precision, on_cpu=True).epsilon
-    run(ProofJob(to_dict(make_cases(config, ranks=2).reference), str(folder / "reference"), STEPS, nudge=nudge))
+    perturbation = rounding_of(config.precision, on_cpu=True).epsilon
+    run(
+        ProofJob(
+            to_dict(make_cases(config, ranks=2).reference), str(folder / "reference"), STEPS, perturbation=perturbation
+        )
+    )
     return Reference(folder, sections)
 
 
@@ -90,7 +94,7 @@ def prove_on(pool: RankPool, reference: Reference, strategy: Any, plant: Plant =
     cases = make_cases(parse_sections(**reference.sections, strategy=strategy).config, ranks=pool.size)
     one, many = reference.folder / "reference", reference.folder / f"candidate-{random.random()}"
     pool.run(run_candidate, ProofJob(to_dict(cases.candidate), str(many), STEPS, against=str(one)), plant)
-    traces = [ProofTrace.read(path / TRACE) for path in (one, one / NUDGED, many)]
+    traces = [ProofTrace.read(path / TRACE) for path in (one, one / PERTURBED, many)]
     return certify(cases, rounding_of(cases.candidate.precision, on_cpu=True), *traces)
 
 

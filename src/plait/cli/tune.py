@@ -16,7 +16,7 @@ from plait.cli.files import import_from_here
 from plait.config import RunConfig, counted, parse, read, show, split_override
 from plait.errors import ConfigError, Problem
 from plait.plan import Candidate
-from plait.tune import Rank, Tuned, make_tune_config, rank_by_rule, tune
+from plait.tune import RankCandidates, Tuned, make_tune_config, rank_by_rule, tune
 
 _ROWS = 20
 """Trials that the table shows; the files have them all."""
@@ -32,7 +32,7 @@ def search(
     out: str | None = None,
     fresh: bool = False,
     then_train: bool = False,
-    rank: Rank | None = None,
+    rank: RankCandidates | None = None,
 ) -> None:
     """Search with the settings of a file, overridden by `options` (those that are not None) and `space`."""
     given = dict(read(settings)) if settings is not None else {}
@@ -111,7 +111,7 @@ def _show(tuned: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
     console.print(f"{tuned.best_path} has the best settings; results.csv beside it has all of them", markup=False)
 
 
-def _by_plan(ranks: int) -> Rank:
+def _by_plan(ranks: int) -> RankCandidates:
     """Return a function that orders trials by their plan; by a rule of thumb where they cannot be planned."""
 
     def rank(run: RunConfig, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

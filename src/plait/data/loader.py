@@ -90,7 +90,7 @@ class WholeBatchCollate:
 # From sample ids to the inputs of one micro-batch, in this process or in a worker.
 
 
-class Fetch:
+class BatchReader:
     """Reads samples and collates them."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
@@ -113,7 +113,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
         method(epoch)
 
 
-class WorkerFetch(Dataset[Any]):
+class WorkerDataset(Dataset[Any]):
     """The dataset of a worker process: its keys are `(epoch, ids)`, its items whole micro-batches.
 
     The epoch is part of the key because a worker outlives an epoch and is not notified of a new one.
@@ -122,7 +122,7 @@ class WorkerFetch(Dataset[Any]):
     Where the dataset reads many samples at once (`__getitems__`), the first of them determines the seed.
     """
 
-    def __init__(self, fetch: Fetch, seed: int) -> None:
+    def __init__(self, fetch: BatchReader, seed: int) -> None:
         self._fetch = fetch
         self._seed = seed
         self._epoch: int | None = None
@@ -184,10 +184,10 @@ class WorkerExits:
 # Loading from a dataset with indices: in this process, or ahead of time in worker processes.
 
 
-class Inline:
+class InProcessLoader:
     """Reads in this process, without prefetching."""
 
-    def __init__(self, fetch: Fetch, steps: StepSamples, *, pin_memory: bool) -> None:
+    def __init__(self, fetch: BatchReader, steps: StepSamples, *, pin_memory: bool) -> None:
         self._fetch = fetch
         self._steps = steps
         self._pin = pin_memory
@@ -196,7 +196,7 @@ class Inline:
         """The rest of an epoch."""
         set_epoch(self._fetch.dataset, epoch)
         fetch = self._fetch
-        for step in self._steps.walk(epoch, start):
+        for step in self._steps.steps_from(epoch, start):
             if self._pin:
                 yield [MicroBatch(pin(fetch(ids)), samples) for ids, samples in step]
             else:
@@ -206,7 +206,7 @@ class Inline:
         """Do nothing: no resource is held."""
 
 
-class Workers:
+class WorkerLoader:
     """Prefetches in worker processes that live as long as this object.
 
     The workers get the same ids in the same order as `Inline`, so their number does not change the batches.
@@ -215,7 +215,7 @@ class Workers:
 
     def __init__(
         self,
-        fetch: Fetch,
+        fetch: BatchReader,
         steps: StepSamples,
         *,
         seed: int,
@@ -224,11 +224,11 @@ class Workers:
         options: Mapping[str, Any],
     ) -> None:
         self._steps = steps
-        self._keys = _Keys(steps)
+        self._keys = _MicroBatchKeys(steps)
         self._turn = 0
         self._worker_exits = WorkerExits()
         self._loader: DataLoader[Any] | None = DataLoader(
-            WorkerFetch(fetch, seed),
+            WorkerDataset(fetch, seed),
             batch_size=None,
             sampler=self._keys,
             collate_fn=as_is,
@@ -247,7 +247,7 @@ class Workers:
         turn = self._turn
         self._keys.epoch, self._keys.start = epoch, start
         inputs = self._worker_exits.read(self._loader)
-        for step in self._steps.walk(epoch, start):
+        for step in self._steps.steps_from(epoch, start):
             yield [MicroBatch(next(inputs), samples) for _, samples in step]
             if turn != self._turn:
                 raise DataError(
@@ -260,7 +260,7 @@ class Workers:
         self._loader = None
 
 
-class _Keys(Sampler[tuple[int, list[int]]]):
+class _MicroBatchKeys(Sampler[tuple[int, list[int]]]):
     """Yields the keys of micro-batches for the workers, from step `start` of `epoch`."""
 
     def __init__(self, steps: StepSamples) -> None:
@@ -270,7 +270,7 @@ class _Keys(Sampler[tuple[int, list[int]]]):
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         epoch = self.epoch
-        for step in self._steps.walk(epoch, self.start):
+        for step in self._steps.steps_from(epoch, self.start):
             for ids, _ in step:
                 yield epoch, ids
 
@@ -324,7 +324,7 @@ class StreamLoader:
                 "object whose __iter__ starts again, or train for one epoch"
             )
         self._spent = True
-        reader = _Reader(self._source, self._collate, self._share, self._drop_last, epoch, start)
+        reader = _StreamSteps(self._source, self._collate, self._share, self._drop_last, epoch, start)
         if self._workers:
             loader: Iterable[StepInputs] = DataLoader(
                 reader,
@@ -345,7 +345,7 @@ class StreamLoader:
         """Do nothing: no resource outlives an epoch."""
 
 
-class _Reader(IterableDataset[StepInputs]):
+class _StreamSteps(IterableDataset[StepInputs]):
     """The steps of one epoch of one rank."""
 
     def __init__(
@@ -434,14 +434,14 @@ class RankLoader:
         collate = collate or stack
         self.dataset = dataset
         self._steps: StepSamples | None = None
-        self._reader: Inline | Workers | StreamLoader
+        self._loader: InProcessLoader | WorkerLoader | StreamLoader
         if is_stream(dataset):
             if shuffle:
                 raise DataError(
                     f"shuffle is true, but a {type(dataset).__name__} is a stream and has only its own order: "
                     "set shuffle to false and shuffle inside the stream"
                 )
-            self._reader = StreamLoader(
+            self._loader = StreamLoader(
                 dataset,
                 collate,
                 share,
@@ -457,13 +457,13 @@ class RankLoader:
                 f"drop_last drops everything: the dataset has {counted(self._steps.order.length, 'sample')} and "
                 f"batch.total is {batch.total}; set drop_last to false or make the batch smaller"
             )
-        fetch = Fetch(dataset, collate)
+        fetch = BatchReader(dataset, collate)
         if workers:
-            self._reader = Workers(
+            self._loader = WorkerLoader(
                 fetch, self._steps, seed=seed, workers=workers, pin_memory=pin_memory, options=options
             )
         else:
-            self._reader = Inline(fetch, self._steps, pin_memory=pin_memory)
+            self._loader = InProcessLoader(fetch, self._steps, pin_memory=pin_memory)
 
     @classmethod
     def from_dataloader(
@@ -520,7 +520,7 @@ class RankLoader:
                 f"cannot start at step {start_step} of an epoch of {steps} steps; "
                 "has the dataset or the batch size changed?"
             )
-        return self._reader.epoch(epoch, start_step)
+        return self._loader.epoch(epoch, start_step)
 
     def sample_ids(self, epoch: int, step: int) -> NDArray[np.int64]:
         """Return the samples of a step over all ranks, in the order of the global batch."""
@@ -532,7 +532,7 @@ class RankLoader:
 
     def close(self) -> None:
         """Stop worker processes."""
-        self._reader.close()
+        self._loader.close()
 
 
 def is_stream(dataset: Any) -> bool:

@@ -134,7 +134,7 @@ class StepSamples:
         start = step * self.share.total
         return self.order.indices(epoch, start, min(start + self.share.total, self.order.length))
 
-    def walk(self, epoch: int, start: int) -> Iterator[list[Ids]]:
+    def steps_from(self, epoch: int, start: int) -> Iterator[list[Ids]]:
         """Yield this rank's micro-batches of each step, from `start` to the end of the epoch."""
         share = self.share
         full = self.order.length // share.total

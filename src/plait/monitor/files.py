@@ -153,7 +153,7 @@ class CsvSink:
     """Writes one file for each kind of measurement. Files of an earlier run are continued."""
 
     def __init__(self, work_dir: Path) -> None:
-        self._files = {measurement: GrowingCsv(work_dir / f"{measurement.value}.csv") for measurement in MEASUREMENTS}
+        self._files = {measurement: CsvFile(work_dir / f"{measurement.value}.csv") for measurement in MEASUREMENTS}
 
     def write(self, event: Event) -> None:
         """Add a row for a measurement; ignore other kinds."""
@@ -164,7 +164,7 @@ class CsvSink:
         """Do nothing: no file is open between rows."""
 
 
-class GrowingCsv:
+class CsvFile:
     """A CSV file that gets a new column when a row has one.
 
     Usually a row is appended. A new column rewrites the file once, with empty cells in older rows.

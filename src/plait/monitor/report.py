@@ -187,7 +187,7 @@ MEASURES = (
 """In the order of their charts."""
 
 
-def learned(story: History) -> Iterator[tuple[str, str, str]]:
+def answer_figures(story: History) -> Iterator[tuple[str, str, str]]:
     """Yield the figures at the top of the report: the last value, on held-out prompts if any, and the first."""
     for measure in MEASURES[:2]:
         held = story.values(measure.key, EventKind.VALIDATE)
@@ -277,7 +277,7 @@ def facts(story: History) -> str:
 
 
 def _facts(story: History) -> Iterator[tuple[str, str, str]]:
-    yield from learned(story)
+    yield from answer_figures(story)
     if losses := [point for segment in story.segments for point in segment.curve("loss")]:
         yield "Final loss", format_decimal(losses[-1][1]), f"step {losses[-1][0]:,}"
     if validated := story.values("loss", EventKind.VALIDATE):

@@ -83,7 +83,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """Downsample to about `limit` points that look the same: of each interval, the lowest and the highest."""
     if len(points) <= limit:
         return list(points)
@@ -107,7 +107,7 @@ def render(chart: Chart) -> str:
     elements += [_marker(chart, marker, row, x) for row, marker in enumerate(chart.markers)]
     for series in chart.series:
         elements += _series(chart, series, x, y)
-    elements += _stops(chart, x, y)
+    elements += _tooltips(chart, x, y)
     body = "\n".join(elements)
     return (
         f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" '
@@ -128,7 +128,7 @@ def _grid(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
     for value in ticks(y.low, y.high, max(3, round((y.start - y.end) / 36))):
         at = _px(y(value))
         yield f'<line class="grid" x1="{_px(x.start)}" x2="{_px(x.end)}" y1="{at}" y2="{at}"/>'
-        text = escape(short(value))
+        text = escape(tick_label(value))
         yield f'<text class="tick" x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{text}</text>'
     base = _px(y.start)
     yield f'<line class="axis" x1="{_px(x.start)}" x2="{_px(x.end)}" y1="{base}" y2="{base}"/>'
@@ -155,7 +155,7 @@ def _marker(chart: Chart, marker: Marker, row: int, x: Scale) -> str:
 
 
 def _series(chart: Chart, series: Series, x: Scale, y: Scale) -> Iterator[str]:
-    points = thin(series.points)
+    points = downsample(series.points)
     kept = [p for p in points if p[0] <= series.fade_after]
     pale = [p for p in points if p[0] > series.fade_after]
     if series.lead_in is not None and kept:
@@ -223,25 +223,25 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str, *, whole: bool = False)
             continue
         at = _px(y(value))
         yield f'<line class="grid" x1="{start}" x2="{end}" y1="{at}" y2="{at}"/>'
-        yield f'<text x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{short(value)}</text>'
+        yield f'<text x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{tick_label(value)}</text>'
     yield f'<line class="axis" x1="{start}" x2="{end}" y1="{base}" y2="{base}"/>'
     for value in ticks(x.low, x.high, 6):
         at = _px(x(value))
         yield f'<line class="axis" x1="{at}" x2="{at}" y1="{base}" y2="{_px(y.start + 4)}"/>'
-        yield f'<text x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{short(value)}</text>'
+        yield f'<text x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{tick_label(value)}</text>'
     middle = _px((x.start + x.end) / 2)
     yield f'<text x="{middle}" y="{_px(y.start + 38)}" text-anchor="middle">{escape(x_label)}</text>'
     origin = f"{_px(x.start - 42)} {_px((y.start + y.end) / 2)}"
     yield f'<text transform="translate({origin}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'
 
 
-def _stops(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+def _tooltips(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
     """Yield invisible columns; the one under the pointer shows its line, its dots and its numbers."""
     values = [
         {step: v for step, v in series.points if math.isfinite(v) and step <= series.fade_after}
         for series in chart.series
     ]
-    steps = _stop_steps(chart, values)
+    steps = _tooltip_steps(chart, values)
     edges = [x.start, *((x(a) + x(b)) / 2 for a, b in pairwise(steps)), x.end]
     for (left, right), step in zip(pairwise(edges), steps, strict=True):
         hits = [(s, known[step]) for s, known in zip(chart.series, values, strict=True) if step in known]
@@ -256,14 +256,14 @@ def _stops(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
         )
 
 
-def _stop_steps(chart: Chart, values: Sequence[dict[int, float]]) -> list[int]:
+def _tooltip_steps(chart: Chart, values: Sequence[dict[int, float]]) -> list[int]:
     """Return the steps with a tooltip: every dot, and at most `MAX_STOPS` points of the lines."""
     dots = {step for s, known in zip(chart.series, values, strict=True) if s.dots for step in known}
     lines = sorted({step for s, known in zip(chart.series, values, strict=True) if not s.dots for step in known})
     return sorted(dots.union(lines[:: max(1, math.ceil(len(lines) / MAX_STOPS))]))
 
 
-def short(value: float) -> str:
+def tick_label(value: float) -> str:
     """Return a tick's label in few characters: `2.5`, `20k`, `3e-4`."""
     if value and abs(value) < 1e-3:
         mantissa, exponent = f"{value:.3e}".split("e")

@@ -65,7 +65,7 @@ class Flops:
 
 
 @dataclass(slots=True)
-class Counted:
+class StepCounts:
     """The FLOPs, messages and memory of one step on one rank."""
 
     flops: dict[str, Flops] = field(default_factory=lambda: defaultdict(Flops))
@@ -79,7 +79,7 @@ class Counted:
 class _OperationCounter:
     """Counts the FLOPs and the messages of every operator."""
 
-    def __init__(self, counted: Counted, stack: ModuleStack, layout: Layout) -> None:
+    def __init__(self, counted: StepCounts, stack: ModuleStack, layout: Layout) -> None:
         self._counted = counted
         self._stack = stack
         self._layout = layout
@@ -164,9 +164,9 @@ class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def counting(engine: Engine) -> Iterator[Counted]:
+def count_step(engine: Engine) -> Iterator[StepCounts]:
     """Count what the engine does until the block ends, which is to be one step. Modules run uncompiled meanwhile."""
-    counted, stack = Counted(), ModuleStack()
+    counted, stack = StepCounts(), ModuleStack()
     watcher = _OperationCounter(counted, stack, engine.world.layout)
     recorder = _RealRecorder(engine.world.device.type, watchers=(watcher,))
     report_phase = engine.on_phase

@@ -27,7 +27,7 @@ from plait.errors import ConfigError, Problem
 from plait.launch import Phase
 from plait.monitor import EventKind
 from plait.profile.breakdown import TimeBreakdown, Timeline, attribute_time, breakdown_of, read_trace
-from plait.profile.count import Counted, counting
+from plait.profile.count import StepCounts, count_step
 from plait.profile.marks import ModuleStack, PhaseMarks, marked_batches, module_marks, named_modules
 from plait.profile.page import write_page
 from plait.profile.report import Memory, RankTime, Report, message_log, module_rows
@@ -47,7 +47,7 @@ class ProfileMeasurements:
     config: ProfileConfig
     before: int
     """The run's step count when it began or resumed."""
-    counted: Counted
+    counted: StepCounts
     tokens: int
     """Of one step, on this rank."""
     clock: Mapping[int, float]
@@ -64,7 +64,7 @@ class ProfileMeasurements:
         return (self.clock[last] - self.clock[2]) * 1e3 / (last - 2) if last > 2 else None
 
 
-def rank_time(rank: int, time: TimeBreakdown, counted: Counted) -> RankTime:
+def rank_time(rank: int, time: TimeBreakdown, counted: StepCounts) -> RankTime:
     """Return this rank's time for the report of rank 0."""
     return RankTime(
         rank=rank,
@@ -110,7 +110,7 @@ def _formula_flops(runner: Runner, tokens: int) -> float | None:
     return float(formula(sequence)) * tokens if formula is not None and sequence is not None and tokens else None
 
 
-def _memory(runner: Runner, counted: Counted) -> Memory:
+def _memory(runner: Runner, counted: StepCounts) -> Memory:
     device = runner.world.device
     compiled = any(compiled_call(module) is not None for _, module in named_modules(runner.engine.model))
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
@@ -131,7 +131,7 @@ class Profile(Hook):
         self._before = 0
         self._tokens = 0
         self._clock: dict[int, float] = {}
-        self._counted = Counted()
+        self._counted = StepCounts()
         self._profiler: Any = None
         self._counting = ExitStack()
         self._marks = ExitStack()
@@ -160,7 +160,7 @@ class Profile(Hook):
         """Start counting or recording, where it is due."""
         number, start = self._number(runner) + 1, self._config.start
         if number == start - 2:
-            self._counted = self._counting.enter_context(counting(runner.engine))
+            self._counted = self._counting.enter_context(count_step(runner.engine))
         elif number == start - 1:
             self._open(runner)
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from plait.prove.compare import rounding_of as rounding_of
     from plait.prove.job import ProofTrace as ProofTrace
     from plait.prove.prove import prove as prove
-    from plait.prove.record import Switch as Switch
-    from plait.prove.record import nudge_weights as nudge_weights
+    from plait.prove.record import DropoutSwitch as DropoutSwitch
+    from plait.prove.record import perturb_weights as perturb_weights
     from plait.prove.record import running_statistics as running_statistics
 else:
     from plait.lazy import attach_names

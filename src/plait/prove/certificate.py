@@ -140,14 +140,14 @@ class Certificate:
 
 
 def compare_findings(
-    reference: ProofTrace, nudged: ProofTrace, candidate: ProofTrace, rounding: Rounding
+    reference: ProofTrace, perturbed: ProofTrace, candidate: ProofTrace, rounding: Rounding
 ) -> list[ComparedQuantity]:
     """Compare the candidate with the reference, with tolerances from the effect of one rounding on the reference."""
     findings = _starts(candidate.deviations[0], reference.names)
     for index in range(len(reference.loss)):
         step = index + 1
         for name in ("loss", "grad_norm"):
-            expected, twin, measured = (getattr(trace, name)[index] for trace in (reference, nudged, candidate))
+            expected, twin, measured = (getattr(trace, name)[index] for trace in (reference, perturbed, candidate))
             allowed = rounding.allowed(_gap(twin, expected))
             detail = f"{measured:.6g} instead of {expected:.6g}"
             findings.append(ComparedQuantity(step, name, _gap(measured, expected), allowed, detail))
@@ -157,7 +157,7 @@ def compare_findings(
         findings.append(
             ComparedQuantity(step, "skipped", float(skipped[0] != skipped[1]), 0.0, "{} instead of {}".format(*skipped))
         )
-        sensitivity = nudged.deviations[step]
+        sensitivity = perturbed.deviations[step]
         deviations = candidate.deviations[step]
         for name in in_model_order(deviations, reference.names):
             deviation = deviations[name]
@@ -226,7 +226,11 @@ def _facts(certificate: Certificate) -> str:
     worst = certificate.worst
     shown: list[tuple[str, str, str]] = [
         ("Steps", str(len(certificate.steps)), ""),
-        ("Tensors", str(len({finding.name for finding in compared if finding.is_tensor})), "compared after each step"),
+        (
+            "NamedTensors",
+            str(len({finding.name for finding in compared if finding.is_tensor})),
+            "compared after each step",
+        ),
         (
             "Outside of tolerance",
             str(sum(not finding.agrees for finding in compared)),

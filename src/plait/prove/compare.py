@@ -27,7 +27,7 @@ _CHUNK = 1 << 24
 """Elements that are compared at once."""
 
 
-class Tensors(Protocol):
+class NamedTensors(Protocol):
     """Tensors by name, which are read one after another."""
 
     @property
@@ -38,15 +38,15 @@ class Tensors(Protocol):
         """Return one tensor, unsharded."""
 
 
-class Moment(Protocol):
+class RunState(Protocol):
     """The tensors of a run after a step, and at its start."""
 
     @property
-    def start(self) -> Tensors:
+    def start(self) -> NamedTensors:
         """The tensors before the first step."""
 
     @property
-    def now(self) -> Tensors:
+    def now(self) -> NamedTensors:
         """The tensors after this step."""
 
 
@@ -62,7 +62,7 @@ class SavedState:
         self.now.close()
 
 
-def compare(expected: Moment, measured: Moment, names: Iterable[str], *, step: int) -> dict[str, Deviation]:
+def compare(expected: RunState, measured: RunState, names: Iterable[str], *, step: int) -> dict[str, Deviation]:
     """Return the deviation of `measured` from `expected` for each name, and for names that only one of them has.
 
     Parameters are compared by their change since the start; everything else by value.

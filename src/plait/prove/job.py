@@ -11,7 +11,7 @@ from plait.monitor import plain_json
 
 TRACE = "trace.json"
 """The file with a run's `ProofTrace`, in its folder."""
-NUDGED = "nudged"
+PERTURBED = "perturbed"
 """The folder of the reference's second run, in the folder of the first."""
 
 
@@ -34,7 +34,7 @@ class ProofJob:
     folder: str
     """The folder that it writes to."""
     steps: int
-    nudge: float = 0.0
+    perturbation: float = 0.0
     """Run the reference again with weights perturbed by up to this share of themselves."""
     against: str | None = None
     """The reference's folder; absent for the reference itself."""

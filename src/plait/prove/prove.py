@@ -31,7 +31,7 @@ from plait.errors import ConfigError, Problem, TrainingError
 from plait.launch import STOPPED_CODES, gpu_count, run_ranks
 from plait.prove.certificate import Certificate, Check, compare_findings, write_page
 from plait.prove.compare import Rounding, rounding_of
-from plait.prove.job import NUDGED, TRACE, ProofJob, ProofTrace
+from plait.prove.job import PERTURBED, TRACE, ProofJob, ProofTrace
 
 # From one run description to the two that are compared.
 
@@ -118,7 +118,7 @@ def _parsed(sections: Mapping[str, Any]) -> RunConfig:
     return parse_sections(**sections).config
 
 
-def besides(strategy: StrategyConfig) -> list[str]:
+def techniques_of(strategy: StrategyConfig) -> list[str]:
     """Return the techniques of a strategy besides sharding, each in a word or two."""
     offload = strategy.offload
     techniques = {
@@ -134,7 +134,7 @@ def besides(strategy: StrategyConfig) -> list[str]:
 
 
 def _refuse_what_is_one_process(config: RunConfig, layout: Layout) -> None:
-    if layout.size == 1 and not besides(config.strategy):
+    if layout.size == 1 and not techniques_of(config.strategy):
         message = "one rank without recompute, compile or offload is the reference itself"
         raise ConfigError(
             Problem("strategy", message, "Give `--ranks 2`, or a strategy that differs from one process.")
@@ -166,10 +166,10 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="plait-prove-") as folder:
         one, many = Path(folder, "reference"), Path(folder, "candidate")
         log(f"reference: one process, {counted(steps, 'step')}, twice")
-        _run(ProofJob(to_dict(cases.reference), str(one), steps, nudge=rounding.epsilon), 1, "the reference")
+        _run(ProofJob(to_dict(cases.reference), str(one), steps, perturbation=rounding.epsilon), 1, "the reference")
         log(f"candidate: {name_of(cases.candidate, cases.layout)}, {counted(steps, 'step')}")
         _run(ProofJob(to_dict(cases.candidate), str(many), steps, against=str(one)), cases.layout.size, "the candidate")
-        traces = [ProofTrace.read(path / TRACE) for path in (one, one / NUDGED, many)]
+        traces = [ProofTrace.read(path / TRACE) for path in (one, one / PERTURBED, many)]
     certificate = certify(cases, rounding, *traces)
     if out is not None:
         certificate.write(Path(out, "certificate.json"))
@@ -214,11 +214,11 @@ def name_of(config: RunConfig, layout: Layout) -> str:
     axes = [f"{axis} {size}" for axis, size in layout.sizes().items() if size > 1 and not axis.startswith("dp_")]
     sharding = [f"zero{stage}" if stage else "ddp"] if layout.data_parallel > 1 or stage else []
     count = f"{layout.size} rank{'s' if layout.size > 1 else ''}"
-    return f"{', '.join([*sharding, *axes, *besides(config.strategy)])} on {count}"
+    return f"{', '.join([*sharding, *axes, *techniques_of(config.strategy)])} on {count}"
 
 
 def certify(
-    cases: Cases, rounding: Rounding, reference: ProofTrace, nudged: ProofTrace, candidate: ProofTrace
+    cases: Cases, rounding: Rounding, reference: ProofTrace, perturbed: ProofTrace, candidate: ProofTrace
 ) -> Certificate:
     """Return the certificate of the three runs of a proof."""
     config, batch = cases.candidate, cases.batch
@@ -243,7 +243,7 @@ def certify(
         }
         for index in range(len(reference.loss))
     ]
-    findings = compare_findings(reference, nudged, candidate, rounding)
+    findings = compare_findings(reference, perturbed, candidate, rounding)
     checks = [Check(*check) for check in candidate.checks]
     noise = {finding.name for finding in findings if finding.is_noise}
     remarks = [*cases.remarks, *_remarks(cases, reference, candidate, noise)]

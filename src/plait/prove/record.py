@@ -28,7 +28,7 @@ from plait.engine import Engine
 from plait.errors import DataError, PlaitError
 from plait.launch import report_failure
 from plait.prove.compare import SavedState, compare
-from plait.prove.job import NUDGED, TRACE, ProofJob, ProofTrace
+from plait.prove.job import PERTURBED, TRACE, ProofJob, ProofTrace
 from plait.torch_internals import intercept_operations
 from plait.trainer import Runner
 
@@ -42,7 +42,7 @@ from plait.trainer import Runner
 # parameter that is not sharded would diverge.
 
 
-class Switch:
+class DropoutSwitch:
     """All dropout rates of a model: set to 0 by the constructor, restored by `on`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -192,23 +192,23 @@ def run(job: ProofJob) -> None:
     """Run the job; rank 0 writes a `ProofTrace` to its folder."""
     folder = Path(job.folder)
     against = None if job.against is None else Path(job.against)
-    _record(job, folder, against, nudge=0.0)
-    if job.nudge:
+    _record(job, folder, against, perturbation=0.0)
+    if job.perturbation:
         gc.collect()  # free the first model before making the second
-        _record(job, folder / NUDGED, folder, nudge=job.nudge)
+        _record(job, folder / PERTURBED, folder, perturbation=job.perturbation)
 
 
-def _record(job: ProofJob, folder: Path, against: Path | None, *, nudge: float) -> None:
+def _record(job: ProofJob, folder: Path, against: Path | None, *, perturbation: float) -> None:
     with Runner.from_config({**job.config, "work_dir": str(folder)}) as runner:
         runner.setup()
         engine, world = runner.engine, runner.world
         trace = ProofTrace(device=_device(world.device), versions=f"torch {torch.__version__}")
-        switch = Switch(engine.model)
+        switch = DropoutSwitch(engine.model)
         trace.drops = list(dict.fromkeys(name for names in world.gather(switch.modules) for name in names))
         trace.uncompared = running_statistics(engine.model)
-        if nudge:
-            nudge_weights(engine, nudge)
-        steps = _Steps(engine, folder, against, trace)
+        if perturbation:
+            perturb_weights(engine, perturbation)
+        steps = _StateSaver(engine, folder, against, trace)
         steps.save(0)
         micro_batches: Any = None
         for step, micro_batches in zip(range(1, job.steps + 1), _batches(runner), strict=False):
@@ -223,14 +223,14 @@ def _record(job: ProofJob, folder: Path, against: Path | None, *, nudge: float) 
             trace.skipped.append(result.skipped)
             steps.save(step)
         steps.close()
-        if against is not None and not nudge and trace.drops and not runner.config.strategy.compile.enabled:
+        if against is not None and not perturbation and trace.drops and not runner.config.strategy.compile.enabled:
             switch.on()
             trace.checks = check_dropout(engine, micro_batches)
         if world.is_main:
             trace.write(folder / TRACE)
 
 
-class _Steps:
+class _StateSaver:
     """Saves the states of a run; where there is a reference, compares them and removes them at once."""
 
     def __init__(self, engine: Engine, folder: Path, against: Path | None, trace: ProofTrace) -> None:
@@ -278,7 +278,7 @@ def _batches(runner: Runner) -> Iterator[Any]:
         epoch += 1
 
 
-def nudge_weights(engine: Engine, size: float) -> None:
+def perturb_weights(engine: Engine, size: float) -> None:
     """Perturb every weight by up to `size` of itself; see [Note: where a tolerance comes from]."""
     for name, weight in engine.weights().items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -189,17 +189,19 @@ class _Runs:
 
     def reference(self, rounding: Rounding) -> tuple[RecordedRun, RecordedRun]:
         """Return the run on one process, and the same with weights changed by one rounding."""
-        nudge = rounding.epsilon if rounding.margin else 0.0
+        perturbation = rounding.epsilon if rounding.margin else 0.0
         try:
             first = self.on(1, "one-process", strategy="single")
-            return first, self.on(1, "one-process-again", nudge=nudge, strategy="single") if nudge else first
+            return first, self.on(
+                1, "one-process-again", perturbation=perturbation, strategy="single"
+            ) if perturbation else first
         except RankFailedError as error:
             raise AssertionError(f"one process alone failed:\n{error.refusal or error}") from None
 
-    def on(self, ranks: int, folder: str, *, nudge: float = 0.0, **changes: Any) -> RecordedRun:
+    def on(self, ranks: int, folder: str, *, perturbation: float = 0.0, **changes: Any) -> RecordedRun:
         """Run on this number of ranks and return what was recorded."""
         given = {**self._given, **changes, "work_dir": str(self._work / folder)}
-        recorded: RecordedRun = self._pools[ranks].run(record, given, nudge)[0]
+        recorded: RecordedRun = self._pools[ranks].run(record, given, perturbation)[0]
         return recorded
 
 
@@ -238,14 +240,14 @@ def _name(strategy: Strategy) -> str:
 
 
 def _compare(what: str, twins: tuple[RecordedRun, RecordedRun], recorded: RecordedRun, rounding: Rounding) -> None:
-    reference, nudged = twins
+    reference, perturbed = twins
     if len(recorded.states) != len(reference.states):
         raise AssertionError(
             f"{what} made {len(recorded.states) - 1} steps, and one process {len(reference.states) - 1}: is the data "
             "the same on every rank?"
         )
     trace = recorded.against(reference)
-    findings = compare_findings(reference.trace, nudged.against(reference), trace, rounding)
+    findings = compare_findings(reference.trace, perturbed.against(reference), trace, rounding)
     wrong = next((finding for finding in findings if not finding.agrees), None)
     if wrong is not None:
         raise AssertionError(f"{what} differs from one process {_at(wrong)}{_values(wrong, reference, recorded)}")

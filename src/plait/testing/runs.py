@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from plait.checkpoint import TensorEntry
 from plait.distributed import is_sharded
 from plait.engine import StepResult
-from plait.prove import ProofTrace, Switch, compare, nudge_weights, running_statistics
+from plait.prove import DropoutSwitch, ProofTrace, compare, perturb_weights, running_statistics
 from plait.trainer import Hook, Runner
 
 VOCAB, SEQ = 61, 12
@@ -101,17 +101,17 @@ class StepRecorder(Hook):
     name = "plait.testing"
     priority = 10_000
 
-    def __init__(self, nudge: float) -> None:
+    def __init__(self, perturbation: float) -> None:
         self.recorded = RecordedRun()
-        self._nudge = nudge
+        self._perturbation = perturbation
 
     def before_run(self, runner: Runner) -> None:
         """Turn off dropout, which differs between layouts, and record the initial state."""
         model = runner.engine.model
-        Switch(model)
+        DropoutSwitch(model)
         self.recorded.trace.uncompared = running_statistics(model)
-        if self._nudge:
-            nudge_weights(runner.engine, self._nudge)
+        if self._perturbation:
+            perturb_weights(runner.engine, self._perturbation)
         self._record_state(runner)
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
@@ -136,9 +136,9 @@ class StepRecorder(Hook):
         self.recorded.trace.names = list(state)
 
 
-def record(rank: int, size: int, given: dict[str, Any], nudge: float = 0.0) -> RecordedRun | None:
+def record(rank: int, size: int, given: dict[str, Any], perturbation: float = 0.0) -> RecordedRun | None:
     """Train with the keywords of `Runner`; rank 0 returns what was recorded."""
-    recorder = StepRecorder(nudge)
+    recorder = StepRecorder(perturbation)
     hooks = [*given.pop("hooks", ()), recorder]
     with Runner(hooks=hooks, **given) as runner:
         runner.train()

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.tune.config import Rank as Rank
+    from plait.tune.config import RankCandidates as RankCandidates
     from plait.tune.config import TuneConfig as TuneConfig
     from plait.tune.config import make_tune_config as make_tune_config
     from plait.tune.config import rank_by_rule as rank_by_rule

@@ -78,7 +78,7 @@ def make_tune_config(settings: Mapping[str, Any], *, origin: str = "") -> TuneCo
 # The candidates, and their order.
 
 
-Rank = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
+RankCandidates = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
 """Returns candidates, the one expected to be fastest first. Those left out are tried last."""
 
 _HOMES = ("optimizer", "params")
@@ -116,7 +116,9 @@ def _can_compile(device: str) -> bool:
     return reason_not_to_compile(CompileConfig(), torch.device(device)) is None
 
 
-def in_order(run: RunConfig, candidates: Sequence[Candidate], tune: TuneConfig, rank: Rank) -> list[Candidate]:
+def in_order(
+    run: RunConfig, candidates: Sequence[Candidate], tune: TuneConfig, rank: RankCandidates
+) -> list[Candidate]:
     """Return the unchanged run first, to compare with; then the others in the order of the tuner."""
     first = [candidate for candidate in candidates if not candidate.settings]
     rest = [candidate for candidate in candidates if candidate.settings]

@@ -31,7 +31,7 @@ from plait.config import (
 )
 from plait.errors import ConfigError, Problem, TrainingError, in_one_line
 from plait.plan import Candidate, candidates
-from plait.tune.config import Rank, TuneConfig, in_order, rank_by_rule, space_of
+from plait.tune.config import RankCandidates, TuneConfig, in_order, rank_by_rule, space_of
 from plait.tune.trial import TrialOutcome, run_trial
 
 # The results of a search, in a folder from which it can be continued.
@@ -222,7 +222,7 @@ def tune(
     config: TuneConfig | None = None,
     *,
     out: str | Path,
-    rank: Rank = rank_by_rule,
+    rank: RankCandidates = rank_by_rule,
     fresh: bool = False,
     log: Callable[[str], None] = print,
 ) -> Tuned:

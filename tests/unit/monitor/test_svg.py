@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from plait.monitor.svg import short, thin, ticks
+from plait.monitor.svg import downsample, tick_label, ticks
 
 
 @pytest.mark.parametrize("_", range(50))
@@ -27,15 +27,17 @@ def test_ticks_of_nothing_are_one_number() -> None:
 def test_thinning_keeps_the_extremes_and_the_order() -> None:
     points = [(step, random.gauss(0, 1)) for step in range(5000)]
     points[1234], points[4321] = (1234, 99.0), (4321, -99.0)
-    found = thin(points, 200)
+    found = downsample(points, 200)
     assert len(found) <= 220
     assert {(1234, 99.0), (4321, -99.0)} <= set(found)
     assert found == sorted(found)
 
 
 def test_thinning_keeps_holes_out_and_short_curves_whole() -> None:
-    assert thin([(1, 2.0), (2, math.nan)], 10) == [(1, 2.0), (2, math.nan)]
-    assert all(math.isfinite(value) for _, value in thin([(s, math.nan if s % 2 else 1.0) for s in range(100)], 10))
+    assert downsample([(1, 2.0), (2, math.nan)], 10) == [(1, 2.0), (2, math.nan)]
+    assert all(
+        math.isfinite(value) for _, value in downsample([(s, math.nan if s % 2 else 1.0) for s in range(100)], 10)
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,4 +45,4 @@ def test_thinning_keeps_holes_out_and_short_curves_whole() -> None:
     [(0, "0"), (2.5, "2.5"), (20_000, "20k"), (1_500_000, "1.5M"), (3e-4, "3e-4"), (2.5e-5, "2.5e-5")],
 )
 def test_tick_numbers_are_short(value: float, text: str) -> None:
-    assert short(value) == text
+    assert tick_label(value) == text

@@ -28,11 +28,11 @@ def trace(deviation: float = 0.0, **changes: Any) -> ProofTrace:
     return ProofTrace(**{**numbers, "names": list(NAMES), "deviations": [weights, *after], **changes})
 
 
-def certificate(candidate: ProofTrace, nudged: ProofTrace | None = None, **reference: Any) -> Certificate:
+def certificate(candidate: ProofTrace, perturbed: ProofTrace | None = None, **reference: Any) -> Certificate:
     model = {"type": "gpt", "vocab_size": 9, "dim": 8, "layers": 1, "heads": 1, "seq_len": 4}
     config = parse_sections(device="cpu", model=model, strategy="ddp").config
     rounding = rounding_of(config.precision, on_cpu=True)
-    return certify(make_cases(config, ranks=2), rounding, trace(**reference), nudged or trace(1e-7), candidate)
+    return certify(make_cases(config, ranks=2), rounding, trace(**reference), perturbed or trace(1e-7), candidate)
 
 
 def test_runs_that_agree_pass() -> None:
@@ -78,17 +78,17 @@ def test_one_target_too_many_is_a_difference() -> None:
 
 
 def test_what_rounding_moves_far_may_differ_as_far_and_no_further() -> None:
-    nudged = trace(1e-3)
-    assert certificate(trace(1e-2), nudged).passed
-    assert not certificate(trace(2e-2), nudged).passed
+    perturbed = trace(1e-3)
+    assert certificate(trace(1e-2), perturbed).passed
+    assert not certificate(trace(2e-2), perturbed).passed
 
 
 def test_what_rounding_alone_decides_is_set_apart_and_said() -> None:
-    nudged = trace()
-    nudged.deviations[1]["model.blocks.0.w"] = Deviation(1.0, 0.0)
+    perturbed = trace()
+    perturbed.deviations[1]["model.blocks.0.w"] = Deviation(1.0, 0.0)
     candidate = trace()
     candidate.deviations[1]["model.blocks.0.w"] = Deviation(1.4, 0.0)
-    found = certificate(candidate, nudged)
+    found = certificate(candidate, perturbed)
     assert found.passed
     assert [each.name for each in found.findings if each.is_noise] == ["model.blocks.0.w"]
     assert any(not missing(note, "rounding", "blocks.0.w") for note in found.notes)

@@ -30,9 +30,9 @@ def test_equal_tensors_do_not_deviate_and_one_entry_off_shows() -> None:
 
 
 def test_parameters_are_compared_by_how_far_they_moved() -> None:
-    start, nudge, move = torch.randn(500), torch.randn(500) * 1e-2, torch.randn(500) * 1e-4
+    start, perturbation, move = torch.randn(500), torch.randn(500) * 1e-2, torch.randn(500) * 1e-4
     gap = torch.randn(500) * 1e-6
-    apart = deviation(start + move, start + nudge + move + gap, (start, start + nudge))
+    apart = deviation(start + move, start + perturbation + move + gap, (start, start + perturbation))
     assert apart.value == pytest.approx(float(gap.norm() / move.norm()), rel=0.3)
     assert apart.stored == pytest.approx(2**-23 * float(start.norm() / move.norm()), rel=1e-2)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plait.config.model import GptConfig
 from plait.models import build_model
-from plait.prove.record import Switch, random_state, record_random_calls
+from plait.prove.record import DropoutSwitch, random_state, record_random_calls
 
 
 class Net(nn.Module):
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 def test_every_dropout_is_off_until_it_is_turned_on_again() -> None:
     net = Net()
-    switch = Switch(net)
+    switch = DropoutSwitch(net)
     x = torch.randn(4, 8)
     assert torch.equal(net(x), net(x))
     assert switch.modules == ["", "layer.1"]
@@ -36,7 +36,7 @@ def test_every_dropout_is_off_until_it_is_turned_on_again() -> None:
 
 def test_dropout_that_stands_in_a_models_own_settings_is_off_too() -> None:
     model = build_model(GptConfig(vocab_size=30, dim=16, layers=1, heads=2, seq_len=8, dropout=0.3))
-    switch = Switch(model)
+    switch = DropoutSwitch(model)
     ids = torch.randint(0, 30, (2, 8))
     before = random_state(torch.device("cpu"))
     model(input_ids=ids, labels=ids)
