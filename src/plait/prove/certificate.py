@@ -227,7 +227,7 @@ def _facts(certificate: Certificate) -> str:
     shown: list[tuple[str, str, str]] = [
         ("Steps", str(len(certificate.steps)), ""),
         (
-            "NamedTensors",
+            "Tensors",
             str(len({finding.name for finding in compared if finding.is_tensor})),
             "compared after each step",
         ),
