@@ -107,8 +107,7 @@ class _Event:
     def record(self, stream: Any = None) -> None:
         """Nothing."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Nothing."""
+    wait = record
 
     def synchronize(self) -> None:
         """Nothing."""
@@ -137,8 +136,7 @@ class _Stream:
     def wait_stream(self, stream: Any) -> None:
         """Nothing."""
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing."""
+    wait_event = wait_stream
 
     def record_event(self, event: Any = None) -> Any:
         """A complete event."""

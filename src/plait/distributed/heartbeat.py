@@ -76,7 +76,7 @@ class Heartbeat:
 
     def __init__(self, folder: Path | None = None, rank: int = 0, *, timeout_s: float = 0.0) -> None:
         self._path = None if folder is None else folder / f"{rank}.beat"
-        self._map = _anonymous() if self._path is None else _mapped(self._path)
+        self._map = mmap.mmap(-1, layout.SIZE) if self._path is None else _mapped(self._path)
         self._observer: _Observer | None = None
         self.enter(Phase.BUILD, 0)
         if folder is not None:
@@ -205,10 +205,6 @@ class _FlightRecorderState:
         if message is not None and not self.pending:
             self.called, self.name = message
             self.pending = True
-
-
-def _anonymous() -> mmap.mmap:
-    return mmap.mmap(-1, layout.SIZE)
 
 
 def _mapped(path: Path) -> mmap.mmap:

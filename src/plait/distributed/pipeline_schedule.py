@@ -83,17 +83,16 @@ def _gpipe(ranks: int, micro_batches: int, _virtual: int) -> Table:
 
 
 def _1f1b(ranks: int, micro_batches: int, _virtual: int) -> Table:
-    return [_1f1b_of(rank, ranks, micro_batches) for rank in range(ranks)]
-
-
-def _1f1b_of(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    ahead = min(ranks - rank - 1, micro_batches)
-    work = [Action(ActionType.FORWARD, rank, index) for index in range(ahead)]
-    for index in range(micro_batches):
-        if ahead + index < micro_batches:
-            work.append(Action(ActionType.FORWARD, rank, ahead + index))
-        work.append(Action(ActionType.BACKWARD, rank, index))
-    return work
+    table = []
+    for rank in range(ranks):
+        ahead = min(ranks - rank - 1, micro_batches)
+        work = [Action(ActionType.FORWARD, rank, index) for index in range(ahead)]
+        for index in range(micro_batches):
+            if ahead + index < micro_batches:
+                work.append(Action(ActionType.FORWARD, rank, ahead + index))
+            work.append(Action(ActionType.BACKWARD, rank, index))
+        table.append(work)
+    return table
 
 
 def _from_torch(name: str) -> Callable[[int, int, int], Table]:
@@ -567,7 +566,7 @@ def draw_schedule(name: ScheduleName, ranks: int, micro_batches: int, virtual: i
         y = _TOP + rank * _ROW
         elements.append(f'<text class="soft" x="8" y="{y + 17}">rank {rank}</text>')
         elements.append(
-            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_px(length)}" height="{_ROW - 4}">'
+            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{length * _UNIT:g}" height="{_ROW - 4}">'
             f"<title>idle</title></rect>"
         )
         elements += [_box(span, y, depth[span.action.stage], per_rank) for span in row]
@@ -605,7 +604,3 @@ def _legend(spans: Sequence[Sequence[ActionSpan]], y: int) -> list[str]:
     elements.append(f'<rect class="idle" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>')
     elements.append(f'<text class="soft" x="{x + 17}" y="{y}">idle</text>')
     return elements
-
-
-def _px(length: float) -> str:
-    return f"{length * _UNIT:g}"

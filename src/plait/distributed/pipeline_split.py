@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.distributed.dtensor import is_sharded
+from plait.distributed.dtensor import to_local
 from plait.distributed.heartbeat import wait_for
 from plait.distributed.pipeline_schedule import ScheduleName, placement_of
 from plait.distributed.wrap import first_input
@@ -396,7 +396,7 @@ class _Sequential(LayerOutline):
                 raise ModelError(
                     f"the parameter {names[shared]!r} is shared by layers of different pipeline stages "
                     f"({', '.join(map(str, sorted(stages)))}); write the model as a list of layers with "
-                    "TiedLazyLayer for those that share, or split it so that they stay together"
+                    "TiedLayerSpec for those that share, or split it so that they stay together"
                 )
         return {}
 
@@ -1010,16 +1010,17 @@ class TiedWeights:
         """
         for name, first, second in self._copies:
             source, target = (self._stages[index].module.get_parameter(name) for index in (first, second))
-            _local(target).copy_(_local(source))
+            to_local(target).copy_(to_local(source))
             target.grad = None
 
     def _trained(self, name: str) -> bool:
         stage = next(self._stages[index] for index in self.holders[name] if index in self._stages)
         return stage.module.get_parameter(name).requires_grad
 
+    @torch.no_grad()
     def _local(self, index: int, name: str, find: TensorOf | None) -> Tensor:
         stage = self._stages[index]
-        return _local(_gradient(stage.module.get_parameter(name)) if find is None else find(stage, name))
+        return to_local(_gradient(stage.module.get_parameter(name)) if find is None else find(stage, name))
 
     @torch.no_grad()
     def _exchange(self, local: dict[int, Tensor], holders: Sequence[int]) -> list[Tensor]:
@@ -1048,7 +1049,3 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor.detach()
