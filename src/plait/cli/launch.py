@@ -12,12 +12,12 @@ from plait.errors import WorldError
 from plait.launch import (
     LaunchOptions,
     PreparedLaunch,
-    absent,
     code_folder,
     find_program,
     flags,
     in_allocation,
-    misplaced,
+    misplaced_flag,
+    missing_program,
     parse_options,
     prepare_launch,
 )
@@ -38,7 +38,7 @@ def launch(argv: Sequence[str]) -> None:
         flags().print_help()
         return
     options = parse_options(argv)
-    if (remark := misplaced(options)) is not None:
+    if (remark := misplaced_flag(options)) is not None:
         print(f"plait: note: {remark}", file=sys.stderr)
     setup = prepare_launch(options, argv)
     if options.autotuning is not None:
@@ -62,7 +62,7 @@ def _look_for_program(options: LaunchOptions) -> None:
     if options.module:
         return
     if options.no_python and find_program(script) is None:
-        raise WorldError(absent(script))
+        raise WorldError(missing_program(script))
     if not options.no_python and not Path(script).exists():
         raise WorldError(
             f"there is no script {script!r} in {Path.cwd()}; for a program or a Python module, add --no_python or "

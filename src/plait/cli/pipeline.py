@@ -14,7 +14,7 @@ import typer
 from plait.cli.train import _count
 from plait.config import SUFFIXES
 from plait.errors import ConfigError, Problem
-from plait.launch import run_here
+from plait.launch import run_on_host
 
 if TYPE_CHECKING:
     from plait.posttrain import PhaseStep, Start
@@ -166,7 +166,7 @@ def _ranks_and_start(asked: PipelineCommand) -> tuple[int, int, Start]:
         raise ConfigError(Problem("--deployment-type", message, "Give one of them."))
     if hostfile is None:
         count = _count(nproc or (steps.nproc if said else None) or "1")
-        return count, count, lambda command: run_here([sys.executable, "-m", "plait", *command], count)
+        return count, count, lambda command: run_on_host([sys.executable, "-m", "plait", *command], count)
     from plait.launch import read_hostfile
 
     slots = [len(host_slots) for host_slots in read_hostfile(Path(hostfile)).values()]

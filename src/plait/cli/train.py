@@ -42,9 +42,9 @@ from plait.launch import (
     launched_rank,
     launched_size,
     restart_with_smaller_batches,
-    run_here,
+    run_on_host,
+    run_on_machine,
     run_ranks,
-    run_share,
 )
 from plait.monitor import report_progress
 
@@ -138,9 +138,9 @@ def train(
     if dry_run:
         _show(parsed)
     elif machines is not None:
-        sys.exit(run_share(_command(config, overrides), count, machines))
+        sys.exit(run_on_machine(_command(config, overrides), count, machines))
     elif count > 1:
-        sys.exit(run_here(_command(config, overrides), count))
+        sys.exit(run_on_host(_command(config, overrides), count))
     else:
         report_progress(parsed.config.log, launched_rank(), "loading PyTorch")
         _run(config, overrides)
@@ -307,7 +307,7 @@ def run_phase(phase: str, config: str, overrides: Sequence[str], *, nproc: str, 
     _look_for_files(parsed)
     if count > 1:
         command = [sys.executable, "-m", "plait", phase, config, *overrides]
-        sys.exit(run_here(command, count))
+        sys.exit(run_on_host(command, count))
     else:
         report_progress(parsed.config.log, launched_rank(), "loading PyTorch")
         _run_phase(parsed, [phase, config, *overrides])

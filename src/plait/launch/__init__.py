@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from plait.launch.heartbeat import Phase as Phase
     from plait.launch.hostfile import read_hostfile as read_hostfile
     from plait.launch.job import Job as Job
-    from plait.launch.job import absent as absent
     from plait.launch.job import cpu_count as cpu_count
     from plait.launch.job import find_program as find_program
-    from plait.launch.local import follow_the_launcher as follow_the_launcher
+    from plait.launch.job import missing_program as missing_program
+    from plait.launch.local import end_with_parent as end_with_parent
     from plait.launch.local import gpu_count as gpu_count
     from plait.launch.local import launched_size as launched_size
     from plait.launch.local import run_ranks as run_ranks
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from plait.launch.observer import cgroup_limit as cgroup_limit
     from plait.launch.options import LaunchOptions as LaunchOptions
     from plait.launch.options import flags as flags
-    from plait.launch.options import misplaced as misplaced
+    from plait.launch.options import misplaced_flag as misplaced_flag
     from plait.launch.options import parse_options as parse_options
     from plait.launch.preflight import HostCheck as HostCheck
     from plait.launch.preflight import Preflight as Preflight
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from plait.launch.restart import MICRO_BATCHES_SPLIT as MICRO_BATCHES_SPLIT
     from plait.launch.restart import Machines as Machines
     from plait.launch.restart import restart_with_smaller_batches as restart_with_smaller_batches
-    from plait.launch.restart import run_here as run_here
-    from plait.launch.restart import run_share as run_share
+    from plait.launch.restart import run_on_host as run_on_host
+    from plait.launch.restart import run_on_machine as run_on_machine
 else:
     from plait.lazy import attach_names
 

@@ -27,7 +27,7 @@ from plait.errors import WorldError
 from plait.launch.diagnosis import report_end
 from plait.launch.heartbeat_monitor import HeartbeatMonitor
 from plait.launch.job import Job
-from plait.launch.local import Signals, follow_the_launcher
+from plait.launch.local import Signals, end_with_parent
 from plait.launch.messages import apply_message
 from plait.launch.network import is_this_host, resolve, source_address
 from plait.launch.records import GRACE_S, HANG_GRACE_S, STACK_WAIT_S, exit_code, new_records, record_end
@@ -249,7 +249,7 @@ def _run(command: Command, stop_grace: float | None, controller: Controller | No
             command.argv,
             env={**os.environ, **command.environment},
             process_group=0,
-            preexec_fn=follow_the_launcher,
+            preexec_fn=end_with_parent,
         )
     except OSError as error:
         raise WorldError(f"{command.argv[0]} could not be started: {error}; is it installed?") from error

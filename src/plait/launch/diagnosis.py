@@ -313,7 +313,7 @@ def find_root_cause(records: Sequence[RankRecord], *, hung: bool) -> RootCause:
     return RootCause((diagnoses[0][0],), diagnoses[0][1])
 
 
-def wants_stacks(records: Sequence[RankRecord]) -> bool:
+def needs_stacks(records: Sequence[RankRecord]) -> bool:
     """Whether only victims have failed, so that the stacks of the other ranks may show the cause.
 
     Otherwise the cause is known, and ranks that lost their peers are left alone.

@@ -43,7 +43,7 @@ def check_address(address: str | None) -> None:
         )
 
 
-def meeting_place() -> tuple[str, int]:
+def rendezvous_address() -> tuple[str, int]:
     """Return the address and port where ranks of this host meet, for launches without flags for them."""
     count = _first("PET_NNODES")
     if count is not None and count[1] not in ("1", "1:1"):
@@ -57,7 +57,7 @@ def meeting_place() -> tuple[str, int]:
     return "127.0.0.1" if address is None else address[1], number
 
 
-def unused_hosts() -> str | None:
+def unused_hosts_note() -> str | None:
     """Return a note about hosts that Slurm has allocated to this job and the run does not use, or None."""
     hosts = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
     if hosts in ("", "1") or "SLURM_STEP_NUM_TASKS" in os.environ:

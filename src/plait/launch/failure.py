@@ -42,7 +42,7 @@ def report_failure(error: PlaitError) -> None:
     print(f"plait: {error}" if rank == 0 else f"plait: rank {rank}: {error}", file=sys.stderr, flush=True)
 
 
-def _sweep(root: Path) -> None:
+def _remove_abandoned(root: Path) -> None:
     """Remove the folders of launchers that were killed: a running launcher holds a lock on its folder."""
     for folder in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another user's, or removed by now
@@ -69,7 +69,7 @@ class RankMessages:
     """The folder in which ranks leave messages, heartbeats and stacks, while it is open."""
 
     def __enter__(self) -> RankMessages:
-        _sweep(Path(tempfile.gettempdir()))
+        _remove_abandoned(Path(tempfile.gettempdir()))
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
         self._lock = os.open(self._folder.name, os.O_RDONLY)
         _take_lock(self._lock)

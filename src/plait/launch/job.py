@@ -44,9 +44,9 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 def cores_of(local_rank: int, local_size: int, cores: tuple[int, ...], available: tuple[int, ...]) -> tuple[int, ...]:
     """Return the cores of one rank: equally many for each, neighbours together. Left-over cores stay idle."""
-    absent = [core for core in cores if core not in available]
-    if absent:
-        raise WorldError(f"--bind_core_list: core {absent[0]} cannot be used here; {_ranges(available)} can")
+    missing_program = [core for core in cores if core not in available]
+    if missing_program:
+        raise WorldError(f"--bind_core_list: core {missing_program[0]} cannot be used here; {_ranges(available)} can")
     share = len(cores) // local_size
     if share == 0:
         raise WorldError(
@@ -222,7 +222,7 @@ def find_program(name: str, *, path: str | None = None, folder: str | None = Non
     return shutil.which(name, path=path) or shutil.which(name, path=str(Path(sys.executable).parent))
 
 
-def absent(name: str) -> str:
+def missing_program(name: str) -> str:
     """Return the message about a program that does not exist."""
     return (
         f"there is no program {name!r}, neither on the path nor beside {sys.executable}; give its whole path, install "

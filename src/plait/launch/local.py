@@ -17,10 +17,10 @@ from typing import IO, cast
 
 from plait.config import whole_number
 from plait.errors import WorldError
-from plait.launch.diagnosis import report_end, wants_stacks
+from plait.launch.diagnosis import needs_stacks, report_end
 from plait.launch.failure import RankMessages
 from plait.launch.heartbeat_monitor import HeartbeatMonitor
-from plait.launch.job import Job, Node, RankPlacement, absent, available_cores, cpu_count, find_program
+from plait.launch.job import Job, Node, RankPlacement, available_cores, cpu_count, find_program, missing_program
 from plait.launch.network import free_port
 from plait.launch.observer import Observer
 from plait.launch.records import (
@@ -162,8 +162,8 @@ def _wait(
     watch, hung, asked = HeartbeatMonitor(group.records), False, 0.0
     while group.poll():
         if causes(group.records):
-            if wants_stacks(group.records):
-                group.observer.ask_for_stacks()
+            if needs_stacks(group.records):
+                group.observer.request_stacks()
             group.end(wait=FAILURE_WAIT_S, grace=grace)
         elif stop_grace is not None and signals.waited > stop_grace:
             group.end(wait=0.0, grace=GRACE_S)
@@ -178,7 +178,7 @@ def _wait(
                 print(f"plait: {straggler}", file=sys.stderr, flush=True)
             if watch.hangs():
                 hung = True
-                group.observer.ask_for_stacks()
+                group.observer.request_stacks()
                 group.end(wait=STACK_WAIT_S, grace=HANG_GRACE_S)
         else:
             group.pause(_POLL_S)
@@ -252,14 +252,14 @@ class LocalRanks:
         """
 
         def prepare() -> None:
-            follow_the_launcher()
+            end_with_parent()
             if cores:
                 os.sched_setaffinity(0, cores)
 
         program, *arguments = self.job.argv(record.placement)
         path = find_program(program, path=environment.get("PATH"), folder=self.job.folder)
         if path is None:
-            raise FileNotFoundError(absent(program))
+            raise FileNotFoundError(missing_program(program))
         log = self._log(record)
         try:
             return subprocess.Popen(
@@ -303,7 +303,7 @@ class LocalRanks:
             record_end(record, code, by_us=self._ending and code != 0)
             self.observer.look(record)
             if code:
-                _sweep(process.pid)  # its data workers
+                _kill_group(process.pid)  # its data workers
         return any(record.exit_code is None for record in self.records[: len(self._processes)])
 
     def send(self, number: int) -> None:
@@ -323,7 +323,7 @@ class LocalRanks:
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
-            _sweep(process.pid)
+            _kill_group(process.pid)
         self.poll()
 
     def _wait_until(self, deadline: float) -> None:
@@ -331,7 +331,7 @@ class LocalRanks:
             self.pause(_POLL_S)
 
 
-def follow_the_launcher(number: int = signal.SIGTERM) -> None:
+def end_with_parent(number: int = signal.SIGTERM) -> None:
     """Ask the kernel for a signal when the parent of this process ends, so that `kill -9` leaves no orphans."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
@@ -381,12 +381,12 @@ class Signals:
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to the rank, or SIGKILL to its process group: data workers must not outlive it."""
     if number == signal.SIGKILL:
-        _sweep(process.pid)
+        _kill_group(process.pid)
     else:
         process.send_signal(number)
 
 
-def _sweep(group: int) -> None:
+def _kill_group(group: int) -> None:
     """Kill what is left of a process group."""
     try:
         os.killpg(group, signal.SIGKILL)

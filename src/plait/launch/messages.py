@@ -59,6 +59,6 @@ def apply_order(ranks: LocalRanks, order: dict[str, Any]) -> None:
     if "signal" in order:
         ranks.send(order["signal"])
     elif "stacks" in order:
-        ranks.observer.ask_for_stacks()
+        ranks.observer.request_stacks()
     elif "end" in order:
         ranks.end(wait=0.0, grace=order["end"])

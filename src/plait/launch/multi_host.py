@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from plait.launch.diagnosis import EXPLAINED_EXIT_CODE, report_end, wants_stacks
+from plait.launch.diagnosis import EXPLAINED_EXIT_CODE, needs_stacks, report_end
 from plait.launch.heartbeat_monitor import HeartbeatMonitor
 from plait.launch.job import Job
-from plait.launch.local import Signals, follow_the_launcher
+from plait.launch.local import Signals, end_with_parent
 from plait.launch.messages import apply_message
 from plait.launch.records import (
     FAILURE_WAIT_S,
@@ -186,7 +186,7 @@ class MultiHostRun:
         return self._watch.hangs()
 
     def _end_soon(self, deadlines: _Deadlines, seconds: float) -> None:
-        if not self._asked_for_stacks and (self.hung or wants_stacks(self.records)):
+        if not self._asked_for_stacks and (self.hung or needs_stacks(self.records)):
             self._asked_for_stacks = True
             for node in self._nodes:
                 node.order(stacks=True)
@@ -255,7 +255,7 @@ class MultiHostRun:
     def close(self) -> None:
         """Close all connections: the agents then end their ranks."""
         for node in self._nodes:
-            node.hang_up()
+            node.close_stdin()
         deadline = time.monotonic() + _CLEAR_S
         for node in self._nodes:
             node.wait_until(deadline)
@@ -309,7 +309,7 @@ class _Connection:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,  # out of reach of the terminal's Ctrl-C, which is passed on as an order
-            preexec_fn=follow_the_launcher,
+            preexec_fn=end_with_parent,
         )
         self.is_open = True
 
@@ -354,7 +354,7 @@ class _Connection:
             except (OSError, ValueError):
                 return  # closed: `_talk` reports its end
 
-    def hang_up(self) -> None:
+    def close_stdin(self) -> None:
         """Close the agent's stdin. It then ends its ranks."""
         if self._process is not None and self._process.stdin is not None:
             with self._lock, suppress(OSError):

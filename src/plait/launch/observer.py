@@ -277,7 +277,7 @@ class Observer:
             if record.running:
                 self.look(record)
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Request the stacks of the running ranks; processes without a handler ignore the signal."""
         for record in self._records:
             if record.running and record.pid is not None:

@@ -270,7 +270,7 @@ def _check(options: LaunchOptions) -> None:
         raise WorldError("--bind_core_list has no effect without --bind_cores_to_rank; add it")
 
 
-def misplaced(options: LaunchOptions) -> str | None:
+def misplaced_flag(options: LaunchOptions) -> str | None:
     """Return a note about a flag of the launcher among the script's arguments. It may be the script's own: no error."""
     ours = {flag for action in flags()._actions for flag in action.option_strings if flag.startswith("--")} - _COMMON
     names = (argument.partition("=")[0] for argument in options.arguments if argument.startswith("--"))

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from plait.launch.job import Job, absent
+from plait.launch.job import Job, missing_program
 from plait.launch.network import is_this_host
 from plait.launch.probe import MARK, HostFacts, ProbeRequest
 
@@ -78,8 +78,8 @@ def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | Non
         address = job.address or first.reached_at or ""
         taken = not first.port_free and not fixed_port
         job = replace(job, address=address, port=first.other_port if taken else job.port)
-    findings = [*_reached(checks), *_alike(checks), *_equipped(checks, job), *_port(checks[0], job, fixed_port)]
-    findings += _ways(checks, job) if asked else []  # the address that a host reports itself is reachable
+    findings = [*_unreachable(checks), *_different(checks), *_lacking(checks, job), *_port(checks[0], job, fixed_port)]
+    findings += _without_route(checks, job) if asked else []  # the address that a host reports itself is reachable
     return Preflight(checks, tuple(findings), job)
 
 
@@ -133,7 +133,7 @@ def _failure(said: str, code: int) -> str:
     )
 
 
-def _reached(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
+def _unreachable(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
     return [
         PreflightFinding(check.host, check.failure, _remedy(check.failure)) for check in checks if check.facts is None
     ]
@@ -173,7 +173,7 @@ def _remedy(failure: str) -> str:
     return next(known, "try the same with ssh by hand; --no_ssh_check leaves this check out")
 
 
-_ALIKE = {
+_MUST_BE_EQUAL = {
     "python": "hosts must have the same Python: pickled messages between ranks may not be readable otherwise",
     "torch": "install the same torch on all hosts",
     "cuda": "install a torch of the same CUDA on all hosts",
@@ -182,13 +182,13 @@ _ALIKE = {
 }
 
 
-def _alike(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
+def _different(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
     """Return findings about versions and code that differ from those of the first host."""
     there = [(check.host, check.facts) for check in checks if check.facts is not None]
     findings = []
     for host, facts in there[1:]:
         first_host, first = there[0]
-        for name, remedy in _ALIKE.items():
+        for name, remedy in _MUST_BE_EQUAL.items():
             mine, theirs = getattr(facts, name), getattr(first, name)
             if name == "python":
                 mine, theirs = (value.rpartition(".")[0] for value in (mine, theirs))
@@ -201,7 +201,7 @@ def _alike(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
     return findings
 
 
-def _equipped(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
+def _lacking(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
     """Return findings about a missing program, too few GPUs, too little memory, a wrong clock."""
     findings = []
     with_gpus = any(check.facts is not None and check.facts.gpus for check in checks)
@@ -210,7 +210,7 @@ def _equipped(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
         if facts is None:
             continue
         if facts.program is None:
-            what, _, remedy = absent(job.program[0]).partition("; ")
+            what, _, remedy = missing_program(job.program[0]).partition("; ")
             findings.append(PreflightFinding(check.host, what, remedy))
         if with_gpus and facts.gpus <= max(node.slots):
             what = f"slot {max(node.slots)} is used, but there are {facts.gpus} GPUs"
@@ -240,7 +240,7 @@ def _port(first: HostCheck, job: Job, fixed: str | None) -> list[PreflightFindin
     return findings
 
 
-def _ways(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
+def _without_route(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
     """Return findings about hosts without a route to rank 0."""
     findings = []
     for check in checks:

@@ -28,7 +28,7 @@ from plait.launch.multi_host import run_multi_host
 from plait.launch.network import DEFAULT_PORT, check_port, free_port, is_this_host, resolve, source_address
 from plait.launch.options import DEFAULT_HOSTFILE, LaunchOptions, is_custom_launcher
 from plait.launch.records import LaunchOutcome
-from plait.launch.remote import FAMILIES, Ssh, node_words, options_and_first, pdsh_end, shell_line
+from plait.launch.remote import FAMILIES, Ssh, node_words, pdsh_end, shell_line, split_launcher_args
 from plait.launch.restart import GRACE_S, Membership, run_with_restarts
 from plait.plugins import call, find
 
@@ -94,12 +94,12 @@ class PreparedLaunch:
     @property
     def remote(self) -> bool:
         """Whether this launcher connects to other hosts itself, so that they can be checked first."""
-        return self.launcher in ("ssh", "pdsh", *FAMILIES) and not all_here(self.job.nodes, self.options)
+        return self.launcher in ("ssh", "pdsh", *FAMILIES) and not all_on_this_host(self.job.nodes, self.options)
 
     def reach(self, node: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs `argv` on one of the hosts. This host needs no ssh, unless forced."""
         host = self.job.nodes[node].host
-        arguments, first = options_and_first(self.options.launcher_args if self.launcher == "ssh" else ())
+        arguments, first = split_launcher_args(self.options.launcher_args if self.launcher == "ssh" else ())
         line = shell_line(argv, folder=self.job.folder, environment=self.job.environment, first=first)
         if not self.options.force_multi and is_this_host(host):
             return ["sh", "-c", line] if first else list(argv)
@@ -160,7 +160,7 @@ def run_elastic(setup: PreparedLaunch) -> int:
     membership = Membership(setup.job, least, most, lambda host, argv: setup.reach(index[host], argv))
 
     def once(job: Job, join: Callable[[], bool]) -> LaunchOutcome:
-        again = replace(setup, job=_meeting_place(setup, job))
+        again = replace(setup, job=_rendezvous_of_attempt(setup, job))
         if setup.launcher == "local":
             return run_job(again.job, setup.node, stop_grace=stop_grace, grace=GRACE_S, join=join)
         commands = [command.argv for command in again.commands()]
@@ -169,7 +169,7 @@ def run_elastic(setup: PreparedLaunch) -> int:
     return run_with_restarts(membership, once, restarts=restarts(options))
 
 
-def _meeting_place(setup: PreparedLaunch, job: Job) -> Job:
+def _rendezvous_of_attempt(setup: PreparedLaunch, job: Job) -> Job:
     """Return the job with an address and a port for this attempt: the last port may still be in use."""
     if setup.launcher == "local":
         return job if setup.options.master_port is not None else replace(job, port=free_port())
@@ -202,7 +202,7 @@ def _pid_file(wanted: bool) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def all_here(nodes: Sequence[Node], options: LaunchOptions) -> bool:
+def all_on_this_host(nodes: Sequence[Node], options: LaunchOptions) -> bool:
     """Whether every host is this one, and ssh is not forced."""
     return not options.force_multi and all(is_this_host(node.host) for node in nodes)
 
@@ -215,7 +215,7 @@ def code_folder(options: LaunchOptions) -> str | None:
     return os.getcwd() if from_current_folder else str(Path(options.script).absolute().parent)
 
 
-# Which variables are forwarded to other hosts: only those named here.
+# which variables are forwarded to other hosts: only those named here.
 
 
 PREFIXES = ("NCCL_", "PYTHON", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "MV2_", "FI_", "OMP_", "MLFLOW", "PLAIT_")
@@ -228,7 +228,7 @@ ENV_FILES = (".deepspeed_env", ".plait_env")
 """Read from the home folder and the current one; later ones override earlier ones."""
 
 
-def forwarded(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[str, str]:
+def forwarded_variables(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[str, str]:
     """Return the variables for every rank on every host: those with a known prefix, then those of the files.
 
     `DS_ENV_FILE` names the file instead, by its name or its path.
@@ -249,9 +249,9 @@ def forwarded(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[s
     return variables
 
 
-def forwarded_here(present: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return `forwarded` for this process's environment, home and current folder."""
-    return forwarded(os.environ if present is None else present, home=Path.home(), folder=Path.cwd())
+def forwarded_variables_here(present: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return `forwarded_variables` for this process's environment, home and current folder."""
+    return forwarded_variables(os.environ if present is None else present, home=Path.home(), folder=Path.cwd())
 
 
 def read_env_file(path: Path) -> dict[str, str]:
@@ -285,18 +285,18 @@ def prepare_launch(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunc
         return _without_hostfile(options, argv)
     nodes = _nodes(_chosen(pool, options))
     job = _job(options, nodes, devices=True)
-    on_this_host = all_here(nodes, options)
+    on_this_host = all_on_this_host(nodes, options)
     launcher = options.launcher or ("local" if on_this_host and len(nodes) == 1 else "ssh")
     if launcher in ("ssh", "pdsh") and on_this_host and len(nodes) == 1:
         launcher = "local"
     if launcher == "local" and not (on_this_host and len(nodes) == 1):
         raise WorldError(f"--launcher local starts ranks on this host only, not on {nodes[-1].host}; use ssh")
     if on_this_host:
-        job = _meeting_here(job, options)
+        job = _rendezvous_on_host(job, options)
     else:
         job = replace(job, address=options.master_addr or _address(nodes), port=options.master_port or DEFAULT_PORT)
     if launcher != "local":
-        job = replace(job, folder=os.getcwd(), environment=forwarded_here())
+        job = replace(job, folder=os.getcwd(), environment=forwarded_variables_here())
     return PreparedLaunch(options, launcher, job, argv=tuple(argv))
 
 
@@ -361,7 +361,7 @@ def _without_hostfile(options: LaunchOptions, argv: Sequence[str]) -> PreparedLa
     node = options.node_rank or 0
     if count == 1:
         job = _job(options, (Node("localhost", slots),), devices=devices)
-        return PreparedLaunch(options, options.launcher or "local", _meeting_here(job, options), argv=tuple(argv))
+        return PreparedLaunch(options, options.launcher or "local", _rendezvous_on_host(job, options), argv=tuple(argv))
     if is_elastic(options):
         if options.rdzv_endpoint is None:
             raise WorldError(f"--nnodes {options.nnodes}: hosts need a place to meet; name it with --rdzv_endpoint")
@@ -392,20 +392,22 @@ def _on_slurm(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
         raise WorldError(f"--hostfile {options.hostfile}: with Slurm, hosts come from Slurm; leave it out")
     if not remote.in_allocation():
         job = _job(options, (Node("localhost", (0,)),), devices=False)
-        return PreparedLaunch(options, "slurm", replace(job, environment=forwarded_here()), argv=tuple(argv))
+        return PreparedLaunch(options, "slurm", replace(job, environment=forwarded_variables_here()), argv=tuple(argv))
     pool = remote.allocation(_ranks_a_host(options))
     nodes = _nodes(choose(pool, include=options.include, exclude=options.exclude))
     job = _job(options, nodes[: options.num_nodes], devices=False)
-    address = options.master_addr or nodes[0].host
+    address, port = options.master_addr or nodes[0].host, options.master_port or remote.job_port()
     return PreparedLaunch(
         options,
         "slurm",
-        replace(job, address=address, port=options.master_port or remote.job_port(), environment=forwarded_here()),
+        replace(
+            job, address=address, port=options.master_port or remote.job_port(), environment=forwarded_variables_here()
+        ),
         argv=tuple(argv),
     )
 
 
-def _meeting_here(job: Job, options: LaunchOptions) -> Job:
+def _rendezvous_on_host(job: Job, options: LaunchOptions) -> Job:
     """Return the job with an address and a port for ranks of one host."""
     check_address(options.master_addr)
     fixed = options.master_port

@@ -44,7 +44,7 @@ class Ssh:
         return ["ssh", *self.arguments, *options, *port, "-T", host, remote]
 
 
-def options_and_first(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
+def split_launcher_args(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
     """Split `--launcher_args` for ssh and pdsh into their own options and a command to run first (`source env.sh`)."""
     begins = next((at for at, argument in enumerate(arguments) if argument in ("source", ".")), len(arguments))
     if arguments and not arguments[0].startswith("-"):
@@ -86,7 +86,7 @@ def pdsh_end(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Com
 
 
 def _command(job: Job, arguments: Sequence[str], argv: Sequence[str], ssh_port: int | None) -> Command:
-    options, first = options_and_first(arguments)
+    options, first = split_launcher_args(arguments)
     remote = shell_line(argv, folder=job.folder, environment=job.environment, first=first)
     hosts = ",".join(node.host for node in job.nodes)
     start = ("pdsh", "-S", "-R", "ssh", "-f", str(max(len(job.nodes), 32)), "-w", hosts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from plait.launch.diagnosis import EXPLAINED_EXIT_CODE, RootCause, find_root_cause
-from plait.launch.environment import meeting_place, unused_hosts
+from plait.launch.environment import rendezvous_address, unused_hosts_note
 from plait.launch.job import Job, Node
 from plait.launch.local import run_job
 from plait.launch.network import DEFAULT_PORT, check_port
@@ -72,7 +72,7 @@ class Membership:
         """How many ranks could be started."""
         return sum(len(node.slots) for node in self.nodes())
 
-    def learn(self, outcome: LaunchOutcome) -> None:
+    def update(self, outcome: LaunchOutcome) -> None:
         """Update, from an attempt, the hosts that are lost and the world sizes that fit."""
         beats = (record.observation.beat for record in outcome.records)
         self.sizes = next((beat.sizes for beat in beats if beat is not None and beat.sizes), self.sizes)
@@ -84,7 +84,7 @@ class Membership:
             return available
         return max((size for size in self.sizes if size <= available), default=0)
 
-    def someone_is_back(self) -> bool:
+    def host_is_back(self) -> bool:
         """Probe lost hosts in the background; return whether one came back with which the run would be larger."""
         if not self.away:
             return False
@@ -116,11 +116,11 @@ def run_with_restarts(
     attempts, attempt = _Attempts(restarts), 0
     try:
         while True:
-            outcome = once(_job(members, attempt), members.someone_is_back)
+            outcome = once(_job(members, attempt), members.host_is_back)
             attempt += 1
             if outcome.interrupted or (outcome.code == 0 and not outcome.reform):
                 return outcome.code
-            members.learn(outcome)
+            members.update(outcome)
             if outcome.reform:
                 _log("hosts have come back; all ranks saved, left, and start again together")
             elif (why := attempts.useless(outcome, members) or _too_few(members)) is not None:
@@ -132,16 +132,16 @@ def run_with_restarts(
         members.close()
 
 
-def run_here(command: Sequence[str], count: int) -> int:
+def run_on_host(command: Sequence[str], count: int) -> int:
     """Run a command once per rank on this host; again with smaller micro-batches where memory was too small for them.
 
     Any other failure ends it. Return the exit code of the last attempt.
     """
     nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
-    if (unused := unused_hosts()) is not None:
+    if (unused := unused_hosts_note()) is not None:
         _log(f"note: {unused}")
     while True:
-        address, port = meeting_place()
+        address, port = rendezvous_address()
         job = Job(
             tuple(command), nodes, address=address, port=port, environment=_attempt_variables(attempt, count, split)
         )
@@ -152,7 +152,7 @@ def run_here(command: Sequence[str], count: int) -> int:
         if not _wants_smaller_batches(cause):
             return outcome.code
         split, attempt = 2 * split, attempt + 1
-        _say_smaller(_who_was_short(cause))
+        _log_smaller(_short_of_memory(cause))
         _log(_AGAIN)
 
 
@@ -169,7 +169,7 @@ class Machines:
     """Port of the first machine."""
 
 
-def run_share(command: Sequence[str], count: int, machines: Machines) -> int:
+def run_on_machine(command: Sequence[str], count: int, machines: Machines) -> int:
     """Run a command once per rank on this machine, `count` ranks on each; return the exit code.
 
     Nothing is started again: that would need the other machines, too.
@@ -186,7 +186,7 @@ def restart_with_smaller_batches(command: Sequence[str], *, attempt: int, split:
 
     It keeps this process's pid, and none of its memory.
     """
-    _say_smaller(why)
+    _log_smaller(why)
     _log(_AGAIN)
     sys.stdout.flush()
     os.execve(command[0], list(command), {**os.environ, **_attempt_variables(attempt + 1, 1, 2 * split)})
@@ -199,14 +199,14 @@ def _attempt_variables(attempt: int, most: int, split: int) -> dict[str, str]:
 
 def _job(members: Membership, attempt: int) -> Job:
     """Return the job with the hosts and slots of this attempt."""
-    nodes = _cut(members.nodes(), members.fitting(members.available))
+    nodes = _first_slots(members.nodes(), members.fitting(members.available))
     members.size = sum(len(node.slots) for node in nodes)
     most = sum(len(node.slots) for node in members.job.nodes)
     variables = _attempt_variables(attempt, most, members.split)
     return replace(members.job, nodes=nodes, environment={**members.job.environment, **variables})
 
 
-def _cut(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
+def _first_slots(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
     """Return the nodes with the first `size` slots."""
     kept = []
     for node in nodes:
@@ -244,7 +244,7 @@ class _Attempts:
         cause = find_root_cause(outcome.records, hung=outcome.hung)
         if _wants_smaller_batches(cause):
             members.split *= 2
-            _say_smaller(_who_was_short(cause))
+            _log_smaller(_short_of_memory(cause))
             return None
         site, last = _failure_site(cause), self._last
         self._last = site
@@ -265,11 +265,11 @@ def _wants_smaller_batches(cause: RootCause) -> bool:
     return cause.diagnosis.full and beat is not None and bool(beat.sizes) and beat.phase.has_batches
 
 
-def _who_was_short(cause: RootCause) -> str:
+def _short_of_memory(cause: RootCause) -> str:
     return f"rank {cause.records[0].placement.rank} {cause.diagnosis.what.partition(':')[0]}"
 
 
-def _say_smaller(why: str) -> None:
+def _log_smaller(why: str) -> None:
     _log(f"{why}; {MICRO_BATCHES_SPLIT}")
 
 
@@ -290,7 +290,7 @@ def _too_few(members: Membership) -> str | None:
     while len(members.nodes()) < members.least:
         if time.monotonic() > deadline or not members.away:
             return f"{len(members.nodes())} hosts are left, and {members.least} are needed"
-        members.someone_is_back()
+        members.host_is_back()
         time.sleep(0.2)
     if members.fitting(members.available) == 0:
         sizes = ", ".join(map(str, members.sizes))

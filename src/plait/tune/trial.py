@@ -19,7 +19,7 @@ from typing import Literal
 import psutil
 
 from plait.config import RunConfig
-from plait.launch import MICRO_BATCHES_SPLIT, follow_the_launcher
+from plait.launch import MICRO_BATCHES_SPLIT, end_with_parent
 from plait.monitor import Event, EventKind, events_path, read_events
 from plait.tune.config import TuneConfig
 
@@ -76,7 +76,7 @@ def run_trial(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=partial(follow_the_launcher, signal.SIGKILL),
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),
         )
         try:
             code: int | None = trial.wait(limit_s)

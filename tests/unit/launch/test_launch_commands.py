@@ -13,7 +13,7 @@ import pytest
 from tests.refusals import refused
 
 from plait.errors import WorldError
-from plait.launch.environment import meeting_place, unused_hosts
+from plait.launch.environment import rendezvous_address, unused_hosts_note
 from plait.launch.job import Job
 from plait.launch.options import parse_options
 from plait.launch.prepare import PreparedLaunch, prepare_launch
@@ -236,7 +236,7 @@ def test_an_exported_port_that_is_taken_is_named_by_its_variable(monkeypatch: py
         with refused(WorldError, f"MASTER_PORT {holder.getsockname()[1]}", "process"):
             setup("--nproc_per_node", "2", "t.py")
         with refused(WorldError, f"MASTER_PORT {holder.getsockname()[1]}", "process"):
-            meeting_place()
+            rendezvous_address()
 
 
 @pytest.mark.parametrize("port", ["0", "70000"])
@@ -253,11 +253,11 @@ def test_the_variables_of_torchrun_say_how_many_hosts_there_are(monkeypatch: pyt
     assert [each["RANK"] for each in made] == ["2", "3"]
     assert (made[0]["WORLD_SIZE"], made[0]["MASTER_ADDR"], made[0]["MASTER_PORT"]) == ("6", "203.0.113.9", "3")
     with pytest.raises(WorldError, match="PET_NNODES=3"):
-        meeting_place()
+        rendezvous_address()
 
 
 def test_hosts_of_a_slurm_job_that_nobody_uses_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    assert "2 hosts" in (unused_hosts() or "")
+    assert "2 hosts" in (unused_hosts_note() or "")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert unused_hosts() is None
+    assert unused_hosts_note() is None

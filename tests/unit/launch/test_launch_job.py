@@ -16,7 +16,7 @@ from plait.errors import WorldError
 from plait.launch.job import Job, Node, available_cores, cores_of, parse_cores
 from plait.launch.local import run_job
 from plait.launch.network import check_port, free_port, interface_of, is_this_host, port_is_free, route_to
-from plait.launch.prepare import forwarded, read_env_file
+from plait.launch.prepare import forwarded_variables, read_env_file
 from plait.launch.records import RankRecord, exit_code, record_end
 
 NODES = (Node("a", (0, 2)), Node("b", (1,)))
@@ -115,7 +115,7 @@ def test_known_prefixes_and_files_are_forwarded_and_nothing_else(tmp_path: Path)
     (home / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\nONLY_HOME=a\n")
     (folder / ".plait_env").write_text("# comment\nexport MY_KEY='a b'\nNCCL_DEBUG=WARN\nONLY_HOME=b\n")
     present = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "p", "SECRET": "s", "PYTHONHOME": "h", "PATH": "/bin"}
-    assert forwarded(present, home=home, folder=folder) == {
+    assert forwarded_variables(present, home=home, folder=folder) == {
         "NCCL_DEBUG": "WARN",
         "PYTHONPATH": "p",
         "NCCL_IB_DISABLE": "1",
@@ -128,9 +128,9 @@ def test_ds_env_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("A=1\n")
     (tmp_path / ".plait_env").write_text("B=1\n")
     for name in ("mine", str(tmp_path / "mine")):
-        assert forwarded({"DS_ENV_FILE": name}, home=tmp_path / "x", folder=tmp_path) == {"A": "1"}
+        assert forwarded_variables({"DS_ENV_FILE": name}, home=tmp_path / "x", folder=tmp_path) == {"A": "1"}
     with refused(WorldError, "DS_ENV_FILE=absent", tmp_path):
-        forwarded({"DS_ENV_FILE": "absent"}, home=tmp_path, folder=tmp_path)
+        forwarded_variables({"DS_ENV_FILE": "absent"}, home=tmp_path, folder=tmp_path)
 
 
 def test_a_wrong_line_of_an_env_file_is_named(tmp_path: Path) -> None:

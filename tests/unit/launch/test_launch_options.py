@@ -9,7 +9,7 @@ import pytest
 from tests.refusals import missing, refused
 
 from plait.errors import WorldError
-from plait.launch.options import flags, misplaced, parse_options, without
+from plait.launch.options import flags, misplaced_flag, parse_options, without
 
 FIRST_FLAG = re.compile(r"plait launch (--?[A-Za-z][\w-]*)")
 DEEPSPEED = [
@@ -97,10 +97,10 @@ def test_a_flag_of_the_script_before_it_is_explained() -> None:
 
 
 def test_a_flag_of_the_launcher_after_the_script_is_noticed() -> None:
-    note = misplaced(parse_options(["train.py", "--lr", "1", "--num-gpus=2"]))
+    note = misplaced_flag(parse_options(["train.py", "--lr", "1", "--num-gpus=2"]))
     assert note is not None
     assert not missing(note, "--num-gpus", "train.py")
-    assert misplaced(parse_options(["train.py", "--lr", "1", "--include", "x"])) is None
+    assert misplaced_flag(parse_options(["train.py", "--lr", "1", "--include", "x"])) is None
 
 
 @pytest.mark.parametrize(

@@ -216,10 +216,10 @@ def reshard_fits_the_stage(facts: RunFacts) -> Iterator[Problem]:
         return
     keeps = reshard is False or (reshard is not True and reshard == 1)  # a group of one rank does not shard
     if stage == 3 and keeps:
-        message = f"{show(reshard)} keeps full parameters after the forward pass, which is stage 2, but this is stage 3"
+        message = f"{show(reshard)} keeps full parameters after the forward pass as stage 2, but this is stage 3"
         yield Problem("strategy.reshard_after_forward", message, "Write `strategy.zero: 2`, or leave it out.")
     if stage < 3 and not keeps:
-        message = f"{show(reshard)} reshards parameters after the forward pass, which is stage 3, but this is {stage}"
+        message = f"{show(reshard)} reshards parameters after the forward pass as stage 3, but this is stage {stage}"
         yield Problem("strategy.reshard_after_forward", message, "Write `strategy.zero: 3`, or leave it out.")
 
 
