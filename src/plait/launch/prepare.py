@@ -397,14 +397,8 @@ def _on_slurm(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
     nodes = _nodes(choose(pool, include=options.include, exclude=options.exclude))
     job = _job(options, nodes[: options.num_nodes], devices=False)
     address, port = options.master_addr or nodes[0].host, options.master_port or remote.job_port()
-    return PreparedLaunch(
-        options,
-        "slurm",
-        replace(
-            job, address=address, port=options.master_port or remote.job_port(), environment=forwarded_variables_here()
-        ),
-        argv=tuple(argv),
-    )
+    job = replace(job, address=address, port=port, environment=forwarded_variables_here())
+    return PreparedLaunch(options, "slurm", job, argv=tuple(argv))
 
 
 def _rendezvous_on_host(job: Job, options: LaunchOptions) -> Job:
