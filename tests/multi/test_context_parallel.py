@@ -16,7 +16,7 @@ from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.config.strategy import CompileConfig, RecomputeConfig, WrapConfig
 from plait.distributed.activation_checkpointing import apply_recompute
 from plait.distributed.compile import compile_wrapped_modules
-from plait.distributed.context_parallel import apply_context_parallel, make_sequence_attention
+from plait.distributed.context_parallel import SEQUENCE_ATTENTIONS, apply_context_parallel
 from plait.distributed.context_parallel_attention import (
     CONTEXT_KINDS,
     ContextGroup,
@@ -401,7 +401,7 @@ def drop_out_on_ranks(rank: int, size: int, kinds: list[ContextKind]) -> list[Te
     cp = ContextGroup.of(dist.group.WORLD)  # type: ignore[arg-type]
     q, k = torch.randn(2, 8, 4, 64, 8)
     return [
-        make_sequence_attention(kind, cp).attend(q, k, torch.ones_like(k), None, 0.5, scale=None, inner=attend)[..., 0]
+        SEQUENCE_ATTENTIONS[kind](cp).attend(q, k, torch.ones_like(k), None, 0.5, scale=None, inner=attend)[..., 0]
         for kind in kinds
     ]
 

@@ -190,8 +190,8 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _apply_collective(
     x: Tensor, forward: _Operation, backward: _Operation, dim: int, group: dist.ProcessGroup
 ) -> Tensor:
-    moved: Tensor = _Collective.apply(x, forward, backward, dim % max(x.ndim, 1), group)  # type: ignore[no-untyped-call]
-    return moved
+    result: Tensor = _Collective.apply(x, forward, backward, dim % max(x.ndim, 1), group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Collective(torch.autograd.Function):
@@ -199,12 +199,12 @@ class _Collective(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, forward: _Operation, backward: _Operation, dim: int, group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.backward_way, ctx.dim, ctx.group = backward, dim, group
+        ctx.backward_op, ctx.dim, ctx.group = backward, dim, group
         return forward(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.backward_way(grad, ctx.dim, ctx.group), None, None, None, None
+        return ctx.backward_op(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 def _identity(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -239,8 +239,8 @@ def _reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    share = x.shape[dim] // group.size()
-    return x.narrow(dim, group.rank() * share, share).clone(memory_format=torch.contiguous_format)
+    length = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * length, length).clone(memory_format=torch.contiguous_format)
 
 
 def _all_to_all(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -6,9 +6,11 @@ Ring attention, Ulysses and all-gather attention themselves are in `context_para
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,36 +41,28 @@ MakeMask = Callable[[Tensor], Any]
 """Document ids of full rows → the mask of such an attention."""
 
 
-class SequenceAttention(Protocol):
+class SequenceAttention(ABC):
     """Attention over a sequence that is split over the ranks of a group, and its masks."""
 
-    def check(self, heads: int | None, dropout: float) -> None:
+    def __init__(self, cp: ContextGroup) -> None:
+        self._cp = cp
+
+    def check(self, heads: int | None, dropout: float) -> None:  # noqa: B027  # refuses nothing by default
         """Refuse, before anything is sent, what is not supported; the number of heads may be unknown."""
 
+    @abstractmethod
     def mask(self, document_ids: Tensor, make: MakeMask) -> Any:
         """This rank's document ids → the mask of `attend`. A collective, once per forward pass."""
 
+    @abstractmethod
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
         """Causal attention of this rank's queries; `inner` is the attention of the model, for full rows."""
 
 
-def make_sequence_attention(kind: ContextKind, cp: ContextGroup) -> SequenceAttention:
-    """The implementation that `kind` names."""
-    ways: dict[ContextKind, Callable[[ContextGroup], SequenceAttention]] = {
-        "ring": Ring,
-        "ulysses": Ulysses,
-        "allgather": AllGather,
-    }
-    return ways[kind](cp)
-
-
-class Ring:
+class Ring(SequenceAttention):
     """See [Note: the ring], `context_parallel_attention.py`. Its masks are the document ids of all ranks."""
-
-    def __init__(self, cp: ContextGroup) -> None:
-        self._line = cp
 
     def check(self, heads: int | None, dropout: float) -> None:
         """Any number of heads; no dropout."""
@@ -81,7 +75,7 @@ class Ring:
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Tensor:
         """The ids of all ranks."""
-        return all_gather_stacked(document_ids, self._line)
+        return all_gather_stacked(document_ids, self._cp)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
@@ -90,23 +84,20 @@ class Ring:
         self.check(q.shape[1], dropout)
         _check_halves(q)
         q, k, v = _cast_for_attention(q, k, v)
-        return ring_attention(q, k, v, self._line, documents=mask, scale=scale)
+        return ring_attention(q, k, v, self._cp, documents=mask, scale=scale)
 
 
-class Ulysses:
+class Ulysses(SequenceAttention):
     """Full rows of some heads. Its masks are those of the model itself, for full rows."""
-
-    def __init__(self, cp: ContextGroup) -> None:
-        self._line = cp
 
     def check(self, heads: int | None, dropout: float) -> None:
         """Heads must divide; dropout is that of the model's own attention."""
         if heads is not None:
-            check_heads(heads, self._line.size)
+            check_heads(heads, self._cp.size)
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Any:
         """The mask that the model itself makes for full rows."""
-        return make(unsplit(list(all_gather_stacked(document_ids, self._line)), "ulysses"))
+        return make(unsplit(list(all_gather_stacked(document_ids, self._cp)), "ulysses"))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
@@ -117,21 +108,15 @@ class Ulysses:
             return inner(q, k, v, mask, dropout)
 
         q, k, v = _cast_for_attention(q, k, v)
-        return ulysses_attention(q, k, v, self._line, attend_whole)
+        return ulysses_attention(q, k, v, self._cp, attend_whole)
 
 
-class AllGather:
-    """All keys and values on every rank. Its masks are this rank's rows of the full mask."""
-
-    def __init__(self, cp: ContextGroup) -> None:
-        self._line = cp
-
-    def check(self, heads: int | None, dropout: float) -> None:
-        """Any number of heads; each rank applies dropout to its own rows."""
+class AllGather(SequenceAttention):
+    """All keys and values on every rank. Its masks are this rank's rows of the full mask; so is its dropout."""
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Tensor:
         """This rank's rows of the full mask."""
-        return visible(all_gather_stacked(document_ids, self._line), self._line)
+        return visible(all_gather_stacked(document_ids, self._cp), self._cp)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
@@ -139,7 +124,12 @@ class AllGather:
         """All-gather keys and values, then attend with this rank's queries."""
         _check_halves(q)
         q, k, v = _cast_for_attention(q, k, v)
-        return allgather_attention(q, k, v, self._line, mask=mask, dropout=dropout, scale=scale)
+        return allgather_attention(q, k, v, self._cp, mask=mask, dropout=dropout, scale=scale)
+
+
+SEQUENCE_ATTENTIONS: Mapping[ContextKind, type[SequenceAttention]] = MappingProxyType(
+    {"ring": Ring, "ulysses": Ulysses, "allgather": AllGather}
+)
 
 
 def _check_halves(q: Tensor) -> None:
@@ -347,7 +337,7 @@ def apply_context_parallel(module: nn.Module, where: DeviceMesh | dist.ProcessGr
     cp = ContextGroup.of(where)
     if cp.size == 1:
         return
-    attention = make_sequence_attention(kind, cp)
+    attention = SEQUENCE_ATTENTIONS[kind](cp)
     if is_transformers_model(module):
         apply_to_transformers(module, attention, cp, kind)
     else:

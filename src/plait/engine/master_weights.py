@@ -277,7 +277,7 @@ class ShardedParams(MasterWeights):
 class RoundedParams(MasterWeights):
     """One process with cast weights and the one-pass optimizer, which reads their gradients and writes them itself.
 
-    See `optim.fused_adam` and `OwnGradients` in `distributed`.
+    See `optim.fused_adam` and `LocalGradients` in `distributed`.
     """
 
     def __init__(
