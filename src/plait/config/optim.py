@@ -71,7 +71,7 @@ class AdamConfig(_Adam):
 class AdamW8bitConfig(_BuiltinOptim):
     """AdamW with 8-bit moments, in blocks of 256 with one scale each."""
 
-    builds = "plait.optim.adam8bit:build"
+    builds = "plait.optim.adam8bit:AdamW8bit.from_config"
 
     type: Literal["AdamW8bit"] = "AdamW8bit"
     weight_decay: NonNegativeFloat = 0.01
@@ -117,7 +117,7 @@ class AdagradConfig(_Implemented):
 class LionConfig(_BuiltinOptim):
     """Lion: the sign of an interpolated momentum."""
 
-    builds = "plait.optim.lion:build"
+    builds = "plait.optim.lion:Lion.from_config"
 
     type: Literal["Lion"] = "Lion"
     lr: PositiveFloat = 1e-4
@@ -132,7 +132,7 @@ class LionConfig(_BuiltinOptim):
 class LambConfig(_BuiltinOptim):
     """LAMB: Adam with a trust ratio for each parameter."""
 
-    builds = "plait.optim.lamb:build"
+    builds = "plait.optim.lamb:Lamb.from_config"
     elementwise = False
 
     type: Literal["Lamb"] = "Lamb"
@@ -146,7 +146,7 @@ class LambConfig(_BuiltinOptim):
 class AdafactorConfig(_BuiltinOptim):
     """Adafactor: second moments as a row and a column."""
 
-    builds = "plait.optim.adafactor:build"
+    builds = "plait.optim.adafactor:Adafactor.from_config"
     elementwise = False
 
     type: Literal["Adafactor"] = "Adafactor"
@@ -164,7 +164,7 @@ class AdafactorConfig(_BuiltinOptim):
 class MuonConfig(_BuiltinOptim):
     """Muon for hidden matrices; AdamW, at `adam_lr`, for everything else."""
 
-    builds = "plait.optim.muon:build"
+    builds = "plait.optim.muon:Muon.from_config"
     elementwise = False
 
     type: Literal["Muon"] = "Muon"

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from plait.engine.base import Engine as Engine
     from plait.engine.base import Evaluation as Evaluation
     from plait.engine.base import Skips as Skips
+    from plait.engine.base import SteppingEngine as SteppingEngine
     from plait.engine.base import StepResult as StepResult
     from plait.engine.checkpointing import EngineSaver as EngineSaver
     from plait.engine.checkpointing import FrozenTensors as FrozenTensors
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from plait.engine.preparation import Length as Length
     from plait.engine.preparation import Preparation as Preparation
     from plait.engine.prepare import prepare_native as prepare_native
-    from plait.engine.stepping import SteppingEngine as SteppingEngine
     from plait.engine.update import AsyncHostCopy as AsyncHostCopy
 else:
     from plait.lazy import attach_names

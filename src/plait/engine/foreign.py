@@ -29,13 +29,12 @@ from plait.distributed import (
     restore_attributes,
     to_local,
 )
-from plait.engine.base import Evaluation, Skips, StepResult
+from plait.engine.base import Evaluation, Skips, SteppingEngine, StepResult, ignore_phase, inputs_and_samples
 from plait.engine.construction import build_module, load_pretrained_into
 from plait.engine.forward import Forward, select_inputs
 from plait.engine.loss import LossNormalizer, StepLoss, WeightedLoss, read_loss
 from plait.engine.parallelize import refuse_hooks
 from plait.engine.preparation import Preparation
-from plait.engine.stepping import SteppingEngine, ignore_phase, inputs_and_samples
 from plait.errors import TrainingError
 from plait.launch import Phase
 from plait.optim import GroupSpec, OptimizerGroup, build_optimizer, split_groups

@@ -13,12 +13,11 @@ from plait.checkpoint import Entry
 from plait.config import RunConfig
 from plait.distributed import Gradients, UnshardedParams, World, average_buffers, to_local
 from plait.engine import state
-from plait.engine.base import Evaluation, StepResult
+from plait.engine.base import Evaluation, SteppingEngine, StepResult, ignore_phase, inputs_and_samples
 from plait.engine.forward import Forward, LogFunction, Select
 from plait.engine.graphs import RecordedPasses, Recording
 from plait.engine.loss import LossFunction, LossNormalizer, StepLoss, WeightedLoss, read_loss
 from plait.engine.master_weights import MasterWeights
-from plait.engine.stepping import SteppingEngine, ignore_phase, inputs_and_samples
 from plait.engine.update import Updater, refuse_unlike_gradients
 from plait.errors import ModelError, TrainingError
 from plait.launch import Phase

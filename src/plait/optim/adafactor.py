@@ -8,7 +8,7 @@ It also reads two norms per parameter on the host. This one takes two all-reduce
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,6 @@ from torch.optim.optimizer import ParamsT
 from plait.distributed import to_local
 from plait.optim.base import PlaitOptimizer, with_gradient
 from plait.optim.full_params import RowSharding, row_sharding, sum_over_shards
-
-if TYPE_CHECKING:
-    from plait.config import AdafactorConfig
-    from plait.optim.optimizers import OptimizerParams
 
 
 @dataclass(slots=True)
@@ -148,15 +144,3 @@ def _squares(item: _Item) -> list[Tensor]:
 def _eps(item: _Item) -> float:
     eps: float | None = item.group["eps"][0]
     return torch.finfo(item.parameter.dtype).eps if eps is None else eps
-
-
-def build(given: OptimizerParams, config: AdafactorConfig) -> Adafactor:
-    """Return the optimizer that the section describes."""
-    return Adafactor(
-        given.params,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        beta2_decay=config.beta2_decay,
-        eps=config.eps,
-        clip_threshold=config.clip_threshold,
-    )

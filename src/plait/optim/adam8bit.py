@@ -9,7 +9,7 @@ blocks never meet the layout of a file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +28,6 @@ from plait.kernels import (
     zeros,
 )
 from plait.optim.base import PlaitOptimizer, with_gradient
-
-if TYPE_CHECKING:
-    from plait.config import AdamW8bitConfig
-    from plait.optim.optimizers import OptimizerParams
 
 MIN_WIDTH = 64
 """Parameters with shorter rows (biases, norms) keep fp32 moments: the scales would use up the savings."""
@@ -107,14 +103,3 @@ class AdamW8bit(PlaitOptimizer):
 
 def _is_packed(param: Tensor) -> bool:
     return width_of(param) >= MIN_WIDTH and param.is_contiguous()
-
-
-def build(given: OptimizerParams, config: AdamW8bitConfig) -> AdamW8bit:
-    """Return the optimizer that the section describes."""
-    return AdamW8bit(
-        given.params,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        betas=config.betas,
-        eps=config.eps,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from torch.optim import (
 from plait.config import CustomOptim, OptimConfig
 from plait.plugins import load
 
+if TYPE_CHECKING:
+    from plait.optim.optimizers import OptimizerParams
+
 MakeState = Callable[[Tensor], Any]
 """From a parameter to one of its states, filled with zeros."""
 
@@ -36,6 +39,12 @@ class PlaitOptimizer(Optimizer):
 
     takes_dtensors: ClassVar[bool] = True
     """See [Note: what an optimizer says of itself]."""
+
+    @classmethod
+    def from_config(cls, given: OptimizerParams, config: OptimConfig) -> Self:
+        """Return the optimizer that a section describes: its keys are the arguments of the class, by name."""
+        names = list(inspect.signature(cls).parameters)[1:]
+        return cls(given.params, **{name: getattr(config, name) for name in names})
 
     @abstractmethod
     def _update(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,6 @@ from plait.torch_internals import (
     foreach_mul_,
     foreach_sqrt,
 )
-
-if TYPE_CHECKING:
-    from plait.config import LambConfig
-    from plait.optim.optimizers import OptimizerParams
 
 
 class Lamb(PlaitOptimizer):
@@ -97,16 +93,3 @@ def _trust(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:
     parameters, updates = norms.chunk(2)
     ratios = (parameters / updates).clamp_(group["min_trust"], group["max_trust"])
     return list(torch.where((parameters > 0) & (updates > 0), ratios, 1.0).unbind())
-
-
-def build(given: OptimizerParams, config: LambConfig) -> Lamb:
-    """Return the optimizer that the section describes."""
-    return Lamb(
-        given.params,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        betas=config.betas,
-        eps=config.eps,
-        min_trust=config.min_trust,
-        max_trust=config.max_trust,
-    )

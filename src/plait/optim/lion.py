@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.optim.optimizer import ParamsT
 
 from plait.optim.base import PlaitOptimizer, with_gradient
 from plait.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
-
-if TYPE_CHECKING:
-    from plait.config import LionConfig
-    from plait.optim.optimizers import OptimizerParams
 
 
 class Lion(PlaitOptimizer):
@@ -45,13 +39,3 @@ class Lion(PlaitOptimizer):
                 foreach_mul_(params, 1 - lr * group["weight_decay"])
             foreach_add_(params, directions, alpha=-lr)
             foreach_lerp_(moments, grads, 1 - beta2)
-
-
-def build(given: OptimizerParams, config: LionConfig) -> Lion:
-    """Return the optimizer that the section describes."""
-    return Lion(
-        given.params,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        betas=config.betas,
-    )

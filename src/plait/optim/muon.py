@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,6 @@ from plait.errors import ModelError
 from plait.optim.base import PlaitOptimizer, with_gradient
 from plait.optim.full_params import map_full, row_sharding
 from plait.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
-
-if TYPE_CHECKING:
-    from plait.config import MuonConfig
-    from plait.optim.optimizers import OptimizerParams
 
 # The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -51,8 +47,8 @@ class Muon(PlaitOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
     ) -> None:
         defaults = {
             "algorithm": "muon",
@@ -61,8 +57,8 @@ class Muon(PlaitOptimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
-            "betas": betas,
-            "eps": eps,
+            "betas": adam_betas,
+            "eps": adam_eps,
         }
         super().__init__(params, defaults)
         for group in self.param_groups:
@@ -137,17 +133,3 @@ def _orthogonalize_flat(tensor: Tensor, steps: int) -> Tensor:
 
 def _work_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "cpu" else torch.bfloat16
-
-
-def build(given: OptimizerParams, config: MuonConfig) -> Muon:
-    """Return the optimizer that the section describes."""
-    return Muon(
-        given.params,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        ns_steps=config.ns_steps,
-        betas=config.adam_betas,
-        eps=config.adam_eps,
-    )

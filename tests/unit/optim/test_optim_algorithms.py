@@ -140,7 +140,9 @@ def test_muon_updates_its_adamw_groups_as_adamw() -> None:
     ours = parameters([(4,), (5, 3)])
     theirs = twin(ours)
     optimizer = Muon(
-        [{"params": ours, "algorithm": "adamw", "lr": 0.003, "weight_decay": 0.1}], betas=(0.8, 0.9), eps=1e-7
+        [{"params": ours, "algorithm": "adamw", "lr": 0.003, "weight_decay": 0.1}],
+        adam_betas=(0.8, 0.9),
+        adam_eps=1e-7,
     )
     reference = torch.optim.AdamW(theirs, lr=0.003, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-7)
     for _ in gradients(ours, theirs):
