@@ -120,7 +120,7 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
     to: Any = options.to
     with conversion.open_source(Path(src), options.from_) as opened:
         source = conversion.averaged(opened) if options.weights == "ema" else opened
-        source, description = prepared(
+        source, description = prepare_source(
             conversion.select_for(source, to, optimizer=options.optimizer),
             to,
             options.model,
@@ -130,7 +130,7 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
         if dtype is not None:
             source = conversion.cast(source, getattr(torch, dtype))
         with _progress(source) as advance:
-            written = conversion.convert(
+            result = conversion.convert(
                 conversion.ProgressSource(source, advance),
                 Path(dst),
                 to,
@@ -140,9 +140,9 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
                 overwrite=options.overwrite,
             )
     seconds = time.perf_counter() - start
-    tensors = f"{written.tensors} tensor{'' if written.tensors == 1 else 's'}"
+    tensors = f"{result.tensors} tensor{'' if result.tensors == 1 else 's'}"
     took = (
-        f"{format_bytes(written.bytes)} in {format_duration(seconds)}, {format_bytes(_peak_memory())} of memory at most"
+        f"{format_bytes(result.bytes)} in {format_duration(seconds)}, {format_bytes(_peak_memory())} of memory at most"
     )
     typer.echo(f"{dst}: {tensors}, {took}")
 
@@ -279,20 +279,20 @@ FAMILIES = ("gpt", "llama", "moe")
 """Plait's models that can take weights of `transformers`."""
 
 
-def prepared(
+def prepare_source(
     source: Source, to: Format | str, model: str | None, *, trust_code: bool = False
 ) -> tuple[Source, Description | None]:
     """Return the source under the target's names, and the files beside the weights of an `hf` folder."""
     if to == "hf":
-        return _for_transformers(_whole(source, trust_code), model, trust_code)
+        return _for_transformers(_as_plain_model(source, trust_code), model, trust_code)
     if model is None:
         return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
     if model not in FAMILIES:
         raise ConfigError(Problem("--model", f"names of {model!r} are not known", f"Use {' or '.join(FAMILIES)}."))
-    return _adopted(source, model), None
+    return _as_plait_model(source, model), None
 
 
-def _whole(source: Source, trust_code: bool) -> Source:
+def _as_plain_model(source: Source, trust_code: bool) -> Source:
     """Return a checkpoint of post-training as a plain model, with adapters merged. Refuse reward models."""
     if _config_in(source.state).get("phase") == "reward":
         raise ModelError(
@@ -302,7 +302,7 @@ def _whole(source: Source, trust_code: bool) -> Source:
     return merged(source, trust_code=trust_code) if has_adapters(source) else source
 
 
-def _adopted(source: Source, family: str) -> Source:
+def _as_plait_model(source: Source, family: str) -> Source:
     """Return weights of `transformers` under the names of Plait's model."""
     described = _config_in(source.state).get("model", {}).get("config")  # of a Megatron checkpoint
     description = read_description(source.path) if source.kind == "hf" else described
@@ -330,7 +330,7 @@ def _with_model(state: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str,
 
 def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tuple[Source, Description]:
     described = _config_in(source.state).get("model")
-    _refuse_a_part(source)
+    _refuse_partial(source)
     if described is not None:
         portable = to_transformers(_parsed("model", described, source), trust_code=trust_code)
         if portable.made is not None:
@@ -352,7 +352,7 @@ def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tu
     return source, Description(_description(folder), companions(folder))
 
 
-def _refuse_a_part(source: Source) -> None:
+def _refuse_partial(source: Source) -> None:
     frozen = source.state.get("frozen")
     if frozen:
         raise CheckpointError(
@@ -462,7 +462,7 @@ def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
     if dst is not None and Path(dst).exists() and not overwrite:
         raise ConfigError(Problem("DST", f"{dst!r} is there already", "Give another name, or --overwrite."))
     name, translation = translation_of(Path(src))
-    text = written(Path(src).name, name, translation, _search(Path(src)) if name == "DeepSpeed" else {})
+    text = description_text(Path(src).name, name, translation, _search(Path(src)) if name == "DeepSpeed" else {})
     if dst is None:
         typer.echo(text, nl=False)
     else:
@@ -488,7 +488,7 @@ def translation_of(path: Path) -> tuple[str, Translation]:
     raise ConfigError(Problem("SRC", message, "Give a ds_config.json, or the YAML of `accelerate config`."))
 
 
-def written(file: str, name: str, translation: Translation, search: dict[str, Any]) -> str:
+def description_text(file: str, name: str, translation: Translation, search: dict[str, Any]) -> str:
     """Return the run description as YAML; the outcome of every key and the search stand around it as comments."""
     report = translation.report
     comments = [f"# {file}, a configuration of {name}. {report.summary()}.", "#"]

@@ -354,7 +354,7 @@ def generate(
     for model_path in paths:  # one after another, so that only one is in memory
         conversation = open_conversation(model_path, opening)
         if text is not None:
-            expected = _expect(conversation, text)
+            expected = _perplexity_of(conversation, text)
             figures.setdefault("perplexity", []).append(f"{expected.perplexity:.4g}")
             typer.echo(f"{model_path}: perplexity {expected.perplexity:.4g} over {expected.tokens} tokens")
         encoded = [_prompt(conversation, question, chat=chat or held_out is not None) for question in asked]
@@ -430,7 +430,7 @@ def _read(file: Path) -> str:
         raise DataError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _expect(conversation: Conversation, text: str) -> Perplexity:
+def _perplexity_of(conversation: Conversation, text: str) -> Perplexity:
     window = conversation.generator.context or _WINDOW
     return measure_perplexity(conversation.generator.model, [conversation.encode(text)], window=window)
 

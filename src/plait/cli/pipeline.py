@@ -68,13 +68,13 @@ def pipeline(argv: Sequence[str]) -> None:
     if not argv or {"-h", "--help"} & set(argv):
         typer.echo(HELP)
         return
-    asked = sort_arguments(argv)
+    arguments = sort_arguments(argv)
     from plait.cli.files import import_from_here
 
     import_from_here()
-    ranks, local, start = _ranks_and_start(asked)
-    steps = _steps(asked, ranks, local)
-    if "dry_run" in asked.options:
+    ranks, local, start = _ranks_and_start(arguments)
+    steps = _steps(arguments, ranks, local)
+    if "dry_run" in arguments.options:
         _show(steps)
         return
     from plait.posttrain import run_steps
@@ -91,7 +91,7 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
     from plait.config import nearest
     from plait.posttrain import FLAGS, TRAIN_FLAGS
 
-    asked = PipelineCommand()
+    arguments = PipelineCommand()
     flag_list: list[str] = []
     last, values_left = "", 0  # the flag of our own that waits for its value, and how many words a flag still takes
     for argument in argv:
@@ -99,38 +99,38 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
             flag, equals, value = _long(argument).partition("=")
             name = flag[2:].replace("-", "_")
             if name == "trust_code":
-                asked.overrides.append("trust_code=true")
+                arguments.overrides.append("trust_code=true")
                 continue
             if name in (*_ONE, *_NONE):
-                asked.options[name] = value
+                arguments.options[name] = value
                 last, values_left = name, int(name in _ONE and not equals)
                 continue
             if name not in TRAIN_FLAGS and name not in FLAGS:
                 meant = nearest(name, (*_ONE, *_NONE, "trust_code", *TRAIN_FLAGS, *FLAGS))
                 remedy = f"Did you mean `--{meant}`? " if meant else ""
                 raise ConfigError(Problem(flag, "unknown flag", f"{remedy}`plait pipeline --help` lists them."))
-            flag_list = asked.step_flags if name in TRAIN_FLAGS else asked.flags
+            flag_list = arguments.step_flags if name in TRAIN_FLAGS else arguments.flags
             values_left = 0 if equals else 1 if name in TRAIN_FLAGS and name != "step" else 1 << 30
             flag_list.append(argument)
             last = ""
         elif _is_setting(argument):
-            asked.overrides.append(argument)
+            arguments.overrides.append(argument)
             values_left = 0
         elif values_left:
             values_left -= 1
             if last:
-                asked.options[last] = argument
+                arguments.options[last] = argument
             else:
                 flag_list.append(argument)
         elif Path(argument).suffix.lower() in SUFFIXES:
-            asked.files.append(argument)
+            arguments.files.append(argument)
         else:
             remedy = f"Files end in {', '.join(SUFFIXES)}; settings are `key=value`."
             raise ConfigError(Problem(argument, "is neither a file nor a setting", remedy))
     for name in _ONE:
-        if asked.options.get(name) == "":
+        if arguments.options.get(name) == "":
             raise ConfigError(Problem(f"--{name}", "there is no value", f"Write `--{name} VALUE`."))
-    return asked
+    return arguments
 
 
 def _long(argument: str) -> str:
@@ -150,12 +150,16 @@ def _is_number(argument: str) -> bool:
     return argument[1:2].isdecimal()
 
 
-def _ranks_and_start(asked: PipelineCommand) -> tuple[int, int, Start]:
+def _ranks_and_start(arguments: PipelineCommand) -> tuple[int, int, Start]:
     """Return the number of ranks, the number per host, and what starts them."""
     from plait.posttrain import read_steps
 
-    steps, nproc, hostfile = read_steps(asked.step_flags), asked.options.get("nproc"), asked.options.get("hostfile")
-    said = any(argument.startswith(("--deployment-type", "--deployment_type")) for argument in asked.step_flags)
+    steps, nproc, hostfile = (
+        read_steps(arguments.step_flags),
+        arguments.options.get("nproc"),
+        arguments.options.get("hostfile"),
+    )
+    said = any(argument.startswith(("--deployment-type", "--deployment_type")) for argument in arguments.step_flags)
     if nproc is not None and hostfile is not None:
         raise ConfigError(Problem("--nproc", "the hostfile sets the number of processes", "Give one of them."))
     if said and steps.nproc is None and hostfile is None:
@@ -183,7 +187,7 @@ def _on_hosts(hostfile: str, command: list[str]) -> int:
     return 0
 
 
-def _steps(asked: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
+def _steps(arguments: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
     from dataclasses import replace
 
     from plait.posttrain import (
@@ -196,16 +200,18 @@ def _steps(asked: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
         with_train_flags,
     )
 
-    flags = read_steps(asked.step_flags)
+    flags = read_steps(arguments.step_flags)
     given = [
-        argument[2:].partition("=")[0].replace("-", "_") for argument in asked.step_flags if argument.startswith("--")
+        argument[2:].partition("=")[0].replace("-", "_")
+        for argument in arguments.step_flags
+        if argument.startswith("--")
     ]
-    settings, remarks = translate(asked.flags)
+    settings, remarks = translate(arguments.flags)
     for remark in remarks:
         typer.echo(remark, err=True)
-    wanted = from_files(asked.files) if asked.files else from_words(flags)
+    wanted = from_files(arguments.files) if arguments.files else from_words(flags)
     wanted = with_train_flags(wanted, flags, given)
-    common = (*as_overrides(settings), *asked.overrides)
+    common = (*as_overrides(settings), *arguments.overrides)
     steps = tuple(replace(step, settings=(*step.settings, *common)) for step in wanted.steps)
     return make_steps(replace(wanted, steps=steps), ranks=ranks, local_ranks=local)
 

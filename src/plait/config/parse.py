@@ -19,7 +19,7 @@ from plait.config.paths import missing_paths
 from plait.config.read import read, split_override
 from plait.config.rules import check
 from plait.config.run import RunConfig
-from plait.config.schema import Keys, dotted, field, item, items, keys_of, origin_of, section, settings_of_section
+from plait.config.schema import Keys, dotted, field, item, items, keys_of, origin_of, section_for, settings_of_section
 from plait.config.show import rows
 from plait.config.text import show, whole_number
 from plait.config.trust import KEY, STORED_IN, StoredName, refusal
@@ -126,7 +126,7 @@ class ConfigBuilder:
 
     def _expanded_here(self, value: Any, annotation: Any, keys: Keys) -> Any:
         """Return the keys that `value` is short for in the section at `keys`, or the error that refused it."""
-        owner = section(annotation, value)
+        owner = section_for(annotation, value)
         if owner is None or not issubclass(owner, Shorthand):
             return value
         try:

@@ -26,12 +26,12 @@ def missing_paths(config: RunConfig) -> list[Problem]:
     """Return a problem for each file or folder that the run would read and that does not exist."""
     problems: list[Problem] = []
     for role in ("data", "val_data", "test_data"):
-        problems += _of_data(role, getattr(config, role))
+        problems += _missing_data_paths(role, getattr(config, role))
     if isinstance(config.model, HFConfig) and config.model.path is not None:
-        problems += _unless_there("model.path", config.model.path, "Give the folder of a `transformers` model.")
+        problems += _unless_exists("model.path", config.model.path, "Give the folder of a `transformers` model.")
     if config.checkpoint.resume not in (None, "auto"):
         remedy = "Give a checkpoint or the work_dir of a run, or `auto`."
-        problems += _unless_there("checkpoint.resume", str(config.checkpoint.resume), remedy)
+        problems += _unless_exists("checkpoint.resume", str(config.checkpoint.resume), remedy)
     return problems
 
 
@@ -53,21 +53,21 @@ def missing_start_paths(config: RunConfig) -> list[Problem]:
     runs = "Give a run, a checkpoint or a Hugging Face folder; where another phase makes it, run that one first."
     remedies = {"posttrain.tokenizer": "Give a tokenizer.json, or its folder.", "lora.adapter": "Give its folder."}
     named = start_paths(config).items()
-    return [problem for key, path in named for problem in _unless_there(key, path, remedies.get(key, runs))]
+    return [problem for key, path in named for problem in _unless_exists(key, path, remedies.get(key, runs))]
 
 
-def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
+def _missing_data_paths(role: str, source: DataConfig | None) -> Iterator[Problem]:
     match source:
         case MixtureData():
             for key, leaf in leaf_sources(role, source):
-                yield from _of_data(key, leaf)
+                yield from _missing_data_paths(key, leaf)
         case TextData(path="stdlib"):
             pass
         case TextData() | JsonlData():
             if not glob.glob(str(Path(source.path).expanduser()), recursive=True):
                 yield _missing(f"{role}.path", source.path, "Give a file, a folder or a glob.")
         case ImageFolderData() | Cifar10Data():
-            yield from _unless_there(f"{role}.path", source.path, "Give the folder of the images.")
+            yield from _unless_exists(f"{role}.path", source.path, "Give the folder of the images.")
         case TokensData():
             path = Path(source.path)
             stem = path.with_suffix("") if path.suffix in (".bin", ".json") else path
@@ -79,10 +79,10 @@ def _of_data(role: str, source: DataConfig | None) -> Iterator[Problem]:
                 else:
                     yield _missing(f"{role}.path", source.path, remedy)
     if isinstance(source, TextData | JsonlData) and source.tokenizer is not None:
-        yield from _unless_there(f"{role}.tokenizer", source.tokenizer, "Give a tokenizer.json.")
+        yield from _unless_exists(f"{role}.tokenizer", source.tokenizer, "Give a tokenizer.json.")
 
 
-def _unless_there(key: str, path: str, remedy: str) -> Iterator[Problem]:
+def _unless_exists(key: str, path: str, remedy: str) -> Iterator[Problem]:
     if not Path(path).expanduser().exists():
         yield _missing(key, path, remedy)
 

@@ -18,15 +18,15 @@ _MARKS = (b"\xff\xfe", b"\xfe\xff")
 def as_utf8(data: bytes) -> str:
     """Return a remedy for text that is not UTF-8, as a part of a sentence. GBK and UTF-16 are recognised."""
     if data.startswith(_MARKS):
-        return _recoded("UTF-16", "UTF-16")
+        return _recoding_remedy("UTF-16", "UTF-16")
     try:
         data.decode("gb18030")  # a superset of GBK
     except UnicodeDecodeError:
         return "save it as UTF-8"
-    return _recoded("GBK", "GB18030")
+    return _recoding_remedy("GBK", "GB18030")
 
 
-def _recoded(name: str, encoding: str) -> str:
+def _recoding_remedy(name: str, encoding: str) -> str:
     return f"save it as UTF-8; if it is {name}, `iconv -f {encoding} -t UTF-8 OLD > NEW` does that"
 
 
@@ -56,7 +56,7 @@ def read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return dict(source)
     path = Path(source)
     if path.is_dir():
-        raise ConfigError(Problem(str(path), "this is a folder", _inside(path)))
+        raise ConfigError(Problem(str(path), "this is a folder", _files_in(path)))
     if path.suffix.lower() not in SUFFIXES:
         remedy = f"A run description is a file ending in {listed(SUFFIXES, 'or')}."
         raise ConfigError(Problem(str(path), f"the ending {show(path.suffix)} is not a known format", remedy))
@@ -74,7 +74,7 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(Problem(str(path), "there is no such file", _neighbours(path))) from None
+        raise ConfigError(Problem(str(path), "there is no such file", _similar_files(path))) from None
     except UnicodeDecodeError as error:
         message = f"byte {error.start} is not UTF-8 text"
         remedy = as_utf8(error.object)
@@ -84,16 +84,16 @@ def text_of(path: Path) -> str:
         raise ConfigError(Problem(str(path), message, "Give a file that can be read.")) from None
 
 
-def _neighbours(path: Path) -> str:
+def _similar_files(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"The folder {folder} does not exist either."
     stems = {file.stem: file.name for file in sorted(folder.iterdir()) if file.suffix.lower() in SUFFIXES}
     meant = nearest(path.stem, stems)  # without the ending, which makes any two names similar
-    return (f"Did you mean `{stems[meant]}`? " if meant else "") + _inside(folder)
+    return (f"Did you mean `{stems[meant]}`? " if meant else "") + _files_in(folder)
 
 
-def _inside(folder: Path) -> str:
+def _files_in(folder: Path) -> str:
     names = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)
     if not names:
         return f"The folder {folder.resolve()} has no run description."

@@ -42,7 +42,7 @@ def custom_section(annotation: Any) -> type[CustomPart] | None:
     return next((m for m in members(annotation) if isinstance(m, type) and issubclass(m, CustomPart)), None)
 
 
-def section(annotation: Any, value: Any) -> type[Section] | None:
+def section_for(annotation: Any, value: Any) -> type[Section] | None:
     """Return the section that `value` is written for, where that is known."""
     choices, custom = sections(annotation), custom_section(annotation)
     if "" in choices:
@@ -67,7 +67,7 @@ def settings_of_section(value: Section) -> dict[str, Any]:
 
 def field(annotation: Any, value: Any, key: Any) -> FieldInfo | None:
     """Return the field that `key` names in the section that `value` is written for."""
-    owner = section(annotation, value)
+    owner = section_for(annotation, value)
     return owner.model_fields.get(key) if owner and isinstance(key, str) else None
 
 

@@ -79,10 +79,10 @@ def diagnose(record: RankRecord) -> Diagnosis:
         )
     code = record.exit_code or 0
     if code < 0:
-        return _of_signal(record, -code)
+        return _diagnose_signal(record, -code)
     exception = exception_in(record.tail) if code == 1 else ""
     if exception:
-        return _of_exception(record, exception)
+        return _diagnose_exception(record, exception)
     if record.message:
         return Diagnosis(f"stopped: {record.message}")
     return Diagnosis(
@@ -91,14 +91,14 @@ def diagnose(record: RankRecord) -> Diagnosis:
     )
 
 
-def _of_signal(record: RankRecord, number: int) -> Diagnosis:
+def _diagnose_signal(record: RankRecord, number: int) -> Diagnosis:
     name, observation = signal_name(number), record.observation
     if (
         number == signal.SIGKILL
         and observation.oom_kills
         and (observation.oom_of_group or observation.grew_into_the_limit)
     ):
-        return _short_of_host_memory(record, f"was killed by the kernel: {_host_full(record)}")
+        return _diagnose_host_memory(record, f"was killed by the kernel: {_host_memory_text(record)}")
     if number == signal.SIGKILL and observation.oom_kills:
         what = "was ended by SIGKILL, perhaps for want of memory"
         return Diagnosis(f"{what}: {_HOST_KILLED}", f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
@@ -123,15 +123,17 @@ def _of_signal(record: RankRecord, number: int) -> Diagnosis:
     return Diagnosis(f"was ended by {name}", "somebody sent the signal; Plait did not", outside=True)
 
 
-def _of_exception(record: RankRecord, exception: str) -> Diagnosis:
+def _diagnose_exception(record: RankRecord, exception: str) -> Diagnosis:
     text = "\n".join(record.tail)
     shown = exception if len(exception) < 300 else f"{exception[:300]} …"
     if _GPU_FULL.search(exception) and not _HOST_FULL.search(exception):
-        return _short(f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, record.observation.gpu_steps, smaller=True)
+        return _diagnose_memory(
+            f"ran out of GPU memory: {shown}", _LESS_GPU_MEMORY, record.observation.gpu_steps, smaller=True
+        )
     if _HOST_FULL.search(exception):
-        return _short_of_host_memory(record, f"was refused host memory: {shown}")
+        return _diagnose_host_memory(record, f"was refused host memory: {shown}")
     if _LOST_WORKER.search(exception):
-        return _of_worker(record, text)
+        return _diagnose_data_worker(record, text)
     if _CUT_OFF.search(exception):
         return Diagnosis(f"lost the connection to another rank: {shown}", victim=True)
     if _TIMED_OUT.search(exception) and "distributed" in text:
@@ -139,7 +141,7 @@ def _of_exception(record: RankRecord, exception: str) -> Diagnosis:
     return Diagnosis(f"raised {shown}", "its last lines show where")
 
 
-def _of_worker(record: RankRecord, text: str) -> Diagnosis:
+def _diagnose_data_worker(record: RankRecord, text: str) -> Diagnosis:
     """Diagnose a data worker that has ended; torch's error names its signal, if any."""
     signals, kills = _WORKERS_SIGNAL.findall(text), record.observation.recent_oom_kills
     how = f"ended by a signal: {signals[-1]}" if signals else "which ended by itself"
@@ -148,7 +150,7 @@ def _of_worker(record: RankRecord, text: str) -> Diagnosis:
         return Diagnosis(f"lost a data worker, {how}", remedy)
     killed = not signals or signals[-1] == "Killed"
     if killed and kills and record.observation.oom_of_group:
-        return Diagnosis(f"lost a data worker, killed by the kernel: {_host_full(record)}", _LESS_HOST_MEMORY)
+        return Diagnosis(f"lost a data worker, killed by the kernel: {_host_memory_text(record)}", _LESS_HOST_MEMORY)
     if signals and signals[-1] == "Killed" and kills:
         what = f"lost a data worker, {how}, perhaps for want of memory: {_HOST_KILLED}"
         return Diagnosis(what, f"{_ASK_THE_KERNEL}; else {_SENT}", outside=True)
@@ -161,11 +163,11 @@ def _of_worker(record: RankRecord, text: str) -> Diagnosis:
     )
 
 
-def _short_of_host_memory(record: RankRecord, what: str) -> Diagnosis:
-    return _short(what, _LESS_HOST_MEMORY, record.observation.host_steps, smaller=_computes_on_host(record))
+def _diagnose_host_memory(record: RankRecord, what: str) -> Diagnosis:
+    return _diagnose_memory(what, _LESS_HOST_MEMORY, record.observation.host_steps, smaller=_computes_on_host(record))
 
 
-def _short(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smaller: bool) -> Diagnosis:
+def _diagnose_memory(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smaller: bool) -> Diagnosis:
     """Diagnose too little memory; `smaller` micro-batches may fit, unless memory grew from step to step."""
     if steps is None:
         return Diagnosis(what, remedy, full=smaller)
@@ -178,7 +180,7 @@ def growth_text(steps: tuple[int, int, int]) -> str:
     return f"its memory grew from step to step, by {grown / _BYTES_PER_GIB:.2f} GiB from step {first} to {last}"
 
 
-def _host_full(record: RankRecord) -> str:
+def _host_memory_text(record: RankRecord) -> str:
     limit = record.observation.limit
     of = "" if limit is None else f" of the {limit / _BYTES_PER_GIB:.1f} GiB that its container may have"
     return f"the host ran out of memory{of}"
@@ -220,15 +222,15 @@ def absent_ranks(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
         left = [record for record in away if record.exit_code == 0]
         if left:
             return left, "has left, and its exit code is 0, while the others wait for it"
-        return away, f"did not come to {_where(known)}"
+        return away, f"did not come to {_common_collective(known)}"
     # All of them wait, so they wait in different collectives: the minority has diverged.
-    groups = Counter(_what(record) for record in known)
+    groups = Counter(_collective_and_step(record) for record in known)
     common = groups.most_common()
     if len(common) < 2 or common[0][1] == common[1][1]:
         return [], ""
-    odd = [record for record in known if _what(record) != common[0][0]]
+    odd = [record for record in known if _collective_and_step(record) != common[0][0]]
     rest = [record for record in known if record not in odd]
-    return odd, f"waits for another collective than the others, who wait in {_where(rest)}"
+    return odd, f"waits for another collective than the others, who wait in {_common_collective(rest)}"
 
 
 def _waits(record: RankRecord) -> bool:
@@ -236,13 +238,13 @@ def _waits(record: RankRecord) -> bool:
     return beat is not None and beat.pending and record.exit_code != 0
 
 
-def _what(record: RankRecord) -> tuple[str, str, int]:
+def _collective_and_step(record: RankRecord) -> tuple[str, str, int]:
     beat = record.observation.beat
     assert beat is not None
     return beat.collective, beat.phase, beat.step
 
 
-def _where(known: Sequence[RankRecord]) -> str:
+def _common_collective(known: Sequence[RankRecord]) -> str:
     """Return the collective that most ranks wait in."""
     collectives = Counter(r.observation.beat.collective for r in known if r.observation.beat is not None and _waits(r))
     return collectives.most_common(1)[0][0] if collectives else "the collective"
@@ -342,20 +344,20 @@ def _remedy_for_absence(record: RankRecord) -> str:
 def failure_page(records: Sequence[RankRecord], *, hung: bool, several_hosts: bool) -> str:
     """Return the page that explains how a run failed."""
     cause = find_root_cause(records, hung=hung)
-    blamed = cause.records
+    root_ranks = cause.records
     lines = ["The run hangs, and was ended." if hung else "The run failed.", ""]
-    subject = ", ".join(_name(record, several_hosts) for record in blamed[:_STACKS_SHOWN])
+    subject = ", ".join(_name(record, several_hosts) for record in root_ranks[:_STACKS_SHOWN])
     lines.append(f"{subject} {cause.diagnosis.what}" if subject else cause.diagnosis.what)
-    for record in blamed[:_STACKS_SHOWN]:
-        lines += _details(record, several_hosts=several_hosts and len(blamed) > 1)
+    for record in root_ranks[:_STACKS_SHOWN]:
+        lines += _details(record, several_hosts=several_hosts and len(root_ranks) > 1)
     if cause.diagnosis.remedy:
         lines += ["", f"What to do: {cause.diagnosis.remedy}."]
-    lines += _others([record for record in records if record not in blamed])
-    for record in blamed[:_STACKS_SHOWN]:
+    lines += _other_ranks([record for record in records if record not in root_ranks])
+    for record in root_ranks[:_STACKS_SHOWN]:
         if record.tail:
             said = [f"  {line}" for line in list(record.tail)[-_LAST_LINES:]]
             lines += ["", f"Last lines of rank {record.placement.rank}:", *said]
-    return "\n".join([*lines, *_stacks(records, blamed, hung)]) + "\n"
+    return "\n".join([*lines, *_stacks(records, root_ranks, hung)]) + "\n"
 
 
 def _name(record: RankRecord, several_hosts: bool) -> str:
@@ -367,7 +369,7 @@ def _details(record: RankRecord, *, several_hosts: bool) -> list[str]:
     if several_hosts:
         rows.append(("rank", _name(record, several_hosts)))
     if observation.beat is not None:
-        rows.append(("doing", f"{_doing(record)}, for {max(observation.at - observation.beat.since, 0.0):.1f} s"))
+        rows.append(("doing", f"{_phase_text(record)}, for {max(observation.at - observation.beat.since, 0.0):.1f} s"))
         if observation.beat.collective:
             state = f"waiting for {observation.waiting_s:.1f} s" if observation.beat.pending else "done"
             rows.append(("collective", f"{observation.beat.collective}, no. {observation.beat.count} ({state})"))
@@ -384,12 +386,12 @@ def _details(record: RankRecord, *, several_hosts: bool) -> list[str]:
     return [f"  {name:<12} {value}" for name, value in rows]
 
 
-def _doing(record: RankRecord) -> str:
+def _phase_text(record: RankRecord) -> str:
     beat = record.observation.beat
     return "unknown" if beat is None else f"{beat.phase}, after step {beat.step}"
 
 
-def _others(records: Sequence[RankRecord]) -> list[str]:
+def _other_ranks(records: Sequence[RankRecord]) -> list[str]:
     """Return lines about the other ranks, grouped by what is the same for them."""
     same: dict[str, list[str]] = {}
     for record in records:
@@ -397,17 +399,17 @@ def _others(records: Sequence[RankRecord]) -> list[str]:
         end = "was ended by the launcher" if record.exit_code else "ended well"
         what = textwrap.shorten(diagnose(record).what, 160, placeholder=" …") if record.failed else end
         wait = f", waiting in {beat.collective}" if beat is not None and beat.pending else ""
-        text = f"{what} ({_doing(record)}{wait})" if beat is not None else what
+        text = f"{what} ({_phase_text(record)}{wait})" if beat is not None else what
         same.setdefault(text, []).append(str(record.placement.rank))
     if not same:
         return []
     return ["", "The others:", *(f"  rank {', '.join(who)}: {text}" for text, who in same.items())]
 
 
-def _stacks(records: Sequence[RankRecord], blamed: Sequence[RankRecord], hung: bool) -> list[str]:
+def _stacks(records: Sequence[RankRecord], root_ranks: Sequence[RankRecord], hung: bool) -> list[str]:
     """Return the stacks of all ranks where the run hung, else of the root cause; equal stacks once."""
     same: dict[str, list[int]] = {}
-    order = [*blamed, *(record for record in records if record not in blamed)] if hung else blamed
+    order = [*root_ranks, *(record for record in records if record not in root_ranks)] if hung else root_ranks
     for record in order:
         if text := "\n".join(_main_thread(record.observation.stacks)[:_STACK_LINES]):
             same.setdefault(text, []).append(record.placement.rank)

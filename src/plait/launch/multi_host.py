@@ -166,7 +166,7 @@ class MultiHostRun:
             self._pass_on()
             if len(self._failed_nodes()) > self._job.spare:
                 self._end_soon(deadlines, FAILURE_WAIT_S)
-            elif self._watched():
+            elif self._is_hung():
                 self.hung = True
                 self._end_soon(deadlines, STACK_WAIT_S)
             elif not self.reform and not signals.waited and self._join():
@@ -177,7 +177,7 @@ class MultiHostRun:
                 deadlines.start(0.0)
             self._enforce(deadlines)
 
-    def _watched(self) -> bool:
+    def _is_hung(self) -> bool:
         """Check the heartbeats, once a second; return whether the run hangs."""
         if self.hung or not self._watch.due():
             return False
@@ -225,9 +225,9 @@ class MultiHostRun:
         elif "said" in message:
             self._console.other(node.host, message["said"])
         else:
-            self._of_rank(self._by_rank[message["rank"]], message)
+            self._handle_rank_message(self._by_rank[message["rank"]], message)
 
-    def _of_rank(self, record: RankRecord, message: dict[str, Any]) -> None:
+    def _handle_rank_message(self, record: RankRecord, message: dict[str, Any]) -> None:
         for stream in ("out", "err"):
             if stream in message:
                 self._console.write(record, stream, message[stream].encode("latin-1"))
