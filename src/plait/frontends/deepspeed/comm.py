@@ -7,78 +7,40 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import (
-    ReduceOp,
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    batch_isend_irecv,
-    broadcast,
-    broadcast_object_list,
-    destroy_process_group,
-    gather,
-    get_global_rank,
-    get_rank,
-    get_world_size,
-    irecv,
-    is_available,
-    is_initialized,
-    isend,
-    monitored_barrier,
-    new_group,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-)
+from torch.distributed import ReduceOp as ReduceOp
+from torch.distributed import all_gather as all_gather
+from torch.distributed import all_gather_into_tensor as all_gather_into_tensor
+from torch.distributed import all_gather_object as all_gather_object
+from torch.distributed import all_reduce as all_reduce
+from torch.distributed import all_to_all as all_to_all
+from torch.distributed import all_to_all_single as all_to_all_single
+from torch.distributed import barrier as barrier
+from torch.distributed import batch_isend_irecv as batch_isend_irecv
+from torch.distributed import broadcast as broadcast
+from torch.distributed import broadcast_object_list as broadcast_object_list
+from torch.distributed import destroy_process_group as destroy_process_group
+from torch.distributed import gather as gather
+from torch.distributed import get_global_rank as get_global_rank
+from torch.distributed import get_rank as get_rank
+from torch.distributed import get_world_size as get_world_size
+from torch.distributed import irecv as irecv
+from torch.distributed import is_available as is_available
+from torch.distributed import is_initialized as is_initialized
+from torch.distributed import isend as isend
+from torch.distributed import monitored_barrier as monitored_barrier
+from torch.distributed import new_group as new_group
+from torch.distributed import recv as recv
+from torch.distributed import reduce as reduce
+from torch.distributed import reduce_scatter as reduce_scatter
+from torch.distributed import reduce_scatter_tensor as reduce_scatter_tensor
+from torch.distributed import scatter as scatter
+from torch.distributed import send as send
 
 from plait.config import parse_sections
 from plait.distributed import detect_ranks, device_from_env, open_world
 from plait.errors import WorldError
 from plait.frontends.deepspeed.accelerator import DEVICE_VARIABLE
 from plait.frontends.deepspeed.module_layout import not_offered
-
-__all__ = [
-    "ReduceOp",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "inference_all_reduce",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
 
 inference_all_reduce = all_reduce
 

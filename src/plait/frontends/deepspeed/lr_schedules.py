@@ -81,8 +81,13 @@ class Scheduler:
                 raise ConfigError(Problem("cycle_momentum", message, "Write false."))
 
 
-def _configs(optimizer: Optimizer, schedule: str, options: Mapping[str, Any]) -> list[ScheduleConfig]:
-    """Return one configuration per group; an option that is a list has one value per group."""
+_NOT_OPTIONS = {"self", "__class__", "optimizer", "last_batch_iteration"}
+
+
+def _configs(schedule: str, arguments: Mapping[str, Any]) -> list[ScheduleConfig]:
+    """Return one configuration per group, from the arguments of a constructor; a list has one value per group."""
+    optimizer: Optimizer = arguments["optimizer"]
+    options = {name: value for name, value in arguments.items() if name not in _NOT_OPTIONS}
     count = len(optimizer.param_groups)
     lists = {name: value for name, value in options.items() if isinstance(value, (list, tuple))}
     for name, value in lists.items():
@@ -113,13 +118,7 @@ class WarmupLR(Scheduler):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        options = {
-            "warmup_min_lr": warmup_min_lr,
-            "warmup_max_lr": warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
-        }
-        super().__init__(optimizer, _configs(optimizer, "WarmupLR", options), last_batch_iteration)
+        super().__init__(optimizer, _configs("WarmupLR", locals()), last_batch_iteration)
 
 
 class WarmupDecayLR(Scheduler):
@@ -135,14 +134,7 @@ class WarmupDecayLR(Scheduler):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        options = {
-            "total_num_steps": total_num_steps,
-            "warmup_min_lr": warmup_min_lr,
-            "warmup_max_lr": warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
-        }
-        super().__init__(optimizer, _configs(optimizer, "WarmupDecayLR", options), last_batch_iteration)
+        super().__init__(optimizer, _configs("WarmupDecayLR", locals()), last_batch_iteration)
 
 
 class WarmupCosineLR(Scheduler):
@@ -158,14 +150,7 @@ class WarmupCosineLR(Scheduler):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        options = {
-            "total_num_steps": total_num_steps,
-            "warmup_min_ratio": warmup_min_ratio,
-            "warmup_num_steps": warmup_num_steps,
-            "cos_min_ratio": cos_min_ratio,
-            "warmup_type": warmup_type,
-        }
-        super().__init__(optimizer, _configs(optimizer, "WarmupCosineLR", options), last_batch_iteration)
+        super().__init__(optimizer, _configs("WarmupCosineLR", locals()), last_batch_iteration)
 
 
 class OneCycle(Scheduler):
@@ -188,21 +173,7 @@ class OneCycle(Scheduler):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        options = {
-            "cycle_min_lr": cycle_min_lr,
-            "cycle_max_lr": cycle_max_lr,
-            "decay_lr_rate": decay_lr_rate,
-            "cycle_first_step_size": cycle_first_step_size,
-            "cycle_second_step_size": cycle_second_step_size,
-            "cycle_first_stair_count": cycle_first_stair_count,
-            "cycle_second_stair_count": cycle_second_stair_count,
-            "decay_step_size": decay_step_size,
-            "cycle_momentum": cycle_momentum,
-            "cycle_min_mom": cycle_min_mom,
-            "cycle_max_mom": cycle_max_mom,
-            "decay_mom_rate": decay_mom_rate,
-        }
-        super().__init__(optimizer, _configs(optimizer, "OneCycle", options), last_batch_iteration)
+        super().__init__(optimizer, _configs("OneCycle", locals()), last_batch_iteration)
 
 
 class LRRangeTest(Scheduler):
@@ -217,10 +188,4 @@ class LRRangeTest(Scheduler):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        options = {
-            "lr_range_test_min_lr": lr_range_test_min_lr,
-            "lr_range_test_step_size": lr_range_test_step_size,
-            "lr_range_test_step_rate": lr_range_test_step_rate,
-            "lr_range_test_staircase": lr_range_test_staircase,
-        }
-        super().__init__(optimizer, _configs(optimizer, "LRRangeTest", options), last_batch_iteration)
+        super().__init__(optimizer, _configs("LRRangeTest", locals()), last_batch_iteration)
