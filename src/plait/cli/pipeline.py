@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from plait.cli.files import import_from_here
 from plait.cli.train import _count
 from plait.config import SUFFIXES
 from plait.errors import ConfigError, Problem
@@ -69,7 +70,6 @@ def pipeline(argv: Sequence[str]) -> None:
         typer.echo(HELP)
         return
     arguments = sort_arguments(argv)
-    from plait.cli.files import import_from_here
 
     import_from_here()
     ranks, local, start = _ranks_and_start(arguments)

@@ -329,7 +329,6 @@ def _count(config: RunConfig) -> tuple[int, int]:
         raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
     import torch
 
-    from plait.cli.files import import_from_here
     from plait.models import build_model
     from plait.plan import count_params
 

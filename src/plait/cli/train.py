@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from plait.cli.files import import_from_here
 from plait.config import (
     CUSTOM_HOOKS,
     AccuracyConfig,
@@ -126,7 +127,7 @@ def train(
     parsed = parse(config, overrides)
     count = _count(nproc or "1")
     if machines is not None:
-        _check_found_alike(parsed)
+        _refuse_search_on_machines(parsed)
     if parsed.config.strategy.auto and launched_size() is None:
         overrides = [*overrides, *_search_strategy(config, overrides, count)]
         parsed = parse(config, overrides)
@@ -150,7 +151,7 @@ def _command(config: str, overrides: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "plait", "train", config, *overrides]
 
 
-def _check_found_alike(parsed: Parsed) -> None:
+def _refuse_search_on_machines(parsed: Parsed) -> None:
     """Refuse searches on several machines: each would search for itself, with its own result."""
     asked = {"strategy.auto": parsed.config.strategy.auto}
     asked["strategy.offload.ratio"] = parsed.config.strategy.offload.ratio == "auto"
@@ -285,7 +286,6 @@ def _written(value: object) -> str:
 
 
 def _run(config: str, overrides: Sequence[str]) -> None:
-    from plait.cli.files import import_from_here
     from plait.trainer import Runner
 
     import_from_here()
@@ -329,7 +329,6 @@ def _look_for_files(parsed: Parsed) -> None:
 
 
 def _run_phase(parsed: Parsed, argv: Sequence[str]) -> None:
-    from plait.cli.files import import_from_here
     from plait.posttrain import make_runner
 
     import_from_here()
@@ -375,7 +374,6 @@ def _without_saving(given: Any) -> list[str]:
 
 
 def _run_profile(config: str, settings: Sequence[str], wanted: ProfileConfig) -> None:
-    from plait.cli.files import import_from_here
     from plait.profile import Profile
     from plait.trainer import Runner
 

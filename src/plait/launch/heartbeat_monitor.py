@@ -33,7 +33,7 @@ class HeartbeatMonitor:
         self._stragglers: deque[tuple[int, Phase] | None] = deque(maxlen=window)
         self._reported: set[int] = set()
         self._next = 0.0
-        self._looked: float | None = None
+        self._sampled_at: float | None = None
         self._waits: dict[int, tuple[tuple[float, int], float]] = {}
         """By rank that waits: start and number of its collective, and how many seconds it was seen to wait."""
 
@@ -52,8 +52,8 @@ class HeartbeatMonitor:
         machine that slept, would end runs in which no rank waits.
         """
         now = time.monotonic()
-        passed = float("inf") if self._looked is None else min(now - self._looked, _LONGEST_SAMPLE_S)
-        self._looked, before, self._waits = now, self._waits, {}
+        passed = float("inf") if self._sampled_at is None else min(now - self._sampled_at, _LONGEST_SAMPLE_S)
+        self._sampled_at, before, self._waits = now, self._waits, {}
         hung = False
         for record in self._records:
             beat = record.observation.beat
@@ -77,8 +77,8 @@ class HeartbeatMonitor:
             return None
         self._stragglers.append(busy[0] if len(busy) == 1 else None)
         counts = Counter(entry[0] for entry in self._stragglers if entry is not None)
-        rank, looks = counts.most_common(1)[0] if counts else (-1, 0)
-        if rank in self._reported or looks < self._share * self._window:
+        rank, samples = counts.most_common(1)[0] if counts else (-1, 0)
+        if rank in self._reported or samples < self._share * self._window:
             return None
         self._reported.add(rank)
         phase, _ = Counter(
@@ -87,8 +87,8 @@ class HeartbeatMonitor:
         host = next(record.placement.host for record in self._records if record.placement.rank == rank)
         hint = _HINTS.get(phase, "")
         return (
-            f"rank {rank} on {host} is slower than the others: in {looks} of the last {len(self._stragglers)} samples "
-            f"all of them waited for it, mostly in {phase}{f'; {hint}' if hint else ''}"
+            f"rank {rank} on {host} is slower than the others: in {samples} of the last {len(self._stragglers)} "
+            f"samples all of them waited for it, mostly in {phase}{f'; {hint}' if hint else ''}"
         )
 
 
