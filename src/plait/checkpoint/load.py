@@ -120,8 +120,8 @@ def load_into(
         PieceReader(checkpoint.folder, elsewhere, checkpoint) as reader,
     ):
         problems = [
-            *_at_once(lambda region: _copy(reader, region), regions, READERS, world),
-            *_at_once(lambda piece: _read_later(reader, index, piece), held, WRITERS, world),
+            *_map_threads(lambda region: _copy(reader, region), regions, READERS, world),
+            *_map_threads(lambda piece: _read_later(reader, index, piece), held, WRITERS, world),
         ]
         _raise_together(checkpoint.folder, [problem for problem in problems if problem is not None], world)
     return left_out
@@ -204,7 +204,7 @@ def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
             problems.append(f"{path} is a link that leads out of the checkpoint; copy the file itself")
         elif path.stat().st_size != record.bytes:
             problems.append(f"{path} has {path.stat().st_size} bytes, {record.bytes} were written")
-        elif digest(_head(path)) != record.digest:
+        elif digest(_digested_bytes(path)) != record.digest:
             problems.append(f"{path} was changed after it was written (the checksum of its head differs)")
     every = [(stored, record.dtype) for record in checkpoint.index.tensors.values() for stored in record.pieces]
     with PieceReader(folder, checkpoint=checkpoint) as reader:
@@ -215,7 +215,7 @@ def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
     _raise_together(folder, problems, world)
 
 
-def _head(path: Path) -> bytes:
+def _digested_bytes(path: Path) -> bytes:
     """Return the bytes that a file's own digest covers: the header of a safetensors file, all of any other."""
     if path.suffix != ".safetensors":
         return path.read_bytes()
@@ -241,7 +241,7 @@ def _read_later(reader: PieceReader, index: Index, held: HeldPiece) -> str | Non
     return None
 
 
-def _at_once(work: Callable[[_Item], _Result], items: list[_Item], most: int, world: World) -> list[_Result]:
+def _map_threads(work: Callable[[_Item], _Result], items: list[_Item], most: int, world: World) -> list[_Result]:
     threads = thread_count(most, cores=os.cpu_count() or 1, ranks=world.ranks.local_size)
     if threads == 1:
         return [work(item) for item in items]

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from plait.checkpoint import manifest as index_file
 from plait.checkpoint.folder import CheckpointFolder, no_checkpoint_at
 from plait.checkpoint.load import LoadRegion
-from plait.checkpoint.manifest import Checkpoint, Manifest, open_checkpoint, read_manifest
+from plait.checkpoint.manifest import INDEX_NAME, Checkpoint, Manifest, open_checkpoint, read_manifest
 from plait.checkpoint.ranks import Disks, attempt, raise_on_all_ranks
-from plait.checkpoint.read import ByteRange, blocks_of
+from plait.checkpoint.read import RowRange, blocks_of
 from plait.checkpoint.tensorfile import BLOCK, read_all, view_bytes, write_all
 from plait.distributed import Channel
 from plait.errors import CheckpointError
@@ -107,7 +106,7 @@ def find_node_local(
         # A rank's own folder has the same name as the others', under its own root, whether or not it exists.
         paths = {path.name: path for path in folder.candidates(wanted)} if disks.is_lead else {}
         path = paths.get(name, folder.path_of(manifest.step))
-        opened = _open_at(owners[index_file.INDEX_NAME], path, channel)
+        opened = _open_at(owners[INDEX_NAME], path, channel)
         leading_path = channel.all_gather(path)[disks.lead]
         return NodeLocalCheckpoint(Checkpoint(leading_path, opened.manifest, opened.index), owners, channel)
     lines = "\n  ".join(f"{name}: no node has {', '.join(files)}" for name, files in lacking.items())
@@ -142,7 +141,7 @@ def _is_whole(path: Path, sizes: Mapping[str, int]) -> bool:
 def _range(region: LoadRegion) -> tuple[str, int, int]:
     """Return the file, and the range of its bytes, that a region is read from."""
     stored, size = region.stored, torch.Size(region.stored.shape).numel() * region.dtype.itemsize
-    begin, end = blocks_of(stored, size, *ByteRange(stored, region.dtype.itemsize, region.low, region.high).bytes)
+    begin, end = blocks_of(stored, size, *RowRange(stored, region.dtype.itemsize, region.low, region.high).bytes)
     return stored.file, stored.begin + begin, stored.begin + end
 
 

@@ -19,7 +19,7 @@ from plait.checkpoint.tensorfile import (
     as_bytes,
     digest,
     read_all,
-    read_head,
+    read_header,
     slots_in,
     view_bytes,
 )
@@ -34,19 +34,19 @@ class DamagedError(Exception):
     """A file does not hold what was written; the message says which file and what differs."""
 
 
-class ByteRange:
+class RowRange:
     """The rows of a piece's first dimension that a slice needs, and their bytes."""
 
     def __init__(self, stored: StoredPiece, itemsize: int, low: Sequence[int], high: Sequence[int]) -> None:
         shape = stored.shape or (1,)
-        self.row = math.prod(shape[1:]) * itemsize
-        self.first, self.last = (low[0], high[0]) if stored.shape else (0, 1)
+        self.row_bytes = math.prod(shape[1:]) * itemsize
+        self.first_row, self.end_row = (low[0], high[0]) if stored.shape else (0, 1)
         self.whole_rows = all((a, b) == (0, n) for a, b, n in zip(low[1:], high[1:], shape[1:], strict=True))
 
     @property
     def bytes(self) -> tuple[int, int]:
         """The first byte of the piece that is needed, and the end."""
-        return self.first * self.row, self.last * self.row
+        return self.first_row * self.row_bytes, self.end_row * self.row_bytes
 
 
 def blocks_of(stored: StoredPiece, size: int, begin: int, end: int) -> tuple[int, int]:
@@ -71,27 +71,29 @@ class PieceReader:
         self._slots = checkpoint.index.slots() if checkpoint is not None else {}
         self._files: dict[str, int] = {}
         self._opening = threading.Lock()
-        self._bounce = threading.local()
+        self._thread_local = threading.local()
 
     def copy(
         self, stored: StoredPiece, dtype: torch.dtype, low: Sequence[int], high: Sequence[int], target: Tensor
     ) -> None:
         """Copy the slice from `low` to `high`, in the piece's own indices, into a tensor of its shape."""
-        span = ByteRange(stored, dtype.itemsize, low, high)
+        span = RowRange(stored, dtype.itemsize, low, high)
         if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and span.whole_rows:
-            self._straight(stored, span.bytes, _size(stored, dtype), as_bytes(target))
+            self._read_direct(stored, span.bytes, _size(stored, dtype), as_bytes(target))
             return
         inner = tuple(slice(a, b) for a, b in zip(low[1:], high[1:], strict=True))
         if not stored.shape:
             target, inner = target.reshape(1), ()
-        rows = max(1, _GROUP // max(span.row, 1))
-        for first in range(span.first, span.last, rows):
-            last = min(first + rows, span.last)
-            buffer = self._group(stored, dtype, first * span.row, last * span.row, pinned=target.is_cuda)
+        rows = max(1, _GROUP // max(span.row_bytes, 1))
+        for first in range(span.first_row, span.end_row, rows):
+            last = min(first + rows, span.end_row)
+            buffer = self._read_buffered(
+                stored, dtype, first * span.row_bytes, last * span.row_bytes, pinned=target.is_cuda
+            )
             group = buffer.view(dtype).view(last - first, *stored.shape[1:])
-            target[first - span.first : last - span.first].copy_(group[(slice(None), *inner)])
+            target[first - span.first_row : last - span.first_row].copy_(group[(slice(None), *inner)])
 
-    def _straight(self, stored: StoredPiece, wanted: tuple[int, int], size: int, target: memoryview) -> None:
+    def _read_direct(self, stored: StoredPiece, wanted: tuple[int, int], size: int, target: memoryview) -> None:
         """Read whole blocks straight into the target, and the first and the last through a buffer."""
         begin, end = wanted
         for block in range(begin // BLOCK * BLOCK, end, BLOCK):
@@ -104,12 +106,12 @@ class PieceReader:
             low, high = max(begin, block), min(end, block_end)
             target[low - begin : high - begin] = buffer[low - block : high - block]
 
-    def _group(self, stored: StoredPiece, dtype: torch.dtype, begin: int, end: int, *, pinned: bool) -> Tensor:
+    def _read_buffered(self, stored: StoredPiece, dtype: torch.dtype, begin: int, end: int, *, pinned: bool) -> Tensor:
         """Return the bytes from `begin` to `end`, in a buffer that the next call of this thread overwrites."""
         low, high = blocks_of(stored, _size(stored, dtype), begin, end)
-        buffer: Tensor | None = getattr(self._bounce, "buffer", None)
+        buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
         if buffer is None or buffer.numel() < high - low:
-            buffer = self._bounce.buffer = torch.empty(
+            buffer = self._thread_local.buffer = torch.empty(
                 max(high - low, READ_BUFFER), dtype=torch.uint8, pin_memory=pinned
             )
         view = view_bytes(buffer)
@@ -154,24 +156,24 @@ class PieceReader:
                     raise DamagedError(f"{path} is missing") from error
                 try:
                     if self._checkpoint is not None:
-                        self._compare_head(self._checkpoint, name, file)
+                        self._compare_header(self._checkpoint, name, file)
                 except BaseException:
                     os.close(file)
                     raise
                 self._files[name] = file
             return self._files[name]
 
-    def _compare_head(self, checkpoint: Checkpoint, name: str, file: int) -> None:
+    def _compare_header(self, checkpoint: Checkpoint, name: str, file: int) -> None:
         """Refuse a file whose header is not what was written, or names other tensors than the index."""
         path, record = self._path(name), checkpoint.manifest.files[name]
         try:
-            head = read_head(file)
+            header = read_header(file)
             size = os.fstat(file).st_size
             if name not in self._elsewhere and size != record.bytes:
                 raise DamagedError(f"{path} has {size} bytes, {record.bytes} were written")
-            if digest(head) != record.digest:
+            if digest(header) != record.digest:
                 raise DamagedError(f"{path} was changed after it was written (the checksum of its head differs)")
-            slots, expected = slots_in(head, record.bytes), self._slots[name]
+            slots, expected = slots_in(header, record.bytes), self._slots[name]
         except ValueError as error:
             raise DamagedError(f"{path} is not a whole safetensors file: {error}") from error
         if slots != expected:

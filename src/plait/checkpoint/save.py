@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.checkpoint import manifest as index_file
-from plait.checkpoint.manifest import FileRecord, Index, Manifest, StoredPiece, save_time, write_text
+from plait.checkpoint.manifest import INDEX_NAME, FileRecord, Index, Manifest, StoredPiece, save_time, write_text
 from plait.checkpoint.memory import WRITERS, thread_count
 from plait.checkpoint.pieces import Entry, HeldPiece, Piece, Staging, WriteAssignment, held_pieces
 from plait.checkpoint.ranks import Disks, attempt, find_disks, raise_on_all_ranks
@@ -98,7 +97,9 @@ class CheckpointWriter:
         start = time.perf_counter()
         disks = self.disks
         mine = self._shares.mine(held_pieces(tensors))
-        job = _Job(target, dict(state), step, self._world.size, self.channel, disks, self._reopen, self._storage, tidy)
+        job = _SaveJob(
+            target, dict(state), step, self._world.size, self.channel, disks, self._reopen, self._storage, tidy
+        )
         if self._staging is None:
             threads = thread_count(WRITERS, cores=os.cpu_count() or 1, ranks=self._world.ranks.local_size)
             size = job.run(mine, threads=threads)
@@ -173,10 +174,12 @@ def write_single_process(
             for name, (shape, dtype) in tensors.items()
         ]
         _make_staging(staging, sum(piece.bytes for piece in pieces))
-        written = _write(staging / _file_name(0), [(piece, partial(_read_strips, read, piece)) for piece in pieces])
-        manifest, text = _describe(target, [written], dict(state), step=step, world_size=1)
-        _seal(staging, manifest, text)
-        _name(staging, target)
+        rank_file = _write_rank_file(
+            staging / _file_name(0), [(piece, partial(_read_strips, read, piece)) for piece in pieces]
+        )
+        manifest, text = _make_manifest(target, [rank_file], dict(state), step=step, world_size=1)
+        _write_manifest(staging, manifest, text)
+        _publish(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -184,7 +187,7 @@ def write_single_process(
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _RankFile:
     """The file that one rank wrote, and the pieces in it."""
 
     file: str
@@ -193,7 +196,7 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _SaveJob:
     """One checkpoint that is being written."""
 
     target: Path
@@ -212,23 +215,20 @@ class _Job:
         try:
             needed = sum(piece.piece.bytes for piece in mine)
             sizes = [size for lead, size in channel.all_gather((self.disks.lead, needed)) if lead == self.disks.rank]
-            self._lead(lambda: _make_staging(staging, sum(sizes)))
-            written: list[_Written] = []
-            self._together(attempt(lambda: written.append(self._write_part(staging, mine, threads))))
+            self._on_leading_ranks(lambda: _make_staging(staging, sum(sizes)))
+            written: list[_RankFile] = []
+            self._raise_on_all(attempt(lambda: written.append(self._write_own_file(staging, mine, threads))))
             written_by_rank = channel.gather(written[0])
             described: list[tuple[Manifest, str]] = []
-            if written_by_rank is not None:
-                describe = partial(
-                    _describe, self.target, written_by_rank, self.state, step=self.step, world_size=self.world_size
-                )
-                self._together(attempt(lambda: described.append(describe())))
-            else:
-                self._together(None)
+            failure = (
+                None if written_by_rank is None else attempt(lambda: described.append(self._manifest(written_by_rank)))
+            )
+            self._raise_on_all(failure)
             manifest, text = described[0] if described else (None, None)
             if not self.disks.shared:
                 manifest, text = channel.broadcast((manifest, text))
-            self._lead(lambda: _seal(staging, manifest, text))
-            self._lead(lambda: _name(staging, self.target))
+            self._on_leading_ranks(lambda: _write_manifest(staging, manifest, text))
+            self._on_leading_ranks(lambda: _publish(staging, self.target))
         except CheckpointError:
             if self.disks.is_lead:
                 shutil.rmtree(staging, ignore_errors=True)  # on a full disk it would leave no space for the next one
@@ -240,6 +240,9 @@ class _Job:
             raise_on_all_ranks(channel, attempt(self.tidy) if self.disks.is_lead else None, text)
         return int(channel.broadcast(None if manifest is None else manifest.bytes))
 
+    def _manifest(self, files: Sequence[_RankFile]) -> tuple[Manifest, str]:
+        return _make_manifest(self.target, files, self.state, step=self.step, world_size=self.world_size)
+
     def _copy_to(self, storage: StoredCheckpoints) -> None:
         """Put the checkpoint into a storage; see [Note: local first], `plait.checkpoint.storage`."""
         text = f"{self.target} is saved, but could not be copied to `checkpoint.storage`"
@@ -250,19 +253,19 @@ class _Job:
         )
         raise_on_all_ranks(self.channel, attempt(lambda: storage.seal(self.target)) if first else None, text)
 
-    def _lead(self, action: Callable[[], None]) -> None:
-        self._together(attempt(action) if self.disks.is_lead else None)
+    def _on_leading_ranks(self, action: Callable[[], None]) -> None:
+        self._raise_on_all(attempt(action) if self.disks.is_lead else None)
 
-    def _together(self, failure: str | None) -> None:
+    def _raise_on_all(self, failure: str | None) -> None:
         raise_on_all_ranks(
             self.channel, failure, f"{self.target} was not written; the checkpoints before it are untouched"
         )
 
-    def _write_part(self, staging: Path, mine: Sequence[HeldPiece], threads: int) -> _Written:
+    def _write_own_file(self, staging: Path, mine: Sequence[HeldPiece], threads: int) -> _RankFile:
         path = staging / _file_name(self.channel.rank)
-        written = _write(path, [(held.piece, held.strips) for held in mine], threads=threads)
+        written = _write_rank_file(path, [(held.piece, held.strips) for held in mine], threads=threads)
         if self.reopen:
-            _compare(path, written)
+            _verify_rank_file(path, written)
         return written
 
 
@@ -274,7 +277,7 @@ PieceStrips = tuple[Piece, Callable[[], Iterable[Tensor]]]
 """A piece, and what returns its values, some rows after others."""
 
 
-def _write(path: Path, tensors: Sequence[PieceStrips], *, threads: int = 1) -> _Written:
+def _write_rank_file(path: Path, tensors: Sequence[PieceStrips], *, threads: int = 1) -> _RankFile:
     with TensorFileWriter(path, [(piece.key, piece.dtype, piece.shape) for piece, _ in tensors]) as file:
 
         def write(item: PieceStrips) -> tuple[Piece, StoredPiece]:
@@ -287,10 +290,10 @@ def _write(path: Path, tensors: Sequence[PieceStrips], *, threads: int = 1) -> _
         else:
             with ThreadPoolExecutor(threads) as pool:
                 stored = list(pool.map(write, tensors))
-    return _Written(path.name, FileRecord(file.size, file.head), stored)
+    return _RankFile(path.name, FileRecord(file.size, file.header_digest), stored)
 
 
-def _compare(path: Path, written: _Written) -> None:
+def _verify_rank_file(path: Path, written: _RankFile) -> None:
     """Read a file again and compare names, shapes and every block with what was written."""
     slots = read_slots(path)
     wanted = {piece.key: (piece.dtype, piece.shape) for piece, _ in written.pieces}
@@ -301,12 +304,12 @@ def _compare(path: Path, written: _Written) -> None:
             reader.check(stored, piece.dtype)
 
 
-def _describe(
-    target: Path, written: Sequence[_Written], state: dict[str, Any], *, step: int, world_size: int
+def _make_manifest(
+    target: Path, written: Sequence[_RankFile], state: dict[str, Any], *, step: int, world_size: int
 ) -> tuple[Manifest, str]:
-    text = Index.of(pair for rank_files in written for pair in rank_files.pieces).text()
-    files = {rank_files.file: rank_files.record for rank_files in written}
-    files[index_file.INDEX_NAME] = FileRecord(len(text.encode()), digest(text.encode()))
+    text = Index.of(pair for rank_file in written for pair in rank_file.pieces).text()
+    files = {rank_file.file: rank_file.record for rank_file in written}
+    files[INDEX_NAME] = FileRecord(len(text.encode()), digest(text.encode()))
     versions = {"plait": _own_version(), "torch": torch.__version__}
     return Manifest(step, world_size, files, state, versions, save_time(target.parent)), text
 
@@ -332,15 +335,15 @@ def _make_staging(staging: Path, needed: int) -> None:
         raise OSError(f"the disk is full: {staging.parent} has {left} left, the checkpoint takes {size}")
 
 
-def _seal(staging: Path, manifest: Manifest | None, text: str | None) -> None:
+def _write_manifest(staging: Path, manifest: Manifest | None, text: str | None) -> None:
     assert manifest is not None
     assert text is not None
-    write_text(staging / index_file.INDEX_NAME, text)
+    write_text(staging / INDEX_NAME, text)
     manifest.write(staging)
     sync_to_disk(staging)
 
 
-def _name(staging: Path, target: Path) -> None:
+def _publish(staging: Path, target: Path) -> None:
     if target.exists():
         # The same step, saved again: the old one is renamed until the new one is in place.
         previous = target.with_name(f".{target.name}.old.tmp")

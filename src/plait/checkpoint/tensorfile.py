@@ -53,7 +53,7 @@ class Slot(NamedTuple):
     bytes: int
 
 
-def lay_out(
+def make_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], about: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Slot]]:
     """Return the header of a file for these tensors, and the position of each."""
@@ -70,11 +70,11 @@ def lay_out(
         offset += size
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {key: slot._replace(begin=slot.begin + len(head)) for key, slot in slots.items()}
+    header = len(text).to_bytes(8, "little") + text
+    return header, {key: slot._replace(begin=slot.begin + len(header)) for key, slot in slots.items()}
 
 
-def read_head(file: int) -> bytes:
+def read_header(file: int) -> bytes:
     """Return the header of an open safetensors file: the 8 bytes of its length, and its JSON. Raises `ValueError`."""
     size = os.fstat(file).st_size
     length = os.pread(file, 8, 0)
@@ -87,21 +87,21 @@ def read_head(file: int) -> bytes:
     return length + bytes(content)
 
 
-def slots_in(head: bytes, size: int) -> dict[str, Slot]:
+def slots_in(header: bytes, size: int) -> dict[str, Slot]:
     """Return the positions of the tensors in a file of `size` bytes that begins with this header.
 
     Raises `ValueError` unless the tensors fill the file from the end of the header to its own end, each with as many
     bytes as its shape and dtype take, without overlap.
     """
     try:
-        fields = json.loads(head[8:], object_pairs_hook=_once)
+        fields = json.loads(header[8:], object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("its head is nested too deeply") from None
     if not isinstance(fields, dict):
         raise ValueError("its head is not a JSON object")
     fields.pop("__metadata__", None)
-    slots = {name: _slot(name, field, len(head)) for name, field in fields.items()}
-    end = len(head)
+    slots = {name: _slot(name, field, len(header)) for name, field in fields.items()}
+    end = len(header)
     for name, slot in sorted(slots.items(), key=lambda item: item[1][2:]):
         if slot.begin != end:
             raise ValueError(f"{name} begins at byte {slot.begin}, expected {end}, the end of the tensor before it")
@@ -117,7 +117,7 @@ def read_slots(path: Path) -> dict[str, Slot]:
     """Return the positions of the tensors of a safetensors file. Raises `ValueError` where it is malformed."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        return slots_in(read_head(file), os.fstat(file).st_size)
+        return slots_in(read_header(file), os.fstat(file).st_size)
     finally:
         os.close(file)
 
@@ -129,7 +129,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def _slot(name: str, field: object, head: int) -> Slot:
+def _slot(name: str, field: object, header_size: int) -> Slot:
     match field:
         case {"dtype": str(dtype_name), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
             type(length) is int and length >= 0 for length in shape
@@ -141,7 +141,7 @@ def _slot(name: str, field: object, head: int) -> Slot:
             size = math.prod(shape) * DTYPES[dtype_name].itemsize
             if end - begin != size:
                 raise ValueError(f"{name} has {end - begin} bytes, and its shape {shape} of {dtype_name} takes {size}")
-            return Slot(DTYPES[dtype_name], tuple(shape), head + begin, size)
+            return Slot(DTYPES[dtype_name], tuple(shape), header_size + begin, size)
     raise ValueError(f"{name} is described by {field!r:.80}, expected dtype, shape and data_offsets")
 
 
@@ -176,14 +176,14 @@ class TensorFileWriter:
         tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
         about: Mapping[str, str] | None = None,
     ) -> None:
-        head, self.slots = lay_out(tensors, about)
-        self.head = digest(head)
-        self.size = len(head) + sum(slot.bytes for slot in self.slots.values())
+        header, self.slots = make_header(tensors, about)
+        self.header_digest = digest(header)
+        self.size = len(header) + sum(slot.bytes for slot in self.slots.values())
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._bounce = threading.local()
+        self._thread_local = threading.local()
         try:
             os.ftruncate(self._file, self.size)
-            write_all(self._file, memoryview(head), 0)
+            write_all(self._file, memoryview(header), 0)
         except BaseException:
             os.close(self._file)
             raise
@@ -228,9 +228,9 @@ class TensorFileWriter:
 
     def _on_host(self, block: Tensor) -> Tensor:
         """Copy a block from the device to a pinned buffer, one per thread: memory does not grow with the file."""
-        buffer: Tensor | None = getattr(self._bounce, "buffer", None)
+        buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
         if buffer is None:
-            buffer = self._bounce.buffer = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+            buffer = self._thread_local.buffer = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
         return buffer[: block.numel()].copy_(block)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.checkpoint.convert.source import Source
 from plait.checkpoint.manifest import MANIFEST_NAME
 from plait.checkpoint.pieces import Piece
-from plait.checkpoint.save import _describe, _seal, _write, write_single_process
+from plait.checkpoint.save import _make_manifest, _write_manifest, _write_rank_file, write_single_process
 from plait.checkpoint.tensorfile import digest
 
 DESCRIPTION = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
@@ -150,8 +150,8 @@ def write_as_two_ranks(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
         return [tensors[piece.name][inside].contiguous() if inside else tensors[piece.name]]
 
     written = [
-        _write(folder / f"rank-{rank:05d}.safetensors", [(piece, partial(part, piece)) for piece in pieces])
+        _write_rank_file(folder / f"rank-{rank:05d}.safetensors", [(piece, partial(part, piece)) for piece in pieces])
         for rank, pieces in enumerate(ranks)
     ]
-    _seal(folder, *_describe(folder, written, {}, step=STEPS, world_size=2))
+    _write_manifest(folder, *_make_manifest(folder, written, {}, step=STEPS, world_size=2))
     return folder

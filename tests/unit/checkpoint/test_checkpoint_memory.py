@@ -53,9 +53,9 @@ def test_a_rectangle_that_is_cut_out_is_read_by_way_of_a_room(tmp_path: Path) ->
     target, straight = torch.empty(len(whole), 3), torch.empty_like(whole)
     with PieceReader(tmp_path / "c") as reader:
         reader.copy(record.pieces[0], record.dtype, (0, 0), tuple(whole.shape), straight)
-        assert not hasattr(reader._bounce, "room")
+        assert not hasattr(reader._thread_local, "buffer")
         reader.copy(record.pieces[0], record.dtype, (0, 2), (len(whole), 5), target)
-        assert reader._bounce.buffer.nbytes == READ_BUFFER
+        assert reader._thread_local.buffer.nbytes == READ_BUFFER
     assert torch.equal(straight, whole)
     assert torch.equal(target, whole[:, 2:5])
 

@@ -172,9 +172,9 @@ class AttentionHeads(NamedTuple):
         return take
 
 
-def heads_of(whole: MegatronWeights) -> AttentionHeads:
+def heads_of(source: MegatronWeights) -> AttentionHeads:
     """Return the attention heads from the training arguments."""
-    args = whole.args
+    args = source.args
     count = args.count("num_attention_heads")
     groups = args.count("num_query_groups") if args("group_query_attention", False) else count
     return AttentionHeads(count, groups, args("kv_channels", args.count("hidden_size") // count))
@@ -183,17 +183,17 @@ def heads_of(whole: MegatronWeights) -> AttentionHeads:
 class Recipes:
     """Collects recipes; a tensor may have one of several names in the checkpoint."""
 
-    def __init__(self, whole: MegatronWeights) -> None:
-        self._whole = whole
+    def __init__(self, source: MegatronWeights) -> None:
+        self._source = source
         self.all: dict[str, Recipe] = {}
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of this name."""
-        return f"model.{name}" in self._whole.entries
+        return f"model.{name}" in self._source.entries
 
     def shape(self, *names: str) -> tuple[int, ...]:
         """Return the shape of the tensor with the first of these names that exists."""
-        return tuple(self._whole.entries[f"model.{self._stored_name(names)}"].shape)
+        return tuple(self._source.entries[f"model.{self._stored_name(names)}"].shape)
 
     def make(self, target: str, *names: str, by: Callable[[Tensor], Tensor] | None = None) -> None:
         """Add one tensor of `transformers`, made from the first of these names that exists."""
@@ -203,20 +203,20 @@ class Recipes:
         for name in names:
             if self.has(name):
                 return name
-        raise CheckpointError(f"{self._whole.path} lacks {names[0]}; is it the whole model?")
+        raise CheckpointError(f"{self._source.path} lacks {names[0]}; is it the whole model?")
 
 
-def layers_of(whole: MegatronWeights) -> Iterator[tuple[int, str]]:
+def layers_of(source: MegatronWeights) -> Iterator[tuple[int, str]]:
     """Return the number of each layer, and the prefix of its names."""
-    return ((layer, f"decoder.layers.{layer}.") for layer in range(whole.args.count("num_layers")))
+    return ((layer, f"decoder.layers.{layer}.") for layer in range(source.args.count("num_layers")))
 
 
-def refuse(whole: MegatronWeights, expected: Mapping[str, Any]) -> None:
+def refuse(source: MegatronWeights, expected: Mapping[str, Any]) -> None:
     """Refuse a model whose training arguments differ from the supported ones."""
     for name, value in expected.items():
-        actual = whole.args(name, value)
+        actual = source.args(name, value)
         if actual != value:
-            raise CheckpointError(f"{whole.path} was trained with {name} {actual!r}; only {value!r} is supported")
+            raise CheckpointError(f"{source.path} was trained with {name} {actual!r}; only {value!r} is supported")
 
 
 # The format `torch_dist`: files of `torch.distributed.checkpoint`, in which layers and experts are stacked.
@@ -280,23 +280,23 @@ _GPT2_SETTINGS = {
 }
 
 
-def as_gpt2(whole: MegatronWeights) -> HFDescription:
+def as_gpt2(source: MegatronWeights) -> HFDescription:
     """Return the model as GPT-2 of `transformers`, which stores its matrices transposed."""
-    refuse(whole, _GPT2_SETTINGS)
-    recipes, heads = Recipes(whole), heads_of(whole)
+    refuse(source, _GPT2_SETTINGS)
+    recipes, heads = Recipes(source), heads_of(source)
     if heads.groups != heads.queries:
         raise CheckpointError(
-            f"{whole.path} has learned positions and grouped queries, which no model of transformers supports"
+            f"{source.path} has learned positions and grouped queries, which no model of transformers supports"
         )
     recipes.make("transformer.wte.weight", "embedding.word_embeddings.weight")
     recipes.make("transformer.wpe.weight", "embedding.position_embeddings.weight")
-    if not whole.tied:
+    if not source.tied:
         recipes.make("lm_head.weight", "output_layer.weight")
     for suffix in ("weight", "bias"):
         recipes.make(f"transformer.ln_f.{suffix}", f"decoder.final_layernorm.{suffix}")
-        for layer, theirs in layers_of(whole):
+        for layer, theirs in layers_of(source):
             _layer(recipes, f"transformer.h.{layer}.", theirs, suffix, heads)
-    args = whole.args
+    args = source.args
     vocab_size, width = recipes.shape("embedding.word_embeddings.weight")
     config = {
         "model_type": "gpt2",
@@ -309,7 +309,7 @@ def as_gpt2(whole: MegatronWeights) -> HFDescription:
         # Megatron's default, the fused kernel, is the tanh approximation.
         "activation_function": "gelu_new" if args("openai_gelu", False) or args("bias_gelu_fusion", True) else "gelu",
         "layer_norm_epsilon": float(args("norm_epsilon", 1e-5)),
-        "tie_word_embeddings": whole.tied,
+        "tie_word_embeddings": source.tied,
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -320,8 +320,8 @@ def _layer(recipes: Recipes, ours: str, theirs: str, suffix: str, heads: Attenti
     turn = torch.t if suffix == "weight" else None
 
     def sorted_heads(joined: Tensor) -> Tensor:
-        whole = torch.cat([heads.select(which)(joined) for which in range(3)])
-        return whole if turn is None else turn(whole)
+        source = torch.cat([heads.select(which)(joined) for which in range(3)])
+        return source if turn is None else turn(source)
 
     norms = {
         "ln_1": (f"self_attention.linear_qkv.layer_norm_{suffix}", f"input_layernorm.{suffix}"),
@@ -355,16 +355,16 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 """The settings of Megatron's `--use-rope-scaling` other than its factor."""
 
 
-def as_llama(whole: MegatronWeights) -> HFDescription:
+def as_llama(source: MegatronWeights) -> HFDescription:
     """Return the model as one of `transformers`; its tensors decide which of the family it is."""
-    refuse(whole, _LLAMA_SETTINGS)
-    recipes, heads = Recipes(whole), heads_of(whole)
+    refuse(source, _LLAMA_SETTINGS)
+    recipes, heads = Recipes(source), heads_of(source)
     recipes.make("model.embed_tokens.weight", "embedding.word_embeddings.weight")
     recipes.make("model.norm.weight", "decoder.final_layernorm.weight")
-    if not whole.tied:
+    if not source.tied:
         recipes.make("lm_head.weight", "output_layer.weight")
     experts, model_type = _experts(recipes), _model_type(recipes)
-    for layer, theirs in layers_of(whole):
+    for layer, theirs in layers_of(source):
         ours = f"model.layers.{layer}."
         _attention(recipes, ours, theirs, heads)
         if model_type == "mixtral":
@@ -373,7 +373,7 @@ def as_llama(whole: MegatronWeights) -> HFDescription:
             _mixture(recipes, f"{ours}mlp.", theirs, ("gate_proj", "up_proj", "down_proj"), experts)
         else:
             _gated(recipes, f"{ours}mlp.", f"{theirs}mlp.", ("gate_proj", "up_proj", "down_proj"))
-    return HFDescription(_config(whole, recipes, heads, model_type, experts), recipes.all)
+    return HFDescription(_config(source, recipes, heads, model_type, experts), recipes.all)
 
 
 def _model_type(recipes: Recipes) -> str:
@@ -427,9 +427,9 @@ def _mixture(recipes: Recipes, ours: str, theirs: str, names: tuple[str, str, st
 
 
 def _config(
-    whole: MegatronWeights, recipes: Recipes, heads: AttentionHeads, model_type: str, experts: int
+    source: MegatronWeights, recipes: Recipes, heads: AttentionHeads, model_type: str, experts: int
 ) -> dict[str, Any]:
-    args = whole.args
+    args = source.args
     vocab_size, width = recipes.shape("embedding.word_embeddings.weight")
     inner = "decoder.layers.0.mlp.experts.local_experts.0." if experts else "decoder.layers.0.mlp."
     hidden = recipes.shape(f"{inner}linear_fc2.weight")[1]
@@ -443,8 +443,8 @@ def _config(
         "num_key_value_heads": heads.groups,
         "max_position_embeddings": args.count("max_position_embeddings"),
         "rms_norm_eps": float(args("norm_epsilon", 1e-5)),
-        "rope_parameters": _rope(whole),
-        "tie_word_embeddings": whole.tied,
+        "rope_parameters": _rope(source),
+        "tie_word_embeddings": source.tied,
         "hidden_act": "silu",
         "bos_token_id": None,
         "eos_token_id": None,
@@ -464,11 +464,11 @@ def _config(
     return config
 
 
-def _rope(whole: MegatronWeights) -> dict[str, Any]:
-    base = {"rope_theta": float(whole.args("rotary_base", 10000))}
-    if not whole.args("use_rope_scaling", False):
+def _rope(source: MegatronWeights) -> dict[str, Any]:
+    base = {"rope_theta": float(source.args("rotary_base", 10000))}
+    if not source.args("use_rope_scaling", False):
         return {"rope_type": "default", **base}
-    return {"rope_type": "llama3", **base, "factor": float(whole.args("rope_scaling_factor", 8.0)), **_LLAMA_3}
+    return {"rope_type": "llama3", **base, "factor": float(source.args("rope_scaling_factor", 8.0)), **_LLAMA_3}
 
 
 # The format `torch`: one file per rank, in which layers are numbered from 0 in each pipeline stage.
@@ -631,22 +631,22 @@ def open_megatron(path: Path) -> Source:
     """
     folder = iteration(path)
     if rank_files(folder):
-        whole = read_ranks(folder)
+        source = read_ranks(folder)
     else:
         check_backend(folder)
-        whole = read_distributed(folder)
-    described = as_gpt2(whole) if f"model.{_POSITIONS}" in whole.entries else as_llama(whole)
-    _refuse_the_rest(whole, {name for names, _ in described.recipes.values() for name in names})
+        source = read_distributed(folder)
+    described = as_gpt2(source) if f"model.{_POSITIONS}" in source.entries else as_llama(source)
+    _refuse_the_rest(source, {name for names, _ in described.recipes.values() for name in names})
     model = {"type": "hf", "config": described.config}
-    return View(whole, described.recipes, state={"config": {"model": model}})
+    return View(source, described.recipes, state={"config": {"model": model}})
 
 
-def _refuse_the_rest(whole: MegatronWeights, used: set[str]) -> None:
-    copied = {"model.output_layer.weight"} if whole.tied else set()
-    left = sorted(name.removeprefix("model.") for name in whole.entries.keys() - used - copied)
+def _refuse_the_rest(source: MegatronWeights, used: set[str]) -> None:
+    copied = {"model.output_layer.weight"} if source.tied else set()
+    left = sorted(name.removeprefix("model.") for name in source.entries.keys() - used - copied)
     if left:
         shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-        raise CheckpointError(f"{whole.path} holds tensors that no supported model has: {shown}")
+        raise CheckpointError(f"{source.path} holds tensors that no supported model has: {shown}")
 
 
 def without_padding(source: Source, vocab_size: int) -> Source:
