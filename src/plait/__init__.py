@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from plait.config import custom_part as part
     from plait.data import MicroBatch as MicroBatch
     from plait.distributed import World as World
-    from plait.engine import Built as Built
+    from plait.engine import BuiltModel as BuiltModel
     from plait.engine import Engine as Engine
     from plait.engine import Evaluation as Evaluation
     from plait.engine import LossNormalizer as LossNormalizer
@@ -110,7 +110,7 @@ if TYPE_CHECKING:
     from plait.engine import SteppingEngine as SteppingEngine
     from plait.engine import StepResult as StepResult
     from plait.engine import WeightedLoss as WeightedLoss
-    from plait.engine import build_whole as build_whole
+    from plait.engine import build_full_model as build_full_model
     from plait.engine import prepare as prepare
     from plait.engine import read_loss as read_loss
     from plait.models import LossTerm as LossTerm
@@ -136,7 +136,7 @@ __all__ = [
     "AdamWOptim",
     "Batch",
     "Best",
-    "Built",
+    "BuiltModel",
     "Checkpoint",
     "Cifar10Data",
     "Compile",
@@ -223,7 +223,7 @@ __all__ = [
     "World",
     "Wrap",
     "__version__",
-    "build_whole",
+    "build_full_model",
     "errors",
     "part",
     "prepare",

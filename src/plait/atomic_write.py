@@ -1,10 +1,9 @@
-"""What is written beside its place, and moved there once it is whole.
+"""Atomic writes: files and folders are written beside their target, and moved there once they are complete.
 
-[Note: drafts of the dead] A process that is killed cannot tidy up, and what it leaves under a name of its own would
-stay for ever: with every kill one more. So a draft lies in a hidden folder on which its writer holds a lock, and
-whoever drafts something in the same place removes the folders that nobody holds any more. A lock ends with its process,
-however that ends. The number of a process would not do: it is used again, and means nothing on another host. Where the
-file system has no locks, nothing is removed.
+[Note: leftovers of killed processes] A killed process cannot clean up, and its temporary files would stay for ever. So
+they lie in a hidden folder on which the writer holds a lock, and every writer in the same parent folder first removes
+the hidden folders that are not locked. A lock ends with its process, however that ends. A process id would not do: it
+is reused, and means nothing on another host. On file systems without locks nothing is removed.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_DRAFT = re.compile(r"\..+\.[0-9a-f]{32}\.tmp$")
+_STAGING = re.compile(r"\..+\.[0-9a-f]{32}\.tmp$")
 
 
 @contextmanager
-def drafting(target: Path) -> Iterator[Path]:
-    """A path on the disk of `target` for a file or folder that is to be moved there; the end removes what is left.
+def staging_path(target: Path) -> Iterator[Path]:
+    """Yield a path on the file system of `target`, for a file or folder to be moved there; the end removes leftovers.
 
-    Any number of processes may draft the same thing: each has a path to itself. [Note: drafts of the dead]
+    Any number of processes may write the same target: each has its own path. [Note: leftovers of killed processes]
     """
     if target.parent.is_dir():
         _sweep(target.parent)
@@ -39,24 +38,24 @@ def drafting(target: Path) -> Iterator[Path]:
 
 
 def write_atomically(target: Path, text: str) -> None:
-    """Write a file: after a crash, or where the disk is full, it is there as it was, or as it is now."""
-    with drafting(target) as draft:
-        with draft.open("w", encoding="utf-8") as file:
+    """Write a file: after a crash, or if the disk is full, it has either its old or its new contents."""
+    with staging_path(target) as staging:
+        with staging.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(target)
+        staging.replace(target)
 
 
 def _make(target: Path) -> tuple[Path, int | None]:
-    """A new folder, and the lock on it."""
+    """Create a hidden folder, and lock it; None if the file system has no locks."""
     while True:
         folder = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         folder.mkdir(parents=True)
         try:
             lock = _lock(folder)
         except (BlockingIOError, FileNotFoundError):
-            continue  # somebody who tidies up was faster
+            continue  # another process removed it before it was locked
         except OSError:
             return folder, None
         if folder.exists():
@@ -74,10 +73,10 @@ def _lock(folder: Path) -> int:
     return file
 
 
-def _sweep(place: Path) -> None:
-    for folder in place.iterdir():
-        if _DRAFT.match(folder.name) and folder.is_dir() and not folder.is_symlink():
-            with suppress(OSError):  # its writer is at work, or somebody else tidies up
+def _sweep(parent: Path) -> None:
+    for folder in parent.iterdir():
+        if _STAGING.match(folder.name) and folder.is_dir() and not folder.is_symlink():
+            with suppress(OSError):  # its writer is active, or another process removes it
                 lock = _lock(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)

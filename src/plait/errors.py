@@ -1,4 +1,4 @@
-"""Every exception a user can meet.
+"""All exceptions that Plait raises on purpose.
 
     PlaitError
     ├── ConfigError          the run description is wrong; lists every problem at once
@@ -6,14 +6,14 @@
     ├── ModelError           a model cannot be built, wrapped or called as asked
     ├── DataError            a data source is missing, malformed or empty
     ├── CheckpointError      a checkpoint cannot be written, read or trusted
-    ├── TrainingError        the run itself cannot go on
+    ├── TrainingError        the run cannot continue
     │   ├── NonFiniteError   too many steps in a row had a non-finite loss or gradient
-    │   └── RolloutMismatchError  what wrote the answers is not the policy that is trained
-    ├── GenerateError        no text can be generated as asked
+    │   └── RolloutMismatchError  the sampler of the rollouts is not the policy that is trained
+    ├── GenerateError        text cannot be generated as asked
     ├── MissingExtraError    an optional package is needed and absent
     └── UnsupportedVersionError  an installed torch or transformers lacks something private that Plait needs
 
-Each message names what was wrong, the value that was found, and the remedy.
+Each message names what is wrong, the value, and the remedy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Problem:
     path: str
     """Dotted path of the key, for example ``strategy.zero``."""
     message: str
-    """What is wrong with it, the found value included."""
+    """What is wrong with it, with the value."""
     remedy: str = ""
     """What to write instead."""
     origin: str = ""
@@ -46,24 +46,24 @@ class Problem:
 
 
 class ConfigError(PlaitError):
-    """The run description is wrong. ``problems`` holds all that was found, not only the first."""
+    """The run description is wrong. ``problems`` holds all problems, not only the first."""
 
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        # Options begin with a dash, and the names of arguments are written large; no key of a description is.
+        # Command-line options begin with a dash, and arguments are upper case; keys of a run description are neither.
         typed = all(problem.path.startswith("-") or problem.path.isupper() for problem in self.problems)
         where = "on the command line" if typed else "in the run description"
         super().__init__("\n".join([f"{head} {where}:", *(f"  - {p}" for p in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        """It may travel between ranks, and arrives with its problems."""
+        """Pickle with its problems, to be sent between ranks."""
         return ConfigError, (self.problems,)
 
 
 def in_one_line(error: PlaitError) -> str:
-    """An error as a reason in a table or a log."""
+    """Return an error as one line, for tables and logs."""
     if isinstance(error, ConfigError):
         return "; ".join(f"{problem.path}: {problem.message}" for problem in error.problems)
     return " ".join(str(error).split())
@@ -86,7 +86,7 @@ class CheckpointError(PlaitError):
 
 
 class TrainingError(PlaitError):
-    """The run itself cannot go on."""
+    """The run cannot continue."""
 
 
 class NonFiniteError(TrainingError):
@@ -94,19 +94,19 @@ class NonFiniteError(TrainingError):
 
 
 class RolloutMismatchError(TrainingError):
-    """What wrote the answers is not the policy that is trained: they disagree about the log-probabilities."""
+    """The sampler of the rollouts is not the policy that is trained: their log-probabilities differ."""
 
 
 class GenerateError(PlaitError):
-    """No text can be generated as asked."""
+    """Text cannot be generated as asked."""
 
 
 class ContextError(GenerateError):
-    """What is asked is longer than the model sees."""
+    """The request is longer than the model's context."""
 
 
 class MissingExtraError(PlaitError):
-    """An optional package is needed and absent."""
+    """An optional package is needed and not installed."""
 
     def __init__(self, package: str, needed_for: str, extra: str) -> None:
         super().__init__(f"{needed_for} needs the package {package!r}: pip install 'plait[{extra}]'")

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from plait.atomic_write import drafting
+from plait.atomic_write import staging_path
 from plait.config import JsonlData, TextData, as_utf8, parse_json
 from plait.data.tokenizer import END, TextTokenizer, load_tokenizer, train_tokenizer
 from plait.data.tokens import TokenWriter
@@ -226,7 +226,7 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     try:
         if entry.is_dir():
             return entry
-        with drafting(entry) as staging:
+        with staging_path(entry) as staging:
             staging.mkdir()
             build(staging)
             staging.rename(entry)

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from plait.engine.engines import prepare_engine as prepare_engine
     from plait.engine.engines import stage_of as stage_of
     from plait.engine.evaluating import evaluate as evaluate
-    from plait.engine.foreign import Built as Built
-    from plait.engine.foreign import build_whole as build_whole
+    from plait.engine.foreign import BuiltModel as BuiltModel
+    from plait.engine.foreign import build_full_model as build_full_model
     from plait.engine.forward import LogFunction as LogFunction
     from plait.engine.loss import LossFunction as LossFunction
     from plait.engine.loss import LossNormalizer as LossNormalizer
     from plait.engine.loss import WeightedLoss as WeightedLoss
-    from plait.engine.loss import described_loss as described_loss
+    from plait.engine.loss import configured_loss as configured_loss
     from plait.engine.loss import read_loss as read_loss
     from plait.engine.manual import LoopEngine as LoopEngine
     from plait.engine.manual import ManualEngine as ManualEngine
     from plait.engine.manual import prepare_manual as prepare_manual
     from plait.engine.native import NativeEngine as NativeEngine
     from plait.engine.offload import OffloadedParams as OffloadedParams
-    from plait.engine.preparation import Length as Length
     from plait.engine.preparation import Preparation as Preparation
+    from plait.engine.preparation import RunLength as RunLength
     from plait.engine.prepare import prepare_native as prepare_native
     from plait.engine.update import AsyncHostCopy as AsyncHostCopy
 else:

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from plait.config import AdamConfig, AdamWConfig, RunConfig, check_library
 from plait.distributed import World, all_gather_flat, export_ranks, open_group_of_one, seed_everything
 from plait.engine.foreign import (
-    Built,
+    BuiltModel,
     EvenNormalizer,
     ForeignEngine,
     ForeignStates,
     PlainStates,
     StepNormalizer,
-    build_whole,
+    build_full_model,
 )
 from plait.engine.preparation import Preparation
 from plait.errors import ConfigError, Problem
@@ -40,7 +40,7 @@ class ColossalEngine(ForeignEngine):
         boosted: Any,
         wrapper: Any,
         states: ForeignStates,
-        built: Built,
+        built: BuiltModel,
         given: Preparation,
     ) -> None:
         """`boosted` and `wrapper` are the model and the optimizer as `booster.boost` returned them."""
@@ -266,7 +266,7 @@ class SplitStates(ForeignStates):
         filled = F.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
         mine.data.copy_(filled.narrow(0, size * dist.get_rank(), size))
         if key is None:
-            self.write_computing(param, whole)
+            self.write_model_weight(param, whole)
 
 
 class ScatteredStates(ForeignStates):
@@ -330,7 +330,7 @@ class FlatParamStates(ScatteredStates):
             local = whole.flatten().narrow(0, info.intra_param_start_idx, info.numel_in_shard)
             mine.data.copy_(local.view(mine.shape))
 
-    def write_computing(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, whole: Tensor) -> None:
         """Write the parameter, which holds both the fp32 weights and the weights that compute."""
         self.write(param, None, whole)
 
@@ -381,7 +381,7 @@ class ChunkStates(ScatteredStates):
         """Load zeros: Gemini allocates as it loads."""
         self.write(param, key, torch.zeros(shape, dtype=dtype, device=param.device))
 
-    def write_computing(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, whole: Tensor) -> None:
         """Keep the weight until `publish`, like trained ones."""
         self.write(param, None, whole)
 
@@ -395,7 +395,7 @@ def prepare_colossalai(given: Preparation) -> ColossalEngine:
     """Prepare a model for training with ColossalAI."""
     config, world = given.config, given.world
     colossalai = load_colossalai(world)
-    built = build_whole(given)
+    built = build_full_model(given)
     booster = colossalai.booster.Booster(plugin=make_plugin(config))
     boosted, wrapper = _boost(booster, built, config, world)
     seed_everything(config.seed, world.rank)
@@ -411,7 +411,7 @@ def prepare_colossalai(given: Preparation) -> ColossalEngine:
     return engine
 
 
-def _boost(booster: Any, built: Built, config: RunConfig, world: World) -> tuple[Any, Any]:
+def _boost(booster: Any, built: BuiltModel, config: RunConfig, world: World) -> tuple[Any, Any]:
     built.module.to(world.device)
     if config.strategy.plugin != "torch_fsdp":
         optimizer = _colossal_adam(built, config) if config.strategy.plugin == "gemini" else built.optimizer(config)
@@ -423,7 +423,7 @@ def _boost(booster: Any, built: Built, config: RunConfig, world: World) -> tuple
     return boosted, plugins.FSDPOptimizerWrapper(built.optimizer(config), boosted)
 
 
-def _colossal_adam(built: Built, config: RunConfig) -> Any:
+def _colossal_adam(built: BuiltModel, config: RunConfig) -> Any:
     """Return ColossalAI's Adam, the only optimizer of Gemini, with the parameter groups of the run's optimizer."""
     assert isinstance(config.optim, AdamWConfig | AdamConfig)
     hybrid_adam = importlib.import_module("colossalai.nn.optimizer").HybridAdam

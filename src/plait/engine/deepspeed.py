@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from plait.config import RunConfig, as_fp16_section, check_library, config_value, resolve_batch
 from plait.distributed import World, all_gather_flat, export_ranks, open_group_of_one, seed_everything
-from plait.engine.foreign import Built, EvenNormalizer, ForeignEngine, ForeignStates, PlainStates, build_whole
+from plait.engine.foreign import BuiltModel, EvenNormalizer, ForeignEngine, ForeignStates, PlainStates, build_full_model
 from plait.engine.forward import LogFunction
 from plait.engine.loss import LossNormalizer
 from plait.engine.preparation import Preparation
@@ -89,7 +89,7 @@ def _fp16(ds_config: dict[str, Any], config: RunConfig) -> dict[str, Any]:
 class RealDeepSpeedEngine(ForeignEngine):
     """Steps through `deepspeed.initialize`'s engine, which owns backward, reduction, clipping and update."""
 
-    def __init__(self, library_engine: Any, states: ForeignStates, built: Built, given: Preparation) -> None:
+    def __init__(self, library_engine: Any, states: ForeignStates, built: BuiltModel, given: Preparation) -> None:
         self._library_engine = library_engine
         self._scales = (
             hasattr(self._library_engine.optimizer, "override_loss_scale") and self._library_engine.zero_optimization()
@@ -351,9 +351,9 @@ class PartitionedStates(ForeignStates):
             return
         self.wrapper.set_local_hp_param(self._stretch(param, whole), param, key)
         if key is None:
-            self.write_computing(param, whole)
+            self.write_model_weight(param, whole)
 
-    def write_computing(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, whole: Tensor) -> None:
         """Write this rank's partition; the full parameter too if it is gathered, as small ones are between steps."""
         stretch, partition = self._stretch(param, whole), param.ds_tensor
         if partition.status.name == "AVAILABLE":
@@ -388,7 +388,7 @@ def prepare_deepspeed(given: Preparation) -> RealDeepSpeedEngine:
         message = f"DeepSpeed has no fp16 on this {world.device.type}"
         raise ConfigError(Problem("precision.compute", message, "Write `bf16`, or use `engine: native`."))
     _check_files(deepspeed, ds_config)
-    built = build_whole(given)
+    built = build_full_model(given)
     if DTYPES[config.precision.compute].itemsize < 4:
         widen_norms(built.module)
     library_engine = _initialize(deepspeed, built, ds_config, config)
@@ -404,7 +404,7 @@ def prepare_deepspeed(given: Preparation) -> RealDeepSpeedEngine:
     return engine
 
 
-def _initialize(deepspeed: Any, built: Built, ds_config: dict[str, Any], config: RunConfig) -> Any:
+def _initialize(deepspeed: Any, built: BuiltModel, ds_config: dict[str, Any], config: RunConfig) -> Any:
     try:
         with redirect_stdout(StringIO()):  # some of its memory reports are printed, whatever the log level
             if config.strategy.stage == 3:

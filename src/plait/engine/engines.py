@@ -37,7 +37,7 @@ from plait.config import (
 from plait.distributed import World, open_world, seed_everything
 from plait.engine.base import Engine
 from plait.engine.loss import LossFunction
-from plait.engine.preparation import Length, Preparation
+from plait.engine.preparation import Preparation, RunLength
 from plait.errors import ConfigError, Problem
 from plait.plugins import call, load
 
@@ -197,7 +197,7 @@ def prepare(
         world,
         model=None if isinstance(model, (str, Mapping, Section)) else model,
         loss_function=loss_fn,
-        length=Length(total_steps, steps_per_epoch),
+        length=RunLength(total_steps, steps_per_epoch),
         accumulation=batch.accumulation,
         example=example,
         log=print if world.is_main else lambda _text: None,

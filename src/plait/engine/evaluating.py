@@ -48,7 +48,7 @@ def evaluate(
     totals = [0.0, 0.0]
     records: list[list[Any]] = [[] for _ in metrics]
     count = 0
-    for batch in batches if even or world.everyone is None else _in_step(engine, batches, role):
+    for batch in batches if even or world.everyone is None else _synchronized(engine, batches, role):
         count += 1
         evaluation = engine.evaluate_micro_batch(batch)
         totals[0] += evaluation.loss_sum
@@ -72,7 +72,7 @@ def evaluate(
     return results
 
 
-def _in_step(engine: Engine, batches: Iterable[Any], role: str) -> Iterator[Any]:
+def _synchronized(engine: Engine, batches: Iterable[Any], role: str) -> Iterator[Any]:
     """Yield as many micro-batches on each rank as the rank with most has; see [Note: a rank without a batch]."""
     world = engine.world
     mine = iter(batches)

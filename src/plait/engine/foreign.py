@@ -41,7 +41,7 @@ from plait.optim import GroupSpec, OptimizerGroup, build_optimizer, split_groups
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltModel:
     """A full model with values, and what cannot be read from it any more once a library has wrapped it."""
 
     module: nn.Module
@@ -70,7 +70,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in module.named_parameters()}
 
 
-def build_whole(given: Preparation) -> Built:
+def build_full_model(given: Preparation) -> BuiltModel:
     """Build the full model on the host, with the same values as under every other engine."""
     config, world, policy, host = given.config, given.world, given.policy, torch.device("cpu")
     if config.deterministic:
@@ -92,7 +92,7 @@ def build_whole(given: Preparation) -> Built:
     groups = split_groups(module, config.optim)
     apply_recompute(find_wrap_units(module, config.strategy.wrap), config.strategy.recompute)
     params = dict(module.named_parameters())
-    return Built(
+    return BuiltModel(
         module,
         groups,
         blanks={name: torch.empty(param.shape, device="meta") for name, param in params.items()},
@@ -161,7 +161,7 @@ class ForeignStates(ABC):
     def write(self, param: Any, key: str | None, whole: Tensor) -> None:
         """Set what `read` returns, from a full tensor."""
 
-    def write_computing(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, whole: Tensor) -> None:
         """Set the model's own weights, which may have a smaller dtype."""
         param.data.copy_(whole)
 
@@ -213,7 +213,7 @@ class PlainStates(ForeignStates):
         """Copy into the fp32 weights or state, and into the model's own weights."""
         self.read(param, key).copy_(whole)
         if key is None and id(param) in self._masters:
-            self.write_computing(param, whole)
+            self.write_model_weight(param, whole)
 
 
 # Full tensors that are sharded over ranks for a checkpoint, so that no rank needs to hold everything.
@@ -224,18 +224,18 @@ class PlainStates(ForeignStates):
 # `fully_shard` would give it. Loading goes the same way back.
 
 
-def share_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def shard_full_tensor(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Return this rank's shard of a tensor that every rank has, as a DTensor of its own memory; alone, a copy."""
     if mesh is None or whole.ndim == 0:
         return whole.detach().clone()
     from torch.distributed.tensor import Shard, distribute_tensor
 
     cut = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-    return as_share(cut.to_local().clone(), whole, mesh)
+    return as_dtensor(cut.to_local().clone(), whole, mesh)
 
 
-def as_share(shard: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Return a local shard, split as by `share_of`, as a DTensor of the shape of `whole`, which needs no values."""
+def as_dtensor(shard: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return a local shard, split as by `shard_full_tensor`, as a DTensor of the shape of `whole` (may be meta)."""
     if mesh is None or whole.ndim == 0:
         return shard
     from torch.distributed.tensor import DTensor, Shard
@@ -258,7 +258,7 @@ class ForeignEngine(SteppingEngine):
         self,
         called: nn.Module,
         states: ForeignStates,
-        built: Built,
+        built: BuiltModel,
         given: Preparation,
         *,
         normalizer: type[LossNormalizer] = EvenNormalizer,
@@ -287,7 +287,7 @@ class ForeignEngine(SteppingEngine):
         self._log = given.log
         self._normalizer = normalizer(world.everyone, world.device)
         select = select_inputs(built.module, config.model_inputs, has_loss=given.loss_function is not None)
-        row = _Row.around(called, built.module)
+        row = _SequentialWrapper.wrap(called, built.module)
         self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, log=given.log)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
@@ -295,7 +295,7 @@ class ForeignEngine(SteppingEngine):
         # wholes].
         self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._weights: dict[str, Tensor] = {}
-        self._frozen = {name: share_of(value, self._mesh) for name, value in self._frozen_values().items()}
+        self._frozen = {name: shard_full_tensor(value, self._mesh) for name, value in self._frozen_values().items()}
         self.on_phase: Callable[[Phase], None] = ignore_phase
         self._after_step = getattr(built.module, "after_step", None)
         self.model.train()
@@ -393,13 +393,18 @@ class ForeignEngine(SteppingEngine):
         tensors |= {f"model.{name}": buffers[name] for name in self._built.buffers}
         for name in self._built.trained:
             for key in self._states.keys(self._params[name]):
-                tensors[f"optim.{name}.{key}"] = share_of(self._states.read(self._params[name], key), self._mesh)
+                tensors[f"optim.{name}.{key}"] = shard_full_tensor(
+                    self._states.read(self._params[name], key), self._mesh
+                )
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self._state = WeakValueDictionary(present)
         return present
 
     def _share_weights(self) -> dict[str, Tensor]:
-        return {name: share_of(self._states.read(self._params[name], None), self._mesh) for name in self._built.trained}
+        return {
+            name: shard_full_tensor(self._states.read(self._params[name], None), self._mesh)
+            for name in self._built.trained
+        }
 
     @torch.no_grad()
     def state_loaded(self) -> None:
@@ -412,7 +417,7 @@ class ForeignEngine(SteppingEngine):
                 if (state := self._state.get(f"optim.{name}.{key}")) is not None:
                     self._states.write(param, key, _whole(state))
         for name, share in self._frozen.items():
-            self._states.write_computing(self._params[name], _whole(share))
+            self._states.write_model_weight(self._params[name], _whole(share))
         self._states.publish()
 
     @torch.no_grad()
@@ -431,7 +436,7 @@ class ForeignEngine(SteppingEngine):
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
         """Return a tensor shaped like this rank's shard of a weight as a global tensor."""
-        return as_share(local, self._built.blanks[name], self._mesh)
+        return as_dtensor(local, self._built.blanks[name], self._mesh)
 
     @torch.no_grad()
     def restore_originals(self) -> None:
@@ -477,15 +482,15 @@ class ForeignEngine(SteppingEngine):
         return frozenset(self._built.blanks) - frozenset(self._built.trained)
 
 
-class _Row(nn.Module):
-    """A library's wrapper around an `nn.Sequential`: it receives the first value of a micro-batch, as that would."""
+class _SequentialWrapper(nn.Module):
+    """A library's wrapper wrap an `nn.Sequential`: it receives the first value of a micro-batch, as that would."""
 
     def __init__(self, called: nn.Module) -> None:
         super().__init__()
         self.called = called
 
     @classmethod
-    def around(cls, called: nn.Module, module: nn.Module) -> nn.Module:
+    def wrap(cls, called: nn.Module, module: nn.Module) -> nn.Module:
         """`called` itself where `module` takes whole micro-batches."""
         return cls(called) if type(module).forward is nn.Sequential.forward else called
 

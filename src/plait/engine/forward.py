@@ -69,9 +69,9 @@ _SEAM = "hidden"
 def select_inputs(model: nn.Module, wanted: int | Sequence[str] | None, *, has_loss: bool) -> Select | None:
     """Return what selects the model's fields, by `model_inputs` or the signature of `forward`; None: all fields."""
     if isinstance(wanted, int):
-        return lambda inputs: _first(inputs, wanted)
+        return lambda inputs: _first_values(inputs, wanted)
     if wanted is not None:
-        return lambda inputs: _named(inputs, wanted)
+        return lambda inputs: _named_fields(inputs, wanted)
     if not has_loss or type(model).forward is nn.Sequential.forward:
         return None
     try:
@@ -99,7 +99,7 @@ class _BySignature:
         if isinstance(inputs, Mapping):
             return self._of_mapping(inputs)
         if isinstance(inputs, (tuple, list)):
-            return self._of_row(inputs)
+            return self._of_sequence(inputs)
         return inputs
 
     def _of_mapping(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,7 +110,7 @@ class _BySignature:
             return inputs  # refused when the model is called
         return {key: value for key, value in inputs.items() if key in self._names}
 
-    def _of_row(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _of_sequence(self, inputs: Sequence[Any]) -> Sequence[Any]:
         count = len(inputs)
         if self._any_row or count <= self._required:
             return inputs
@@ -134,7 +134,7 @@ def _is_of_loss(key: str) -> bool:
     return key == "y" or any(marker in key for marker in _OF_THE_LOSS)
 
 
-def _first(inputs: Any, count: int) -> Any:
+def _first_values(inputs: Any, count: int) -> Any:
     if isinstance(inputs, Mapping):
         names = ", ".join(map(str, inputs))
         raise ModelError(
@@ -147,7 +147,7 @@ def _first(inputs: Any, count: int) -> Any:
     return row[:count]
 
 
-def _named(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
+def _named_fields(inputs: Any, names: Sequence[str]) -> dict[str, Any]:
     shown = ", ".join(map(repr, names))
     if not isinstance(inputs, Mapping):
         count = (
@@ -198,7 +198,7 @@ class Forward:
         self._select = select
         self._log = log
         # An `nn.Sequential` takes one argument. A pipeline calls it with the first value of a micro-batch; so do we.
-        self._is_row = type(model).forward is nn.Sequential.forward
+        self._is_sequential = type(model).forward is nn.Sequential.forward
         self.plain = self._move is None and self._context is None and cut is None and not compiled and before is None
         """Whether inputs are passed on unchanged, and nothing is done around a call."""
 
@@ -210,7 +210,7 @@ class Forward:
             inputs = self._move(inputs)
         return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
 
-    def of_model(self, inputs: Any) -> Any:
+    def model_fields(self, inputs: Any) -> Any:
         """Return the inputs that the model is called with."""
         return inputs if self._select is None else self._select(inputs)
 
@@ -224,7 +224,7 @@ class Forward:
         """Return the model's outputs for inputs that are ready: a mapping or sequence of arguments, or a single one."""
         if self._select is not None:
             inputs = self._select(inputs)
-        if self._is_row:
+        if self._is_sequential:
             return self.call((first_input(inputs),), {})
         input_type = type(inputs)
         args: Sequence[Any] = ()

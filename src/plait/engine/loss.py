@@ -18,7 +18,7 @@ from plait.plugins import load_function
 LossFunction = Callable[[Any, Any], Any]
 
 
-def described_loss(config: RunConfig) -> LossFunction | None:
+def configured_loss(config: RunConfig) -> LossFunction | None:
     """Return the function that `train.loss` names; None if the model returns its loss itself."""
     return None if config.train.loss is None else load_function(config.train.loss, "train.loss", "outputs", "batch")
 
@@ -93,13 +93,13 @@ class StepLoss(NamedTuple):
         """Return the mean loss."""
         if self.local_mean is not None:
             return self.local_mean
-        return self.total if self.divisor is None else self.total / self._some_count()
+        return self.total if self.divisor is None else self.total / self._nonzero_count()
 
     def correction(self) -> Tensor | float:
         """Return the factor that the gradients must still be multiplied by."""
-        return 1.0 if self.divisor is None else self.divisor / self._some_count()
+        return 1.0 if self.divisor is None else self.divisor / self._nonzero_count()
 
-    def _some_count(self) -> Tensor:
+    def _nonzero_count(self) -> Tensor:
         assert isinstance(self.count, Tensor)
         # Without any target, loss and gradients are zero, whatever they are divided by.
         return torch.where(self.count > 0, self.count, 1.0)

@@ -92,7 +92,7 @@ class ManualEngine(NativeEngine):
                 "over ranks. Add the losses and call backward once, or set the number of micro-batches to accumulate"
             )
         self._complete = False
-        self.updater.forget_norm()
+        self.updater.discard_norm()
         if last is None:
             last = len(self._losses) + 1 >= self.accumulation
         self._losses.append(loss.detach())
@@ -202,7 +202,7 @@ class LoopEngine(ManualEngine):
             self._gradients.before_backward(last=last)
         self._reduced = last
         self._complete = False
-        self.updater.forget_norm()
+        self.updater.discard_norm()
 
     def end_backward(self, loss: Tensor) -> None:
         """Record the loss of a completed backward pass."""
@@ -230,7 +230,7 @@ class LoopEngine(ManualEngine):
         self.master_weights.clear_gradients()
         self._kept, self._losses = [], []
         self._reduced = self._complete = False
-        self.updater.forget_norm()
+        self.updater.discard_norm()
 
     def clip_grad_value(self, value: float) -> None:
         """Clip each element in the `step` that follows."""

@@ -18,7 +18,7 @@ from plait.engine.forward import Forward, LogFunction, Select
 from plait.engine.graphs import RecordedPasses, Recording
 from plait.engine.loss import LossFunction, LossNormalizer, StepLoss, WeightedLoss, read_loss
 from plait.engine.master_weights import MasterWeights
-from plait.engine.update import Updater, refuse_unlike_gradients
+from plait.engine.update import Updater, refuse_different_gradients
 from plait.errors import ModelError, TrainingError
 from plait.launch import Phase
 from plait.optim import is_builtin, merge_records
@@ -186,14 +186,14 @@ class NativeEngine(SteppingEngine):
             raise TrainingError("train_step was called without micro-batches; every rank needs at least one")
         if self._staged is not None:
             self.on_phase(Phase.FORWARD)
-            self._train_staged(self._staged, micro_batches)
+            self._train_pipeline(self._staged, micro_batches)
             return self._finish_step()
         if self._recorded is not None and len(micro_batches) == 1:
             self._train_recorded(self._recorded, micro_batches[0])
             return self._finish_step()
         return super().train_step(micro_batches)
 
-    def _train_staged(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
+    def _train_pipeline(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
         self._last_batch = micro_batches[-1]
         given = [inputs_and_samples(batch) for batch in micro_batches]
         if len(given) < self.accumulation:  # the last step of an epoch may be short: fillers complete it
@@ -208,7 +208,7 @@ class NativeEngine(SteppingEngine):
             return loss if scaler is None else loss * scaler.scale
 
         with self._forward.context():
-            staged.train(ready, [self._forward.of_model(inputs) for inputs in ready], read, self._normalizer, scale)
+            staged.train(ready, [self._forward.model_fields(inputs) for inputs in ready], read, self._normalizer, scale)
 
     def _train_recorded(self, recorded: RecordedPasses, batch: Any) -> None:
         self.on_phase(Phase.FORWARD)
@@ -264,7 +264,7 @@ class NativeEngine(SteppingEngine):
         if self._staged is not None:
             self._staged.finish()
         if self._compares:
-            self._compares = not refuse_unlike_gradients(self.master_weights, self.world)
+            self._compares = not refuse_different_gradients(self.master_weights, self.world)
 
     def _update(self, sums: StepLoss) -> StepResult:
         self.on_phase(Phase.STEP)
@@ -313,14 +313,14 @@ class NativeEngine(SteppingEngine):
     def _repeat_forward(self) -> Callable[[], Any]:
         """Return a function that repeats the latest forward pass."""
         batch = self._last_batch
-        return lambda: self._answer(self._forward.ready(inputs_and_samples(batch)[0]))
+        return lambda: self._outputs(self._forward.ready(inputs_and_samples(batch)[0]))
 
-    def _answer(self, ready: Any) -> Any:
+    def _outputs(self, ready: Any) -> Any:
         """Return the model's outputs; in a pipeline, None on ranks without the last stage."""
         if self._staged is None:
             return self._forward(ready)
         with self._forward.context():
-            return self._staged.answer(self._forward.of_model(ready))
+            return self._staged.forward(self._forward.model_fields(ready))
 
     def keep_unsharded(self) -> None:
         """Keep unsharded weights between steps, too, below stage 3. Every rank must call it."""
@@ -376,7 +376,7 @@ class NativeEngine(SteppingEngine):
         self.model.eval()
         try:
             with torch.no_grad():
-                outputs = self._answer(inputs)
+                outputs = self._outputs(inputs)
                 if not self._counts:
                     return Evaluation(0.0, 0.0, None)
                 loss = self._read_loss(outputs, inputs, samples)
@@ -438,7 +438,7 @@ class NativeEngine(SteppingEngine):
             values["optimizer"] = numbers
         if scaler is not None or self._scales is not None:  # how large gradients are depends on it
             values["divisor"] = self._normalizer.divisor
-        return values if self._scales is None else {**values, "fp8": {"peaks": self._peaks(self._scales)}}
+        return values if self._scales is None else {**values, "fp8": {"peaks": self._amax_histories(self._scales)}}
 
     def _numbers(self) -> list[dict[str, Any] | None]:
         """Return what the optimizer of each rank keeps besides tensors."""
@@ -463,7 +463,7 @@ class NativeEngine(SteppingEngine):
         if changed:
             self._refresh_unsharded()
 
-    def _peaks(self, scales: EarlierScales) -> dict[str, Any]:
+    def _amax_histories(self, scales: EarlierScales) -> dict[str, Any]:
         """Return the fp8 amax histories of the full model."""
         states = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
         return {name: numbers for state in states for name, numbers in state.items()}

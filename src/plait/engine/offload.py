@@ -188,12 +188,12 @@ class Offloading:
         self.take_params = None if self._stream is None else self._stream.take
         """Takes over the weights of a wrapped module that do not stay on the device; None if all stay."""
 
-    def set_aside(self, module: nn.Module) -> None:
+    def keep_initial_values(self, module: nn.Module) -> None:
         """Keep the values of a model that came with values, before they are cast or moved."""
         if self.rounds or self._stream is not None:
             self._unsharded |= {name: param.data for name, param in module.named_parameters() if not param.is_meta}
 
-    def take_aside(self, stage_module: nn.Module) -> None:
+    def store_initial_values(self, stage_module: nn.Module) -> None:
         """Store what was set aside, now that parameters are sharded."""
         if self._stream is not None and self._unsharded:
             for wrapped in [wrapped for wrapped in stage_module.modules() if hasattr(wrapped, "unshard")]:
@@ -308,7 +308,7 @@ class Offloading:
             for module, mine in zip(stage_modules, units, strict=True):
                 self._wait_by_unit(module, mine, params)
         if not streamed:
-            return inner if buckets is None else Settled(buckets, store), master_weights
+            return inner if buckets is None else UpdateAwareBuckets(buckets, store), master_weights
         collector = StreamedGradients(store.gradient_queue, self._sum_dtype, inner)
         if inner is None:
             collector.listen(params)
@@ -348,7 +348,7 @@ class Offloading:
         module.register_forward_pre_hook(wait, prepend=True)
 
 
-class Settled:
+class UpdateAwareBuckets:
     """Gradient buckets that a pending update may still read: the next backward pass waits for the update first."""
 
     def __init__(self, buckets: GradientBuckets, store: Offload) -> None:

@@ -80,7 +80,7 @@ def refuse_hooks(given: Preparation, module: nn.Module, *, whole_steps: bool = T
         )
 
 
-def refuse_exchange(given: Preparation, module: nn.Module) -> None:
+def refuse_other_references(given: Preparation, module: nn.Module) -> None:
     """Refuse a model that holds other references to parameters that are about to be replaced."""
     world, strategy = given.world, given.config.strategy
     layout = world.layout
@@ -415,7 +415,7 @@ class StagedSteps:
         """Sum the gradients of weights that several stages share."""
         self.pipeline.tied.sum(self._find_gradient)
 
-    def answer(self, ready: Any) -> Any:
+    def forward(self, ready: Any) -> Any:
         """Return the model's outputs for one micro-batch on ranks with the last stage; None elsewhere."""
         self.pipeline.tied.refresh()
         answers = self.pipeline.forward([ready])

@@ -22,7 +22,7 @@ ModelSource = nn.Module | Callable[[], nn.Module] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
+class RunLength:
     """The length of the run, as far as it is known."""
 
     total_steps: int | None = None
@@ -55,7 +55,7 @@ class Preparation:
     optimizer: OptimizerSource | None = None
     """The user's own, over the parameters of that module; None: as `config.optim` says."""
     loss_function: LossFunction | None = None
-    length: Length = Length()
+    length: RunLength = RunLength()
     accumulation: int = 1
     """Micro-batches per step."""
     example: Any = None

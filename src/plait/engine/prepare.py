@@ -61,15 +61,15 @@ from plait.engine.parallelize import (
     carry_attributes,
     join_stages,
     rebind_initializer,
-    refuse_exchange,
     refuse_hooks,
+    refuse_other_references,
     shard_module,
     split_stages,
     staged_steps,
 )
 from plait.engine.preparation import Preparation
-from plait.engine.recompute_budget import WholeModel, choose_ways, count_whole, gradients_come_late
-from plait.engine.update import Updater, weigh_norms
+from plait.engine.recompute_budget import FullModelActivations, choose_ways, count_full_model, gradients_are_transient
+from plait.engine.update import Updater, set_norm_weights
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import choose_attention
 from plait.optim import (
@@ -125,14 +125,14 @@ class Assembly:
     """The parameter groups, by name."""
     skeleton: nn.Module
     """The full model, whose names and shapes a folder of pretrained weights must match."""
-    counted: WholeModel | None
+    counted: FullModelActivations | None
     """The activations of the full model, if `recompute: auto` needs them."""
     select: Select | None
     """Selects the model's fields of a micro-batch."""
 
     # ---- from step 2, 3 and 4 on
     stages: Stages = ()
-    parts: tuple[StageModel, ...] = ()
+    stage_models: tuple[StageModel, ...] = ()
     cut: Cut | None = None
     """Shards a micro-batch for this rank of `cp`."""
     fp8_layers: Mapping[str, Fp8Linear] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Assembly:
     @property
     def units(self) -> list[list[WrapUnit]]:
         """The wrap units of each stage."""
-        return [stage.units for stage in self.parts]
+        return [stage.units for stage in self.stage_models]
 
 
 AnyEngine = TypeVar("AnyEngine", bound=NativeEngine)
@@ -180,12 +180,12 @@ def prepare_native(given: Preparation, engine: type[NativeEngine] = NativeEngine
     """Prepare a model for training with plain PyTorch, by an engine of this class."""
     model = _build(given, whole_steps=engine is NativeEngine)  # 1
     model = _split_into_stages(model)  # 2
-    model = _spread(model)  # 3
+    model = _apply_axes(model)  # 3
     model = _find_wrap_units(model)  # 4
     model = _recompute(model)  # 5
     model = _compile(model)  # 6
     model = _shard_and_give_values(model)  # 7, 8
-    model, master_weights = _make_views(model)  # 9
+    model, master_weights = _make_master_weights(model)  # 9
     return _finish(model, master_weights, engine)  # 10
 
 
@@ -199,7 +199,7 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     choose_attention(config.strategy.attention, given.device)
     module, initializer = build_module(config, given.model, log=given.log)
     refuse_hooks(given, module, whole_steps=whole_steps)
-    refuse_exchange(given, module)
+    refuse_other_references(given, module)
     select = select_inputs(module, config.model_inputs, has_loss=given.loss_function is not None)
     if select is not None and given.example is not None:
         given = replace(given, example=select(given.example))
@@ -212,7 +212,7 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     specs = split_groups(module, config.optim) if wrapped_optimizer is None else wrapped_optimizer.specs
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
     use_fp8_at_the_head(module, config)  # in the full model: only one stage will have the head
-    counted = count_whole(given, module)
+    counted = count_full_model(given, module)
     return Assembly(
         given, whole_steps, module, initializer, attributes, wrapped_optimizer, specs, skeleton, counted, select
     )
@@ -222,36 +222,38 @@ def _split_into_stages(model: Assembly) -> Assembly:
     """2. In a pipeline, keep this rank's stages; everything below is applied to each as if it were a model."""
     stages = split_stages(model.given, model.module)
     modules = [stage.module for stage in stages] or [model.module]
-    return replace(model, stages=stages, parts=tuple(StageModel(module) for module in modules))
+    return replace(model, stages=stages, stage_models=tuple(StageModel(module) for module in modules))
 
 
-def _spread(model: Assembly) -> Assembly:
+def _apply_axes(model: Assembly) -> Assembly:
     """3. Apply tensor, context and expert parallelism."""
-    results = [apply_axes(model.given, stage.module, stage=bool(model.stages)) for stage in model.parts]
-    parts = [replace(stage, experts=experts) for stage, (_, experts) in zip(model.parts, results, strict=True)]
-    return replace(model, parts=tuple(parts), cut=results[0][0])
+    results = [apply_axes(model.given, stage.module, stage=bool(model.stages)) for stage in model.stage_models]
+    stage_models = [
+        replace(stage, experts=experts) for stage, (_, experts) in zip(model.stage_models, results, strict=True)
+    ]
+    return replace(model, stage_models=tuple(stage_models), cut=results[0][0])
 
 
 def _find_wrap_units(model: Assembly) -> Assembly:
     """4. Find the wrap units, and replace layers by faster ones."""
     given, fp8_layers = model.given, dict[str, Fp8Linear]()
     stage_models = [
-        replace(stage, units=find_wrap_units(stage.module, given.config.strategy.wrap)) for stage in model.parts
+        replace(stage, units=find_wrap_units(stage.module, given.config.strategy.wrap)) for stage in model.stage_models
     ]
     for stage in stage_models:
         fp8_layers |= use_fp8(given, stage.module, stage.units)
         use_recipe(given, stage.module, stage.units)
         use_kernels(given, stage.module)
-    return replace(model, parts=tuple(stage_models), fp8_layers=fp8_layers)
+    return replace(model, stage_models=tuple(stage_models), fp8_layers=fp8_layers)
 
 
 def _recompute(model: Assembly) -> Assembly:
     """5. Sequence tiling, recompute, activation offload: each replaces the `forward` of layers or wrap units."""
     given, strategy = model.given, model.given.config.strategy
-    late_gradients = model.leaves and not given.sharded and gradients_come_late(given)
-    modules = [stage.module for stage in model.parts]
+    late_gradients = model.leaves and not given.sharded and gradients_are_transient(given)
+    modules = [stage.module for stage in model.stage_models]
     ways = choose_ways(given, modules, model.units, late_gradients=late_gradients, whole=model.counted)
-    for stage, chosen in zip(model.parts, ways, strict=True):
+    for stage, chosen in zip(model.stage_models, ways, strict=True):
         tile_sequence(stage.module, strategy.tiles)
         if apply_recompute(stage.units, strategy.recompute, levels=chosen):
             train_without_caches(stage.module)
@@ -266,7 +268,7 @@ def _compile(model: Assembly) -> Assembly:
     if not settings.enabled:
         return model
     compiled: list[nn.Module] = []
-    for stage in model.parts:
+    for stage in model.stage_models:
         reason = compile.reason_not_to_compile(settings, given.device)
         if reason is not None:
             given.log(f"strategy.compile is on, but {reason}: training continues without it")
@@ -287,10 +289,10 @@ def _shard_and_give_values(model: Assembly) -> Assembly:
     collectors: list[Gradients] = []
     offloading = _offloading(model)
     keep = None if offloading is None else offloading.keep
-    for stage in model.parts:
+    for stage in model.stage_models:
         module = stage.module
         if offloading is not None and initializer is None:
-            offloading.set_aside(module)
+            offloading.keep_initial_values(module)
         if not policy.master or (offloading is not None and offloading.rounds):
             cast_parameters(module, policy.compute)
         if given.sharded:
@@ -302,14 +304,14 @@ def _shard_and_give_values(model: Assembly) -> Assembly:
             materialize.give_storage(module, device, then=None if offloading is None else offloading.take_params)
         restore_attributes(module, attributes)
         if offloading is not None:
-            offloading.take_aside(module)
-            if len(model.parts) == 1:  # else stages may still share parameters
+            offloading.store_initial_values(module)
+            if len(model.stage_models) == 1:  # else stages may still share parameters
                 offloading.open(module, model.units)
         if initializer is not None:
             materialize.initialize(
                 module, rebind_initializer(initializer, module), seed=config.seed, device=device, keep=keep
             )
-    modules = [stage.module for stage in model.parts]
+    modules = [stage.module for stage in model.stage_models]
     whole = modules[0] if len(modules) == 1 else join_stages(modules, sharded=given.sharded)
     if offloading is not None and len(modules) > 1:
         offloading.open(whole, model.units)
@@ -320,13 +322,13 @@ def _shard_and_give_values(model: Assembly) -> Assembly:
     return replace(model, module=whole, offloading=offloading, collectors=collectors)
 
 
-def _make_views(model: Assembly) -> tuple[Assembly, MasterWeights]:
+def _make_master_weights(model: Assembly) -> tuple[Assembly, MasterWeights]:
     """9. Create the master weights, and the gradient buckets of replicated parameters."""
     given, offloading, collectors = model.given, model.offloading, model.collectors
     master_weights: MasterWeights
     gradients: Gradients | None
     if offloading is not None:
-        modules = [stage.module for stage in model.parts]
+        modules = [stage.module for stage in model.stage_models]
         gradients, master_weights = offloading.master_weights(
             model.module, modules, model.units, collectors, model.compiled
         )
@@ -346,10 +348,10 @@ def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeE
     """10. Create the optimizer, schedule and scaler, over the final tensors; and the engine."""
     given, config, world = model.given, model.given.config, model.given.world
     staged = staged_steps(given, model.stages, model.collectors, master_weights) if model.stages else None
-    weigh_norms(master_weights, world, model.stages)
+    set_norm_weights(master_weights, world, model.stages)
     with master_weights.gathered():
         optimizer = _optimizer(model, master_weights)
-    _try_out(model, optimizer, master_weights)
+    _check_optimizer(model, optimizer, master_weights)
     seed_everything(config.seed, world.rank // world.layout.tp)  # tensor-parallel ranks share their dropout masks
     if isinstance(master_weights, OffloadedParams):
         master_weights.store.attach(optimizer)
@@ -382,7 +384,7 @@ def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeE
     )
 
 
-def _made_already(config: CustomOptim, world: World) -> Optimizer:
+def _optimizer_object(config: CustomOptim, world: World) -> Optimizer:
     """Return the optimizer object that a script created over the parameters of its model."""
     for key in ("lr", "weight_decay", "no_decay", *config.arguments):
         if key in config.model_fields_set or key in config.arguments:
@@ -402,16 +404,16 @@ def _wrap_optimizer(given: Preparation, module: nn.Module) -> WrappedOptimizer |
         and isinstance(given.config.optim, CustomOptim)
         and isinstance(given.config.optim.given, Optimizer)
     ):
-        source = _made_already(given.config.optim, given.world)
+        source = _optimizer_object(given.config.optim, given.world)
     if source is None:
         return None
     wrapped_optimizer = WrappedOptimizer(source, module)
-    left_out = frozenset(wrapped_optimizer.left_out(module))
-    if left_out:
-        names = f"{min(left_out)}, …"
-        given.log(f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {names}")
+    missing = frozenset(wrapped_optimizer.missing(module))
+    if missing:
+        names = f"{min(missing)}, …"
+        given.log(f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {names}")
         for name, param in module.named_parameters():
-            if name in left_out:
+            if name in missing:
                 param.requires_grad_(False)
     return wrapped_optimizer
 
@@ -425,7 +427,7 @@ def _optimizer(model: Assembly, master_weights: MasterWeights) -> Optimizer:
         if tensor is not None
     }
     if model.wrapped_optimizer is not None:
-        return model.wrapped_optimizer.onto(by_name)
+        return model.wrapped_optimizer.replace_params(by_name)
     groups = [
         OptimizerGroup(names, [by_name[name] for name in names], spec.options)
         for spec in model.specs
@@ -445,7 +447,7 @@ def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OptimizerRate
     return given.length.schedule(config, rate, optimizer)
 
 
-def _try_out(model: Assembly, optimizer: Optimizer, master_weights: MasterWeights) -> None:
+def _check_optimizer(model: Assembly, optimizer: Optimizer, master_weights: MasterWeights) -> None:
     """Check whether a user-provided optimizer is correct in this layout; a plan has no values to check it on."""
     config, world, wrapped_optimizer = model.given.config, model.given.world, model.wrapped_optimizer is not None
     if is_builtin(optimizer) or world.fake:

@@ -36,7 +36,7 @@ _WAY_TEXTS: dict[RecomputeLevel, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class WholeModel:
+class FullModelActivations:
     """The activations that a model keeps for its backward pass, before it is distributed over ranks.
 
     [Note: counted while it is whole] Distributed layers communicate, and a pipeline stage cannot run a micro-batch by
@@ -60,7 +60,7 @@ def _scaled(memory: UnitMemory, factor: float) -> UnitMemory:
     return replace(memory, **sizes)
 
 
-def count_whole(given: Preparation, module: nn.Module) -> WholeModel | None:
+def count_full_model(given: Preparation, module: nn.Module) -> FullModelActivations | None:
     """Return the activations of the full model, if `recompute: auto` needs them before it is distributed; else None."""
     config, layout = given.config, given.world.layout
     if config.strategy.recompute.mode != "auto" or layout.pp * layout.ep * layout.cp * layout.tp == 1:
@@ -69,7 +69,9 @@ def count_whole(given: Preparation, module: nn.Module) -> WholeModel | None:
     units = find_wrap_units(module, config.strategy.wrap)
     activations = measure(module, units, given.example, config, given.world)
     names = [unit.name for unit in units]
-    return WholeModel(dict(zip(names, activations.units, strict=True)), activations.outside, activations.transient)
+    return FullModelActivations(
+        dict(zip(names, activations.units, strict=True)), activations.outside, activations.transient
+    )
 
 
 def choose_ways(
@@ -78,7 +80,7 @@ def choose_ways(
     all_units: Sequence[Sequence[WrapUnit]],
     *,
     late_gradients: bool,
-    whole: WholeModel | None,
+    whole: FullModelActivations | None,
 ) -> list[list[RecomputeLevel]]:
     """Return for each stage what each wrapped module recomputes, and log it.
 
@@ -107,7 +109,7 @@ def choose_ways(
     return [[next(rest) for _ in stage_units] for stage_units in all_units]
 
 
-def gradients_come_late(given: Preparation) -> bool:
+def gradients_are_transient(given: Preparation) -> bool:
     """Whether one process keeps each gradient as the backward pass computed it, for steps of one micro-batch."""
     config, world, policy = given.config, given.world, given.policy
     if world.layout.size > 1 or config.train.clip_value is not None:
@@ -132,7 +134,7 @@ class StateBytes(NamedTuple):
 
     steady: float
     """Weights, optimizer state, and gradients if those persist."""
-    late: float
+    gradient: float
     """Bytes per element of gradients that exist from the backward pass to the update only; 0 if they persist."""
     outside: int
     """Elements of trained parameters outside of all wrapped modules."""
@@ -187,7 +189,7 @@ def choose(activations: Activations, states: StateBytes, budget: float) -> list[
 
 def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, RecomputeLevel]]:
     """Yield every reduction, cheapest first. The first modules keep their activations longest, so they go first."""
-    yield from ((index, "cheap") for index, unit in enumerate(units) if held(unit, "cheap") < unit.saved)
+    yield from ((index, "cheap") for index, unit in enumerate(units) if kept_bytes(unit, "cheap") < unit.saved)
     for index, unit in enumerate(units):
         # Operations per byte, compared by cross multiplication: either may be zero.
         if unit.attention_flops * unit.products > unit.product_flops * unit.attention > 0:
@@ -195,7 +197,7 @@ def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, RecomputeLev
     yield from ((index, "full") for index in range(len(units)))
 
 
-def held(unit: UnitMemory, way: RecomputeLevel) -> int:
+def kept_bytes(unit: UnitMemory, way: RecomputeLevel) -> int:
     """Return the bytes that a wrapped module keeps between its forward and its backward pass."""
     return {
         "none": unit.saved,
@@ -207,14 +209,14 @@ def held(unit: UnitMemory, way: RecomputeLevel) -> int:
 
 def peak_bytes(activations: Activations, states: StateBytes, ways: Sequence[RecomputeLevel]) -> float:
     """Return the peak memory of a step: at the end of the forward pass, or in the backward pass of a wrapped module."""
-    sizes = [held(unit, way) for unit, way in zip(activations.units, ways, strict=True)]
+    sizes = [kept_bytes(unit, way) for unit, way in zip(activations.units, ways, strict=True)]
     total = states.steady + activations.outside + sum(sizes)
     highest = total + activations.transient
     for unit, size in reversed(list(zip(activations.units, sizes, strict=True))):
         again = max(unit.saved - size, 0)
         highest = max(highest, total + again + _AT_WORK * unit.saved)
-        total += unit.trained_params * states.late - size
-    return max(highest, total + states.outside * states.late)
+        total += unit.trained_params * states.gradient - size
+    return max(highest, total + states.outside * states.gradient)
 
 
 def states_of(

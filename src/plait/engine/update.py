@@ -101,7 +101,7 @@ class Updater:
         self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
         self.numbers = OptimizerRecord(optimizer)
         """The optimizer's state besides tensors."""
-        if isinstance(schedule, Schedule) and schedule.moves_momentum:
+        if isinstance(schedule, Schedule) and schedule.schedules_momentum:
             self.numbers.scheduled = frozenset({"betas", "momentum"})
         self._planned = planned
         self._two_modes = has_two_modes(optimizer)
@@ -167,7 +167,7 @@ class Updater:
         self._measured = self._norm(grads)
         return torch.full((), self._measured * scale, dtype=torch.float32, device=self._device)
 
-    def forget_norm(self) -> None:
+    def discard_norm(self) -> None:
         """Discard the measured norm: the gradients have changed."""
         self._measured = None
 
@@ -281,7 +281,7 @@ class Updater:
 # is always right.
 
 
-def weigh_norms(master_weights: MasterWeights, world: World, stages: Sequence[Stage]) -> None:
+def set_norm_weights(master_weights: MasterWeights, world: World, stages: Sequence[Stage]) -> None:
     """Set over which ranks squared norms are summed, and with which weight each of this rank's gradients counts."""
     layout = world.layout
     if layout.tp == layout.ep == layout.pp == 1:  # every shard is on one rank only, or every parameter on all ranks
@@ -301,7 +301,7 @@ _UNLIKE = 0.05
 """Share of its norm by which a gradient may differ between ranks that compute the same: sums are not ordered."""
 
 
-def refuse_unlike_gradients(master_weights: MasterWeights, world: World) -> bool:
+def refuse_different_gradients(master_weights: MasterWeights, world: World) -> bool:
     """Refuse parameters that are replicated along `tp` and have different gradients on the ranks.
 
     The tensor plan has missed such a parameter: ranks would update it differently. Returns whether the comparison was
@@ -310,7 +310,7 @@ def refuse_unlike_gradients(master_weights: MasterWeights, world: World) -> bool
     group = world.group("tp")
     assert group is not None
     pairs = zip(master_weights.names, master_weights.params, master_weights.gather_gradients(), strict=True)
-    whole = [(name, grad.detach().float()) for name, param, grad in pairs if not _lies_along(param, "tp")]
+    whole = [(name, grad.detach().float()) for name, param, grad in pairs if not _is_sharded_along(param, "tp")]
     if not whole or world.fake:
         return True
     # Sums of every fourth element: of gradients that differ, hardly all of them agree.
@@ -334,7 +334,7 @@ def refuse_unlike_gradients(master_weights: MasterWeights, world: World) -> bool
     return True
 
 
-def _lies_along(param: nn.Parameter, axis: str) -> bool:
+def _is_sharded_along(param: nn.Parameter, axis: str) -> bool:
     return is_sharded(param) and any(axis in name.split("_") for name in param.device_mesh.mesh_dim_names or ())
 
 

@@ -102,9 +102,9 @@ class Adafactor(PlaitOptimizer):
             column.lerp_(by_column.div_(item.parameter.shape[-2]), weight)
             scale = row.mean(dim=-2, keepdim=True).clamp_(min=eps)
             if item.rows is not None:
-                row = item.rows.take(row)
+                row = item.rows.local_rows(row)
                 if item.parameter.ndim > 2:
-                    column, scale = item.rows.take(column), item.rows.take(scale)
+                    column, scale = item.rows.local_rows(column), item.rows.local_rows(scale)
             estimate = (row @ column).div_(scale)
         else:
             variance = to_local(self._moment(item.parameter, "variance"))

@@ -69,10 +69,10 @@ class RowSharding:
     def zero_padded(self, local: Tensor) -> Tensor:
         """Return a full tensor with this rank's rows, and zeros elsewhere: summed over ranks, it is complete."""
         full = local.new_zeros((self.whole[0], *local.shape[1:]))
-        self.take(full).copy_(local)
+        self.local_rows(full).copy_(local)
         return full
 
-    def take(self, full: Tensor) -> Tensor:
+    def local_rows(self, full: Tensor) -> Tensor:
         """Return the view of a full tensor that holds this rank's rows."""
         counts, rank = self.counts(), self.rank
         return full.narrow(0, sum(counts[:rank]), counts[rank])
@@ -267,15 +267,15 @@ class OwnedParams:
         Every rank must enter it.
         """
         with torch.no_grad():
-            self._collect(gradients=gradients)
+            self._gather(gradients=gradients)
         yield
         with torch.no_grad():
-            self._give_back()
+            self._scatter()
         for tensor in self.updated:
             if tensor is not None:
                 tensor.grad = None
 
-    def _collect(self, *, gradients: bool) -> None:
+    def _gather(self, *, gradients: bool) -> None:
         for bucket in self._buckets:
             full_params = self._to_owners(bucket, [self._local(cut.index) for cut in bucket.cuts])
             for index, full in full_params.items():
@@ -293,7 +293,7 @@ class OwnedParams:
                 if updated is not None and updated.grad is None and tensor.grad is not None:
                     updated.grad = to_local(tensor.grad)
 
-    def _give_back(self) -> None:
+    def _scatter(self) -> None:
         for bucket in self._buckets:
             self._from_owners(bucket)
         for index in self._replicated:

@@ -66,7 +66,7 @@ class Lamb(PlaitOptimizer):
         ]
         totals = sum_over_shards(squares, [rows for *_, rows in batches])
         for (group, params, _), directions, total in zip(batches, updates, totals, strict=True):
-            foreach_mul_(directions, _trust(total.sqrt_(), group))
+            foreach_mul_(directions, _trust_ratios(total.sqrt_(), group))
             foreach_add_([to_local(p) for p in params], directions, alpha=-group["lr"])
 
     def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Lamb(PlaitOptimizer):
         return list(directions)
 
 
-def _trust(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:
+def _trust_ratios(norms: Tensor, group: dict[str, Any]) -> list[Tensor]:
     parameters, updates = norms.chunk(2)
     ratios = (parameters / updates).clamp_(group["min_trust"], group["max_trust"])
     return list(torch.where((parameters > 0) & (updates > 0), ratios, 1.0).unbind())

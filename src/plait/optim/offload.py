@@ -199,14 +199,14 @@ class _DeviceBuffer:
         self.copied_back: Any = None
         """The event after which the last contents have been copied back."""
 
-    def fit(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Begin a piece of `size` bytes, in a larger allocation if needed; the last one must have been copied back."""
         self._taken = 0
         if size > self._memory.numel():
             self.wait()
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._streams.device)
 
-    def hold(self, tensor: Tensor) -> Tensor:
+    def copy_in(self, tensor: Tensor) -> Tensor:
         """Return a device copy of a host tensor, asynchronously copied."""
         begin, size = self._taken, tensor.numel() * tensor.element_size()
         self._taken += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -287,9 +287,9 @@ class DeviceUpdates:
         states = [optimizer.state.get(bucket.masters[chunk.tensor_index], {}) for chunk in piece]
         streams.order(self._h2d, buffer.copied_back)
         with torch.no_grad(), streams.on(self._h2d):
-            buffer.fit(sum(_buffer_sizes(bucket, piece, states, sent)))
+            buffer.reserve(sum(_buffer_sizes(bucket, piece, states, sent)))
             device_params = [
-                nn.Parameter(buffer.hold(chunk.of(bucket.masters[chunk.tensor_index].data))) for chunk in piece
+                nn.Parameter(buffer.copy_in(chunk.of(bucket.masters[chunk.tensor_index].data))) for chunk in piece
             ]
             device_states = [
                 self._state_on_device(chunk, state, buffer) for chunk, state in zip(piece, states, strict=True)
@@ -329,12 +329,12 @@ class DeviceUpdates:
         if sent.tensor.device == self._streams.device and self._streams.separate:
             return chunk.of(sent.tensor)
         self._streams.order(self._h2d, sent.mark)
-        return buffer.hold(chunk.of(sent.tensor))
+        return buffer.copy_in(chunk.of(sent.tensor))
 
     def _state_on_device(self, chunk: BucketRows, state: Mapping[str, Any], buffer: _DeviceBuffer) -> dict[str, Any]:
         """Return a device copy of these rows of a parameter's state."""
         return {
-            key: map_state(value, lambda leaf: buffer.hold(chunk.of(leaf)), self._constant_on(self._streams.device))
+            key: map_state(value, lambda leaf: buffer.copy_in(chunk.of(leaf)), self._constant_on(self._streams.device))
             for key, value in state.items()
         }
 
@@ -731,7 +731,7 @@ class Offload:
         """A plan allocates no states; on a CPU this stands for their memory."""
         self.gradient_queue = GradientOffloadQueue(self.buckets, self.streams, sets=2 if options.delayed else 1)
         away = (bucket.numel for bucket in self.buckets if bucket.span.home != "device")
-        largest = max(away, default=0)  # a rank may hold nothing of a small model
+        largest = max(away, default=0)  # a rank may copy_in nothing of a small model
         device_updates = (
             DeviceUpdates(self.streams, largest=largest, state_bytes=options.state_bytes) if options.on_device else None
         )

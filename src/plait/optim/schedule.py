@@ -61,7 +61,7 @@ class Schedule:
         return None if self.cycle is None else self.cycle(step // self.steps_per_unit)
 
     @property
-    def moves_momentum(self) -> bool:
+    def schedules_momentum(self) -> bool:
         """Whether momentum is scheduled, too."""
         return self.cycle is not None
 
@@ -88,7 +88,7 @@ class GroupSchedule(Schedule):
     by_group: Callable[[int], list[dict[str, Any]]] = lambda unit: []
 
     @property
-    def moves_momentum(self) -> bool:
+    def schedules_momentum(self) -> bool:
         """Always: a scheduler may set momenta."""
         return True
 
@@ -298,8 +298,8 @@ def build_custom_schedule(
         elif takes["total_steps"].default is inspect.Parameter.empty:
             raise _no_length("total_steps", str(config.type))
     if (isinstance(target, type) and issubclass(target, LRScheduler)) or "optimizer" in takes:
-        driven = _Driven(target, config, arguments, span.base_lr, optimizer)
-        return GroupSchedule(span.base_lr, lambda unit: driven.at(unit)[0]["lr"], None, steps, driven.at)
+        stepped = _SteppedScheduler(target, config, arguments, span.base_lr, optimizer)
+        return GroupSchedule(span.base_lr, lambda unit: stepped.at(unit)[0]["lr"], None, steps, stepped.at)
     factor = target
     if isinstance(target, type):
         factor = call(target, "schedule", name=str(config.type), arguments=arguments)
@@ -325,7 +325,7 @@ def _parameters(made: Any) -> dict[str, inspect.Parameter]:
         return {}
 
 
-class _Driven:
+class _SteppedScheduler:
     """The settings of each group by unit, as a torch scheduler sets them on a dummy optimizer."""
 
     def __init__(
@@ -337,27 +337,27 @@ class _Driven:
         optimizer: Optimizer | None,
     ) -> None:
         self._name = str(config.type)
-        self._stand_in = _StandIn(base_lr, optimizer)
-        self._scheduler = call(made, "schedule", self._stand_in, name=self._name, arguments=arguments)
+        self._optimizer = _DummyOptimizer(base_lr, optimizer)
+        self._scheduler = call(made, "schedule", self._optimizer, name=self._name, arguments=arguments)
         if not isinstance(self._scheduler, LRScheduler) or isinstance(self._scheduler, ReduceLROnPlateau):
             message = f"{self._name!r} made a {type(self._scheduler).__name__}, which moves no rate by the step alone"
             raise _problem("type", message, "Return a scheduler of torch.optim.lr_scheduler.")
-        self._past = [self._stand_in.settings()]
+        self._past = [self._optimizer.settings()]
 
     def at(self, unit: int) -> list[dict[str, Any]]:
         """Return the settings of every group."""
         while len(self._past) <= unit:
-            self._stand_in.step()
+            self._optimizer.step()
             try:
                 self._scheduler.step()
             except Exception as error:  # past its own end, say
                 message = f"{self._name!r} has no rate for unit {len(self._past)}: {type(error).__name__}: {error}"
                 raise _problem("type", message, "Give it the length of the run.") from error
-            self._past.append(self._stand_in.settings())
+            self._past.append(self._optimizer.settings())
         return self._past[unit]
 
 
-class _StandIn(Optimizer):
+class _DummyOptimizer(Optimizer):
     """A dummy optimizer: groups with the rates and momenta of another one, without parameters to update."""
 
     def __init__(self, base_lr: float, optimizer: Optimizer | None) -> None:
@@ -366,21 +366,21 @@ class _StandIn(Optimizer):
             {
                 "params": [torch.zeros(1)],
                 "lr": group["initial_lr"],
-                **{key: group[key] for key in _MOVED if key in group},
+                **{key: group[key] for key in _SCHEDULED if key in group},
             }
             for group in groups
         ]
-        super().__init__(made, {"lr": base_lr, **{key: made[0][key] for key in _MOVED if key in made[0]}})
+        super().__init__(made, {"lr": base_lr, **{key: made[0][key] for key in _SCHEDULED if key in made[0]}})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing."""
 
     def settings(self) -> list[dict[str, Any]]:
         """Return for every group the values that a scheduler may change."""
-        return [{key: group[key] for key in ("lr", *_MOVED) if key in group} for group in self.param_groups]
+        return [{key: group[key] for key in ("lr", *_SCHEDULED) if key in group} for group in self.param_groups]
 
 
-_MOVED = ("momentum", "betas")
+_SCHEDULED = ("momentum", "betas")
 
 
 def _length(config: LinearConfig | CosineConfig | PolynomialConfig | WSDConfig, run: int | None) -> int:

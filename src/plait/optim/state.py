@@ -140,9 +140,9 @@ class OptimizerRecord:
             raise ValueError(f"{len(state['groups'])} groups, and not {len(optimizer.param_groups)} as here")
         for group, before, saved in zip(optimizer.param_groups, self._groups, state["groups"], strict=True):
             device = next((tensor.device for tensor in group["params"]), None)
-            _put_back(group, before, _GROUP | self.scheduled)
+            _reset(group, before, _GROUP | self.scheduled)
             group.update({key: _restored(value, device) for key, value in (saved or {}).items()})
-        _put_back(vars(optimizer), self._attributes, self._of_torch | {"step"})
+        _reset(vars(optimizer), self._attributes, self._of_torch | {"step"})
         for key, value in state["attributes"].items():
             setattr(optimizer, key, _restored(value, None))
         for name, tensor in parameters:
@@ -218,7 +218,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any], skipped: frozens
     return changed
 
 
-def _put_back(now: dict[str, Any], before: Mapping[str, Any], skipped: frozenset[str]) -> None:
+def _reset(now: dict[str, Any], before: Mapping[str, Any], skipped: frozenset[str]) -> None:
     """Reset values that are not saved to their initial ones."""
     for key in [key for key in now if key not in skipped]:
         if key not in before:

@@ -79,7 +79,7 @@ class NvmeSwapper:
         self._buffers = [_HostBuffer(pinned=pinned) for _ in range(HOST_BUFFERS)]
         self._optimizer: Optimizer | None = None
         for bucket in self._buckets:
-            self._hide(bucket)
+            self._release(bucket)
         if self._weights and not self._weights[0].file.direct:
             why = self._weights[0].file.buffered_because
             log(f"offload: files in {folder} go through the page cache, which is slower: {why}")
@@ -96,7 +96,7 @@ class NvmeSwapper:
         for number, bucket in enumerate(self._buckets):
             if self._tensors(bucket):
                 self._store_states(number, bucket)
-                self._hide(bucket)
+                self._release(bucket)
 
     # ---- swapping one bucket
 
@@ -105,7 +105,7 @@ class NvmeSwapper:
         number = self._number[id(bucket)]
         buffer = self._fetch(number)
         buffer.wait()
-        self._show(bucket, self._views(number, buffer))
+        self._set_tensors(bucket, self._views(number, buffer))
         if number + 1 < len(self._buckets):
             self._fetch(number + 1)
 
@@ -121,7 +121,7 @@ class NvmeSwapper:
         else:
             buffer.under_way.append(states.write(buffer.memory(1, states.size)))
         buffer.bucket = None
-        self._hide(bucket)
+        self._release(bucket)
 
     def is_last(self, bucket: Bucket) -> bool:
         """Whether this is the last bucket to be updated."""
@@ -171,7 +171,7 @@ class NvmeSwapper:
         for number, bucket in enumerate(self._buckets):
             for file in (self._weights[number], self._states[number]):
                 if file is not None:
-                    self._show(bucket, file.mapped())
+                    self._set_tensors(bucket, file.mapped())
 
     def sync_files(self) -> None:
         """Flush mapped tensors that were written to: direct I/O does not see the page cache."""
@@ -182,7 +182,7 @@ class NvmeSwapper:
     def unmap_files(self) -> None:
         """Release the mapped tensors; references to them stay valid."""
         for bucket in self._buckets:
-            self._hide(bucket)
+            self._release(bucket)
 
     def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> None:
         """Create the files of the states that a checkpoint is about to fill; `wanted` allocates each state."""
@@ -222,7 +222,7 @@ class NvmeSwapper:
                 empty = {field: None for field in value._fields if isinstance(getattr(value, field), Tensor)}
                 self._packed[index, name] = value._replace(**empty)
 
-    def _show(self, bucket: Bucket, tensors: Mapping[Key, Tensor]) -> None:
+    def _set_tensors(self, bucket: Bucket, tensors: Mapping[Key, Tensor]) -> None:
         masters = dict(zip(bucket.span.indices, bucket.masters, strict=True))
         for (index, key), tensor in tensors.items():
             if key == _WEIGHT:
@@ -237,7 +237,7 @@ class NvmeSwapper:
                 else:
                     state[name] = tensor
 
-    def _hide(self, bucket: Bucket) -> None:
+    def _release(self, bucket: Bucket) -> None:
         for _, master, _ in bucket.items():
             # The right shape, without memory.
             master.data = torch.empty((), dtype=master.dtype).expand(master.shape)

@@ -56,11 +56,11 @@ class WrappedOptimizer:
         """In which form it gets sharded parameters."""
         return declared_param_form(self.optimizer)
 
-    def left_out(self, model: nn.Module) -> list[str]:
+    def missing(self, model: nn.Module) -> list[str]:
         """Return the trainable parameters that the optimizer does not have."""
         return [name for name, param in model.named_parameters() if param.requires_grad and name not in self.names]
 
-    def onto(self, tensors: Mapping[str, Tensor]) -> Optimizer:
+    def replace_params(self, tensors: Mapping[str, Tensor]) -> Optimizer:
         """Replace the optimizer's parameters by these tensors, by name; return the optimizer."""
         for group, spec in zip(self.optimizer.param_groups, self.specs, strict=True):
             names = [name for name in spec.names if name in tensors]

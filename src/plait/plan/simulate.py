@@ -42,7 +42,7 @@ from plait.config import (
     resolve_batch,
 )
 from plait.distributed import activations_on_host, fake_world, replaced, to_local
-from plait.engine import Length, NativeEngine, OffloadedParams, Preparation, described_loss, prepare_native
+from plait.engine import NativeEngine, OffloadedParams, Preparation, RunLength, configured_loss, prepare_native
 from plait.errors import ConfigError, Problem
 from plait.kernels import WORKSPACE_BYTES
 from plait.launch import Phase
@@ -297,7 +297,7 @@ class TimeBudget:
 _REORDERED = 0.15
 """Inductor orders a backward pass that recomputes in its own way; measured, that takes up to this share more of what a
 step takes beyond its states."""
-_SOME_LENGTH = Length(total_steps=1000, steps_per_epoch=1000)
+_SOME_LENGTH = RunLength(total_steps=1000, steps_per_epoch=1000)
 """A schedule may ask how long the run is; what a step takes does not depend on it."""
 _ONCE = (Phase.BUILD, Phase.LOAD, Phase.INIT)
 """What comes once, before the step that is like all others."""
@@ -370,7 +370,7 @@ def simulate(
                 config,
                 world,
                 model=model,
-                loss_function=loss_function or described_loss(config),
+                loss_function=loss_function or configured_loss(config),
                 length=_SOME_LENGTH,
                 accumulation=batch.accumulation,
                 example=make_example(config, batch.micro),

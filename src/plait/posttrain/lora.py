@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.atomic_write import drafting
+from plait.atomic_write import staging_path
 from plait.checkpoint import Recipe, Source, View
 from plait.config import LoraConfig, parse_stored, read_json_object
 from plait.distributed import is_sharded
@@ -541,7 +541,7 @@ def save_adapter(
         "init_lora_weights": True,
     }
     try:
-        with drafting(folder / "adapter") as staged:  # all is written before the first file gets its name
+        with staging_path(folder / "adapter") as staged:  # all is written before the first file gets its name
             staged.mkdir()
             weights = {f"{PREFIX}{name}": tensor for name, tensor in kept.items()}
             save_file(weights, staged / WEIGHTS, metadata={"format": "pt"})

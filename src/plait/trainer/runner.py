@@ -59,7 +59,7 @@ from plait.config import (
 )
 from plait.data import MicroBatch
 from plait.distributed import Ranks, World, detect_ranks, on_main, open_world
-from plait.engine import Engine, Length, LossFunction, Preparation, prepare_engine, stage_of
+from plait.engine import Engine, LossFunction, Preparation, RunLength, prepare_engine, stage_of
 from plait.engine import evaluate as evaluate_batches
 from plait.errors import ConfigError, PlaitError, Problem, TrainingError, in_one_line
 from plait.launch import Phase, StepMemory
@@ -535,7 +535,7 @@ class Runner:
             self.world,
             model=self.given.model,
             loss_function=self.given.loss_fn,
-            length=Length(self.total_steps, self.steps_per_epoch),
+            length=RunLength(self.total_steps, self.steps_per_epoch),
             accumulation=self.batch.accumulation,
             example=example,
             log=self._log,

@@ -31,7 +31,7 @@ from plait.config import (
 )
 from plait.data import RankLoader, build_dataset, is_stream, prepare, stack, tokenizer_path, unwrap_dataloader
 from plait.distributed import World, is_transformers_model, on_main
-from plait.engine import described_loss
+from plait.engine import configured_loss
 from plait.errors import ConfigError, Problem
 from plait.plugins import load_function
 
@@ -90,7 +90,7 @@ def settle(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
         given = replace(given, **moved)
     if config.train.loss is not None and given.loss_fn is not None:
         raise ConfigError(Problem("train.loss", "`loss_fn` was given from Python as well", "Leave out one of the two."))
-    return parsed, given if given.loss_fn is not None else replace(given, loss_fn=described_loss(config))
+    return parsed, given if given.loss_fn is not None else replace(given, loss_fn=configured_loss(config))
 
 
 def is_section(value: Any) -> bool:

@@ -11,7 +11,7 @@ from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.distributed.activation_checkpointing import Activations, RecomputeLevel, UnitMemory, count_activations
 from plait.distributed.wrap import find_wrap_units
-from plait.engine.recompute_budget import StateBytes, choose, held, peak_bytes, states_of, ways_to_recompute
+from plait.engine.recompute_budget import StateBytes, choose, kept_bytes, peak_bytes, states_of, ways_to_recompute
 from plait.errors import ConfigError
 from plait.models import build_model
 
@@ -61,7 +61,10 @@ def test_what_is_chosen_fits_and_one_step_less_would_not() -> None:
             last = max(range(4), key=lambda at: (cost(ways)[at], at))
             rung = LADDER[cost(ways)[last] - 1]
             less = [rung if at == last else way for at, way in enumerate(ways)]
-            assert peak_bytes(found, states, less) > budget or held(found.units[last], rung) >= found.units[last].saved
+            assert (
+                peak_bytes(found, states, less) > budget
+                or kept_bytes(found.units[last], rung) >= found.units[last].saved
+            )
 
 
 def test_attention_is_kept_to_the_end_only_where_sequences_are_long() -> None:
@@ -87,11 +90,11 @@ def test_gradients_that_come_when_activations_go_leave_more_room() -> None:
 def test_the_peak_is_at_the_end_of_the_forward_pass_or_where_a_unit_runs_again() -> None:
     unit = UnitMemory(inputs=1, saved=10, products=4, attention=2, trained_params=3)
     found = Activations([unit] * 3, outside=5, transient=2)
-    steady = StateBytes(steady=100, late=0, outside=0)
-    assert [held(unit, way) for way in LADDER] == [10, 7, 3, 1]
+    steady = StateBytes(steady=100, gradient=0, outside=0)
+    assert [kept_bytes(unit, way) for way in LADDER] == [10, 7, 3, 1]
     assert peak_bytes(found, steady, ["none"] * 3) == 100 + 5 + 30 + 5  # and gradients inside the last unit
     assert peak_bytes(found, steady, ["full"] * 3) == 100 + 5 + 3 + 9 + 5
-    late = StateBytes(steady=100, late=2, outside=50)
+    late = StateBytes(steady=100, gradient=2, outside=50)
     assert peak_bytes(found, late, ["none"] * 3) == 100 + 5 + 2 * (3 * 3 + 50)  # all gradients, no activation
 
 

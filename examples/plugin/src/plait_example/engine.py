@@ -19,7 +19,7 @@ from plait import (
     SteppingEngine,
     StepResult,
     WeightedLoss,
-    build_whole,
+    build_full_model,
     read_loss,
 )
 
@@ -36,7 +36,7 @@ class PlainDDP(SteppingEngine):
         return cls(given, bucket_mb)
 
     def __init__(self, given: Preparation, bucket_mb: int) -> None:
-        built, world, config = build_whole(given), given.world, given.config
+        built, world, config = build_full_model(given), given.world, given.config
         self.config = config
         self.accumulation = given.accumulation
         self._schedule = given.schedule()

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from plait.atomic_write import drafting
+from plait.atomic_write import staging_path
 from plait.checkpoint.convert.huggingface import Description
 from plait.checkpoint.convert.source import Source, only
 from plait.checkpoint.save import sync_to_disk, write_single_process
@@ -133,7 +133,7 @@ def replacing(target: Path, *, source: Path, needed: int, overwrite: bool) -> It
             raise CheckpointError(
                 f"{target} needs {format_bytes(needed)}, and {target.parent} has {format_bytes(free)} free"
             )
-        with drafting(target) as staging:
+        with staging_path(target) as staging:
             yield staging
             _sync_all(staging)
             _publish(staging, target)

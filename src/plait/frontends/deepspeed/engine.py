@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from plait.atomic_write import drafting
+from plait.atomic_write import staging_path
 from plait.config import LogConfig, ResolvedBatch, RunConfig
 from plait.distributed import on_main
 from plait.engine import ManualEngine, StepResult
@@ -706,7 +706,7 @@ class DeepSpeedEngine(ModuleWrapper):
         weights, folder = self._weights(exclude_frozen_parameters), Path(save_dir)
 
         def write() -> None:
-            with drafting(folder / save_filename) as temporary:
+            with staging_path(folder / save_filename) as temporary:
                 torch.save(weights, temporary)
                 temporary.replace(folder / save_filename)
 

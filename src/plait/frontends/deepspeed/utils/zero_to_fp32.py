@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.atomic_write import drafting
+from plait.atomic_write import staging_path
 from plait.checkpoint import Source, open_source
 from plait.config import read_name
 from plait.errors import CheckpointError, PlaitError
@@ -170,7 +170,7 @@ def _bytes(size: str | int | None) -> int | None:
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:
-    with drafting(path) as temporary:
+    with staging_path(path) as temporary:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""A draft is gone in the end, however its writer ended, and nobody disturbs one that is being written."""
+"""A staging is gone in the end, however its writer ended, and nobody disturbs one that is being written."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from plait.atomic_write import drafting, write_atomically
+from plait.atomic_write import staging_path, write_atomically
 
 
 def _write(target: Path, ready: Any, go_on: Any, *, folder: bool) -> None:
-    with drafting(target) as draft:
+    with staging_path(target) as staging:
         if folder:
-            draft.mkdir()
-        (draft / "part" if folder else draft).write_text("half")
+            staging.mkdir()
+        (staging / "part" if folder else staging).write_text("half")
         ready.set()
         go_on.wait(60)
-        draft.rename(target)
+        staging.rename(target)
 
 
 def _started(context: Any, target: Path, go_on: Any, *, folder: bool) -> Any:
@@ -43,12 +43,12 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_one_at_wo
     killed.kill()
     killed.join()
     assert len(list(tmp_path.iterdir())) == 2
-    with drafting(tmp_path / "third") as draft:
+    with staging_path(tmp_path / "third") as staging:
         names = [path.name for path in tmp_path.iterdir()]
         assert len(names) == 2
         assert not any("killed" in name for name in names)
-        draft.write_text("whole")
-        draft.rename(tmp_path / "third")
+        staging.write_text("whole")
+        staging.rename(tmp_path / "third")
     go_on.set()
     alive.join(60)
     assert alive.exitcode == 0
@@ -57,8 +57,8 @@ def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_one_at_wo
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     def fail() -> None:
-        with drafting(tmp_path / "new" / "target") as draft:
-            draft.write_text("half")
+        with staging_path(tmp_path / "new" / "target") as staging:
+            staging.write_text("half")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -70,7 +70,7 @@ def test_hidden_files_and_folders_of_others_stay(tmp_path: Path) -> None:
     (tmp_path / ".others.tmp").mkdir()
     (tmp_path / f".corpus.bin.{'0' * 32}.tmp").write_text("a file that is being written")
     before = set(tmp_path.iterdir())
-    with drafting(tmp_path / "target"):
+    with staging_path(tmp_path / "target"):
         pass
     assert set(tmp_path.iterdir()) == before
 
