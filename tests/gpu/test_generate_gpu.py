@@ -162,7 +162,7 @@ def test_a_llama_of_sixteen_bits_takes_the_short_way_and_says_what_it_says(rows:
     decoder, texts = CachedDecoder(model, torch.device("cuda")), some_prompts(rows)
     with torch.no_grad():
         decoder.begin(texts, [20] * rows)
-        assert decoder._quick is not None
+        assert decoder._step is not None
         for step in range(20):
             tokens = torch.randint(256, (rows,), device="cuda")
             logits = decoder.step(tokens)
@@ -340,7 +340,7 @@ def test_rows_that_join_a_recorded_batch_get_what_they_get_alone(family: str) ->
             else:
                 for number, token in zip(live, batch.step(), strict=True):
                     found[number].append(token.id)
-            kept = [place for place, number in enumerate(live) if len(found[number]) < rows[number].room]
+            kept = [place for place, number in enumerate(live) if len(found[number]) < rows[number].max_new_tokens]
             batch.keep(kept)
             live = [live[place] for place in kept]
             if not live:

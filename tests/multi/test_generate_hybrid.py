@@ -72,8 +72,10 @@ def write(rank: int, size: int, sections: dict[str, Any], modes: list[str], seed
             comparison = hybrid.verify(asked, answers)
             found[f"{mode} after {steps}"] = (answers, comparison)
             if mode == "gathered":
-                assert hybrid._made is not None
-                assert all(param.is_meta for param in hybrid._made.module.parameters()), "memory was not let go"
+                assert hybrid._replica_cache is not None
+                assert all(param.is_meta for param in hybrid._replica_cache.module.parameters()), (
+                    "memory was not let go"
+                )
         loss = engine.forward(input_ids=torch.ones(1, 4, dtype=torch.int64), labels=torch.ones(1, 4, dtype=torch.int64))
         engine.backward(loss.sum / loss.count)
         engine.step()  # training goes on after writing
@@ -117,7 +119,7 @@ def write_in_bf16(rank: int, size: int) -> list[Any]:
         hybrid = HybridEngine(engine, config, mode="gathered", log=lambda _: None)
         asked = prompts(1)
         found.append(hybrid.verify(asked, hybrid.generate(asked, SAMPLING)))
-        replica = hybrid._made
+        replica = hybrid._replica_cache
         assert replica is not None
         assert {p.dtype for p in replica.module.parameters()} == {torch.bfloat16}
     return found

@@ -1,4 +1,4 @@
-"""Text from a trained model, or from one in training."""
+"""Text generation with a trained model, or with one in training."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""One batch of answers, from prompts to the last token."""
+"""Generation of one batch: choosing tokens, static batches of answers, and continuous batching."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from plait.kernels.decode import (
 
 # Choosing the next token of every row, on the device, without waiting for it.
 #
-# Drawing from the whole vocabulary, which rollouts do, has a short way in `ops.draw`; see [Note: whole numbers in
-# pieces] there. What cuts words off or penalises them goes the long way here, with whole numbers too: sums of them do
-# not depend on the order, a chance below the sum always meets a token that has some weight, and deterministic runs,
-# which refuse to add up floating-point numbers on a GPU, may draw.
+# Sampling from the whole vocabulary, as rollouts do, is one kernel (`sample_tokens`; see [Note: integer weights in
+# pieces]). Top-k, top-p and penalties are computed here, with integer weights too: their sums do not depend on the
+# order, a random number below the sum always falls on a token with a positive weight, and deterministic runs, which
+# refuse floating-point cumulative sums on a GPU, can sample.
 
 
 def choose(
     logits: Tensor, rng: CounterRNG | Tensor | None, sampling: Sampling, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each row, and its log-probability under the model itself, from logits (rows, vocabulary).
+    """Choose the next token of each row from logits (rows, vocabulary); returns it and the model's log-probability.
 
-    `rng` is what decides, or its numbers (rows); the temperature 0 needs none. `seen` (rows, vocabulary) marks the
-    tokens that a repetition penalty is for.
+    `rng` are the random numbers (rows) or their source; temperature 0 needs none. `seen` (rows, vocabulary) marks the
+    tokens that a repetition penalty applies to.
     """
     if seen is None and (rng is None or sampling.temperature == 0.0):
         return greedy(logits)
@@ -54,7 +54,7 @@ def choose(
 def _sample(scores: Tensor, rng: CounterRNG | Tensor, sampling: Sampling) -> Tensor:
     order: Tensor | None = None
     share = sampling.top_p if sampling.top_p is not None and sampling.top_p < 1.0 else None
-    # A temperature changes no order, and fp32 neither: both are for what is left.
+    # Neither temperature nor fp32 changes the order: both are applied to the remaining tokens.
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         scores, order = scores.topk(sampling.top_k)
     elif share is not None:
@@ -62,7 +62,7 @@ def _sample(scores: Tensor, rng: CounterRNG | Tensor, sampling: Sampling) -> Ten
     weights = weights_of(scores, sampling.temperature)
     cumulative, total = weights.cumsum(-1), None
     if share is not None:
-        # The likeliest has nothing before it, and stays. What goes is at the end, so the ladder is right without it.
+        # The most likely token is always kept. The tokens cut off are at the end, so `cumulative` stays valid.
         kept = (cumulative - weights).double() < share * cumulative[:, -1:].double()
         total = (weights * kept).sum(-1, keepdim=True)
     index = pick_index(cumulative, bits_of(rng), total)
@@ -74,21 +74,21 @@ def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, lowered, logits)
 
 
-# One step recorded as a CUDA graph and repeated.
+# One decode step as a CUDA graph.
 #
-# A small model writes a token in less time than Python needs to ask for its kernels. Recorded, they are asked for at
-# once. What is recorded must read and write the same tensors each time; `Answers.take` and `CachedDecoder.step` do.
+# A small model computes a token in less time than Python needs to launch its kernels; a graph launches them at once. A
+# captured step must read and write the same tensors each time; `Answers.take` and `CachedDecoder.step` do.
 
 
 WARM_UP = 1
-"""Steps done before recording: libraries set themselves up in the first one. They count like any other."""
+"""Steps before the capture, in which libraries initialize themselves. They count like any other."""
 
 
 class RecordedStep:
-    """A step, done as it is at first, and repeated from a recording afterwards."""
+    """A step that runs eagerly at first, and from a captured CUDA graph afterwards."""
 
     def __init__(self, step: Callable[[], None], *, on: bool, is_warm: Callable[[], bool] = lambda: False) -> None:
-        """`is_warm` says whether a step like this was done before: then it is recorded at once."""
+        """`is_warm` says whether a step like this was done before: then it is captured at once."""
         self._step, self._on, self._is_warm = step, on, is_warm
         self._graph: torch.cuda.CUDAGraph | None = None
         self._left: int | None = None
@@ -104,30 +104,30 @@ class RecordedStep:
             self._left -= 1
             self._step()
             return
-        # Recording does nothing yet; the replay is this step.
+        # Capturing runs no kernel; the replay is this step.
         self._graph = record(self._step)
         self._graph.replay()
 
     def forget(self) -> None:
-        """The tensors are others now: record anew."""
+        """Discard the graph, because the tensors have changed."""
         self._graph = self._left = None
 
 
 CHECK_EVERY = 16
-"""Tokens between two looks at which rows are done; each look waits for the device."""
+"""Tokens between two checks of which rows are done; each check waits for the device."""
 WORTH_RECORDING = 48
-"""Tokens that must be left for a smaller batch to pay where its steps have to be recorded anew."""
+"""The minimum of remaining tokens for which a smaller batch pays off although its steps have to be captured again."""
 
 Decode = Callable[[Sequence[int]], str]
 AnyRank = Callable[[bool], bool]
-"""From whether this rank has rows that go on, to whether any rank has."""
+"""Whether any rank has unfinished rows, given whether this rank has."""
 
 
 class Answers:
     """The answers so far, all of them on the device; see [Note: counter-based random numbers].
 
-    Rows that are done go on being computed, into a column that nobody reads, until enough of them are done for a
-    smaller batch to pay. Nothing here depends on when that is.
+    Rows that are done are still computed, into a column that is not read, until enough of them are done for a smaller
+    batch to pay off. No result depends on when that is.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Answers:
         self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.done = torch.zeros(rows, dtype=torch.bool, device=device)
         self.stopped = torch.zeros_like(self.done)
-        """Done because a stop token or text came."""
+        """Whether a row is done because of a stop token or text."""
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(rows, self.width + 1, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(rows, self.width + 1, device=device)
@@ -154,7 +154,7 @@ class Answers:
         self._seen: Tensor | None = None
 
     def take(self, logits: Tensor) -> None:
-        """Choose each row's next token. Changes tensors in place only, so that a graph may repeat it."""
+        """Choose each row's next token. Changes tensors in place only, for CUDA graphs."""
         sampling = self._sampling
         if sampling.repetition_penalty != 1.0 and self._seen is None:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -166,12 +166,12 @@ class Answers:
         self.record(token, logprob)
 
     def record(self, token: Tensor, logprob: Tensor) -> None:
-        """Write each row's next token down. Changes tensors in place only."""
+        """Append each row's next token. Changes tensors in place only."""
         state = (self.token, self.tokens, self.logprobs, self.counts, self.limits, self.done, self.stopped)
         record_tokens(token, logprob, TokenRecords(*state, self._stops))
 
     def go_on(self, decoder: Decoder) -> None:
-        """One step: what the model says to the last tokens, and the choice of the next."""
+        """One step: the model's forward pass on the last tokens, and the choice of the next."""
         if self._sampling.is_greedy:
             self.record(*decoder.step_greedy(self.token))
         elif self._sampling.draws_from_all:
@@ -183,7 +183,7 @@ class Answers:
         return CounterRNG(self.keys, self.counts, self._sampling.seed)
 
     def keep(self, rows: Tensor) -> Answers:
-        """These rows alone."""
+        """The answers of these rows."""
         kept = object.__new__(Answers)
         kept.__dict__.update(self.__dict__)
         for name in ("keys", "limits", "counts", "done", "stopped", "token", "tokens", "logprobs"):
@@ -193,14 +193,14 @@ class Answers:
         return kept
 
     def end_by_text(self, decode: Decode) -> None:
-        """End the rows in which a stop text came, right behind the token that completed it."""
+        """End the rows that contain a stop text, right after the token that completes it."""
         texts = self._sampling.stop_texts
         for row, length in enumerate(self.counts.tolist()):
             if (length_with_stop := end_of_text(self.tokens[row, :length].tolist(), texts, decode)) is not None:
                 self.counts[row], self.stopped[row], self.done[row] = length_with_stop, True, True
 
     def completions(self) -> list[Completion]:
-        """What each row has."""
+        """The completion of each row so far."""
         columns = (self.counts, self.tokens, self.logprobs, self.stopped)
         return [
             Completion(tokens[:length], logprobs[:length], "stop" if stopped else "length")
@@ -209,11 +209,11 @@ class Answers:
 
 
 def end_of_text(tokens: Sequence[int], texts: Sequence[str], decode: Decode) -> int | None:
-    """After how many tokens one of the texts has come; None where none has."""
+    """The number of tokens after which one of the texts is complete; None where none is."""
     if not any(text in decode(tokens) for text in texts):
         return None
     fewest, most = 1, len(tokens)
-    while fewest < most:  # a text that has come stays
+    while fewest < most:  # a bisection: once complete, a text stays
         middle = (fewest + most) // 2
         if any(text in decode(tokens[:middle]) for text in texts):
             most = middle
@@ -236,10 +236,10 @@ def answering(
     graphs: bool = True,
     check_every: int = CHECK_EVERY,
 ) -> Generator[Answers, None, list[Completion]]:
-    """Answer one batch; `limits` are the most new tokens of each row.
+    """Generate one batch; `limits` are the maximum of new tokens of each row.
 
-    Yields the rows that go on whenever it looks at them, every `check_every` tokens, and returns all answers.
-    `any_rank` is for ranks that have to take every step together.
+    Yields the unfinished rows every `check_every` tokens, and returns all completions. `any_rank` is for ranks that
+    have to take every step together.
     """
     live = Answers(prompts, keys, limits, sampling, device)
     shortest, longest, numbers = min(limits), live.width, torch.arange(len(prompts), device=device)
@@ -247,15 +247,15 @@ def answering(
     try:
         live.take(decoder.begin(prompts, limits))
         recorded = graphs and decoder.capturable
-        way = replace(sampling, seed=0)  # every seed goes the same way
+        way = replace(sampling, seed=0)  # all seeds use the same kernels
         step = RecordedStep(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(way))
         for length in count(1):
-            # Ranks that go together must look at the same moments, however long their own rows are.
+            # Ranks that step together must check at the same steps, whatever the lengths of their rows.
             if length % check_every == 0 or (any_rank is None and length >= longest):
                 if decode is not None and sampling.stop_texts:
                     live.end_by_text(decode)
                 yield live
-                # Where nothing stops a row before its limit, nobody has to wait for the device to say so.
+                # Without stop tokens or texts rows end at their limits, and there is no need to wait for the device.
                 rows = numbers if not sampling.stop and length < shortest else (~live.done).nonzero().squeeze(1)
                 goes_on = len(rows) > 0
                 if not (goes_on if any_rank is None else any_rank(goes_on)):
@@ -273,11 +273,11 @@ def answering(
     return [finished[number] for number in range(len(prompts))]
 
 
-# Continuous batching: rows join and leave a batch between two tokens, each with a sampling of its own.
+# Continuous batching: rows join and leave a batch between two tokens, each with its own sampling settings.
 #
-# A row gets the tokens that it would get alone. Its decoder keeps rows apart, and what decides a draw depends on its
-# own seed and key only; see [Note: counter-based random numbers]. A seed is folded into the key, so rows
-# of different seeds are drawn together; rows that differ in temperature, cut or penalty are chosen group by group.
+# A row gets the tokens that it would get alone: its random numbers depend on its own seed and key only; see [Note:
+# counter-based random numbers]. The seed is folded into the key, so rows of different seeds are sampled together; rows
+# that differ in temperature, top-k, top-p or penalty are sampled group by group.
 
 
 class Token(NamedTuple):
@@ -285,27 +285,27 @@ class Token(NamedTuple):
 
     id: int
     logprob: float
-    """Under the model itself: temperature 1, nothing cut off, nothing penalised."""
+    """The model's: temperature 1, without top-k, top-p or penalty."""
     top: list[tuple[int, float]]
-    """The likeliest tokens and their log-probabilities, as many as the row asked for."""
+    """The most likely tokens and their log-probabilities, as many as the row asked for."""
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationRow:
-    """One prompt and how it is answered. When its answer ends is for the caller to say."""
+    """One prompt and its sampling settings. The caller decides when its answer ends."""
 
     prompt: Sequence[int]
     sampling: Sampling
     max_new_tokens: int
-    """New tokens at most."""
+    """The maximum of new tokens."""
     key: int = 0
-    """Decides, together with the seed, what is drawn."""
+    """Determines, together with the seed, the random numbers."""
     top: int = 0
-    """Alternatives that are reported with each token."""
+    """The number of most likely tokens to report with each token."""
 
 
 class ContinuousBatch:
-    """The rows that a decoder works on. One decoder serves one batch at a time."""
+    """The rows of a decoder. One decoder serves one batch at a time."""
 
     def __init__(self, decoder: Decoder, device: torch.device, *, graphs: bool = True) -> None:
         self.rows: list[GenerationRow] = []
@@ -319,7 +319,7 @@ class ContinuousBatch:
         self._step = RecordedStep(self._go_on, on=record, is_warm=lambda: decoder.is_warm(self._group_keys()))
 
     def takes(self, rows: Sequence[GenerationRow]) -> bool:
-        """Whether these rows may join now; if not, they may when the batch is empty, in the worst case one by one."""
+        """Whether these rows may join now; if not, they may when the batch is empty, at worst one by one."""
         if self.rows and not isinstance(self._decoder, GrowingDecoder):
             return False
         lengths = {len(row.prompt) for row in (*self.rows, *rows)}
@@ -327,8 +327,8 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def add(self, rows: Sequence[GenerationRow]) -> list[Token]:
-        """Read the prompts of further rows; returns the first token of each."""
-        assert self.takes(rows), "ask `takes` first"
+        """Prefill the prompts of further rows; returns the first token of each."""
+        assert self.takes(rows), "call `takes` first"
         prompts, max_new_tokens = [row.prompt for row in rows], [row.max_new_tokens for row in rows]
         if self.rows:
             assert isinstance(self._decoder, GrowingDecoder)
@@ -350,7 +350,7 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def keep(self, numbers: Sequence[int]) -> None:
-        """Let go of all rows but these."""
+        """Remove all rows but these."""
         if len(numbers) == len(self.rows):
             return
         if not numbers:
@@ -365,7 +365,7 @@ class ContinuousBatch:
         self._regroup()
 
     def close(self) -> None:
-        """Let go of all rows, and leave the model as it was."""
+        """Remove all rows, and restore the model."""
         self._decoder.close()
         self._step.forget()
         self.rows, self._seen, self._top, self._groups = [], None, None, []
@@ -385,7 +385,7 @@ class ContinuousBatch:
 
     def _join(self, new: ContinuousBatch, vocabulary: int) -> None:
         if self._seen is not None or new._seen is not None:
-            # Rows without a penalty never look at what they have seen.
+            # Rows without a penalty do not use `_seen`.
             seen = [
                 torch.zeros(len(batch.rows), vocabulary, dtype=torch.bool, device=self._device)
                 if batch._seen is None
@@ -399,7 +399,7 @@ class ContinuousBatch:
         self._regroup()
 
     def _regroup(self) -> None:
-        """Find which rows are chosen together, and give the results a place that no step changes."""
+        """Group the rows by sampling settings, and allocate results that all steps write into."""
         groups: dict[Sampling, list[int]] = {}
         for number, row in enumerate(self.rows):
             groups.setdefault(_sampling_group(row.sampling), []).append(number)
@@ -419,7 +419,7 @@ class ContinuousBatch:
         return (*(way for way, _ in self._groups), self._top is not None)
 
     def _go_on(self) -> None:
-        """One step. Changes tensors in place only, so that a graph may repeat it."""
+        """One step. Changes tensors in place only, for CUDA graphs."""
         if len(self._groups) == 1 and self._top is None:
             way = self._groups[0][0]
             if way.is_greedy:
@@ -468,5 +468,5 @@ class ContinuousBatch:
 
 
 def _sampling_group(sampling: Sampling) -> Sampling:
-    """What of a sampling decides how a token is chosen."""
+    """The sampling settings that determine how a token is chosen."""
     return replace(sampling, max_new_tokens=1, stop=(), seed=0)

@@ -1,13 +1,12 @@
-"""Plait's own decoders with a cache of keys and values.
+"""Generation with Plait's own decoders and a KV cache.
 
-[Note: rows are padded behind]
-Prompts of unequal length start at the same place, and what fills them up comes after. So reading them is plainly
-causal: the same positions, the same kernel and no mask, as in training. What the filling leaves in the cache lies
-behind each row's end, where a mask hides it until a new token overwrites it. Every row writes at its own end.
+[Note: rows are right-padded] Prompts of unequal length start at the same position and are padded at their end. So
+prefill is causal attention with the same positions, the same kernel and no mask, as in training. The padding's keys and
+values lie after each row's end, where a mask hides them until new tokens overwrite them. Every row writes at its own
+end.
 
-The models know nothing of this. How an `Attention` mixes tokens is a function that can be exchanged, as context
-parallelism does it; here one with a memory takes its place, and is taken out again. Where `quick` knows a shorter way
-for single tokens, only prompts go this one.
+The models need no code for this: the attention function of `Attention` is replaced, as context parallelism does, by one
+with a cache, and restored afterwards. Where `LlamaDecodeStep` computes single tokens, only prefill uses this.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ from plait.models import (
 )
 from plait.torch_internals import compiled_call, forward_hooks
 
-# One token for each row of a Llama, in five kernels a layer.
+# One token per row of a Llama, through `plait.kernels.decode`.
 #
-# Reading a prompt, a model is busy computing; writing, it waits for weights and for the next kernel to begin. So here
-# the modules of a Llama are not called one by one: their weights go through `ops.skinny` and `ops.decode_attention`.
-# What is computed is the same, up to rounding. A model with anything unusual about it is not taken, and keeps its own
-# step.
+# Prefill is bound by computation; decoding waits for weights and for kernel launches. So here the modules of a Llama
+# are not called one by one: their weights are passed to the kernels of `DecodeStep`. The results are the same, up to
+# rounding. A model with any modification is called as usual.
 
 
 _PLAIN_MODULES = (LlamaBlock, Attention, SwiGLU, nn.RMSNorm)
@@ -67,7 +65,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def can_use_decode_kernels(model: nn.Module) -> bool:
-    """Whether a model is a Llama of which nothing is changed, spread out or left out, on a device with kernels."""
+    """Whether a model is an unmodified, unsharded, complete Llama on a device with kernels."""
     if type(model) is not Llama or model.head is None or not all(map(_is_unmodified, model.modules())):
         return False
     params = list(model.parameters())
@@ -93,7 +91,7 @@ def _is_unmodified(module: nn.Module) -> bool:
 
 @contextmanager
 def fused_for_prefill(model: nn.Module) -> Iterator[None]:
-    """A model that `can_use_decode_kernels` takes, with the forms of `models.fused` for as long as it reads prompts."""
+    """A context in which a model that `can_use_decode_kernels` has the modules of `models.fused`, for prefill."""
     originals = [(module, module.__class__, vars(module).get("rotate")) for module in model.modules()]
     fuse(model)
     try:
@@ -136,37 +134,37 @@ def _norm(module: Any) -> Norm:
 
 
 SLOTS = 64
-"""The cache is a multiple of so many tokens long: kernels that take a mask want its rows aligned."""
+"""The cache length is a multiple of this: kernels with a mask need aligned rows."""
 PREFILL_TOKENS = 8192
-"""Tokens of prompts that keep a device busy for longer than its host takes to ask for them; more at once would only
-need more memory, and more filling."""
+"""Prompt tokens per prefill call: enough to keep a device busy for longer than the launches take. More would only take
+more memory and more padding."""
 
 
 class KVCacheRows:
-    """Where the rows end, and what attention may see; shared by all layers."""
+    """The rows' positions and the attention mask of a KV cache; shared by all layers."""
 
     def __init__(self, lengths: Tensor, row_ends: Tensor, dtype: torch.dtype) -> None:
         self.slots = -(-int(row_ends.max()) // SLOTS) * SLOTS
         self.at = RowPositions(lengths, row_ends - 1, torch.empty_like(lengths))
         self.numbers = torch.arange(len(lengths), device=lengths.device)
         self.prefilling: slice | None = None
-        """Rows whose prompts are being read; else, each row gets one token."""
+        """The rows that are prefilled; None: each row gets one token."""
         slots = torch.arange(self.slots, device=lengths.device)
         self.mask = torch.zeros(len(lengths), self.slots, device=lengths.device, dtype=dtype)
         self.mask.masked_fill_(slots >= lengths[:, None], float("-inf"))
 
     def open(self) -> None:
-        """Let each row see its next token."""
+        """Advance each row, and unmask its next token."""
         self.at.advance()
         self.mask.scatter_(1, self.at.positions[:, None], 0.0)
 
     def keep(self, rows: Tensor) -> None:
-        """Forget the others."""
+        """Remove all rows but these."""
         self.at, self.mask = RowPositions(*(tensor[rows] for tensor in self.at)), self.mask[rows]
         self.numbers = self.numbers[: len(rows)]
 
     def extend(self, other: KVCacheRows) -> None:
-        """Take the rows of another cache behind these; both get as many slots as the longer one has."""
+        """Append the rows of another cache; both get as many slots as the longer one has."""
         self.slots = max(self.slots, other.slots)
         self.at = RowPositions(*(torch.cat(pair) for pair in zip(self.at, other.at, strict=True)))
         masks = [F.pad(m, (0, self.slots - m.shape[1]), value=float("-inf")) for m in (self.mask, other.mask)]
@@ -175,7 +173,7 @@ class KVCacheRows:
 
 
 class CachedAttention:
-    """Attention of one layer over all that its rows have seen."""
+    """Attention of one layer over its KV cache."""
 
     def __init__(self, attend: Any, cache: KVCacheRows) -> None:
         self._attend = attend
@@ -197,7 +195,7 @@ class CachedAttention:
             return answer
         self.keys[cache.numbers, :, cache.at.positions] = k[:, :, 0]
         self.values[cache.numbers, :, cache.at.positions] = v[:, :, 0]
-        # The queries of a group stand in for tokens of one head: no key or value is repeated for them.
+        # The queries of a group are passed as tokens of one head: no key or value has to be repeated.
         batch, heads, _, width = q.shape
         grouped = q.reshape(batch, k.shape[1], -1, width)
         allowed = cache.mask.to(q.dtype)[:, None, None].expand(-1, k.shape[1], grouped.shape[2], -1)
@@ -205,12 +203,12 @@ class CachedAttention:
         return y.reshape(batch, heads, 1, width)
 
     def keep(self, rows: Tensor) -> None:
-        """Forget the others."""
+        """Remove all rows but these."""
         self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 def _concatenated(first: Tensor, second: Tensor, slots: int) -> Tensor:
-    """Rows (rows, heads, slots, features) of two caches as one, with so many slots."""
+    """Concatenate two caches (rows, heads, slots, features) along the rows, with `slots` slots."""
     rows = first.new_zeros(len(first) + len(second), first.shape[1], slots, first.shape[3])
     rows[: len(first), :, : first.shape[2]] = first
     rows[len(first) :, :, : second.shape[2]] = second
@@ -218,9 +216,9 @@ def _concatenated(first: Tensor, second: Tensor, slots: int) -> Tensor:
 
 
 def chunks_of(prompts: Sequence[Sequence[int]]) -> list[slice]:
-    """Neighbours that are read together: as many as make up `PREFILL_TOKENS` tokens, filling included.
+    """Split prompts into chunks of consecutive ones with at most `PREFILL_TOKENS` tokens each, padding included.
 
-    Generation puts prompts of about one length side by side, so the parts need less filling than the whole.
+    Generation sorts prompts by length, so the chunks need less padding than the whole.
     """
     chunks, begin, longest = [], 0, 0
     for number, prompt in enumerate(prompts):
@@ -232,10 +230,10 @@ def chunks_of(prompts: Sequence[Sequence[int]]) -> list[slice]:
 
 
 class CachedDecoder(GrowingDecoder):
-    """For models whose attention is Plait's own; see [Note: rows are padded behind]."""
+    """For models whose attention is Plait's own; see [Note: rows are right-padded]."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
-        """`call` is what calls the model, where that is not the model itself."""
+        """`call` calls the model, if it is not to be called directly."""
         self._model = model
         self._call = model if call is None else call
         self._calls_directly = call is None
@@ -249,13 +247,13 @@ class CachedDecoder(GrowingDecoder):
         self._warm: set[Hashable] = set()
         self._hook: Any = None
         self._head: Any = model.head
-        # A mixture may look at sizes that are data, and what calls a sharded model gathers weights: neither can be
-        # recorded.
+        # A mixture of experts may have data-dependent sizes, and `call` may gather sharded weights: neither can be
+        # captured in a CUDA graph.
         mixed = any(type(chunk).__name__ == "Experts" for chunk in model.modules())
         self.capturable = device.type == "cuda" and call is None and not mixed
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Read the prompts; of the last token of each, the logits."""
+        """Prefill the prompts; returns the logits of the last token of each."""
         self.close()
         self._cache = self._cache_for(prompts, max_new_tokens)
         if self._calls_directly and can_use_decode_kernels(self._model):
@@ -264,12 +262,12 @@ class CachedDecoder(GrowingDecoder):
         self._layers = [CachedAttention(attend, self._cache) for attend in self._original_attends]
         for attention, layer in zip(self._attentions, self._layers, strict=True):
             attention.attend = layer
-        # Logits of every place would be the largest tensor by far, and one of each row is wanted.
+        # Logits of every position would be the largest tensor by far, and only one per row is needed.
         self._hook = self._head.register_forward_pre_hook(self._only_last)
         return self._prefill(self._cache, prompts)
 
     def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Read further prompts into a cache of their own, and put it behind the one of the batch."""
+        """Prefill further prompts into a cache of their own, and append it to that of the batch."""
         cache, kept = self._running(), self._kv_caches()
         fresh = self._cache_for(prompts, max_new_tokens)
         for layer in self._layers:
@@ -277,7 +275,7 @@ class CachedDecoder(GrowingDecoder):
         try:
             logits = self._prefill(fresh, prompts)
             slots = max(cache.slots, fresh.slots)
-            for number, layer in enumerate(self._layers):  # one layer at a time: both copies need memory
+            for number, layer in enumerate(self._layers):  # one layer at a time, since both copies take memory
                 keys, values = kept[number]
                 kept[number] = (_concatenated(keys, layer.keys, slots), _concatenated(values, layer.values, slots))
                 layer.keys = layer.values = torch.empty(0)
@@ -295,11 +293,11 @@ class CachedDecoder(GrowingDecoder):
         return KVCacheRows(lengths, lengths + torch.tensor(max_new_tokens, device=self._device), dtype)
 
     def _prefill(self, cache: KVCacheRows, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Fill a cache that every layer has; of the last token of each prompt, the logits."""
+        """Prefill a cache that every layer has; returns the logits of the last token of each prompt."""
         logits: list[Tensor] = []
         try:
             with fused_for_prefill(self._model) if self._step is not None else nullcontext():
-                # Ranks that share a model must all call it as often.
+                # Ranks that share a model must all call it equally often.
                 for chunk in chunks_of(prompts) if self._calls_directly else [slice(0, len(prompts))]:
                     cache.prefilling, self._last = chunk, cache.at.lengths[chunk] - 1
                     logits.append(self._call(input_ids=pad_rows(prompts[chunk], self._device))[:, 0])
@@ -308,7 +306,7 @@ class CachedDecoder(GrowingDecoder):
         return torch.cat(logits)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """One token to each row, at its own end."""
+        """Append one token to each row; returns the logits of the next."""
         cache = self._running()
         if self._step is not None:
             return self._step(tokens, cache.at, self._kv_caches())
@@ -317,19 +315,19 @@ class CachedDecoder(GrowingDecoder):
         return logits[:, 0]
 
     def step_greedy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """One token to each row, at its own end; where the short way is known, no logits are written."""
+        """Append one token to each row; with the decode kernels, logits are not stored."""
         if self._step is None:
             return super().step_greedy(tokens)
         return self._step.greedy(tokens, self._running().at, self._kv_caches())
 
     def step_sample(self, tokens: Tensor, temperature: float, rng: CounterRNG) -> tuple[Tensor, Tensor]:
-        """One token to each row, at its own end; where the short way is known, logits are passed over once."""
+        """Append one token to each row; with the decode kernels, in one pass over the logits."""
         if self._step is None:
             return super().step_sample(tokens, temperature, rng)
         return self._step.sample(tokens, self._running().at, self._kv_caches(), temperature, rng)
 
     def is_warm(self, way: Hashable) -> bool:
-        """Whether steps of this size and way were taken before."""
+        """Whether steps of this size and kind were done before."""
         cache = self._running()
         size = (len(cache.numbers), cache.slots, way)
         known = size in self._warm
@@ -344,13 +342,13 @@ class CachedDecoder(GrowingDecoder):
         return [(layer.keys, layer.values) for layer in self._layers]
 
     def keep(self, rows: Tensor) -> None:
-        """Forget the others."""
+        """Remove all rows but these."""
         self._running().keep(rows)
         for layer in self._layers:
             layer.keep(rows)
 
     def close(self) -> None:
-        """Give every layer its usual attention back."""
+        """Restore every layer's attention."""
         for attention, original in zip(self._attentions, self._original_attends, strict=False):
             attention.attend = original
         if self._hook is not None:

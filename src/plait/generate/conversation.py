@@ -1,4 +1,4 @@
-"""A model with its tokenizer and its way of writing conversations down: what can be talked to."""
+"""A model with its tokenizer and chat template; incremental detokenization, and tool calls."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from plait.generate.generator import Generator
 from plait.generate.options import Completion, Sampling
 
 MIN_NEW_TOKENS = 16
-"""New tokens that must have room behind a conversation, before its beginning is left out."""
+"""The minimum of new tokens for which context is kept free: a longer conversation loses its beginning."""
 _INCOMPLETE = "\ufffd"
-"""What a character decodes to of which not all bytes have come."""
+"""The decoded text of an incomplete character."""
 _MOST_PENDING = 8
-"""Tokens that are waited for until bytes make up a character; one has 4 bytes at most."""
+"""The maximum of tokens that are held back until their bytes form a character of at most 4 bytes."""
 
 
 class Turn(NamedTuple):
-    """What one side says."""
+    """A message of a conversation."""
 
     role: str
     """`system`, `user` or `assistant`; `tool` where tools are used."""
     content: str
     more: Mapping[str, Any] | None = None
-    """What a message has beside these where tools are used: `tool_calls`, `tool_call_id`."""
+    """Further keys of the message where tools are used: `tool_calls`, `tool_call_id`."""
 
 
 class AnswerPiece(NamedTuple):
-    """A part of an answer, as it grows."""
+    """A piece of a streamed answer."""
 
     text: str
-    """What is new."""
+    """The new text."""
     finish_reason: Literal["stop", "length"] | None
-    """Of the last piece."""
+    """None except in the last piece."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -48,35 +48,35 @@ class EncodedPrompt(NamedTuple):
 
     tokens: list[int]
     left_out: int
-    """Earliest turns that had no room."""
+    """The number of earliest turns that were left out."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What `plait chat`, `plait serve` and `plait generate` talk to."""
+    """The model behind `plait chat`, `plait serve` and `plait generate`."""
 
     name: str
     generator: Generator
     tokenizer: TextTokenizer
     write_down: Callable[[Sequence[Turn]], list[int]]
-    """From a conversation to the prompt that an answer follows."""
+    """The chat template: from a conversation to the prompt."""
     stop: tuple[int | str, ...]
-    """What ends an answer in any case."""
+    """Tokens and texts that always end an answer."""
     write_with_tools: Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None = None
-    """Like `write_down`, with tools that may be called as in `generate.tools`; None where the template has none."""
+    """Like `write_down`, with tools that may be called; None where the template does not support them."""
     begin: tuple[int, ...] = ()
-    """What a text that is no conversation begins with, where the model was trained on rows that do."""
+    """The tokens before a text that is not a conversation, if the model was trained with such."""
     template: str = "own"
-    """Which way of writing conversations down it is, for people."""
+    """The name of the chat template, to display."""
 
     def encode(self, text: str) -> list[int]:
-        """A text as a prompt; an empty one is the beginning of a document."""
+        """Encode a text as a prompt; an empty text is the beginning of a document."""
         return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.end]
 
     def encode_conversation(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
-        """A conversation as a prompt. Where it is longer than the model sees, its earliest turns are left out.
+        """Encode a conversation as a prompt. If it exceeds the context, its earliest turns are left out.
 
-        What the system says stays. `tools` are those that the model may call, in the form of OpenAI's API.
+        The system message is kept. `tools` are those that the model may call, in the format of OpenAI's API.
         """
         write_down = self.write_down
         if tools or any(turn.more for turn in turns):
@@ -99,7 +99,7 @@ class Conversation:
         def prompt_tokens(left_out: int) -> list[int]:
             tokens = write_down([*system, *rest[left_out:]])
             if not tokens:
-                raise GenerateError("nothing of that is known to the tokenizer of this model; say it in its own words")
+                raise GenerateError("the model's tokenizer encodes this text to no tokens; write another text")
             return tokens
 
         def fits(tokens: list[int]) -> bool:
@@ -107,8 +107,8 @@ class Conversation:
 
         if fits(tokens := prompt_tokens(0)):
             return EncodedPrompt(tokens, 0)
-        # What is left begins with a question, as some templates insist. The number of questions that fit is looked for
-        # from the end: a long conversation is not written down again for each of its turns.
+        # The rest begins with a user's message, as some templates require. The number of user messages that fit is
+        # searched from the end by bisection: the template is not applied once per turn.
         questions = [index for index in range(1, len(rest)) if rest[index].role == "user"]
         most, too_many, middle = 0, len(questions) + 1, 1
         while too_many - most > 1:
@@ -124,10 +124,10 @@ class Conversation:
         tokens = prompt_tokens(left_out)
         if context is not None and len(tokens) < context:
             return EncodedPrompt(tokens, left_out)
-        raise ContextError(f"the last turn alone takes {len(tokens)} tokens, and the model sees {context}; say less")
+        raise ContextError(f"the last turn takes {len(tokens)} tokens, and the context is {context}; shorten it")
 
     def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """An answer to each prompt, as text without what ended it, and as tokens."""
+        """Generate an answer to each prompt: its text without the stop text, and its tokens."""
         sampling = self._with_stops(sampling)
         completions = self.generator.generate(prompts, sampling)
         for completion in completions:
@@ -136,7 +136,7 @@ class Conversation:
         return list(zip(texts, completions, strict=True))
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[AnswerPiece]:
-        """The answer to one prompt, piece by piece. Text is held back while it may be the beginning of a stop text."""
+        """Stream the answer to one prompt. Text is held back while it may be the beginning of a stop text."""
         row, text = self.row(prompt, sampling), self.text_of(sampling)
         with self.generator.continuous() as batch:
             (token,) = batch.add([row])
@@ -150,11 +150,11 @@ class Conversation:
         yield AnswerPiece(text.finish(), "stop" if text.stopped else "length")
 
     def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> GenerationRow:
-        """A prompt as a row of a batch; `text_of` says when its answer is over."""
+        """A prompt as a row of a batch; `text_of` decides when its answer ends."""
         return self.generator.row(prompt, self._with_stops(sampling), key=key, top=top)
 
     def text_of(self, sampling: Sampling) -> AnswerText:
-        """The text of one answer, to be fed with its tokens."""
+        """Return the incremental detokenizer for one answer."""
         sampling = self._with_stops(sampling)
         return AnswerText(self.tokenizer.decode, sampling.stop_tokens, sampling.stop_texts)
 
@@ -168,24 +168,24 @@ class Conversation:
 
 
 def refuse_no_numbers(logprobs: Sequence[float]) -> None:
-    """Weights that diverged give tokens all the same, and no number says how likely they are."""
+    """Raise `GenerateError` for NaN log-probabilities, which damaged or diverged weights give."""
     if any(map(math.isnan, logprobs)):
         raise GenerateError(
-            "the model gives numbers that are not finite: its weights are damaged or diverged in training; open an "
-            "earlier checkpoint, or another --dtype where fp16 overflows"
+            "the model's log-probabilities are NaN: its weights are damaged or diverged in training; open an earlier "
+            "checkpoint, or use another --dtype where fp16 overflows"
         )
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first stop text in it."""
+    """Return a text up to its first stop text."""
     positions = [position for stop in stops if (position := text.find(stop)) >= 0]
     return text[: min(positions)] if positions else text
 
 
 class AnswerText:
-    """The text of one answer as its tokens come: incremental detokenization, and stop texts of which nothing shows.
+    """Incremental detokenization of one answer, without any part of a stop text.
 
-    A token is decoded together with the few before it, so the work is linear in the length of the answer.
+    A token is decoded together with a few before it, so the work is linear in the length of the answer.
     """
 
     def __init__(
@@ -193,28 +193,28 @@ class AnswerText:
     ) -> None:
         self._decode, self._stop_tokens, self._stops = decode, frozenset(stop_tokens), stops
         self._window: list[int] = []
-        """The tokens whose text was settled last, for the spaces between words, and those behind them."""
+        """The tokens whose text became final last, for the spaces between words, and those after them."""
         self._settled = 0
-        """How many of them are settled."""
+        """How many of them are final."""
         self._shown = 0
         """How many characters these have."""
         self._held = ""
-        """Settled text that may be the beginning of a stop text."""
+        """Final text that may be the beginning of a stop text."""
         self.is_cut = False
-        """Whether a stop text came."""
+        """Whether there was a stop text."""
         self.length = 0
-        """Settled characters, those that are held back included."""
+        """Final characters, including those held back."""
         self.stopped = False
-        """Whether a stop token or text came."""
+        """Whether there was a stop token or text."""
 
     @property
     def held(self) -> int:
-        """Settled characters that are held back."""
+        """Final characters that are held back."""
         return len(self._held)
 
     def push(self, token: int) -> str:
-        """Take the next token; returns the text that will stay."""
-        assert not self.stopped, "the answer is over"
+        """Add the next token; returns the text that becomes final."""
+        assert not self.stopped, "the answer has ended"
         if token in self._stop_tokens:
             self.stopped = True
             return ""
@@ -223,10 +223,10 @@ class AnswerText:
         if text.endswith(_INCOMPLETE):
             if ready - self._settled < _MOST_PENDING:
                 return ""
-            ready -= _MOST_PENDING // 2  # bytes of no character; the last may still become one
+            ready -= _MOST_PENDING // 2  # invalid bytes, of which the last may still become a character
             text = self._decode(self._window[:ready])
         new = text[self._shown :]
-        if not new:  # a token without text, as special ones are, says nothing about spaces
+        if not new:  # a token without text, such as a special one
             del self._window[self._settled : ready]
             return ""
         self._window, self._settled = self._window[self._settled :], ready - self._settled
@@ -234,7 +234,7 @@ class AnswerText:
         return self._release(new)
 
     def finish(self) -> str:
-        """What was held back, when no token comes any more."""
+        """Return the text held back, after the last token."""
         if self.is_cut:
             return ""
         new = self._release(self._decode(self._window)[self._shown :])
@@ -256,27 +256,27 @@ class AnswerText:
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
-    """How many last characters may be the beginning of a stop text."""
+    """The number of last characters that may be the beginning of a stop text."""
     most = max((len(stop) for stop in stops), default=0)
     lengths = range(min(most, len(text)), 0, -1)
     return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)
 
 
-# Tool calls in the form of Hermes, which Qwen and others write: JSON between `<tool_call>` and `</tool_call>`.
+# Tool calls in the Hermes format, which Qwen and others use: JSON between `<tool_call>` and `</tool_call>`.
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolCall(NamedTuple):
-    """A function that a model wants called."""
+    """A function call that a model requests."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def read_calls(text: str) -> list[ToolCall] | None:
-    """The calls that a text consists of; None where it is anything else."""
+    """Parse a text that consists of tool calls; None where it does not."""
     calls, rest = [], text.strip()
     while rest:
         inner, closed, after = rest.removeprefix(OPEN).partition(CLOSE)
@@ -297,35 +297,35 @@ def read_calls(text: str) -> list[ToolCall] | None:
 
 
 class ToolReader:
-    """Separates the content of an answer from the calls at its end, as the text comes."""
+    """Separates the content of a streamed answer from the tool calls at its end."""
 
     def __init__(self) -> None:
         self._pending: list[str] = []
-        """Text from where calls may have begun."""
+        """Text from the position where calls may begin."""
         self._is_open = False
 
     def push(self, text: str) -> str:
-        """Take more text; returns what is content for certain."""
+        """Add text; returns what is certainly content."""
         if self._is_open:
             self._pending.append(text)
             return ""
         whole = "".join([*self._pending, text])
         begin = whole.find(OPEN)
         self._is_open = begin >= 0
-        if not self._is_open:  # its end may be the beginning of a call
+        if not self._is_open:  # its end may be the beginning of "<tool_call>"
             last = range(max(len(whole) - len(OPEN) + 1, 0), len(whole))
             begin = next((at for at in last if OPEN.startswith(whole[at:])), len(whole))
         self._pending = [whole[begin:]]
         return whole[:begin]
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """Content that is left, and the calls. What looks like a call and is none is content."""
+        """Return the remaining content, and the calls. Invalid calls are content."""
         rest = "".join(self._pending)
         calls = read_calls(rest)
         return (rest, []) if calls is None else ("", calls)
 
 
-# Text of others on its way to a log or a terminal.
+# Untrusted text for a log or a terminal.
 
 
 _STEERING = re.compile(

@@ -1,4 +1,4 @@
-"""What reads prompts and then goes on token by token: the surface, and the plain way."""
+"""Decoders prefill prompts and then append token by token: the interface, one without a cache, and `transformers`."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from plait.distributed import is_sharded
 from plait.kernels.decode import CounterRNG, greedy, sample_tokens
 
 Call = Callable[..., Any]
-"""A model, or what calls it."""
+"""A model, or a function that calls it."""
 
 
 class Decoder(ABC):
-    """A batch of rows that grow. One object serves one batch at a time, and `close` lets go of its memory."""
+    """A batch of growing rows. One object serves one batch at a time, and `close` frees its memory."""
 
     capturable = False
-    """Whether `step` may be recorded in a CUDA graph."""
+    """Whether `step` may be captured in a CUDA graph."""
     mixes_lengths = True
     """Whether prompts of unequal length may share a batch."""
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Read the prompts, with room for so many more tokens in each row; returns the logits of what comes next."""
+        """Prefill the prompts, and reserve space for new tokens; returns the logits of each row's next token."""
 
     @abstractmethod
     def step(self, tokens: Tensor) -> Tensor:
-        """Add one token to each row; returns the logits of what comes next.
+        """Append one token to each row; returns the logits of each row's next token.
 
-        A row that has no room left stays as long as it is; what is said about it then has no meaning.
+        A row without space stays as long as it is; its logits are then undefined.
         """
 
     def step_greedy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `step`, but returns the likeliest tokens that come next, and their log-probabilities in fp32."""
+        """Like `step`, but returns the most likely next tokens and their log-probabilities in fp32."""
         return greedy(self.step(tokens))
 
     def step_sample(self, tokens: Tensor, temperature: float, rng: CounterRNG) -> tuple[Tensor, Tensor]:
-        """Like `step`, but draws the tokens that come next from all; returns them and their log-probabilities.
+        """Like `step`, but samples the next tokens from the whole vocabulary; returns them and their log-probabilities.
 
         `temperature` is above 0. The log-probabilities, in fp32, are those of temperature 1.
         """
         return sample_tokens(self.step(tokens), temperature, rng)
 
     def is_warm(self, way: Hashable) -> bool:
-        """Whether steps of this size and way were taken before, so that nothing has to be set up for the next.
+        """Whether steps of this size and kind were done before, so that no kernel has to be compiled or set up.
 
-        To be asked before a step: it counts as taken from then on.
+        To be called before a step, which counts as done from then on.
         """
         return False
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Forget all rows but these."""
+        """Remove all rows but these."""
 
     def close(self) -> None:  # noqa: B027  # most hold nothing but tensors
-        """Let go of the batch, and leave the model as it was."""
+        """Free the batch, and restore the model."""
 
 
 class GrowingDecoder(Decoder):
@@ -67,13 +67,13 @@ class GrowingDecoder(Decoder):
 
     @abstractmethod
     def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Read further prompts behind the rows of the batch; returns the logits of what comes next in the new rows."""
+        """Prefill further prompts as new rows; returns the logits of each new row's next token."""
 
 
 def pad_rows(
     prompts: Sequence[Sequence[int]], device: torch.device, *, width: int | None = None, left: bool = False
 ) -> Tensor:
-    """Rows of unequal length as one tensor, filled up with zeros."""
+    """Rows of unequal length as one tensor, padded with zeros at the end or, with `left`, at the beginning."""
     width = max(len(prompt) for prompt in prompts) if width is None else width
     rows = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in zip(rows, prompts, strict=True):
@@ -83,17 +83,17 @@ def pad_rows(
 
 
 def pad_to_multiple(rows: Tensor, cuts: int) -> Tensor:
-    """Rows that can be cut into so many equal parts: zeros behind, which nothing before them sees."""
+    """Right-pad rows with zeros to a multiple of `cuts` tokens."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % cuts))
 
 
 def lengths_of(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """How long each prompt is."""
+    """The length of each prompt."""
     return torch.tensor([len(prompt) for prompt in prompts], device=device)
 
 
 class PlainDecoder(GrowingDecoder):
-    """Computes whole rows anew for every token. Needs nothing of a model but logits, and is the measure of others."""
+    """Computes the full rows for every token. Needs only a model's logits; the reference for other decoders."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self._call, self._device = call, device
@@ -101,7 +101,7 @@ class PlainDecoder(GrowingDecoder):
         self._longest = 0
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Rows padded behind, so that no position moves."""
+        """Right-padded rows, so that no position changes."""
         self._lengths = lengths_of(prompts, self._device)
         self._row_ends = self._lengths + torch.tensor(max_new_tokens, device=self._device)
         self._rows = pad_rows(prompts, self._device, width=int(self._row_ends.max()))
@@ -109,7 +109,7 @@ class PlainDecoder(GrowingDecoder):
         return self._logits()
 
     def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Further rows, all of them as wide as the widest."""
+        """Append rows; all become as wide as the widest."""
         before = (self._rows, self._lengths, self._row_ends)
         longest = self._longest
         logits = self.begin(prompts, max_new_tokens)
@@ -122,14 +122,14 @@ class PlainDecoder(GrowingDecoder):
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
-        """One token to each row, at its own end."""
+        """Append one token to each row."""
         self._lengths = torch.minimum(self._lengths + 1, self._row_ends)
         self._rows.scatter_(1, self._lengths[:, None] - 1, tokens[:, None])
         self._longest = min(self._longest + 1, self._rows.shape[1])
         return self._logits()
 
     def keep(self, rows: Tensor) -> None:
-        """Forget the others."""
+        """Remove all rows but these."""
         self._rows, self._lengths, self._row_ends = self._rows[rows], self._lengths[rows], self._row_ends[rows]
 
     def _logits(self) -> Tensor:
@@ -141,7 +141,7 @@ class PlainDecoder(GrowingDecoder):
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Whether the forward of a `transformers` model has this parameter."""
+    """Whether the forward of a `transformers` model has this argument."""
     known: Any = getattr(model, "accepts", None)
     return name in (known if known is not None else inspect.signature(type(model).forward).parameters)
 
@@ -154,17 +154,17 @@ class TransformersDecoder(Decoder):
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
-        """`call` is what calls the model, where that is not the model itself."""
+        """`call` calls the model, if it is not to be called directly."""
         self._call = model if call is None else call
         self._device = device
         self._positioned = accepts(model, "position_ids")
-        self.mixes_lengths = self._positioned  # else nothing says that a padded row begins later
+        self.mixes_lengths = self._positioned  # without position_ids a left-padded row would get wrong positions
         self._last_only = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
         self._cache: Any = None
         self._mask = self._lengths = self._last = torch.empty(0)
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Read the prompts."""
+        """Prefill the prompts."""
         rows, self._lengths = pad_rows(prompts, self._device, left=True), lengths_of(prompts, self._device)
         width = rows.shape[1]
         slots = torch.arange(width, device=self._device)
@@ -173,19 +173,19 @@ class TransformersDecoder(Decoder):
         return self._ask(rows, (mask.cumsum(1) - 1).clamp(min=0), past=None)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """One token to each row."""
+        """Append one token to each row."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         positions = torch.minimum(self._lengths, self._last)[:, None]
         self._lengths = self._lengths + 1
         return self._ask(tokens[:, None], positions, past=self._cache)
 
     def keep(self, rows: Tensor) -> None:
-        """Forget the others."""
+        """Remove all rows but these."""
         self._mask, self._lengths, self._last = self._mask[rows], self._lengths[rows], self._last[rows]
         self._cache.batch_select_indices(rows)
 
     def close(self) -> None:
-        """Let go of the cache."""
+        """Free the cache."""
         self._cache = None
 
     def _ask(self, rows: Tensor, positions: Tensor, past: Any) -> Tensor:

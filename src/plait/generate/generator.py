@@ -1,4 +1,4 @@
-"""Text from a model: many prompts at once, or one as a stream."""
+"""Generation with a model: many prompts at once, or one as a stream."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from plait.generate.options import Completion, Sampling, check_prompts
 from plait.models import Attention
 
 CONTEXT_KEYS = ("seq_len", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-"""What models call the number of tokens that they are made for."""
+"""The keys of the context length in models' configurations."""
 
 
 class Generator:
-    """A model that writes. It is in evaluation mode while it does, and as before afterwards."""
+    """Generates with a model, which is in evaluation mode meanwhile."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Generator:
         any_rank: AnyRank | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Get a model ready.
+        """Choose a decoder for the model.
 
-        `decode` turns tokens into text, for stop texts. `context` is how many tokens the model sees, if not what it
-        says itself; `max_rows` how many prompts are answered at once. `cache`: remember keys and values; `graphs`:
-        repeat steps as CUDA graphs, where both can be. The others are for a model that several ranks share: `call`
-        calls it, `around` is what a call runs under, `any_rank` says whether any rank goes on.
+        `decode` turns tokens into text, for stop texts. `context` is the context length, if not that of the model's
+        configuration; `max_rows` the number of prompts that are generated at once. `cache` and `graphs` allow a KV
+        cache and CUDA graphs, where the model supports them. The others are for a model that several ranks share:
+        `call` calls it, inside the context `around`, and `any_rank` tells whether any rank has unfinished rows.
         """
         self.model = model
         self.context = context_of(model) if context is None else context
@@ -61,15 +61,15 @@ class Generator:
         *,
         keys: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """An answer to each prompt, in their order.
+        """Generate an answer to each prompt, in their order.
 
-        Together with the seed, a prompt's key decides what is drawn for it; absent: its number in the list.
+        A prompt's key determines, together with the seed, its random numbers; by default it is its index.
         """
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
-            raise GenerateError(f"{len(prompts)} prompts have {len(keys)} keys: give each one of its own, or none")
+            raise GenerateError(f"{len(keys)} keys for {len(prompts)} prompts: give one key per prompt, or none")
         self._check(prompts, sampling)
-        # Rows of about the same length go together, so that little is computed for what fills them up.
+        # Rows of similar length are batched, for little padding.
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         width = self._max_rows or max(len(prompts), 1)
         completions: dict[int, Completion] = {}
@@ -82,12 +82,12 @@ class Generator:
         return [completions[index] for index in range(len(prompts))]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0) -> Iterator[Completion]:
-        """The answer to one prompt as it grows, token by token; the last one is what `generate` gives."""
+        """Yield the growing answer to one prompt, token by token; the last one equals that of `generate`."""
         self._check([prompt], sampling)
         answers = self._run([prompt], [key], sampling, 1)
         try:
             while True:
-                with self._ready():  # only while it computes: whoever listens may do anything in between
+                with self._ready():  # only while it computes, since the caller runs in between
                     live = next(answers, None)
                 if live is None:
                     return
@@ -97,7 +97,7 @@ class Generator:
 
     @contextmanager
     def continuous(self) -> Iterator[ContinuousBatch]:
-        """An empty batch, for rows that come and go. Nothing else may use the model before it ends."""
+        """A context with an empty `ContinuousBatch`. Nothing else may use the model inside it."""
         with self._ready():
             batch = ContinuousBatch(self._decoder, self._device, graphs=self._graphs)
             try:
@@ -106,12 +106,12 @@ class Generator:
                 batch.close()
 
     def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> GenerationRow:
-        """A prompt that was checked, as a row for `continuous`."""
+        """Check a prompt, and return it as a row for `continuous`."""
         self._check([prompt], sampling)
         return GenerationRow(prompt, sampling, self._max_new_tokens([prompt], sampling)[0], key, top)
 
     def _max_new_tokens(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
-        """New tokens that each prompt has room for."""
+        """The maximum of new tokens of each prompt, within the context length."""
         most = sampling.max_new_tokens
         return [most if self.context is None else min(most, self.context - len(prompt)) for prompt in prompts]
 
@@ -138,7 +138,7 @@ class Generator:
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         if sampling.stop_texts and self._decode is None:
-            raise GenerateError(f"stop={sampling.stop_texts[0]!r} is a text, and nothing here turns tokens into text")
+            raise GenerateError(f"stop={sampling.stop_texts[0]!r} is a text, which needs `decode`; pass a tokenizer's")
         check_prompts(prompts, vocabulary=vocabulary_of(self.model), context=self.context)
 
     @contextmanager
@@ -166,13 +166,13 @@ def generate(
     keys: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Completion]:
-    """Answer every prompt with a model; see `Sampling` for how, and `Generator` for the other options."""
+    """Generate an answer to every prompt; see `Sampling` for the settings, and `Generator` for `options`."""
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop), seed)
     return Generator(model, **options).generate(prompts, sampling, keys=keys)
 
 
 def make_decoder(model: nn.Module, device: torch.device, *, call: Call | None = None, cache: bool = True) -> Decoder:
-    """The fastest decoder that a model allows."""
+    """Return the fastest decoder that supports the model."""
     if cache and getattr(model, "head", None) is not None and any(isinstance(m, Attention) for m in model.modules()):
         return CachedDecoder(model, device, call=call)
     if cache and is_of_transformers(model) and accepts(model, "past_key_values"):
@@ -181,20 +181,20 @@ def make_decoder(model: nn.Module, device: torch.device, *, call: Call | None = 
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of `transformers`, adapted or not."""
+    """Whether a model is from `transformers`, adapted or not."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
 def context_of(model: nn.Module) -> int | None:
-    """How many tokens a model is made for; None where it does not say."""
+    """The context length in a model's configuration; None if it has none."""
     configs = [getattr(model, "config", None)]
-    configs.append(getattr(configs[0], "text_config", None))  # of a model that also sees or hears
+    configs.append(getattr(configs[0], "text_config", None))  # of a multimodal model
     lengths = (getattr(config, name, None) for config in configs for name in CONTEXT_KEYS)
     return next((int(length) for length in lengths if length), None)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens a model knows; None where it does not say."""
+    """The vocabulary size in a model's configuration; None if it has none."""
     config: Any = getattr(model, "config", None)
     size = getattr(config, "vocab_size", getattr(getattr(config, "text_config", None), "vocab_size", None))
     return None if size is None else int(size)

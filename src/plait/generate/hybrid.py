@@ -1,18 +1,16 @@
-"""Answers from a policy that is in training, however it is spread.
+"""Generation with a policy in training, whatever its parallelism, and a check against the trainer's forward pass.
 
-[Note: ways to write]
-`gathered`: every rank collects the whole weights once, in the format that is computed in, and writes alone with them;
-all ranks share out the prompts, those along `tp` included. `sharded`: the model stays as it is and gathers its weights
-layer by layer for every token, as in training; for models of which no rank could hold the whole. `trainer`: no cache
-of keys and values at all, each token by the trainer's own forward pass; slow, and beyond doubt. What an answer is does
-not depend on these ways nor on the number of ranks, up to rounding. `vllm`: as `gathered`, but the whole weights go to
-an engine of vLLM on every rank, which draws from random numbers of its own; see [Note: what vLLM is asked for].
+[Note: generation modes] `gathered`: every rank gathers the full weights once, in the compute dtype, and generates alone
+with them; the prompts are divided among all ranks, those along `tp` included. `sharded`: the model stays as it is and
+gathers its weights layer by layer for every token, as in training; for models that do not fit on one rank. `trainer`:
+no KV cache, each token by the trainer's own forward pass; slow, and the reference. Answers do not depend on these modes
+or on the number of ranks, up to rounding. `vllm`: like `gathered`, but the full weights are loaded into a vLLM engine
+on every rank, which has its own random numbers; see [Note: how vLLM is used].
 
-[Note: memory stays with the allocator]
-Whole weights and cache are let go of after writing, and the trainer's next step gets the memory from torch's allocator.
-Given back to the device, that memory would have to be asked for again, with everything else that the trainer does not
-hold at that moment. Where memory is short, the allocator gives back by itself what is in the way, and so does
-`graph.record`, whose memory is apart.
+[Note: memory stays with the allocator] Full weights and cache are freed after generation to torch's allocator, which
+reuses them for the trainer's next step. If they were returned to the device (`empty_cache`), they would have to be
+allocated again, with everything else that the trainer does not hold at that moment. Where memory is short, the
+allocator returns cached memory by itself, and so does `kernels.record`, whose memory pool is separate.
 """
 
 from __future__ import annotations
@@ -38,13 +36,11 @@ from plait.generate.vllm import VllmGenerator, Weights
 from plait.models import Attention, build_model
 from plait.precision import make_policy
 
-# A whole copy of a model that is spread over ranks, for as long as it writes.
-
 
 def full_weights(engine: NativeEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the live model in the format it computes in, gathered one at a time. Every rank must go along.
+    """Yield every parameter of the live model in the compute dtype, gathered one at a time. A collective.
 
-    Rounded before it is gathered: that is what the trainer computes with, and half of what would be sent.
+    Parameters are cast before they are gathered: the trainer computes with the same values, and it halves the traffic.
     """
     device = engine.world.device
     with torch.no_grad(), engine.master_weights.readable():
@@ -56,10 +52,9 @@ def full_weights(engine: NativeEngine, dtype: torch.dtype) -> Iterator[tuple[str
 
 
 class Replica:
-    """The same module without the parallelism, empty until it is filled.
+    """A copy of the model without parallelism, on the meta device until it is filled.
 
-    Built on the meta device, so that while it is empty it takes no memory; buffers that are not part of the state get
-    their values from the model's own initializer, or as its constructor made them.
+    Buffers that are not part of the state get their values from the model's own initializer, or from its constructor.
     """
 
     def __init__(self, build: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> None:
@@ -78,24 +73,24 @@ class Replica:
 
     @property
     def bytes(self) -> int:
-        """What it takes when it is full."""
+        """The memory of its weights."""
         return sum(param.numel() for param in self.module.parameters()) * self._dtype.itemsize
 
     def fill(self, engine: NativeEngine) -> None:
-        """Take the weights that the engine has now. Every rank must call it."""
+        """Load the engine's current weights. A collective."""
         missing, params = set(self._holders), dict(engine.model.named_parameters())
         for name, whole in full_weights(engine, self._dtype):
             if name not in self._holders:
                 raise ModelError(
-                    f"the model in training has {name}, and the one built for writing has not: build it the same way, "
+                    f"the model in training has {name}, and the copy for generation has not: build both the same way, "
                     "adapters included"
                 )
             missing.discard(name)
-            # A parameter that is whole already, and in the right format, is copied: it is the trainer's to change.
+            # A parameter that is neither sharded nor cast is the trainer's own tensor, and has to be cloned.
             is_copy = whole.data_ptr() != to_local(params[name].detach()).data_ptr()
             self._put(name, whole if is_copy else whole.clone())
         if missing:
-            raise ModelError(f"the model built for writing has {min(missing)}, and the one in training has not")
+            raise ModelError(f"the copy for generation has {min(missing)}, and the model in training has not")
         live = dict(engine.model.named_buffers())
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
@@ -103,7 +98,7 @@ class Replica:
                     buffer.copy_(live[name])
 
     def empty(self) -> None:
-        """Let go of the weights."""
+        """Free the weights."""
         for name, [(module, key), *_] in self._holders.items():
             held = module._parameters[key]
             assert held is not None
@@ -121,7 +116,7 @@ class Replica:
         initializer = find_initializer(self.module) or find_initializer(self.module, built)
         if initializer is None:
             raise ModelError(
-                f"the {type(self.module).__name__} has buffers, and nothing can give them values after a build on the "
+                f"the {type(self.module).__name__} has buffers, which nothing can initialize after it was built on the "
                 "meta device: add init_weights(module) to the model, or use mode sharded"
             )
         for module in holders:
@@ -135,13 +130,13 @@ class Replica:
 
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Mean difference of log-probabilities that rounding explains, by the format that is computed in."""
+"""The mean difference of log-probabilities that rounding explains, by compute dtype."""
 WORST = 25.0
-"""A single token may differ by so many times the tolerance."""
+"""The maximum difference, as a multiple of the tolerance."""
 
 
 class Comparison(NamedTuple):
-    """How far apart the log-probabilities are, over all tokens of all ranks."""
+    """The differences of log-probabilities, over all tokens of all ranks."""
 
     mean: float
     worst: float
@@ -150,12 +145,12 @@ class Comparison(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether rounding explains it. A difference that is no number does not agree."""
+        """Whether rounding explains the differences; False for NaN."""
         return self.mean <= self.tolerance and self.worst <= WORST * self.tolerance
 
     def __str__(self) -> str:
         return (
-            f"log-probabilities of {self.tokens} tokens differ by {self.mean:.2g} in the mean and {self.worst:.2g} at "
+            f"log-probabilities of {self.tokens} tokens differ by {self.mean:.2g} on average and {self.worst:.2g} at "
             f"most; {self.tolerance:.2g} and {WORST * self.tolerance:.2g} are allowed"
         )
 
@@ -167,10 +162,10 @@ def trainer_logprobs(
     *,
     cuts: int = 1,
 ) -> list[list[float]]:
-    """What the trainer's own forward pass says to tokens that are given.
+    """Return the log-probabilities of given tokens by the trainer's own forward pass.
 
     In evaluation mode, without gradients. Ranks that share a model must all call it, each with its own rows. `cuts` is
-    how many of them take a part of each row, where the sequence is split.
+    the number of ranks that a sequence is split over.
     """
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
     ids = pad_to_multiple(pad_rows(rows, engine.world.device), cuts)
@@ -201,52 +196,51 @@ def compare_logprobs(
     rows: int = 8,
     cuts: int = 1,
 ) -> Comparison:
-    """Compare answers with the trainer's own forward pass. Every rank must call it, with the same answers.
+    """Compare answers with the trainer's own forward pass. A collective, with the same answers on every rank.
 
-    Each data-parallel rank looks at its share of them, `rows` at a time.
+    Each data-parallel rank computes its share of them, `rows` at a time.
     """
     if not completions:
-        raise GenerateError("there are no answers to compare: generate some first")
+        raise GenerateError("no answers to compare: generate some first")
     world = engine.world
     groups = world.layout.data_parallel
     share = range(world.data_rank, len(completions), groups)
     differences: list[float] = []
     for turn in range(-(-len(completions) // groups // rows) or 1):
-        chosen = list(share[turn * rows : (turn + 1) * rows]) or [0]  # a rank without work helps the others
+        chosen = list(share[turn * rows : (turn + 1) * rows]) or [
+            0
+        ]  # a rank without rows takes part in the collectives
         asked, given = [prompts[i] for i in chosen], [completions[i] for i in chosen]
         for theirs, ours in zip(trainer_logprobs(engine, asked, given, cuts=cuts), given, strict=True):
-            if share[turn * rows :] and world.coordinate("tp") == 0:  # the others along `tp` say the same
+            if share[turn * rows :] and world.coordinate("tp") == 0:  # the others along `tp` have the same
                 differences += [abs(a - b) for a, b in zip(theirs, ours.logprobs, strict=True)]
     every = [value for values in world.gather(differences) for value in values]
-    # `max` would lose what is no number, depending on where it stands.
+    # Python's `max` would ignore NaN, depending on its position.
     spread = torch.tensor(every, dtype=torch.float64)
     return Comparison(float(spread.mean()), float(spread.max()), len(every), tolerance)
 
 
 def require_agreement(comparison: Comparison) -> None:
-    """Raise where the two do not agree."""
+    """Raise `RolloutMismatchError` if the differences are larger than rounding explains."""
     if not comparison.agrees:
         raise RolloutMismatchError(
-            f"what writes the answers is not the policy that is trained: {comparison}. Write with the trainer itself "
-            "(mode: trainer, or on_mismatch: fallback), or raise the tolerance if rounding is that coarse here"
+            f"the rollouts are not from the policy that is trained: {comparison}. Generate with the trainer itself "
+            "(mode: trainer, or on_mismatch: fallback), or raise the tolerance if rounding explains the difference"
         )
 
 
-# Whether whole weights and their cache fit beside what is there already.
-
-
 MARGIN = 1.25
-"""What activations, logits and fragments may take on top."""
+"""A factor for activations, logits and fragmentation."""
 
 
 def cache_bytes(model: nn.Module, *, rows: int, tokens: int, dtype: torch.dtype) -> int:
-    """Keys and values of so many rows. Of models that are not Plait's own it knows nothing, and says 0."""
+    """The size of the KV cache of so many rows; 0 for models that are not Plait's own."""
     features = sum(2 * module.k.out_features for module in model.modules() if isinstance(module, Attention))
     return features * rows * tokens * dtype.itemsize
 
 
 def free_bytes(world: World) -> int:
-    """What this rank could still take; ranks of one machine share its memory out evenly."""
+    """The memory that this rank can still allocate; the ranks of one machine share its memory evenly."""
     if world.device.type != "cuda":
         available: int = psutil.virtual_memory().available
         return available // world.ranks.local_size
@@ -256,17 +250,17 @@ def free_bytes(world: World) -> int:
 
 
 def fits(world: World, needed: int) -> bool:
-    """Whether so much fits on every rank. Every rank must ask, and all get the same answer."""
+    """Whether so much fits on every rank. A collective, with the same result on all."""
     return not world.any(needed * MARGIN > free_bytes(world))
 
 
 Mode = Literal["auto", "gathered", "sharded", "trainer", "vllm"]
 Merge = Callable[[nn.Module, Weights], Weights]
-"""From a model and its whole weights to those of a model without adapters."""
+"""From a model and its full weights to those of a model without adapters."""
 
 
 class HybridEngine:
-    """Trains and writes with the same weights. Every rank makes one, and calls it with the same arguments."""
+    """Trains and generates with the same weights. Every rank creates one, and calls it with the same arguments."""
 
     def __init__(
         self,
@@ -285,15 +279,15 @@ class HybridEngine:
         merge: Merge | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """Get ready; nothing is gathered yet.
+        """Check the arguments; no weights are gathered yet.
 
-        `build` makes the module that is in training, without values; absent: the one that `config.model` describes.
-        `max_rows` is how many prompts a rank answers at once; `decode` is for stop texts. `vllm` and `merge` are for
-        mode vllm, which knows the models of `transformers` and no adapters.
+        `build` builds the module that is in training; by default that of `config.model`. `max_rows` is the number of
+        prompts that a rank generates at once; `decode` is for stop texts. `vllm` and `merge` are for mode vllm, which
+        supports the models of `transformers` without adapters.
         """
         self.engine = engine
         self.mode: Mode = mode
-        """How it writes; see [Note: ways to write]. `auto` takes `gathered` where that fits, else `sharded`."""
+        """See [Note: generation modes]. `auto` is `gathered` where that fits, else `sharded`."""
         self.on_mismatch = on_mismatch
         policy = make_policy(config.precision)
         self.tolerance = TOLERANCES[policy.compute] if tolerance is None else tolerance
@@ -314,19 +308,20 @@ class HybridEngine:
         self._cuts = layout.tp if config.strategy.tensor.sequence_parallel else 1
         if layout.pp > 1 or layout.cp > 1:
             axis = "pp" if layout.pp > 1 else "cp"
-            raise GenerateError(f"strategy.layout.{axis} cuts the model or its rows where writing needs them whole")
+            size = layout.pp if layout.pp > 1 else layout.cp
+            raise GenerateError(f"strategy.layout.{axis}={size} does not support generation; set it to 1")
         if mode == "sharded" and layout.tp > 1:
-            raise GenerateError("mode sharded cannot cut single tokens over strategy.layout.tp; use mode gathered")
+            raise GenerateError(f"mode sharded does not support strategy.layout.tp={layout.tp}; use mode gathered")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[int] | None = None
     ) -> list[Completion]:
-        """An answer to each prompt, on every rank. What writing takes is let go of before this returns.
+        """Generate an answer to each prompt, on every rank. The memory for it is freed before this returns.
 
-        Together with the seed, a prompt's key decides what is drawn for it; absent: its number in the list.
+        A prompt's key determines, together with the seed, its random numbers; by default it is its index.
         """
         keys = range(len(prompts)) if keys is None else keys
-        # On all ranks alike, before any of them waits for another.
+        # On all ranks, before the first collective.
         check_prompts(prompts, vocabulary=vocabulary_of(self.engine.model), context=self._context)
         world = self.engine.world
         mode = self._choose_mode(prompts, sampling)
@@ -334,13 +329,13 @@ class HybridEngine:
         group, count = (world.rank, world.size) if independent else (world.data_rank, world.layout.data_parallel)
         mine = range(len(prompts))[group::count]
         most = len(range(len(prompts))[::count])  # of any rank
-        width = max(most, 1) if mode == "vllm" else self._max_rows  # it fills its rows up itself
+        width = max(most, 1) if mode == "vllm" else self._max_rows  # vLLM batches by itself
         completions: dict[int, Completion] = {}
         with self._generator_for(mode) as generator:
             for first in range(0, most, width):
                 rows = mine[first : first + width]
                 if rows or not independent:
-                    asked = rows or range(1)  # a rank without work helps those who share the model with it
+                    asked = rows or range(1)  # a rank without prompts takes part in the collectives
                     answers = generator.generate([prompts[i] for i in asked], sampling, keys=[keys[i] for i in asked])
                     completions.update(zip(rows, answers, strict=False))
         for others in world.gather(completions):
@@ -348,10 +343,10 @@ class HybridEngine:
         return [completions[index] for index in range(len(prompts))]
 
     def verify(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Comparison:
-        """Compare answers with the trainer's own forward pass; to be called before the first step, and now and then.
+        """Compare answers with the trainer's own forward pass; to be called before the first step, and regularly.
 
-        Where they do not agree, `on_mismatch` says what follows: `stop` raises a `RolloutMismatchError`; `fallback`
-        says so and writes with the trainer itself from now on.
+        If they do not agree, `on_mismatch: stop` raises `RolloutMismatchError`; `fallback` logs a warning and
+        generates with the trainer itself from then on.
         """
         comparison = compare_logprobs(
             self.engine,
@@ -367,8 +362,8 @@ class HybridEngine:
             require_agreement(comparison)
         if self.engine.world.is_main:
             self._log(
-                f"WARNING: mode {self.mode} does not write what is trained: {comparison}. From here on the trainer "
-                "itself writes, which is right and slow; find the cause before you train long"
+                f"WARNING: mode {self.mode} does not generate with the policy that is trained: {comparison}. From now "
+                "on the trainer itself generates, which is correct and slow; find the cause before a long training"
             )
         self.mode = "trainer"
         return comparison
@@ -383,7 +378,7 @@ class HybridEngine:
         if world.layout.tp > 1 or fits(world, needed):
             return "gathered"
         if world.is_main:
-            self._log(f"{needed / 2**30:.1f} GiB of whole weights and cache do not fit: weights are gathered per layer")
+            self._log(f"{needed / 2**30:.1f} GiB of full weights and cache do not fit: weights are gathered per layer")
         return "sharded"
 
     def _replica(self) -> Replica:
@@ -391,7 +386,7 @@ class HybridEngine:
             build = self._build
             if build is None:
                 if self._config.model is None:
-                    raise GenerateError("the run has no section `model`: give HybridEngine a function that builds it")
+                    raise GenerateError("the run has no section `model`: pass `build` to HybridEngine")
                 build = partial(build_model, self._config.model, trust_code=self._config.trust_code)
             self._replica_cache = Replica(build, self._dtype, self.engine.world.device)
         return self._replica_cache
@@ -406,9 +401,7 @@ class HybridEngine:
         engine = self.engine
         if self._vllm is None:
             if self._config.model is None:
-                raise GenerateError(
-                    "vLLM builds its model by the section `model`, and the run has none: use another mode"
-                )
+                raise GenerateError("mode vllm needs the section `model`, and the run has none: use another mode")
             self._vllm = VllmGenerator(
                 self._config.model,
                 engine.world,
@@ -432,7 +425,7 @@ class HybridEngine:
         """See [Note: memory stays with the allocator]."""
         replica = self._replica()
         replica.fill(self.engine)
-        if self._replica_generator is None:  # it remembers which kernels are ready
+        if self._replica_generator is None:  # kept, since it knows which kernels are compiled
             self._replica_generator = Generator(
                 replica.module,
                 decode=self._decode,
@@ -461,5 +454,5 @@ class HybridEngine:
         )
 
     def _call(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        """The trainer's forward pass, which may have to cut the rows."""
+        """The trainer's forward pass, with rows padded so that they can be split."""
         return self.engine.forward(input_ids=pad_to_multiple(input_ids, self._cuts), **kwargs)

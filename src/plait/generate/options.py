@@ -1,4 +1,4 @@
-"""What is asked of a model that writes, and what it answers."""
+"""Sampling settings and completions."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from plait.errors import GenerateError
 
 
 class Completion(NamedTuple):
-    """What followed one prompt."""
+    """The answer to one prompt."""
 
     tokens: list[int]
-    """New tokens; the one that ended them is the last, where one did."""
+    """New tokens, a stop token included."""
     logprobs: list[float]
-    """Of each token, as the model itself has it: temperature 1, nothing cut off, nothing penalised."""
+    """The model's log-probability of each token: temperature 1, without top-k, top-p or penalty."""
     finish_reason: Literal["stop", "length"]
-    """`stop`: a stop token or text came. `length`: there was no room for more."""
+    """`stop`: there was a stop token or text. `length`: the maximum of tokens was reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen, and when a text is over."""
+    """How tokens are chosen, and what ends an answer."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
-    """0 takes the likeliest token each time."""
+    """0: the most likely token each time."""
     top_k: int | None = None
-    """Choose among so many likeliest tokens."""
+    """Sample from so many most likely tokens."""
     top_p: float | None = None
-    """Choose among the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that came before become less likely."""
+    """Above 1, tokens of the prompt and the answer become less likely."""
     stop: tuple[int | str, ...] = ()
     """Tokens and texts that end an answer."""
     seed: int = 0
@@ -48,43 +48,43 @@ class Sampling:
         }
         for name, remedy in wrong.items():
             if remedy:
-                raise GenerateError(f"{name}={getattr(self, name)!r} cannot be; it is {remedy}")
+                raise GenerateError(f"{name}={getattr(self, name)!r} is not allowed; it must be {remedy}")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken as the model has it."""
+        """Whether the most likely token is taken, without a penalty."""
         return self.temperature == 0.0 and self.repetition_penalty == 1.0
 
     @property
     def draws_from_all(self) -> bool:
-        """Whether a token is drawn from all, as likely as the model has each at the temperature."""
+        """Whether tokens are sampled from the whole vocabulary, without a penalty."""
         whole = self.top_k is None and self.top_p in (None, 1.0)
         return self.temperature > 0.0 and whole and self.repetition_penalty == 1.0
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Those of `stop` that are tokens."""
+        """The tokens in `stop`."""
         return tuple(stop for stop in self.stop if isinstance(stop, int))
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """Those of `stop` that are texts."""
+        """The texts in `stop`."""
         return tuple(stop for stop in self.stop if isinstance(stop, str))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocabulary: int | None, context: int | None) -> None:
-    """Refuse prompts that no answer can follow, before anything is computed."""
+    """Refuse invalid prompts, before anything is computed."""
     for index, prompt in enumerate(prompts):
         if not prompt:
-            raise GenerateError(f"prompt {index} is empty: a model needs at least one token to go on from")
+            raise GenerateError(f"prompt {index} is empty: it needs at least one token")
         if vocabulary is not None and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             strange = next(token for token in prompt if not 0 <= token < vocabulary)
             raise GenerateError(
-                f"prompt {index} has the token {strange}, and the model knows 0 to {vocabulary - 1}: "
-                "encode it with the tokenizer that the model was trained with"
+                f"prompt {index} has the token {strange}, and the vocabulary is 0 to {vocabulary - 1}: encode it with "
+                "the tokenizer that the model was trained with"
             )
         if context is not None and len(prompt) >= context:
             raise GenerateError(
-                f"prompt {index} has {len(prompt)} tokens, and the model sees {context}: shorten it, so that at least "
-                "one new token has room"
+                f"prompt {index} has {len(prompt)} tokens, and the context is {context}: shorten it by at least "
+                f"{len(prompt) - context + 1}"
             )

@@ -1,4 +1,4 @@
-"""How well a model expects texts that it did not write."""
+"""Perplexity of texts, and a page that compares the answers of several models."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from plait.models import IGNORE_INDEX, cross_entropy
 
 
 class Perplexity(NamedTuple):
-    """Over all tokens of all texts, each counted once."""
+    """The perplexity over all tokens of all texts, each counted once."""
 
     perplexity: float
     mean_loss: float
-    """Nats a token."""
+    """In nats per token."""
     tokens: int
 
 
 def measure_perplexity(
     model: nn.Module, texts: Sequence[Sequence[int]], *, window: int, stride: int | None = None, rows: int = 8
 ) -> Perplexity:
-    """The perplexity of texts, given as tokens. A text longer than `window` is read in windows.
+    """Return the perplexity of texts, given as tokens. A text longer than `window` is evaluated in sliding windows.
 
-    Each window sees `window - stride` tokens that were counted before (half of it, if `stride` is absent), so no token
-    but those at the beginning of a text is judged without some text before it.
+    Consecutive windows overlap by `window - stride` tokens, which only are context (half a window, if `stride` is
+    absent), so all tokens but those at the beginning of a text have some context.
     """
     stride = max(window // 2, 1) if stride is None else stride
     if not 1 <= stride < window:
@@ -56,22 +56,19 @@ def measure_perplexity(
     finally:
         model.train(training)
     if count == 0:
-        raise GenerateError("there is no text of at least two tokens: a perplexity is about tokens that follow others")
+        raise GenerateError("the texts are too short: a perplexity needs a text of at least two tokens")
     mean = total / count
     return Perplexity(math.exp(mean) if mean < 700 else math.inf, mean, count)
 
 
 def _windows(text: Sequence[int], window: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Pieces of a text, each with how many of its tokens are only context: the first one, and what was counted."""
+    """The windows of a text, each with the number of its first tokens that are only context."""
     counted = 1
     while counted < len(text):
         start = 0 if counted == 1 else max(0, counted - (window - stride))
         end = min(start + window + 1, len(text))
         yield text[start:end], counted - start
         counted = end
-
-
-# Answers of several models to the same prompts, on one page that needs nothing else.
 
 
 _STYLE = """
@@ -95,9 +92,9 @@ def page_of(
     captions: Sequence[Sequence[str]] = (),
     figures: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> str:
-    """The page. `answers` has a list for each prompt, with one text for each name.
+    """Return a self-contained HTML page. `answers` has a list for each prompt, with one text for each name.
 
-    `captions`, if there are any, has what is said below each answer; `figures` are rows below all of them.
+    `captions`, if given, are the texts below each answer; `figures` are rows at the end.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *names))
     body = "".join(

@@ -1,4 +1,4 @@
-"""Sampling, one token at a time."""
+"""A minimal sampling loop, without a cache."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def sample(
     seed: int = 0,
     end: int | None = None,
 ) -> Tensor:
-    """Continue `prompt` (one row of token ids) by at most `new_tokens`, seeing the last `window` tokens.
+    """Continue `prompt` (one row of token ids) by at most `new_tokens`, with the last `window` tokens as context.
 
-    `temperature` 0 takes the likeliest token each time. Stops early after the token `end`.
+    `temperature` 0 takes the most likely token each time. Stops after the token `end`.
     """
     generator = torch.Generator(prompt.device).manual_seed(seed)
     training = model.training

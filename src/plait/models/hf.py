@@ -1,8 +1,8 @@
-"""A `transformers` model that speaks Plait's protocol.
+"""Models of `transformers` that implement Plait's protocol.
 
-The model itself is not wrapped and not edited: its class is extended in place, as `fully_shard` does it. So
-every parameter keeps the name it has in `transformers`, a checkpoint is a `transformers` checkpoint, and
-`save_pretrained`, `generate` and `peft` work on it.
+The model is not wrapped: its class is replaced by a subclass, as `fully_shard` does. So every parameter keeps the name
+that it has in `transformers`, a checkpoint is a `transformers` checkpoint, and `save_pretrained`, `generate` and `peft`
+work on it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ from plait.transformers_internals import (
     taken_for_initialized,
 )
 
-# Which modules of a foreign model are its repeated units.
-
 
 def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes that `transformers` never splits over devices; failing these, those of the longest list.
+    """The classes in the model's `_no_split_modules`; without these, the classes in its longest `ModuleList`.
 
-    What holds the input embedding is left out: it is no repeated unit, and a tied head shares its parameter,
-    so both must stay with the root.
+    A module that contains the input embedding is left out: it is not a repeated block, and a tied head shares its
+    parameter, so both must belong to the root.
     """
     named = no_split_modules(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -64,12 +62,11 @@ def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     return tuple(classes)
 
 
-# The same for models of `transformers`: norms, gates and rotations of Llama, Mistral and Qwen, exchanged in place.
+# Fused norms, gates and rotary embeddings for Llama, Mistral and Qwen of `transformers`, replaced in place.
 #
-# A module's class is extended, as `models.hf.model` does it with the whole model. Rotations are a function that the
-# attention of `transformers` finds among the names of its file; a copy of its `forward` finds another one there, so
-# that nobody else's models change. That copy is called with a stand-in for the module, whose projections are there
-# already.
+# A module's class is replaced by a subclass. Rotary embedding is a function that the attention of `transformers` looks
+# up among the globals of its file; a copy of its `forward` has other globals, so that other models do not change. That
+# copy is called with a proxy of the module, of which the projections are computed already.
 
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -92,11 +89,11 @@ class _Gated(nn.Module):
 
 
 class _Projected:
-    """Stands for an attention during one call: what its projections answer is known, all else is the module's."""
+    """A proxy of an attention during one call: its projections return known tensors, all else is the module's."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self._module = module
-        # Each is let go of when it is asked for.
+        # Each tensor is released when it is returned.
         known = dict(
             zip(_PROJECTIONS, through_all(x, [module.get_submodule(name) for name in _PROJECTIONS]), strict=True)
         )
@@ -114,7 +111,7 @@ _MODULE_NAMES: Mapping[str, str] = MappingProxyType({"RMSNorm": "norms", "MLP": 
 
 
 def fuse_transformers(model: nn.Module) -> Counter[str]:
-    """Exchange what is recognised; returns how many of each kind."""
+    """Replace the modules that have fused forms; return how many of each kind."""
     counts: Counter[str] = Counter()
     classes: dict[type[nn.Module], type[nn.Module] | None] = {}
     for module in model.modules():
@@ -132,7 +129,7 @@ def fuse_transformers(model: nn.Module) -> Counter[str]:
 
 
 def _module_kind(cls: type[nn.Module]) -> str | None:
-    """What a class of a known family is, by its name."""
+    """The kind of a module class of a known family, by the suffix of its name."""
     path = cls.__module__.split(".")
     if path[:2] != ["transformers", "models"] or path[2] not in _FAMILIES:
         return None
@@ -148,7 +145,7 @@ def _extended(original: type[nn.Module], suffix: str) -> type[nn.Module] | None:
     if suffix == "Attention":
         forward = original.forward
         if not isinstance(forward, FunctionType) or forward.__closure__ or _ROTATION not in forward.__code__.co_names:
-            return None  # another release of `transformers`, in which it goes about it differently
+            return None  # another release of `transformers`, whose attention is written differently
         members["forward"] = copy = _with_rotation(forward)
         if set(_PROJECTIONS) <= set(forward.__code__.co_names) and forward.__code__.co_varnames[1] == "hidden_states":
             members |= {"forward": _with_projections(copy), "together": (_PROJECTIONS,)}
@@ -157,7 +154,7 @@ def _extended(original: type[nn.Module], suffix: str) -> type[nn.Module] | None:
 
 
 def _with_rotation(forward: FunctionType) -> FunctionType:
-    """A copy of a function that finds another rotation under the usual name."""
+    """A copy of a function with another rotary function in its globals."""
     names = {**forward.__globals__, _ROTATION: _rotation(forward.__globals__[_ROTATION])}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -165,7 +162,7 @@ def _with_rotation(forward: FunctionType) -> FunctionType:
 
 
 def _with_projections(forward: FunctionType) -> Callable[..., Any]:
-    """A forward that goes through all projections at once, where they go together."""
+    """A forward that computes all projections together, where they can be."""
 
     @wraps(forward)
     def together(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,47 +181,47 @@ def _rotation(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
     return together
 
 
-# The last layer of a `transformers` decoder, made to finish the loss where all logits would be too many.
+# The head of a `transformers` decoder, made to compute the loss where all logits would be too large.
 #
-# [Note: a loss without logits] `transformers` computes all logits first. For the length of one call the head's
-# `forward` is replaced by one that goes from hidden states straight to the loss, in tiles of tokens; see [Note: chunked
-# loss] in `models.common.chunked_loss`. The head is still called where the model calls it, so whatever is done around
-# its call (a weight that is gathered for it) happens as before. That is right only if the model hands the head's answer
-# on as it is. Whether it does is tried once, when the model is built, with everything before the head left out.
+# [Note: a loss without logits] `transformers` computes all logits first. During one call the head's `forward` is
+# replaced by one that computes the loss from the hidden states, in chunks of tokens; see [Note: chunked loss] in
+# `models.common.losses`. The head is still called where the model calls it, so hooks on it (such as gathering its
+# weight) run as before. That is correct only if the model returns the head's output unchanged. Whether it does is
+# tested once, when the model is built, with a stub for everything before the head.
 
 
 def returns_head_output(model: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a decoder's own `forward` answers with what its head gave it; False where that cannot be told."""
+    """Whether a decoder's own `forward` returns the output of its head unchanged; False where that is unknown."""
     head, body = head_of(model), _body_of(model)
     if head is None or body is None or head.bias is not None:
         return False
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-    # The sizes do not matter: nothing is computed with them.
+    # The sizes do not matter: no layer is computed.
     answer = torch.zeros(1, 1, 1, device="cpu")
     before = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=torch.zeros(1, 1, 1, device="cpu"))
     before.router_logits = None
     with _forward_replaced(body, lambda *_, **__: before), _forward_replaced(head, lambda *_, **__: answer):
         try:
             output = forward(model, torch.zeros(1, 1, dtype=torch.long, device="cpu"), return_dict=True)
-        except Exception:  # whatever it needs from its body that was not there
+        except Exception:  # it needs something of its body that the stub does not have
             return False
     return getattr(output, "logits", None) is answer
 
 
 def are_many(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> bool:
-    """Whether the logits of these labels are better never whole, and need not be; with `fp8` any are."""
+    """Whether the logits for these labels should be computed in chunks, and can be; with `fp8` any should."""
     head = head_of(model)
     if head is None or is_sharded(head.weight) or torch.compiler.is_compiling():
         return False
     if "forward" in vars(head) or any(forward_hooks(head)):
-        return False  # somebody does more there than multiply
+        return False  # a hook or another forward is on the head
     return fp8 is not None or labels.numel() * head.out_features * head.weight.element_size() > PLAIN_BYTES
 
 
 @contextmanager
 def loss_at_the_head(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> Iterator[list[LossTerm]]:
-    """While this lasts, the head answers with the sum of the losses; the list will hold the whole term."""
+    """A context in which the head returns the sum of the losses; the list receives the `LossTerm`."""
     head = head_of(model)
     assert head is not None
     losses: list[LossTerm] = []
@@ -238,7 +235,7 @@ def loss_at_the_head(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> I
 
 
 def head_of(model: Any) -> nn.Linear | None:
-    """The last layer of a `transformers` model, where that is a plain linear one."""
+    """The head of a `transformers` model, if it is a plain linear layer."""
     head = model.get_output_embeddings()
     return head if type(head) is nn.Linear else None
 
@@ -273,13 +270,13 @@ AUTO_CLASSES: Mapping[str, str] = MappingProxyType(
 """The `transformers` class that builds the model for each `model.task`."""
 
 _OLD_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "transformers_version"})
-"""Keys of older config files that `transformers` still reads, though its config classes no longer list them."""
+"""Keys of older config files that `transformers` still reads, though its config classes no longer have them."""
 
 
 def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
-    """The architecture that `config` describes, with random weights; `load_pretrained` fills them.
+    """Return the architecture that `config` describes, with random weights; `load_pretrained` loads stored ones.
 
-    Parameters have torch's default dtype whatever the stored config says: precision is a choice of the run.
+    Parameters have torch's default dtype whatever the stored config says: the run decides the precision.
     """
     try:
         import transformers
@@ -293,15 +290,15 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
             model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype(), trust_remote_code=trusted)
     except PlaitError:
         raise
-    except Exception as error:  # a value that no layer can have is found out by whatever it breaks
+    except Exception as error:  # an invalid value raises whatever error it causes in a layer
         raise ModelError(
             f"transformers cannot build {key}={source!r:.200} for model.task={config.task!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if config.task == "causal-lm" and _attends_in_both_directions(model):
         raise ModelError(
-            f"model.config.is_decoder=False: a {described.model_type!r} model is an encoder then, and sees the token "
-            "that model.task='causal-lm' has it predict; set is_decoder: true in the model's config"
+            f"model.config.is_decoder=False: a {described.model_type!r} model is an encoder then, whose attention sees "
+            "the tokens that model.task='causal-lm' predicts; set is_decoder: true in the model's config"
         )
     return adapt(model, CausalLM if config.task == "causal-lm" else OtherTask)
 
@@ -319,7 +316,7 @@ def _attends_in_both_directions(model: Any) -> bool:
 
 
 def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
-    """Extend the class of one `transformers` model by `adapter`, in place."""
+    """Add `adapter` to the class of one `transformers` model, in place."""
     original = type(model)
     members: dict[str, object] = {
         "__module__": original.__module__,
@@ -333,19 +330,19 @@ def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
 
 
 class HFMethods(nn.Module):
-    """What every adapted model has beside its own members."""
+    """The methods of every adapted model."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]]
     accepts: ClassVar[frozenset[str]]
     """The parameters of the original forward."""
 
     def init_weights(self, module: nn.Module | None = None) -> None:
-        """Fill the direct parameters and buffers of one module, as `transformers` would.
+        """Initialize the direct parameters and buffers of one module, as `transformers` would.
 
-        Some rules of `transformers` sit on a parent and reach into its children (GPT-2 scales its residual
-        projections that way), so those of all ancestors are applied too, from the inside out as it does
-        itself, while its own mark for finished tensors protects every tensor but this module's.
-        Without a module it is what `transformers` calls so: all of the model.
+        Some rules of `transformers` are on a parent and change its children (GPT-2 scales its residual projections that
+        way), so those of all ancestors are applied too, from the inside out as `transformers` does, while its own flag
+        for initialized tensors protects every tensor but this module's. Without a module this is the method of
+        `transformers`, which initializes the whole model.
         """
         if module is None:
             super().init_weights()  # type: ignore[misc]
@@ -357,7 +354,7 @@ class HFMethods(nn.Module):
                 init_weights(owner, holder)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6 FLOPs for each parameter but the looked-up embedding; attention differs too much to count."""
+        """6 FLOPs per parameter, except for the embedding; attention, which differs between models, is not counted."""
         model: Any = self
         inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is not None and head.weight is inputs.weight
@@ -369,9 +366,9 @@ class CausalLM(HFMethods):
     """A decoder: Plait's batch in, `LossTerm` or logits out."""
 
     tiles_loss: ClassVar[bool]
-    """Whether the loss can be finished in the head; see [Note: a loss without logits] in `models.hf.head`."""
+    """Whether the head can compute the loss; see [Note: a loss without logits]."""
     fp8_head: Fp8Head | None = None
-    """How the loss computes its gradients, where that is in 8 bits."""
+    """Set where the loss computes its gradients in 8 bits."""
 
     def forward(
         self,
@@ -381,10 +378,10 @@ class CausalLM(HFMethods):
         document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Loss where labels (shifted already) are given, logits where not.
+        """Return the loss with labels (shifted already), logits without.
 
-        Other keywords go to `transformers` as they are. With `return_dict` the call is in its own words, as
-        `generate` makes it, and is answered so.
+        Other keywords are passed to `transformers`. With `return_dict`, as `generate` calls it, this is the forward of
+        `transformers`.
         """
         if "return_dict" in kwargs:
             return super().forward(input_ids, labels=labels, **kwargs)
@@ -408,15 +405,15 @@ class CausalLM(HFMethods):
         balance = getattr(output, "aux_loss", None)
         if balance is None:
             return loss
-        # A mixture of experts adds a mean; times the count it is a sum like the rest.
+        # A mixture of experts adds a mean; times the count it is a sum like the loss.
         weight: Any = self.router_aux_loss_coef
         return LossTerm(loss.sum + weight * balance * loss.count, loss.count)
 
     def _require(self, parameter: str, given: str) -> None:
         if parameter not in self.accepts:
             raise ModelError(
-                f"{type(self).__name__} takes no {parameter}, so it cannot be given {given}; set data.document_mask: "
-                "false to train on rows as they are"
+                f"{type(self).__name__} has no argument {parameter}, so it does not support {given}; set "
+                "data.document_mask: false to train on rows as they are"
             )
 
     def _document_mask(self, document_ids: Tensor) -> Tensor:
@@ -424,13 +421,13 @@ class CausalLM(HFMethods):
         mixer = mixer_without_mask(self)
         if mixer is not None:
             raise ModelError(
-                f"{type(self).__name__} has {mixer}, which no mask keeps from running on into the next document of a "
-                "packed row; set data.document_mask: false to train on rows as they are, or sft.packing: false for one "
-                "example in each row"
+                f"{type(self).__name__} has {mixer}, which ignores the mask and would continue into the next document "
+                "of a packed row; set data.document_mask: false to train on rows as they are, or sft.packing: false "
+                "for one example per row"
             )
         if getattr(config, "output_router_logits", False):
             raise ModelError(
-                "document_ids with output_router_logits: the balance loss of transformers cannot read such a "
+                "document_ids with output_router_logits: the balance loss of transformers does not support such a "
                 "mask; set output_router_logits: false or pack without document ids"
             )
         text = config.get_text_config()
@@ -438,8 +435,8 @@ class CausalLM(HFMethods):
             length = getattr(text, key, None)
             if length is not None and document_ids.shape[1] > length:
                 raise ModelError(
-                    f"document_ids with {what} of {length} tokens: {type(self).__name__} cannot combine "
-                    f"both for rows of {document_ids.shape[1]}; shorten the rows or pack without document ids"
+                    f"document_ids with {what} of {length} tokens: not supported for rows of {document_ids.shape[1]} "
+                    f"tokens ({type(self).__name__}); shorten the rows or pack without document ids"
                 )
         mask = document_mask(document_ids)
         if attn_implementation(config) == "sdpa":
@@ -454,11 +451,11 @@ class CausalLM(HFMethods):
 
 
 class OtherTask(HFMethods):
-    """Any other task: the batch goes in, and the model's own dictionary with its mean `loss` comes out."""
+    """Any other task: the batch in, the model's own dictionary with its mean `loss` out."""
 
 
 def _owners_of(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
-    """Every module from `root` down to `module`, each beside the innermost (sub)model that it belongs to."""
+    """Every module from `root` down to `module`, each with the innermost (sub)model that it belongs to."""
     name = next(name for name, candidate in root.named_modules() if candidate is module)
     owner, ancestors = root, [(root, root)]
     for child in name.split(".") if name else ():
@@ -476,7 +473,7 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
         raise ModelError("model.type: hf takes either model.path or model.config, and exactly one of them")
     if config.path is not None:
         if not (Path(config.path) / "config.json").is_file():
-            raise ModelError(f"model.path={config.path!r} is no model folder: it has no config.json")
+            raise ModelError(f"model.path={config.path!r} is not a model folder: it has no config.json")
         read_json_object(Path(config.path) / "config.json", ModelError)
         return AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=trust_code)
     given = dict(config.config or {})
@@ -488,19 +485,19 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
             f"model.config.model_type={model_type!r} is unknown to the installed transformers; "
             "write one of its model types, such as llama, gpt2 or qwen3"
         ) from error
-    # transformers keeps unknown keys without a word, so a misspelt one would change nothing.
+    # transformers silently accepts unknown keys, so a misspelt one would have no effect.
     generation = GenerationConfig()  # type: ignore[no-untyped-call]
     for key in given:
         listed = key in _OLD_KEYS or hasattr(default, key) or hasattr(generation, key)
         if not listed and not _is_asked_for(key, model_type):
             close = difflib.get_close_matches(key, default.to_dict(), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ModelError(f"model.config.{key} is no setting of a {model_type!r} model{hint}")
+            raise ModelError(f"model.config.{key} is not a setting of a {model_type!r} model{hint}")
     return AutoConfig.for_model(model_type, **given)
 
 
 def _is_asked_for(key: str, model_type: str) -> bool:
-    """Whether a model's own code asks for a setting that its config class does not list, as many do for `head_dim`."""
+    """Whether a model's code reads a setting that its config class does not list, as many do with `head_dim`."""
     name = model_type.replace("-", "_")
     spec = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
     if spec is None or spec.origin is None:
@@ -508,23 +505,17 @@ def _is_asked_for(key: str, model_type: str) -> bool:
     return f'getattr(config, "{key}"' in Path(spec.origin).read_text(encoding="utf-8")
 
 
-# The `config.json` of a model that was built here.
-
-
 def describe(config: HFConfig, *, trust_code: bool = False) -> dict[str, Any]:
-    """The settings with which `transformers` builds the same model again, its class included.
+    """Return the `config.json` with which `transformers` builds the same model, its class included.
 
-    A model trained for another task than its folder was saved for is of another class, so the folder's own
-    `config.json` would not do.
+    A model trained for another task than its folder was saved for has another class, so the folder's own `config.json`
+    would not do.
     """
     with torch.device("meta"):
         model: Any = build_hf_model(config, trust_code=trust_code)
     hf_config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
-    # What a config says of its class and dtype is where it came from; these are of the model as it is now.
+    # The class in a config is that of the folder it came from; this is the model's.
     return {**hf_config, "architectures": [type(model).__name__]}
-
-
-# Tiny models of three families, as keywords of `HFConfig`; for tests and first steps.
 
 
 _SIZES: dict[str, Any] = {
@@ -555,17 +546,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-
-# Weights of `transformers` models, streamed from the folder they were saved to.
+"""Tiny models of three families, as keywords of `HFConfig`; for tests and first steps."""
 
 
 def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
-    """Stream a folder into an adapted model; return the parameters that keep their random start.
+    """Load a folder into an adapted model; return the parameters that keep their random values.
 
-    Those are none where the folder holds the same architecture: then everything has to fit. For another task
-    (a classifier from a language model) only the body has to fit, and the heads of both sides may differ.
-    Weights that `transformers` stores under other names than it uses (some mixtures of experts) are refused
-    like any others that do not fit.
+    There are none where the folder has the same architecture: then all weights have to match. For another task (a
+    classifier from a language model) only the body has to match, and the heads of both may differ. Weights that
+    `transformers` stores under other names than it uses (some mixtures of experts) are refused like any mismatch.
     """
     hf: Any = model
     names = model.state_dict().keys()

@@ -182,8 +182,8 @@ def test_a_step_can_be_recorded_for_it_waits_for_nothing_and_changes_the_same_te
 
 
 def tensors_of(*owners: Any) -> list[torch.Tensor]:
-    """All tensors that last longer than a step; `places` are made anew, inside of what is recorded."""
-    held = [(name, each) for owner in owners for name, each in vars(owner).items() if name != "places"]
+    """All tensors that last longer than a step; `positions` are made anew, inside of what is recorded."""
+    held = [(name, each) for owner in owners for name, each in vars(owner).items() if name != "positions"]
     return [each for _, each in held if isinstance(each, torch.Tensor)]
 
 

@@ -222,7 +222,7 @@ def test_chat_shows_control_characters_of_the_model_and_does_not_send_them_to_th
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        Conversation, "tell", lambda *_: iter([AnswerPiece("a\x1b[2Jb\r\n", None), AnswerPiece("\x07\tc", "stop")])
+        Conversation, "stream", lambda *_: iter([AnswerPiece("a\x1b[2Jb\r\n", None), AnswerPiece("\x07\tc", "stop")])
     )
     assert call(monkeypatch, "chat", "--path", str(hf_folder), said="hi\n") == 0
     assert capsys.readouterr().out == "a\\x1b[2Jb\\r\n\\x07\tc\n"

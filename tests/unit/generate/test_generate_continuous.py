@@ -45,7 +45,7 @@ def written(batch: ContinuousBatch, rows: list[GenerationRow], joins: dict[int, 
         elif live:
             for number, token in zip(live, batch.step(), strict=True):
                 found[number].append(token)
-        kept = [place for place, number in enumerate(live) if len(found[number]) < rows[number].room]
+        kept = [place for place, number in enumerate(live) if len(found[number]) < rows[number].max_new_tokens]
         batch.keep(kept)
         live = [live[place] for place in kept]
         step += 1

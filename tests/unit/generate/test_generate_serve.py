@@ -91,14 +91,14 @@ class Gate:
 
     def __init__(self, speaker: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
         decoder = type(speaker.generator._decoder)
-        self.steps, self._open, step = 0, threading.Event(), decoder.draw
+        self.steps, self._open, step = 0, threading.Event(), decoder.step_sample
 
         def held(*args: Any) -> Any:
             self.steps += 1
             self._open.wait()
             return step(*args)
 
-        monkeypatch.setattr(decoder, "draw", held)
+        monkeypatch.setattr(decoder, "step_sample", held)
 
     def open(self) -> None:
         self._open.set()
@@ -374,7 +374,7 @@ def test_what_goes_wrong_in_the_model_is_answered_too(speaker: Conversation, mon
         def broken(*_: Any) -> Any:
             raise RuntimeError("out of something")
 
-        for place in ("begin", "draw"):
+        for place in ("begin", "step_sample"):
             with monkeypatch.context() as patch:
                 patch.setattr(decoder, place, broken)
                 status, _, body = ask(server, "POST", CHAT, HELLO)

@@ -1,4 +1,4 @@
-"""A model behind HTTP, in the words of OpenAI's API."""
+"""An HTTP server with OpenAI's API for one model."""
 
 from plait.errors import MissingExtraError
 

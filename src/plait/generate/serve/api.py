@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP endpoint. Nothing in a request is ignored: what is not understood is refused."""
+"""Requests and responses of OpenAI's API. No key of a request is ignored: what is not supported is refused."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "suffix": ("",),
 }
-"""What clients send though it changes nothing: accepted with a value that asks for nothing."""
+"""Keys that are accepted only with a value that has no effect, since clients send them."""
 _NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
-"""What an answer of the API brings along when a client sends it back."""
+"""Such keys of messages: a response contains them, and a client sends it back."""
 _UNSUPPORTED = {
     "response_format": "answers are not constrained to JSON here; ask for JSON in the prompt, and leave it out",
     "functions": "an older form of tools; use tools",
@@ -45,13 +45,13 @@ _UNSUPPORTED = {
     "best_of": "not supported; use n",
     "min_p": "not supported; use top_p or top_k",
 }
-"""Known words of the API that ask for what this server cannot do, and what to do instead."""
+"""Keys of the API that are not supported, and what to write instead."""
 MOST_ANSWERS = 16
 MOST_ALTERNATIVES = 20
 
 
 class ApiError(Exception):
-    """What a client did wrong, or what went wrong for it."""
+    """An error response."""
 
     def __init__(self, status: int, error_type: str, message: str) -> None:
         super().__init__(message)
@@ -60,22 +60,22 @@ class ApiError(Exception):
 
 
 def invalid(message: str, error_type: str = "invalid_request_error") -> ApiError:
-    """A request that cannot be answered as it is."""
+    """The error for an invalid request."""
     return ApiError(400, error_type, message)
 
 
 def read_json(body: bytes) -> Any:
-    """The JSON of a body; a key that stands there twice and numbers that are none are refused."""
+    """Parse a JSON body; duplicate keys, NaN and infinities are refused."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
         if len(unique) < len(pairs):
             keys = [key for key, _ in pairs]
-            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+            raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
         return unique
 
     def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not a number of JSON")
+        raise ValueError(f"{constant} is not allowed in JSON")
 
     try:
         return json.loads(body, object_pairs_hook=once, parse_constant=refuse)
@@ -91,7 +91,7 @@ def _without_neutral(data: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equal, where true is not 1."""
+    """Whether values are equal; True does not equal 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
@@ -137,20 +137,20 @@ class _Request(_Strict, ABC):
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
-        """How many likeliest tokens are reported with each token; None: no log-probabilities at all."""
+        """The number of most likely tokens to report with each token; None: no log-probabilities at all."""
 
     @abstractmethod
     def prompt(self, conversation: Conversation) -> list[int]:
         """What the model is given."""
 
     def sampling(self, most: int) -> Sampling:
-        """How to answer; with no seed, each request gets another text."""
+        """The sampling settings; without a seed, each request gets another answer."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise invalid("max_tokens and max_completion_tokens say the same: give one of them")
+            raise invalid("max_tokens and max_completion_tokens are the same: give one of them")
         wanted = self.max_tokens or self.max_completion_tokens or most
         if wanted > most:
             key = "max_completion_tokens" if self.max_tokens is None else "max_tokens"
-            raise invalid(f"{key}={wanted} is more than this server's {most}")
+            raise invalid(f"{key}={wanted} is more than this server's limit of {most}")
         seed = time.time_ns() if self.seed is None else self.seed
         try:
             return Sampling(
@@ -195,7 +195,7 @@ class _Call(_Strict):
     function: _CalledFunction
 
     def as_template_has_it(self) -> dict[str, Any]:
-        """With the arguments as an object."""
+        """The call as chat templates take it, with the arguments as an object."""
         try:
             arguments = read_json(self.function.arguments.encode(errors="surrogatepass"))
         except ApiError as error:
@@ -209,7 +209,7 @@ class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_TextPart], BeforeValidator(_as_parts)] = []
     name: str | None = None
-    """Who of several speaks; no prompt has it in it, as none of the templates writes names down."""
+    """The name of the participant; not part of the prompt, since no chat template uses it."""
     tool_calls: list[_Call] = []
     tool_call_id: str | None = None
 
@@ -229,9 +229,9 @@ class _Message(_Strict):
         return self
 
     def turn(self) -> Turn:
-        """As a turn of a conversation."""
+        """The message as a turn of a conversation."""
         content = "".join(text_part.text for text_part in self.content)
-        role = "system" if self.role == "developer" else self.role  # OpenAI's newer word for it
+        role = "system" if self.role == "developer" else self.role  # OpenAI's newer name of the role
         if self.tool_calls:
             return Turn(role, content, {"tool_calls": [call.as_template_has_it() for call in self.tool_calls]})
         return Turn(role, content, None if self.tool_call_id is None else {"tool_call_id": self.tool_call_id})
@@ -262,11 +262,11 @@ class ChatRequest(_Request):
     def prompt(self, conversation: Conversation) -> list[int]:
         """What the model is given."""
         if self.tool_choice not in ("auto", "none"):
-            raise invalid("tool_choice: a call cannot be forced, as decoding is not constrained; write auto or none")
+            raise invalid("tool_choice: calls cannot be forced, since decoding is not constrained; write auto or none")
         if self.may_call and not self.parallel_tool_calls:
-            raise invalid("parallel_tool_calls: the number of calls is not constrained; leave it out")
+            raise invalid("parallel_tool_calls: the number of calls cannot be constrained; leave it out")
         if self.may_call and self.logprobs:
-            raise invalid("logprobs are not reported together with tools; leave out one of them")
+            raise invalid("logprobs are not supported together with tools; leave out one of them")
         tools = [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
         turns = [message.turn() for message in self.messages]
         as_json = json.dumps([tools, [turn.more for turn in turns]], ensure_ascii=False)
@@ -301,12 +301,10 @@ Request = ChatRequest | TextRequest
 
 
 def read_request(request_type: type[Request], data: Any, most_messages: int) -> Request:
-    """A request that was checked; an `ApiError` names every key that is wrong."""
+    """Validate a request; raises an `ApiError` that names every invalid key."""
     messages = data.get("messages") if isinstance(data, dict) else None
     if isinstance(messages, list) and len(messages) > most_messages:
-        raise invalid(
-            f"messages: there are {len(messages)}, and {most_messages} are taken at most; leave out the oldest"
-        )
+        raise invalid(f"messages: {len(messages)} are more than the limit of {most_messages}; leave out the oldest")
     try:
         return request_type.model_validate(data)
     except ValidationError as error:
@@ -323,20 +321,20 @@ def _said(problem: Any) -> str:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to one request, in the form of the API."""
+    """The response to one request, in the format of the API."""
 
     request: Request
     job: ServeRequest
     head: dict[str, Any]
     readers: Sequence[ToolReader]
-    """One for each answer, where tools may be called."""
+    """One per answer, where tools may be called."""
 
     @property
     def _chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
     def whole(self, pieces: Iterable[AnswerUpdate], completion_tokens: int) -> dict[str, Any]:
-        """All answers at once."""
+        """The response without streaming."""
         choices = []
         for piece in sorted(pieces, key=lambda piece: piece.number):
             content_fields, reason = self._message(piece) if self._chat else ({"text": piece.text}, piece.finish_reason)
@@ -346,14 +344,14 @@ class Reply:
         return {**self.head, "object": object_type, "choices": choices, "usage": self._usage(completion_tokens)}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The events that a stream begins with."""
+        """The first events of a stream."""
         if not self._chat:
             return []
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._event(index, role, None, None) for index in range(self.request.n)]
 
     def events(self, piece: AnswerUpdate) -> list[dict[str, Any]]:
-        """The events for a part of an answer: what is new, and apart from that how it ended."""
+        """The events for a piece of an answer: its new text and calls, and the reason of its end."""
         events, text, calls = [], piece.text, list[ToolCall]()
         if self.readers:
             text = self.readers[piece.number].push(text)
@@ -373,7 +371,7 @@ class Reply:
         return events
 
     def closing(self, completion_tokens: int) -> list[dict[str, Any]]:
-        """The events that a stream ends with."""
+        """The last events of a stream."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return []
@@ -428,7 +426,7 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _likely(token: Any) -> dict[str, Any]:
-    # A token may be a part of a character; then there are no bytes that its text stands for.
+    # A token may be part of a character; then its text does not determine its bytes.
     encoded = None if "\ufffd" in token.text else list(token.text.encode())
     return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
 
@@ -442,19 +440,19 @@ def prepare(
     since: float,
     deliver: Callable[[Event], None],
 ) -> Reply:
-    """A request as rows of a batch. Long prompts take a while."""
+    """Encode a request as rows of a batch. Long prompts take a while."""
     if request.model not in (None, conversation.name):
         raise ApiError(404, "model_not_found", f"there is no model {request.model!r} here, only {conversation.name!r}")
     if request.n > most_rows:
-        raise invalid(f"n={request.n} is more than the {most_rows} answers that this server writes at once")
+        raise invalid(f"n={request.n} is more than the {most_rows} answers that this server generates at once")
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options: an answer that is no stream has none; leave them out, or write stream: true")
+        raise invalid("stream_options needs stream: true; leave it out, or write stream: true")
     sampling, alternatives = request.sampling(most), request.alternatives
     try:
         prompt = request.prompt(conversation)
         context = conversation.generator.context
         if context is not None and len(prompt) >= context:
-            raise ContextError(f"the prompt has {len(prompt)} tokens, and the model sees {context}")
+            raise ContextError(f"the prompt has {len(prompt)} tokens, and the context is {context}")
         rows = [conversation.row(prompt, sampling, key=key, top=alternatives or 0) for key in range(request.n)]
     except ContextError as error:
         raise invalid(str(error), "context_length_exceeded") from error

@@ -1,4 +1,4 @@
-"""The ASGI application: who may ask, how much, for how long, and how it is answered."""
+"""The ASGI application: authorization, limits, timeouts, streaming, and the web page."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ from plait.generate.serve.scheduler import (
     StoppingError,
 )
 
-# The web page of `plait serve`: one file, nothing loaded from elsewhere.
-#
-# A link may bring the token behind the `#`, which browsers do not send: `#token=…`.
+# The web page of `plait serve`: self-contained. A link may have the token after the `#`, which browsers do not send.
 
 
 PAGE = """<!doctype html>
@@ -154,46 +152,44 @@ fetch("v1/models", {headers: headers()}).then(async (answer) => {
 </html>
 """
 
-# How much a server takes on.
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is refused, and with which status, is in the table of docs/chat.md."""
+    """Limits of a server; docs/chat.md has a table of the status codes."""
 
     body_bytes: int = 1 << 20
-    """Of one request."""
+    """Size of a request's body."""
     messages: int = 2048
-    """Of one conversation."""
+    """Messages of one conversation."""
     batch_rows: int = 16
-    """Answers that are written at the same time."""
+    """Answers that are generated at the same time."""
     waiting: int = 256
-    """Requests that wait for a place in the batch."""
+    """Requests in the queue."""
     connections: int = 512
-    """Open at the same time."""
+    """Open connections."""
     max_new_tokens: int = 1024
-    """Of one answer."""
+    """Tokens of one answer."""
     request_s: float = 600.0
-    """From the header of a request to the end of its answer."""
+    """Seconds from the header of a request to the end of its answer."""
     header_s: float = 10.0
-    """For the header of a request, and as long for what is left of a body that nobody wants."""
+    """Seconds for the header of a request, and for the rest of a refused request's body."""
     body_s: float = 30.0
-    """For the body of a request."""
+    """Seconds for the body of a request."""
     idle_s: float = 30.0
-    """Between two requests of one connection."""
+    """Seconds between two requests of one connection."""
     stop_s: float = 20.0
-    """For answers in progress when the server is stopped."""
+    """Seconds for answers in progress when the server is stopped."""
 
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine for itself."""
+"""The loopback host names."""
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-"""What the page may load: itself, and answers of this server."""
+"""The page may load itself and responses of this server only."""
 DISCARDED = 16 << 20
-"""Bytes of a refused request that are read and thrown away, so that its client comes to read why."""
+"""The maximum of bytes of a refused request that are read and discarded, so that its client reads the response."""
 REQUEST_TYPES: dict[str, type[ChatRequest] | type[TextRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": TextRequest,
@@ -202,7 +198,7 @@ STOPPING = "the server is being stopped"
 
 
 class Application:
-    """One model behind HTTP. With `token`, everything but the page and `/health` asks for it."""
+    """One model behind HTTP. With `token`, all paths but the page and `/health` require it."""
 
     def __init__(
         self, conversation: Conversation, *, token: str | None, limits: Limits, log: Callable[[str], None]
@@ -213,7 +209,7 @@ class Application:
         self.scheduler = RequestScheduler(
             conversation, max_batch=limits.batch_rows, waiting=limits.waiting, metrics=self.metrics, log=self.log
         )
-        # One thread: the tokenizers of `transformers` are not made for several at once.
+        # One thread: the tokenizers of `transformers` are not thread-safe.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="plait-prepare")
         routes = [
             Route("/", self._page),
@@ -230,7 +226,7 @@ class Application:
         self.asgi: ASGIApp = self._watched(inner)
 
     def log(self, line: str) -> None:
-        """Write a line to the log, whatever a client has put into it."""
+        """Write a line to the log, with control characters escaped."""
         self._log(printable(line))
 
     @asynccontextmanager
@@ -241,7 +237,7 @@ class Application:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def _watched(self, inner: ASGIApp) -> ASGIApp:
-        """Log and count every request, without what was said in it."""
+        """Log and count every request, without its content."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -287,7 +283,7 @@ class Application:
         return _Json({"object": "list", "data": [model]} if asked is None else model)
 
     async def _answer(self, request: Request) -> Response:
-        """An answer of the model, whole or as a stream."""
+        """Answer a request, at once or as a stream."""
         self._authorize(request)
         deadline = request.state.began + self.limits.request_s
         body = await self._read(request)
@@ -322,15 +318,15 @@ class Application:
 
     def _authorize(self, request: Request) -> None:
         if self.token is None and _name_of(request.headers.get("Host", "")) not in LOCAL_NAMES:
-            # A page elsewhere whose name was made to lead here could ask in the name of whoever reads it.
-            raise ApiError(403, "forbidden", f"without a token, only {', '.join(LOCAL_NAMES)} are names of this server")
+            # DNS rebinding: a foreign page whose host name resolves to this machine could send requests.
+            raise ApiError(403, "forbidden", f"without a token, the host must be one of {', '.join(LOCAL_NAMES)}")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
             raise ApiError(401, "invalid_api_key", "send the server's token as `Authorization: Bearer TOKEN`")
 
     async def _read(self, request: Request) -> bytes:
         if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
-            # Browsers ask before they send JSON to another site, and here nobody says yes.
+            # Browsers send JSON to another origin only after a CORS preflight, which is not answered here.
             raise ApiError(415, "invalid_request_error", "send the body as Content-Type: application/json")
         most, length = self.limits.body_bytes, request.headers.get("Content-Length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
@@ -355,21 +351,21 @@ class Application:
         return _Refusal(error, self.limits.header_s)
 
     async def _refuse_http(self, request: Request, error: Exception) -> Response:
-        """What the framework refuses by itself: an unknown path or method."""
+        """Errors of Starlette itself: an unknown path or method."""
         assert isinstance(error, HTTPException)
         known = ", ".join(sorted(self._paths))
-        message = f"there is nothing for {request.method} {request.url.path}; there are {known}"
+        message = f"{request.method} {request.url.path} does not exist; there are {known}"
         if error.status_code not in (404, 405):
             message = error.detail or HTTPStatus(error.status_code).phrase
         return _Refusal(ApiError(error.status_code, "not_found", message), self.limits.header_s, error.headers)
 
     async def _fail(self, request: Request, error: Exception) -> Response:
-        """What went wrong here."""
+        """An error of the server."""
         self.log(f"{type(error).__name__}: {error}")
         return _Refusal(self.as_api_error(error), self.limits.header_s)
 
     def as_api_error(self, error: Exception) -> ApiError:
-        """An error for the client."""
+        """Convert an error for the client."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, StoppingError):
@@ -380,15 +376,15 @@ class Application:
 
 
 class _Json(JSONResponse):
-    """JSON in ASCII: a message may cite half of a character, which no encoding knows."""
+    """JSON in ASCII: a message may cite a lone surrogate, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """Encode the body."""
         return json.dumps(content).encode()
 
 
 class _Refusal(_Json):
-    """An error in JSON. A client that is still sending comes to read it before its connection is closed."""
+    """An error in JSON. A client that is still sending can read it before its connection is closed."""
 
     def __init__(self, error: ApiError, read_timeout_s: float, headers: Any = None) -> None:
         all_headers = dict(headers or {})
@@ -411,12 +407,12 @@ class _Refusal(_Json):
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         break
         except TimeoutError:
-            pass  # it had its time
+            pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Waiting(Response):
-    """The answer to a request that stands in line. Nothing is sent before something is known of it."""
+    """The response to a request in the queue. Nothing is sent before its first event."""
 
     reply: Reply
 
@@ -427,12 +423,12 @@ class _Waiting(Response):
         self._began = False
 
     def deliver(self, event: Event) -> None:
-        """Called in the thread of the model."""
+        """Pass an event on; called in the model's thread."""
         if not self._loop.is_closed():  # as after a second Ctrl-C
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer until the answer ends, its time is over, or its client leaves."""
+        """Respond until the answer ends, the timeout, or the client disconnects."""
         answering = asyncio.create_task(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_left(receive))
         left_s = max(self._deadline - time.monotonic(), 0.0)
@@ -451,7 +447,7 @@ class _Waiting(Response):
             try:
                 async with asyncio.timeout(1):
                     await self._fail(ApiError(504, "timeout", message), scope, receive, send)
-            except TimeoutError:  # a client that does not read what was sent before
+            except TimeoutError:  # the client does not read
                 scope["state"]["abort"]()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -499,7 +495,7 @@ class _Waiting(Response):
 
 
 async def _left(receive: Receive) -> None:
-    """Wait until the client has left."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -509,5 +505,5 @@ def _stopping() -> ApiError:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """The host name in a Host header, without the port."""
     return host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]

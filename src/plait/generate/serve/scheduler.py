@@ -1,7 +1,7 @@
-"""Who is answered when: a waiting line, and one thread that owns the model and writes the rows of a batch.
+"""The request queue, and the thread that runs the model with continuous batching.
 
-A request joins the running batch between two tokens where the model's decoder can take further rows, and the next
-batch otherwise. A request with several answers (`n`) joins as a whole.
+A request joins the running batch between two tokens where the model's decoder supports further rows, and the next batch
+otherwise. A request with several answers (`n`) joins as a whole.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from plait.errors import GenerateError
 from plait.generate.batch import ContinuousBatch, GenerationRow, Token
 from plait.generate.conversation import AnswerText, Conversation, refuse_no_numbers
 
-# What Prometheus is told about a server; every server has a registry of its own.
-
-
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class ServerMetrics:
-    """Requests, tokens, batches and times."""
+    """Prometheus metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -54,7 +51,7 @@ class ServerMetrics:
         )
 
     def exposition(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -62,7 +59,7 @@ IMPOSSIBLE = -9999.0
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class StoppingError(Exception):
@@ -83,21 +80,21 @@ class TokenLogprobs(NamedTuple):
     logprob: float
     top: list[LikelyToken]
     offset: int
-    """Where it begins in the answer, in characters."""
+    """Its position in the answer, in characters."""
 
 
 class AnswerUpdate(NamedTuple):
-    """What is new in one of the answers of a request; without a stream, the whole of it."""
+    """The new text of one of a request's answers; without streaming, all of it."""
 
     number: int
     text: str
     tokens: list[TokenLogprobs]
-    """Empty where nobody asked for log-probabilities."""
+    """Empty if log-probabilities were not requested."""
     finish_reason: Literal["stop", "length"] | None
 
 
 class JobDone(NamedTuple):
-    """All answers of a request have ended."""
+    """The event after which all answers of a request have ended."""
 
     completion_tokens: int
 
@@ -107,25 +104,25 @@ Event = AnswerUpdate | JobDone | Exception
 
 @dataclass(eq=False)
 class ServeRequest:
-    """A request as the scheduler sees it."""
+    """A request in the scheduler."""
 
     rows: Sequence[GenerationRow]
-    """One for each answer."""
+    """One per answer."""
     texts: Sequence[AnswerText]
     deliver: Callable[[Event], None]
-    """Called in the thread of the model."""
+    """Called in the model's thread."""
     stream: bool
     logprobs: bool
     since: float
-    """When its place in line was taken (`time.monotonic`)."""
+    """When it was queued (`time.monotonic`)."""
     left: bool = False
-    """Nobody wants the answer any more: set by whoever waited for it."""
+    """Whether the client has disconnected or timed out."""
     completion_tokens: int = 0
     open_answers: int = 0
 
 
 class _Answer:
-    """One row of the batch and what was written in it."""
+    """One row of the batch and its answer so far."""
 
     def __init__(self, job: ServeRequest, index: int) -> None:
         self.job, self.index = job, index
@@ -136,7 +133,7 @@ class _Answer:
         self._written: list[TokenLogprobs] = []
 
     def take(self, token: Token, decode: Callable[[Sequence[int]], str]) -> None:
-        """Add a token, and deliver what is certain by now."""
+        """Add a token, and deliver text that is final."""
         offset = self.text.length
         new = self.text.push(token.id)
         self.count += 1
@@ -153,7 +150,7 @@ class _Answer:
             self._deliver()
 
     def _deliver(self) -> None:
-        # Tokens go with their text: those of text that is held back wait, and those behind a stop text are left out.
+        # Tokens are delivered with their text: those of held-back text later, those after a stop text never.
         certain = self.text.length - self.text.held
         whole = self.over and not self.text.is_cut
         ready = [token for token in self._written if whole or token.offset < certain]
@@ -166,12 +163,12 @@ class _Answer:
 
 
 def _finite(logprob: float) -> float:
-    """A log-probability as JSON can hold it; OpenAI's word for an impossible token is -9999."""
+    """A log-probability that JSON can represent; OpenAI's API has -9999 for minus infinity."""
     return logprob if logprob > IMPOSSIBLE else IMPOSSIBLE
 
 
 class RequestScheduler:
-    """The waiting line and the thread of the model. `start` it once, and `close` it in the end."""
+    """The queue and the model's thread. `start` it once, and `close` it in the end."""
 
     def __init__(
         self,
@@ -182,7 +179,7 @@ class RequestScheduler:
         metrics: ServerMetrics,
         log: Callable[[str], None],
     ) -> None:
-        """`max_batch`: rows that are written together; `waiting`: requests that may wait beside those."""
+        """`max_batch`: the maximum of rows in the batch; `waiting`: the maximum of queued requests."""
         self.max_batch, self.most_waiting = max_batch, waiting
         self._conversation, self._metrics, self._log = conversation, metrics, log
         self._changed = threading.Condition()
@@ -193,25 +190,25 @@ class RequestScheduler:
         self._thread = threading.Thread(target=self._run, name="plait-model", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread."""
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait, those that are still being prepared included."""
+        """The number of queued requests, including those that are still being prepared."""
         return len(self._queue) + self._reserved
 
     @property
     def running(self) -> int:
-        """Rows that are being written."""
+        """The number of rows in the batch."""
         return len(self._answers)
 
     def reserve(self) -> None:
-        """Take a place in line before a request is prepared; `submit` or `unreserve` gives it up."""
+        """Reserve a place in the queue before a request is prepared; `submit` or `unreserve` releases it."""
         with self._changed:
             if self._stopping:
                 raise StoppingError
-            # What will join the batch at once does not have to wait.
+            # Requests that will join the batch at once do not count.
             free = max(self.max_batch - len(self._answers), 0)
             if self.waiting >= self.most_waiting + free:
                 raise QueueFullError
@@ -219,13 +216,13 @@ class RequestScheduler:
             self._metrics.waiting.set(self.waiting)
 
     def unreserve(self) -> None:
-        """Give a place up."""
+        """Release a reserved place."""
         with self._changed:
             self._reserved -= 1
             self._metrics.waiting.set(self.waiting)
 
     def submit(self, job: ServeRequest) -> None:
-        """Put a request in the place that was reserved for it."""
+        """Queue a request in its reserved place."""
         with self._changed:
             self._reserved -= 1
             if self._stopping:
@@ -234,7 +231,7 @@ class RequestScheduler:
             self._changed.notify()
 
     def leave(self, job: ServeRequest) -> None:
-        """The client is gone or out of time: free its place and its rows."""
+        """Cancel a request whose client has disconnected or timed out: free its place and its rows."""
         with self._changed:
             job.left = True
             if job in self._queue:
@@ -243,7 +240,7 @@ class RequestScheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Take no further requests, and tell those that wait; what is being written goes on."""
+        """Refuse further and queued requests; answers in progress continue."""
         with self._changed:
             self._stopping = True
             queue, self._queue = list(self._queue), deque()
@@ -252,13 +249,13 @@ class RequestScheduler:
             job.deliver(StoppingError())
 
     def end(self) -> None:
-        """Tell those whose answers have not ended that they will not."""
+        """Cancel the answers in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Tell those whose answers have not ended, and end the thread."""
+        """Cancel all requests, and end the thread."""
         self.stop()
         self.end()
         self._thread.join()
@@ -280,10 +277,10 @@ class RequestScheduler:
             self._fail(StoppingError())
 
     def _go_on(self, batch: ContinuousBatch) -> None:
-        """Let rows leave and join, and write one token for each row."""
+        """Remove finished rows, add new ones, and generate one token per row."""
         self._drop(batch)
         if joining := self._joining(batch):
-            # In the batch from here on, so that an error reaches them too.
+            # Registered before the prefill, so that its error is delivered to them too.
             new = [_Answer(job, index) for job in joining for index in range(len(job.rows))]
             self._answers += new
             tokens = batch.add([answer.row for answer in new])
@@ -298,7 +295,7 @@ class RequestScheduler:
             self._drop(batch)
 
     def _joining(self, batch: ContinuousBatch) -> list[ServeRequest]:
-        """The first in line, as many as have room."""
+        """Take requests from the queue, as many as fit into the batch."""
         joining: list[ServeRequest] = []
         rows: list[GenerationRow] = []
         with self._changed:
@@ -330,7 +327,7 @@ class RequestScheduler:
                     answer.job.deliver(JobDone(answer.job.completion_tokens))
 
     def _drop(self, batch: ContinuousBatch) -> None:
-        """Let go of rows whose answers are over, or whose clients have left."""
+        """Remove rows whose answers have ended, or whose clients have disconnected."""
         kept = [number for number, answer in enumerate(self._answers) if not (answer.over or answer.job.left)]
         batch.keep(kept)
         self._answers = [self._answers[number] for number in kept]

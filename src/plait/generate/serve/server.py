@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with the time limits and the JSON that it does not have itself."""
+"""The HTTP server: uvicorn with further timeouts, and JSON error responses."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from plait.generate.serve.api import ApiError
 from plait.generate.serve.app import Application, Limits
 
 BACKLOG = 2048
-"""Connections that the system accepts before the server comes to look at them."""
+"""The backlog of the listening socket."""
 LINGER_S = 2.0
-"""For a client that is turned away to read why."""
+"""Seconds for a rejected client to read the response."""
 
 
 class Server:
-    """One model behind HTTP. With `token`, everything but the page and `/health` asks for it."""
+    """One model behind HTTP. With `token`, all paths but the page and `/health` require it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Server:
         limits: Limits | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """Bind to `host` and `port`; 0 takes any free one. `run` does the rest."""
+        """Bind to `host` and `port` (0: any free one); `run` serves."""
         self.limits = Limits() if limits is None else limits
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -64,13 +64,13 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """The host and port that it listens on."""
         host, port = self._socket.getsockname()[:2]
         return str(host), int(port)
 
     @property
     def url(self) -> str:
-        """Where it listens, for a browser."""
+        """The URL that it listens on."""
         host, port = self.address
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -79,24 +79,24 @@ class Server:
         self._uvicorn.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Let `run` end. May be called from any thread."""
+        """End `run`. May be called from any thread."""
         self._uvicorn.should_exit = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells those who wait when the server stops, and leaves the exit status to the command."""
+    """Refuses queued requests when the server stops, and leaves the exit status to the command."""
 
     def __init__(self, config: uvicorn.Config, app: Application, limits: Limits) -> None:
         super().__init__(config)
         self._app, self._limits = app, limits
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C or SIGTERM: stop; a second one does not wait for answers."""
+        """Stop on Ctrl-C or SIGTERM; a second signal does not wait for answers."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers in progress end, for a while."""
+        """Wait for answers in progress, at most `Limits.stop_s`."""
         self._app.scheduler.stop()
         timer = asyncio.get_running_loop().call_later(self._limits.stop_s, self._app.scheduler.end)
         try:
@@ -106,7 +106,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """One connection. A client has to send a header in time, and what cannot be understood is answered in JSON."""
+    """One connection, with a timeout for the header, and JSON responses to invalid requests."""
 
     def __init__(self, limits: Limits, **options: Any) -> None:
         super().__init__(**options)
@@ -116,19 +116,19 @@ class _Protocol(H11Protocol):
         self.app_state = {**self.app_state, "abort": lambda: self.transport.abort()}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a header, if there are not too many connections."""
+        """Start the timer for the header, or reject the connection if there are too many."""
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > self._limits.connections:
             self._reject(ApiError(503, "server_overloaded", "too many connections; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
+        """Cancel the timer."""
         self._wait_no_longer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass it on. What stands between two requests, or behind a refused one, has the time of a header."""
+        """Pass data on. Data between two requests, or after a refused one, has the timeout of a header."""
         if self._rejected:
             return
         super().data_received(data)
@@ -138,14 +138,14 @@ class _Protocol(H11Protocol):
             self._wait()
 
     def on_response_complete(self) -> None:
-        """Read no further what is left of a body that nobody wants."""
+        """Close the connection after a refused request whose body has not been read."""
         super().on_response_complete()
-        refused = self.cycle.response_complete and self.cycle.more_body  # else it is the next request already
+        refused = self.cycle.response_complete and self.cycle.more_body  # otherwise the next request has begun
         if refused and self._timer is None:
             self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP."""
+        """Reject what is not HTTP."""
         if self.cycle is None or self.cycle.response_complete:
             self._reject(ApiError(400, "invalid_request_error", msg))
         else:  # in the middle of a body
@@ -163,13 +163,13 @@ class _Protocol(H11Protocol):
         if self.transport.is_closing():
             self.transport.abort()
         elif self.cycle is None:
-            message = f"the header of the request did not come within {self._limits.header_s:g} seconds"
+            message = f"the header of the request was not received within {self._limits.header_s:g} seconds"
             self._reject(ApiError(408, "request_timeout", message))
         else:
             self.transport.close()
 
     def _reject(self, error: ApiError) -> None:
-        """Answer, and close when the client has: its connection would be reset with what it has not read yet."""
+        """Respond, and close after the client: closing at once would reset the connection before it has read."""
         self._rejected = True
         body = json.dumps(error.body).encode()
         head = f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
