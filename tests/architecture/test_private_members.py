@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "src" / "plait"
 OF_MODULES = {"_parameters", "_buffers", "_modules"}
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
-OF_OTHERS = {"_pytree", "_backward"}
+OF_OTHERS = {"_pytree", "_backward", "_ops"}
 """Modules of torch, which the adapter names."""
 
 
