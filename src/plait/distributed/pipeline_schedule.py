@@ -177,7 +177,7 @@ def find_schedule(name: ScheduleName) -> ScheduleSpec:
 
 
 def _custom_schedule(custom: CustomPipelineSchedule) -> ScheduleSpec:
-    """A user-provided schedule; see `CustomSchedule`."""
+    """A user-provided schedule; see `SchedulePlanner`."""
     factory = load(custom, _KEY)
     virtual: Any = getattr(factory, "stages_per_rank", 1)
     placement: Any = getattr(factory, "placement", "loop")
@@ -204,7 +204,7 @@ def _custom_schedule(custom: CustomPipelineSchedule) -> ScheduleSpec:
     )
 
 
-class CustomSchedule(Protocol):
+class SchedulePlanner(Protocol):
     """What `strategy.pipeline.schedule` may name: a function, with these optional attributes."""
 
     stages_per_rank: int

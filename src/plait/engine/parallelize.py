@@ -325,20 +325,20 @@ ReadLoss = Callable[[Any, int], WeightedLoss]
 
 
 class StageSet(nn.Module):
-    """Several stages of one model on one rank, under the names that their tensors have in the whole model."""
+    """Several stages of one model on one rank, under the names that their tensors have in the full model."""
 
     def __init__(self, stage_modules: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(stage_modules)
+        self.stages = nn.ModuleList(stage_modules)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of all stages; containers with layers of several stages once per stage."""
-        for stage_module in self.parts:
+        for stage_module in self.stages:
             yield from stage_module.named_modules(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the first stage that has it."""
-        *others, last = self.parts
+        *others, last = self.stages
         for stage_module in others:
             with suppress(AttributeError):
                 return stage_module.get_submodule(target)
@@ -347,7 +347,7 @@ class StageSet(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all stages; a shared one once, from the first stage."""
         seen = set[str]()
-        for stage_module in self.parts:
+        for stage_module in self.stages:
             for name, param in stage_module.named_parameters(*args, **kwargs):
                 if name not in seen:
                     yield name, param
@@ -355,12 +355,12 @@ class StageSet(nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of all stages."""
-        for stage_module in self.parts:
+        for stage_module in self.stages:
             yield from stage_module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the tensors of all stages."""
-        backwards = list(self.parts)[::-1]  # what two of them hold is the first one's
+        backwards = list(self.stages)[::-1]  # what two of them hold is the first one's
         return {
             name: value
             for stage_module in backwards
