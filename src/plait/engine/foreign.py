@@ -292,7 +292,7 @@ class ForeignEngine(SteppingEngine):
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
         # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
-        # wholes].
+        # full tensors].
         self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._weights: dict[str, Tensor] = {}
         self._frozen = {name: shard_full_tensor(value, self._mesh) for name, value in self._frozen_values().items()}
