@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 
-.PHONY: demo test test-all matrix lint format setup clean
+.PHONY: demo test test-all matrix structure lint format setup clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,10 @@ test-all: $(STAMP)
 # Part of the tests with every release of torch, transformers and Python that is promised; the table: docs/versions.md.
 matrix: $(STAMP)
 	$(BIN)/python tests/matrix.py
+
+# How the source is cut: files, lines, and files that only one neighbour imports.
+structure: $(STAMP)
+	@$(BIN)/python tests/structure.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
