@@ -182,28 +182,22 @@ _MUST_BE_EQUAL = {
 }
 
 
-def _different(checks: Sequence[HostCheck]) -> list[PreflightFinding]:
-    """Return findings about versions and code that differ from those of the first host."""
-    there = [(check.host, check.facts) for check in checks if check.facts is not None]
-    findings = []
-    for host, facts in there[1:]:
-        first_host, first = there[0]
+def _different(checks: Sequence[HostCheck]) -> Iterator[PreflightFinding]:
+    """Yield findings about versions and code that differ from those of the first host."""
+    answered = [(check.host, check.facts) for check in checks if check.facts is not None]
+    for host, facts in answered[1:]:
+        first_host, first = answered[0]
         for name, remedy in _MUST_BE_EQUAL.items():
             mine, theirs = getattr(facts, name), getattr(first, name)
             if name == "python":
                 mine, theirs = (value.rpartition(".")[0] for value in (mine, theirs))
             if mine != theirs:
-                findings.append(
-                    PreflightFinding(
-                        host, f"{name} is {mine or 'absent'}, on {first_host} {theirs or 'absent'}", remedy
-                    )
-                )
-    return findings
+                what = f"{name} is {mine or 'absent'}, on {first_host} {theirs or 'absent'}"
+                yield PreflightFinding(host, what, remedy)
 
 
-def _lacking(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
-    """Return findings about a missing program, too few GPUs, too little memory, a wrong clock."""
-    findings = []
+def _lacking(checks: Sequence[HostCheck], job: Job) -> Iterator[PreflightFinding]:
+    """Yield findings about a missing program, too few GPUs, too little memory, a wrong clock."""
     with_gpus = any(check.facts is not None and check.facts.gpus for check in checks)
     for check, node in zip(checks, job.nodes, strict=True):
         facts, ranks = check.facts, len(node.slots)
@@ -211,50 +205,40 @@ def _lacking(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
             continue
         if facts.program is None:
             what, _, remedy = missing_program(job.program[0]).partition("; ")
-            findings.append(PreflightFinding(check.host, what, remedy))
+            yield PreflightFinding(check.host, what, remedy)
         if with_gpus and facts.gpus <= max(node.slots):
             what = f"slot {max(node.slots)} is used, but there are {facts.gpus} GPUs"
-            findings.append(PreflightFinding(check.host, what, "correct its slots in the hostfile, or use --exclude"))
+            yield PreflightFinding(check.host, what, "correct its slots in the hostfile, or use --exclude")
         if facts.gpu_memory is not None and facts.gpu_memory < _LITTLE:
             what = f"a GPU has only {facts.gpu_memory >> 20} MiB free"
-            findings.append(PreflightFinding(check.host, what, "nvidia-smi there shows who has the rest", fatal=False))
+            yield PreflightFinding(check.host, what, "nvidia-smi there shows which process has the rest", fatal=False)
         if facts.memory < ranks * _LITTLE:
             what = f"only {facts.memory >> 20} MiB of memory are free for {ranks} ranks"
-            findings.append(PreflightFinding(check.host, what, "end what holds it, or use fewer slots", fatal=False))
+            yield PreflightFinding(check.host, what, "end programs that use it, or use fewer slots", fatal=False)
         if abs(check.skew) > _SKEW_S:
             what = f"its clock is {abs(check.skew):.0f} s {'ahead' if check.skew > 0 else 'behind'}"
-            findings.append(
-                PreflightFinding(check.host, what, "set it with NTP: logs and timeouts go by it", fatal=False)
-            )
-    return findings
+            yield PreflightFinding(check.host, what, "set it with NTP: logs and timeouts use it", fatal=False)
 
 
-def _port(first: HostCheck, job: Job, fixed: str | None) -> list[PreflightFinding]:
-    """Return findings about the address and port of rank 0."""
-    findings = []
+def _port(first: HostCheck, job: Job, fixed: str | None) -> Iterator[PreflightFinding]:
+    """Yield findings about the address and port of rank 0."""
     if first.facts is not None and not first.facts.port_free and fixed:
         what = f"{fixed} {job.port} is in use: {first.facts.port_holder} has it"
-        findings.append(PreflightFinding(first.host, what, f"end that, or leave {fixed} out and a free port is taken"))
+        yield PreflightFinding(first.host, what, f"end that, or leave {fixed} out and a free port is taken")
     if first.facts is not None and not job.address:
-        findings.append(PreflightFinding(first.host, "its address is not known", "name it with --master_addr"))
-    return findings
+        yield PreflightFinding(first.host, "its address is not known", "name it with --master_addr")
 
 
-def _without_route(checks: Sequence[HostCheck], job: Job) -> list[PreflightFinding]:
-    """Return findings about hosts without a route to rank 0."""
-    findings = []
+def _without_route(checks: Sequence[HostCheck], job: Job) -> Iterator[PreflightFinding]:
+    """Yield findings about hosts without a route to rank 0."""
+    remedy = "name an address that all hosts reach with --master_addr"
     for check in checks:
         if check.facts is not None and check.facts.interface is None:
             what = f"no network interface leads to {job.address}, where rank 0 is"
-            findings.append(
-                PreflightFinding(check.host, what, "name an address that all hosts reach with --master_addr")
-            )
+            yield PreflightFinding(check.host, what, remedy)
         elif check.facts is not None and check.facts.interface == "lo" and not _local_only(job):
             what = f"{job.address}, where rank 0 is, is the loopback address there"
-            findings.append(
-                PreflightFinding(check.host, what, "name an address that all hosts reach with --master_addr")
-            )
-    return findings
+            yield PreflightFinding(check.host, what, remedy)
 
 
 def _local_only(job: Job) -> bool:
