@@ -326,7 +326,8 @@ def generate(
     run_dir: ModelPath,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="To continue. May be repeated.")] = None,
     prompts: Annotated[
-        str | None, typer.Option("--prompts", metavar="FILE", help="Prompts: one a line, or `prompt` of a .jsonl file.")
+        str | None,
+        typer.Option("--prompts", metavar="FILE", help="Prompts: one per line, or `prompt` of a .jsonl file."),
     ] = None,
     tokens: NewTokens = 120,
     temperature: Temperature = 0.8,

@@ -29,7 +29,7 @@ and an interrupted one resumes: to resume, give the same command again.
   FILE                  a file with `steps`, or a run description for each step, in order
   key=value             settings for every step, as dotted keys: optim.lr=3e-4
 
-  --nproc N, -n N       processes on this machine: a number, or gpu for one a GPU
+  --nproc N, -n N       processes on this machine: a number, or gpu for one per GPU
   --hostfile FILE       run every step on these hosts, as `plait launch --hostfile FILE` does
   --dry-run             check everything and show the steps; start nothing
   --trust-code          run code that stored files name (trust_code=true for every step)

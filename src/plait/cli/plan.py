@@ -175,9 +175,9 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} of the peak"
     cost = plan.dollars_per_billion()
     unit = sample_unit(config.data)
-    price = "" if cost is None else f", ${cost:,.0f} a billion {unit}"
+    price = "" if cost is None else f", ${cost:,.0f} per billion {unit}"
     console.print(
-        f"[bold]{plan.seconds:.3g} s a step[/], {plan.tokens_per_second:,.0f} {unit}/s{mfu}{price}", highlight=False
+        f"[bold]{plan.seconds:.3g} s per step[/], {plan.tokens_per_second:,.0f} {unit}/s{mfu}{price}", highlight=False
     )
     times = Table("seconds", *(rank.name for rank in plan.ranks), box=None, pad_edge=False, header_style="bold")
     for name, values in _time_rows(plan):
@@ -316,7 +316,7 @@ def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None
     head = f"{total / 1e6:,.1f}M parameters, {largest / 1e6:,.1f}M in the largest layer"
     typer.echo(f"{head}: {run.precision.compute}, {run.optim.type}")
     for name, per_param, size in state_memory.rows():
-        typer.echo(f"  {name:<10} {per_param:4g} B a parameter  {size:10.2f} GB")
+        typer.echo(f"  {name:<10} {per_param:4g} B per parameter  {size:10.2f} GB")
     typer.echo("Without activations, buffers and what torch itself takes: `plait plan` counts those too.\n")
     typer.echo("ZeRO-2, as DeepSpeed estimates it (16-bit weights, Adam; GB of 2^30 bytes)")
     typer.echo(zero2_table(total, gpus) + "\n")

@@ -93,7 +93,7 @@ def _show(tuned: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
     shown = ordered[:_ROWS]
     columns = as_columns(run, [Candidate(trial.settings) for trial in shown], ranks)
     table = Table(*(Column(title, no_wrap=True) for title in columns), box=None, pad_edge=False, header_style="bold")
-    for title in ("tokens/s", "samples/s", "s a step", "MiB"):
+    for title in ("tokens/s", "samples/s", "s/step", "MiB"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("")
     for index, record in enumerate(shown):

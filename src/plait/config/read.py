@@ -37,7 +37,7 @@ def lone_surrogate(text: str) -> str | None:
     except UnicodeEncodeError as error:
         code_point = ord(text[error.start])
         byte = (
-            " (or a byte that is no UTF-8)" if 0xDC80 <= code_point <= 0xDCFF else ""
+            " (or a byte that is not UTF-8)" if 0xDC80 <= code_point <= 0xDCFF else ""
         )  # Python's way to keep such a byte
         return f"half of a character{byte}: \\u{code_point:04x} without what belongs to it"
     return None
