@@ -53,8 +53,8 @@ def run(mode: str, **options: Any) -> dict[str, Any]:
     """One forward and backward; also which tensors were kept between them."""
     torch.manual_seed(0)
     model = Model()
-    section = RecomputeConfig(mode=mode, **{k: v for k, v in options.items() if k != "ways"})  # type: ignore[arg-type]
-    names = apply_recompute(find_wrap_units(model, WrapConfig()), section, ways=options.get("ways", ()))
+    section = RecomputeConfig(mode=mode, **{k: v for k, v in options.items() if k != "levels"})  # type: ignore[arg-type]
+    names = apply_recompute(find_wrap_units(model, WrapConfig()), section, levels=options.get("levels", ()))
     inputs = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(1))
     kept: dict[int, Tensor] = {}
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -84,7 +84,7 @@ MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "every": {"every": 2},
     "selective": {},
-    "auto": {"ways": ["full", "attention", "cheap", "none"]},
+    "auto": {"levels": ["full", "attention", "cheap", "none"]},
 }
 
 
@@ -112,9 +112,9 @@ def test_no_name_changes(mode: str) -> None:
         ("every", {"every": 2}, [0, 1, 0, 1]),
         ("every", {"every": 3}, [0, 0, 1, 0]),
         ("every", {"every": 9}, [0, 0, 0, 0]),
-        ("auto", {"ways": []}, [0, 0, 0, 0]),
-        ("auto", {"ways": ["full", "attention", "cheap", "none"]}, [1, 1, 1, 0]),
-        ("auto", {"ways": ["full", "none"]}, [1, 0, 0, 0]),
+        ("auto", {"levels": []}, [0, 0, 0, 0]),
+        ("auto", {"levels": ["full", "attention", "cheap", "none"]}, [1, 1, 1, 0]),
+        ("auto", {"levels": ["full", "none"]}, [1, 0, 0, 0]),
     ],
 )
 def test_the_chosen_blocks_run_a_second_time_in_the_backward_pass(
@@ -126,8 +126,8 @@ def test_the_chosen_blocks_run_a_second_time_in_the_backward_pass(
 
 
 def test_the_more_is_recomputed_the_less_is_kept() -> None:
-    ways = [["full"] * n + ["none"] * (BLOCKS - n) for n in range(BLOCKS + 1)]
-    kept = [run("auto", ways=each)["bytes"] for each in ways]
+    levels = [["full"] * n + ["none"] * (BLOCKS - n) for n in range(BLOCKS + 1)]
+    kept = [run("auto", levels=each)["bytes"] for each in levels]
     assert sorted(kept, reverse=True) == kept
     assert len(set(kept)) == len(kept)
     assert kept[-1] < kept[0] / 4
@@ -138,8 +138,8 @@ def test_units_may_be_gone_through_backwards_twice(mode: str) -> None:
     def penalized(mode: str, **options: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = Model()
-        ways = options.pop("ways", ())
-        apply_recompute(find_wrap_units(model, WrapConfig()), RecomputeConfig(mode=mode, **options), ways=ways)  # type: ignore[arg-type]
+        levels = options.pop("levels", ())
+        apply_recompute(find_wrap_units(model, WrapConfig()), RecomputeConfig(mode=mode, **options), levels=levels)  # type: ignore[arg-type]
         inputs = torch.randn(3, 8, 16, requires_grad=True)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # others have no second derivative
             loss = model(inputs)
@@ -166,7 +166,7 @@ def test_each_way_down_the_ladder_computes_more_again() -> None:
     counts = {}
     for way in ("none", "cheap", "attention", "full"):
         with _Counting() as counter:
-            run("auto", ways=[way] * BLOCKS)
+            run("auto", levels=[way] * BLOCKS)
         counts[way] = counter.products, counter.attention
     assert counts["none"] == counts["cheap"]
     assert counts["cheap"][0] < counts["attention"][0] == counts["full"][0]
