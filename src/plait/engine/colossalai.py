@@ -399,14 +399,7 @@ def prepare_colossalai(given: Preparation) -> ColossalEngine:
     booster = colossalai.booster.Booster(plugin=make_plugin(config))
     boosted, wrapper = _boost(booster, built, config, world)
     seed_everything(config.seed, world.rank)
-    engine = ColossalEngine(
-        booster,
-        boosted,
-        wrapper,
-        states_of(boosted, wrapper),
-        built,
-        given,
-    )
+    engine = ColossalEngine(booster, boosted, wrapper, states_of(boosted, wrapper), built, given)
     engine.restore_originals()
     return engine
 

@@ -394,12 +394,7 @@ def prepare_deepspeed(given: Preparation) -> RealDeepSpeedEngine:
     library_engine = _initialize(deepspeed, built, ds_config, config)
     states = states_of(library_engine.optimizer, config.strategy.stage)
     seed_everything(config.seed, world.rank)
-    engine = RealDeepSpeedEngine(
-        library_engine,
-        states,
-        built,
-        given,
-    )
+    engine = RealDeepSpeedEngine(library_engine, states, built, given)
     engine.restore_originals()
     return engine
 

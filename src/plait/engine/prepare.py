@@ -68,7 +68,12 @@ from plait.engine.parallelize import (
     staged_steps,
 )
 from plait.engine.preparation import Preparation
-from plait.engine.recompute_budget import FullModelActivations, choose_ways, count_full_model, gradients_are_transient
+from plait.engine.recompute_budget import (
+    FullModelActivations,
+    choose_recompute_levels,
+    count_full_model,
+    gradients_are_transient,
+)
 from plait.engine.update import Updater, set_norm_weights
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import choose_attention
@@ -184,7 +189,7 @@ def prepare_native(given: Preparation, engine: type[NativeEngine] = NativeEngine
     model = _find_wrap_units(model)  # 4
     model = _recompute(model)  # 5
     model = _compile(model)  # 6
-    model = _shard_and_give_values(model)  # 7, 8
+    model = _shard_and_initialize(model)  # 7, 8
     model, master_weights = _make_master_weights(model)  # 9
     return _finish(model, master_weights, engine)  # 10
 
@@ -252,8 +257,8 @@ def _recompute(model: Assembly) -> Assembly:
     given, strategy = model.given, model.given.config.strategy
     late_gradients = model.leaves and not given.sharded and gradients_are_transient(given)
     modules = [stage.module for stage in model.stage_models]
-    ways = choose_ways(given, modules, model.units, late_gradients=late_gradients, whole=model.counted)
-    for stage, chosen in zip(model.stage_models, ways, strict=True):
+    levels = choose_recompute_levels(given, modules, model.units, late_gradients=late_gradients, whole=model.counted)
+    for stage, chosen in zip(model.stage_models, levels, strict=True):
         tile_sequence(stage.module, strategy.tiles)
         if apply_recompute(stage.units, strategy.recompute, levels=chosen):
             train_without_caches(stage.module)
@@ -282,7 +287,7 @@ def _compile(model: Assembly) -> Assembly:
     return replace(model, compiled=compiled)
 
 
-def _shard_and_give_values(model: Assembly) -> Assembly:
+def _shard_and_initialize(model: Assembly) -> Assembly:
     """7. Cast and shard; 8. allocate and initialize. Stage by stage, so that only one is unsharded at a time."""
     given, initializer, attributes = model.given, model.initializer, model.attributes
     config, policy, device = given.config, given.policy, given.device

@@ -28,7 +28,7 @@ from plait.monitor import MessageEvent
 from plait.optim import is_one_pass, state_bytes
 from plait.precision import DTYPES
 
-_WAY_TEXTS: dict[RecomputeLevel, str] = {
+_LEVEL_TEXTS: dict[RecomputeLevel, str] = {
     "full": "everything",
     "attention": "everything but attention",
     "cheap": "what lies between products",
@@ -74,7 +74,7 @@ def count_full_model(given: Preparation, module: nn.Module) -> FullModelActivati
     )
 
 
-def choose_ways(
+def choose_recompute_levels(
     given: Preparation,
     stage_modules: Sequence[nn.Module],
     all_units: Sequence[Sequence[WrapUnit]],
@@ -99,13 +99,17 @@ def choose_ways(
         waits = strategy.pipeline.schedule in ("gpipe", "looped_bfs")  # for all forward passes
         under_way = given.accumulation if waits else min(given.accumulation, layout.pp)
         activations = whole.of(units, together, under_way if layout.pp > 1 else 1)
-    ways = ways_to_recompute(
+    levels = recompute_levels(
         module, units, given.example, config=config, world=world, late_gradients=late_gradients, activations=activations
     )
-    counts = Counter(ways)
-    texts = [f"{counts[way]} of {len(ways)} blocks recompute {text}" for way, text in _WAY_TEXTS.items() if counts[way]]
+    counts = Counter(levels)
+    texts = [
+        f"{counts[level]} of {len(levels)} blocks recompute {text}"
+        for level, text in _LEVEL_TEXTS.items()
+        if counts[level]
+    ]
     given.log(MessageEvent(f"recompute: auto: {', '.join(texts) or 'everything fits, and nothing is recomputed'}"))
-    rest = iter(ways)
+    rest = iter(levels)
     return [[next(rest) for _ in stage_units] for stage_units in all_units]
 
 
@@ -140,7 +144,7 @@ class StateBytes(NamedTuple):
     """Elements of trained parameters outside of all wrapped modules."""
 
 
-def ways_to_recompute(
+def recompute_levels(
     module: nn.Module,
     units: Sequence[WrapUnit],
     example: Any,
@@ -179,12 +183,12 @@ def measure(module: nn.Module, units: Sequence[WrapUnit], example: Any, config: 
 
 def choose(activations: Activations, states: StateBytes, budget: float) -> list[RecomputeLevel]:
     """Return what each wrapped module recomputes for a step to take at most `budget` bytes."""
-    ways: list[RecomputeLevel] = ["none"] * len(activations.units)
-    for index, way in _reductions(activations.units):
-        if peak_bytes(activations, states, ways) <= budget:
+    levels: list[RecomputeLevel] = ["none"] * len(activations.units)
+    for index, level in _reductions(activations.units):
+        if peak_bytes(activations, states, levels) <= budget:
             break
-        ways[index] = way
-    return ways
+        levels[index] = level
+    return levels
 
 
 def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, RecomputeLevel]]:
@@ -197,19 +201,19 @@ def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, RecomputeLev
     yield from ((index, "full") for index in range(len(units)))
 
 
-def kept_bytes(unit: UnitMemory, way: RecomputeLevel) -> int:
+def kept_bytes(unit: UnitMemory, level: RecomputeLevel) -> int:
     """Return the bytes that a wrapped module keeps between its forward and its backward pass."""
     return {
         "none": unit.saved,
         "cheap": unit.inputs + unit.products + unit.attention,
         "attention": unit.inputs + unit.attention,
         "full": unit.inputs,
-    }[way]
+    }[level]
 
 
-def peak_bytes(activations: Activations, states: StateBytes, ways: Sequence[RecomputeLevel]) -> float:
+def peak_bytes(activations: Activations, states: StateBytes, levels: Sequence[RecomputeLevel]) -> float:
     """Return the peak memory of a step: at the end of the forward pass, or in the backward pass of a wrapped module."""
-    sizes = [kept_bytes(unit, way) for unit, way in zip(activations.units, ways, strict=True)]
+    sizes = [kept_bytes(unit, level) for unit, level in zip(activations.units, levels, strict=True)]
     total = states.steady + activations.outside + sum(sizes)
     highest = total + activations.transient
     for unit, size in reversed(list(zip(activations.units, sizes, strict=True))):

@@ -11,7 +11,7 @@ from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.distributed.activation_checkpointing import Activations, RecomputeLevel, UnitMemory, count_activations
 from plait.distributed.wrap import find_wrap_units
-from plait.engine.recompute_budget import StateBytes, choose, kept_bytes, peak_bytes, states_of, ways_to_recompute
+from plait.engine.recompute_budget import StateBytes, choose, kept_bytes, peak_bytes, states_of, recompute_levels
 from plait.errors import ConfigError
 from plait.models import build_model
 
@@ -128,9 +128,9 @@ def test_the_budget_is_what_is_written_or_what_the_machine_has_free() -> None:
             model = build_model(config.model)
         units = find_wrap_units(model, config.strategy.wrap)
         world = open_world(config)
-        assert ways_to_recompute(model, units, example(2, 32), config=config, world=world) == [expected] * 4
+        assert recompute_levels(model, units, example(2, 32), config=config, world=world) == [expected] * 4
     with refused(ConfigError, "'auto'", "example=", key="strategy.recompute.mode"):
-        ways_to_recompute(model, units, None, config=config, world=world)
+        recompute_levels(model, units, None, config=config, world=world)
 
 
 class Looking(torch.nn.Linear):
@@ -143,7 +143,7 @@ class Looking(torch.nn.Linear):
 def test_a_model_that_looks_at_values_is_told_what_to_set() -> None:
     config = parse_sections(strategy={"recompute": {"mode": "auto"}}, device="cpu").config
     with refused(ConfigError, "'auto'", "Looking", "_local_scalar_dense", key="strategy.recompute.mode"):
-        ways_to_recompute(Looking(4, 4), [], torch.ones(2, 4), config=config, world=open_world(config))
+        recompute_levels(Looking(4, 4), [], torch.ones(2, 4), config=config, world=open_world(config))
 
 
 def test_a_row_of_layers_is_measured_with_the_first_input_as_it_is_called() -> None:
