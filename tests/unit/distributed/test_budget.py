@@ -11,7 +11,7 @@ from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.distributed.activation_checkpointing import Activations, RecomputeLevel, UnitMemory, count_activations
 from plait.distributed.wrap import find_wrap_units
-from plait.engine.recompute_budget import StateBytes, choose, kept_bytes, peak_bytes, states_of, recompute_levels
+from plait.engine.recompute_budget import StateBytes, choose, kept_bytes, peak_bytes, recompute_levels, states_of
 from plait.errors import ConfigError
 from plait.models import build_model
 
