@@ -127,5 +127,5 @@ def no_checkpoint_at(wanted: str) -> CheckpointError:
             f"`plait convert {wanted} NEW --to plait`"
         )
     return CheckpointError(
-        f"there is no complete checkpoint at {wanted!r}; name a folder with a {MANIFEST_NAME}, or the work_dir of a run"
+        f"no complete checkpoint at {wanted!r}; name a folder with a {MANIFEST_NAME}, or the work_dir of a run"
     )

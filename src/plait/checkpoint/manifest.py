@@ -248,7 +248,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder."""
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {folder}: no such folder")
+        raise CheckpointError(f"no checkpoint at {folder}: no such folder")
     if not is_complete(folder):
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MANIFEST_NAME}, which is written last"
@@ -365,7 +365,7 @@ def remedy(damaged: Path) -> str:
     others = [path.parent for path in damaged.parent.glob(f"step-*/{MANIFEST_NAME}") if path.parent != damaged]
     before = [path for path in others if not path.is_symlink() and saved_at(path) < moment]
     if not before:
-        return "there is no checkpoint before it"
+        return "no checkpoint precedes it"
     return f"resume from the one before it: `checkpoint.resume: {max(before, key=saved_at)}`"
 
 

@@ -249,7 +249,7 @@ def _tokenizer(asked: Path, weights: Path, config: RunConfig | None, opening: Op
     for folder in (*near, *(Path(path) for path in named if path)):
         if folder.is_file() or (folder / NAME).is_file():
             return folder
-    raise GenerateError(f"there is no {NAME} with {asked}: name one with --tokenizer, a file or the folder of a model")
+    raise GenerateError(f"no {NAME} with {asked}: name one with --tokenizer, a file or the folder of a model")
 
 
 def _chat_format(

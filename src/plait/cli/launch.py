@@ -65,8 +65,7 @@ def _look_for_program(options: LaunchOptions) -> None:
         raise WorldError(missing_program(script))
     if not options.no_python and not Path(script).exists():
         raise WorldError(
-            f"there is no script {script!r} in {Path.cwd()}; for a program or a Python module, add --no_python or "
-            "--module"
+            f"no script {script!r} in {Path.cwd()}; for a program or a Python module, add --no_python or --module"
         )
 
 

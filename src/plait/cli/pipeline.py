@@ -129,7 +129,7 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
             raise ConfigError(Problem(argument, "is neither a file nor a setting", remedy))
     for name in _ONE:
         if arguments.options.get(name) == "":
-            raise ConfigError(Problem(f"--{name}", "there is no value", f"Write `--{name} VALUE`."))
+            raise ConfigError(Problem(f"--{name}", "missing value", f"Write `--{name} VALUE`."))
     return arguments
 
 

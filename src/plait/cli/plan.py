@@ -53,7 +53,7 @@ def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ran
     run = parse(config, overrides).config
     strategy = run.strategy
     if strategy.layout.pp == 1:
-        message = "1: the run has no pipeline, so there is no schedule to draw"
+        message = "1: the run has no pipeline, hence no schedule to draw"
         raise ConfigError(Problem("strategy.layout.pp", message, "Write `strategy.layout.pp: 2`, or more."))
     size = ranks or min_ranks(run.strategy)
     layout = resolve_layout(strategy, size=size, local_size=size)

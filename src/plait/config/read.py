@@ -74,7 +74,7 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(Problem(str(path), "there is no such file", _similar_files(path))) from None
+        raise ConfigError(Problem(str(path), "no such file", _similar_files(path))) from None
     except UnicodeDecodeError as error:
         message = f"byte {error.start} is not UTF-8 text"
         remedy = as_utf8(error.object)
@@ -340,14 +340,14 @@ def split_override(text: str) -> tuple[tuple[str, ...], Any]:
     path, equals, value = text.partition("=")
     path, value = path.strip(), value.strip()
     if not equals:
-        raise _malformed(text, "there is no `=` in it")
+        raise _malformed(text, "it has no `=`")
     if path.startswith("-"):
         raise _malformed(text, "it starts with a dash", f"Write `{text.lstrip('-')}`, without dashes.")
     keys = tuple(path.split("."))
     if not all(key and key == key.strip() for key in keys):
-        raise _malformed(text, "a key before the `=` is empty" if path else "there is no key before the `=`")
+        raise _malformed(text, "a key before the `=` is empty" if path else "unknown key before the `=`")
     if not value:
-        raise _malformed(text, "there is no value", f"Write `{path}=null` for none, `{path}=''` for empty text.")
+        raise _malformed(text, "missing value", f"Write `{path}=null` for none, `{path}=''` for empty text.")
     return keys, _value(text, value)
 
 

@@ -135,7 +135,7 @@ def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             remedy = "Install it, or put its folder on PYTHONPATH."
-            raise ConfigError(Problem(key, f"{shown!r}: there is no module {error.name!r}", remedy)) from error
+            raise ConfigError(Problem(key, f"{shown!r}: no module {error.name!r}", remedy)) from error
         raise _failed(key, shown, module_name, error) from error
     except PlaitError:  # which has its own message
         raise

@@ -484,7 +484,7 @@ def _recording(model: Assembly) -> Recording | None:
     if given.device.type == "cuda":
         return "where it pays" if by_itself else "always"
     if not by_itself:
-        given.log("strategy.graphs is on, but there is no CUDA device: training continues without it")
+        given.log("strategy.graphs is on without a CUDA device: training continues without it")
     return None
 
 

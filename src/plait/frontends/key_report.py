@@ -41,7 +41,7 @@ ABSENT = "(absent)"
 
 
 class KeyOutcome(StrEnum):
-    """The four things that can happen to a key. There is no fifth: nothing is ignored."""
+    """The four things that can happen to a key. Nothing is ignored."""
 
     HONOURED = "honoured"
     """It does here what it does there."""
@@ -176,7 +176,7 @@ class TranslatedSettings:
 
     def unknown(self, key: str, readers: Mapping[str, KeyReader[Any]]) -> None:
         """Record a key that the framework does not have; `readers` has those that stand beside it."""
-        self.wrong(key, "there is no such key", choose(key.rpartition(".")[2], sorted(readers), "key"))
+        self.wrong(key, "unknown key", choose(key.rpartition(".")[2], sorted(readers), "key"))
 
     def raise_problems(self) -> None:
         """Raise one `ConfigError` with every mistake; nothing where there is none."""

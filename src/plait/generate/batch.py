@@ -255,7 +255,7 @@ def answering(
                 if decode is not None and sampling.stop_texts:
                     live.end_by_text(decode)
                 yield live
-                # Without stop tokens or texts rows end at their limits, and there is no need to wait for the device.
+                # Without stop tokens or texts rows end at their limits, and need not wait for the device.
                 rows = numbers if not sampling.stop and length < shortest else (~live.done).nonzero().squeeze(1)
                 goes_on = len(rows) > 0
                 if not (goes_on if any_rank is None else any_rank(goes_on)):

@@ -289,7 +289,7 @@ class CachedDecoder(GrowingDecoder):
 
     def _cache_for(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> KVCacheRows:
         lengths = lengths_of(prompts, self._device)
-        dtype = next(self._attentions[0].parameters()).dtype  # a matrix in few bits is no parameter
+        dtype = next(self._attentions[0].parameters()).dtype  # a quantized matrix is not a parameter
         return KVCacheRows(lengths, lengths + torch.tensor(max_new_tokens, device=self._device), dtype)
 
     def _prefill(self, cache: KVCacheRows, prompts: Sequence[Sequence[int]]) -> Tensor:

@@ -129,7 +129,7 @@ def _logit_grads_fake(logits: Tensor, local_label: Tensor, log_total: Tensor) ->
 
 @on_fake_tensors(_logit_grads_fake)
 def logit_grads_triton(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tensor:
-    """Overwrite logits with their gradient, given the logarithm of the softmax denominator; -1 is no label."""
+    """Overwrite logits with their gradient, given the logarithm of the softmax denominator; -1 is not a label."""
     rows, columns = logits.shape
     block = _block(columns)
     with torch.cuda.device(logits.device):

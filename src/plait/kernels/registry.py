@@ -49,7 +49,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "rms_norm": Operation(
             _BOTH,
             "keeps its input and one number per row, and adds the residual's gradient while it writes its own. Alone "
-            "it is no faster (with the addition, both passes 0.392 ms, torch 0.362); a model with these three "
+            "it is not faster (with the addition, both passes 0.392 ms, torch 0.362); a model with these three "
             "operations is as fast as a compiled one, within 1 %, and takes 5 GiB less",
         ),
         "rotary": Operation(_BOTH, "queries and keys in one kernel, both passes: 0.639 ms, torch 1.655"),

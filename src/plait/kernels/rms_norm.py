@@ -1,4 +1,4 @@
-"""RMSNorm, optionally of a sum, in one kernel per direction; in torch operations where there is no kernel."""
+"""RMSNorm, optionally of a sum, in one kernel per direction; in torch operations where no kernel exists."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _host(name: str, pool: Mapping[str, object], flag: str) -> str:
             return host
     close = get_close_matches(name, pool, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(pool)}"
-    raise WorldError(f"{flag}: there is no host {name!r}; {hint}")
+    raise WorldError(f"{flag}: unknown host {name!r}; {hint}")
 
 
 def limit(pool: Pool, *, hosts: int | None, slots: int | None) -> Pool:

@@ -225,6 +225,6 @@ def find_program(name: str, *, path: str | None = None, folder: str | None = Non
 def missing_program(name: str) -> str:
     """Return the message about a program that does not exist."""
     return (
-        f"there is no program {name!r}, neither on the path nor beside {sys.executable}; give its whole path, install "
+        f"no program {name!r}, neither on the path nor beside {sys.executable}; give its whole path, install "
         "it there, or leave out --no_python if it is a Python script"
     )

@@ -245,7 +245,7 @@ def forwarded_variables(present: Mapping[str, str], *, home: Path, folder: Path)
                 read.add(path)
                 variables |= read_env_file(path)
     if "DS_ENV_FILE" in present and not read:
-        raise WorldError(f"DS_ENV_FILE={present['DS_ENV_FILE']}: there is no such file in {home} or {folder}")
+        raise WorldError(f"DS_ENV_FILE={present['DS_ENV_FILE']}: no such file in {home} or {folder}")
     return variables
 
 

@@ -49,7 +49,7 @@ class Owners:
     def share_out(self, recorder: MemoryRecorder) -> dict[str, int]:
         """Bytes in use now, by whose they are."""
         owners: dict[int, str] = {}
-        with torch.no_grad(), replaced(recorder, "paused", True):  # a view that is made to look is no part of the step
+        with torch.no_grad(), replaced(recorder, "paused", True):  # a view made for looking does not belong to the step
             for owner, tensor in self.known():
                 owners.setdefault(_storage(tensor), owner)
         sizes: Counter[str] = Counter()

@@ -62,7 +62,7 @@ class _Raised:
 
 
 def run_forked(work: Callable[[], T], *, seconds: float) -> T | str:
-    """Return what `work` returns in a forked process, or a text why there is no result. Without fork, call it here.
+    """Return what `work` returns in a forked process, or a text why it has no result. Without fork, call it here.
 
     A `PlaitError` is raised here too. Any other exception is returned as text with its traceback.
     """

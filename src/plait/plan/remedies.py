@@ -46,7 +46,7 @@ class Remedy:
     """The changes of this remedy."""
     plan: Plan | None
     reason: str = ""
-    """Why there is no plan."""
+    """Why it has no plan."""
     least: float = 0.0
     """GiB that each device needs at least; if that is too much, it is not simulated."""
     timed_out: bool = False
@@ -155,7 +155,7 @@ class RemedySearch:
     def _estimated(
         self, settings: dict[str, Any], before: dict[str, Any], what: str, when: str, least: float = 0.0
     ) -> Remedy:
-        """Return a remedy that there is no time to simulate, with an estimate, on which half as much time is spent."""
+        """Return a remedy that was not simulated for lack of time, with an estimate, on which half as much time is spent."""
         candidate, reason = Candidate(settings), f"{what}: {when} of computing for this search were over"
         quick = self._quick(candidate)
         if quick is None:

@@ -44,7 +44,7 @@ class SearchResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """As predicted; by the quick account where there is no better one."""
+        """As predicted; estimated where it was not simulated."""
         if self.plan is not None:
             return self.plan.tokens_per_second
         return 0.0 if self.quick is None else self.quick.tokens_per_second

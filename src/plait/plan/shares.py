@@ -60,7 +60,7 @@ def with_ratio(config: RunConfig, hardware: Hardware, *, ranks: int, **options: 
 def lowered_shares(config: RunConfig, plan_with: Callable[[dict[str, Any]], Plan]) -> dict[str, float]:
     """Settings with the largest shares, up to those that the run says, that fit; the smallest where none do.
 
-    [Note: what leaves the device goes to the host first] Of an optimizer in files, a part that is no longer on the
+    [Note: what leaves the device goes to the host first] Of an optimizer in files, a part that has left the
     device joins the share in host memory, where the run has one and the host has room; what is left goes to files,
     which are slower. A run with shares is planned from runs with none and with nearly all ([Note: shares]), so once
     these are known, any other share is a matter of adding.

@@ -43,7 +43,7 @@ class Candidate:
     def applied_to(self, run: RunConfig) -> RunConfig:
         """The run with these settings; a `ConfigError` where that is none.
 
-        Only what was written is written again: a default that another setting leaves without effect is no error.
+        Only what was written is written again: a default that another setting leaves without effect is accepted.
         """
         changed = parse(run.model_dump(mode="json", exclude_unset=True), self.overrides).config
         check(changed, has_val=changed.val_data is not None, require_length=False)

@@ -373,5 +373,7 @@ def _stage(given: Mapping[str, Sequence[str]], name: str) -> int | None:
     if value is None:
         return None
     if value not in ("0", "1", "2", "3"):
-        raise ConfigError(Problem(f"--{name.replace('_', '-')}", f"{value!r} is no ZeRO stage", "Write 0, 1, 2 or 3."))
+        raise ConfigError(
+            Problem(f"--{name.replace('_', '-')}", f"{value!r} is not a ZeRO stage", "Write 0, 1, 2 or 3.")
+        )
     return int(value)

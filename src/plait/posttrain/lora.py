@@ -37,7 +37,7 @@ from plait.models import build_model
 
 
 class AddedModule(nn.Module):
-    """A module that is no part of the model as it was described."""
+    """A module that was added to the described model."""
 
     def reset_parameters(self) -> None:
         """Fill the parameters."""
@@ -447,7 +447,7 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file():
-        raise CheckpointError(f"{folder} holds no adapter: there is no {CONFIG}")
+        raise CheckpointError(f"{folder} holds no adapter: {CONFIG} is missing")
     config = read_json_object(folder / CONFIG, CheckpointError)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{folder} holds an adapter of type {config.get('peft_type')!r}; only LORA can be read")
@@ -465,7 +465,7 @@ def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
         known = {name for name, module in model.named_modules() if is_linear(module)}
         strange = sorted(set(layers) - known)
         if strange:
-            raise ModelError(f"the adapter in {folder} is for {strange[0]}, which is no linear layer of this model")
+            raise ModelError(f"the adapter in {folder} is for {strange[0]}, which is not a linear layer of this model")
     spec = _spec(folder / CONFIG, config)
     head = _read(folder / HEAD) if (folder / HEAD).is_file() else {}
     return Adapter(folder, spec, layers, tensors, head, config.get("base_model_name_or_path"))
@@ -493,7 +493,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} holds no adapter: there is no {file.name}") from None
+        raise CheckpointError(f"{file.parent} holds no adapter: {file.name} is missing") from None
     except (SafetensorError, OSError, UnicodeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from error
 
@@ -501,7 +501,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 def _plain(folder: Path, stored: str) -> str:
     name = stored.removeprefix(PREFIX)
     if not re.search(r"\.lora_[AB]\.weight$", name):
-        raise CheckpointError(f"{folder / WEIGHTS} holds {stored}, which is no matrix of a plain adapter")
+        raise CheckpointError(f"{folder / WEIGHTS} holds {stored}, which is not a matrix of a plain adapter")
     return name
 
 

@@ -121,7 +121,7 @@ def _inside(path: str | Path, folder: str | Path) -> bool:
 def _begin_with(policy: PhaseStep, config: RunConfig, origins: Mapping[str, str]) -> Iterator[str]:
     made = policy.config
     if _only_adapter(made) and config.lora is not None:
-        # Its checkpoint is no model. The next step begins where it began, with its adapter.
+        # Its checkpoint holds only the adapter. The next step starts from the same base, with that adapter.
         start = made.posttrain.start if made.posttrain else None
         if start is not None:
             yield f"posttrain.start={start}"
@@ -172,7 +172,7 @@ def _said(origins: Mapping[str, str], path: str) -> bool:
 
 # What a pipeline is asked for: a file of its own, a run description for each step, or words of `train.py`.
 #
-# It is no section of a run description, for the reason in [Note: a search is not a section of a run],
+# It is not a section of a run description, for the reason in [Note: a search is not a section of a run],
 # `tune/config.py`.
 
 
@@ -366,7 +366,7 @@ def problems_with(step: PhaseStep) -> Iterator[Problem]:
     """Why a step cannot use its folder."""
     where = f"step {step.number}, {step.phase}"
     if step.folder.exists() and not step.folder.is_dir():
-        yield Problem("work_dir", f"{str(step.folder)!r} is no folder", "Choose another one.", where)
+        yield Problem("work_dir", f"{str(step.folder)!r} is not a folder", "Choose another one.", where)
         return
     made, written = newest(step.folder), step.folder / DESCRIPTION
     if made is None:  # nothing of value is there
@@ -515,7 +515,7 @@ def _before(step: PhaseStep) -> Iterator[Problem]:
             yield Problem("posttrain.start", reason)
         if step.chosen and not before.chosen and newest(before.folder) is None:
             message = f"it begins with step {before.number}, {before.phase}, which is not asked for"
-            remedy = f"There is no result of it in {str(before.folder)!r}; add {before.number} to `--step`."
+            remedy = f"It has no result in {str(before.folder)!r}; add {before.number} to `--step`."
             yield Problem("posttrain.start", message, remedy)
 
 

@@ -56,7 +56,7 @@ class EarlierScales:
     def of(self, rows: Sequence[int], x: Tensor) -> DelayedScales:
         """The history of the layers with these numbers, for a training pass over `x`."""
         first, count = rows[0], len(rows)
-        # Layers of one module are consecutive here; for others, and for fake tensors, there is no view.
+        # Layers of one module are consecutive here; others, and fake tensors, have no view.
         if list(rows) != list(range(first, first + count)) or not is_like(x, self._recorded):
             return CURRENT_SCALES
         peaks = self._peaks if self._steps == len(self._history) else None

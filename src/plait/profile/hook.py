@@ -213,7 +213,7 @@ class Profile(Hook):
         runner.emit(EventKind.MESSAGE, level="warning", text=self.too_short(done))
 
     def too_short(self, done: int) -> str:
-        """Return why there is no profile."""
+        """Return why the profile is missing."""
         last = self._config.start + self._config.steps - 1
         return (
             f"no profile: the run ended after {done} steps, and steps {self._config.start} to {last} were to be "

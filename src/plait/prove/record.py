@@ -252,7 +252,7 @@ class _StateSaver:
         if self._against is not None and self._engine.world.is_main:
             expected = SavedState(self._against.path_of(0), self._against.path_of(step))
             measured = SavedState(self._folder.path_of(0), target)
-            # At the start there is no optimizer state yet.
+            # At the start the optimizer has no state yet.
             names = [name for name in self._names if step or not name.startswith("optim.")]
             self._trace.deviations.append(compare(expected, measured, names, step=step))
             expected.close()

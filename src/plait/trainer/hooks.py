@@ -297,7 +297,7 @@ class Rollback(Hook):
         if path is None:
             self._done -= 1
             self._usual.clear()  # it is as it is: what comes is compared with what comes
-            runner.warn(f"{message}; there is no checkpoint from before it, so training goes on")
+            runner.warn(f"{message}; no checkpoint from before it exists, so training continues")
             return
         times = f"{self._done} of at most {self._config.most} times"
         runner.warn(f"{message}; went back to {path.name}, and on with the data that come next ({times})")

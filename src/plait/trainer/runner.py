@@ -542,7 +542,7 @@ class Runner:
         )
 
     def make_loader(self, role: str) -> Any:
-        """Return the loader of `data`, `val_data` or `test_data`; None if there is no such data."""
+        """Return the loader of `data`, `val_data` or `test_data`; None without such data."""
         given = getattr(self.given, role)
         return make_loader(role, self.config, self.world, self.batch, given=given, collate=self.given.collate_fn)
 
@@ -673,7 +673,7 @@ class Runner:
     def _validate(self, role: str, event: EventKind) -> dict[str, float]:
         if not self.has(role):
             remedy = f"Give {role}, or a section of that name."
-            raise ConfigError(Problem(role, "there is no data to evaluate on", remedy))
+            raise ConfigError(Problem(role, "missing; no data to evaluate on", remedy))
         self.setup()
         self.engine.sync_buffers()
         self.eval_loader(role)  # created outside the measured time

@@ -659,7 +659,7 @@ def _open(files: Files, model: Pickled, order: Sequence[str] | None) -> tuple[De
     if not files.shards:
         if model.get("param_shapes") is not None:
             raise CheckpointError(
-                f"{files.folder} was saved with ZeRO, and there is no *_optim_states.pt in it: the fp32 weights and "
+                f"{files.folder} was saved with ZeRO, without *_optim_states.pt in it: the fp32 weights and "
                 "the optimizer state are in these. Copy the whole folder again"
             )
         entries = stage_0(model, order)

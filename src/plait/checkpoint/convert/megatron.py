@@ -42,7 +42,7 @@ def iteration(path: Path) -> Path:
     named = read_name(path / TRACKER, CheckpointError)
     folder = path / (f"iter_{int(named):07d}" if named.isdigit() else named)
     if not folder.is_dir():
-        raise CheckpointError(f"{path / TRACKER} names {named}, and there is no {folder.name} beside it; copy it too")
+        raise CheckpointError(f"{path / TRACKER} names {named}, but {folder.name} is missing beside it; copy it too")
     return folder
 
 

@@ -171,7 +171,7 @@ def targets_belong_to_the_adaptive_weight(facts: RunFacts) -> Iterator[Problem]:
 
 
 def nothing_is_measured_before_there_are_answers(facts: RunFacts) -> Iterator[Problem]:
-    """Before the first rollout there is no micro-batch to measure."""
+    """Nothing can be measured before the first rollout."""
     config = facts.config
     if config.phase in ONLINE and config.strategy.recompute.mode == "auto":
         remedy = "Write full, or leave it out."

@@ -305,7 +305,7 @@ def measuring_needs_validation_data(facts: RunFacts) -> Iterator[Problem]:
     """What is decided by validation needs validation data."""
     if facts.has_val:
         return
-    reason, remedy = "there is no validation data", "Leave it out, or add `val_data`."
+    reason, remedy = "it needs validation data", "Leave it out, or add `val_data`."
     config = facts.config
     yield from without_effect("train", config.train, ("val_every", "val_batches"), reason, remedy)
     if config.checkpoint.best is not None:
@@ -352,7 +352,7 @@ def a_cycle_of_momentum_needs_momentum(facts: RunFacts) -> Iterator[Problem]:
 
 
 def warmup_start_needs_warmup(facts: RunFacts) -> Iterator[Problem]:
-    """Without a warm-up there is no factor to start from."""
+    """A start factor needs a warm-up."""
     schedule = facts.config.schedule
     if schedule is not None and getattr(schedule, "warmup", None) == 0:
         remedy = "Leave it out, or write `schedule.warmup`."

@@ -21,7 +21,7 @@ from plait.errors import ModelError, TrainingError
 class PreparedModel(nn.Module):
     """A model on its engine. Called like the model; `module` is the model itself.
 
-    There is no engine until its optimizer is prepared: until then it runs, but does not train.
+    Its engine is created with its optimizer: until then it runs, but does not train.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

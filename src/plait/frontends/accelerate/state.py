@@ -34,5 +34,5 @@ class AcceleratorState:
             given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
             raise TrainingError(f"AcceleratorState({given}) takes no arguments: pass them to the Accelerator")
         if not is_initialized():
-            raise TrainingError("there is no AcceleratorState yet: create an Accelerator first")
+            raise TrainingError("AcceleratorState does not exist yet: create an Accelerator first")
         return _LATEST[0]()

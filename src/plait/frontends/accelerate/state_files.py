@@ -392,7 +392,7 @@ def last_folder(project: ProjectConfiguration, given: str | Path | None, world: 
         raise ConfigError(Problem("input_dir", "load_state needs a folder", "Pass input_dir."))
     folders = on_main(world, lambda: sorted(_numbered(_root(project))))
     if not folders:
-        raise CheckpointError(f"there is no checkpoint in {_root(project)}")
+        raise CheckpointError(f"no checkpoint in {_root(project)}")
     return folders[-1][1]
 
 

@@ -74,7 +74,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: there are no buffers to free, torch frees what is no longer needed."""
+    """Do nothing: torch frees buffers by itself."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ class ConfigDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"there is no key {name!r}; {choose(name, self, 'key') if self else ''}") from None
+            raise AttributeError(f"unknown key {name!r}; {choose(name, self, 'key') if self else ''}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

@@ -235,7 +235,7 @@ class EarlyStoppingHook(MMEngineHook):
         if not metrics or self.monitor not in metrics:
             if self.strict:
                 remedy = f"The metrics are {', '.join(metrics or {}) or 'none'}."
-                raise ConfigError(Problem("EarlyStoppingHook.monitor", f"there is no metric {self.monitor!r}", remedy))
+                raise ConfigError(Problem("EarlyStoppingHook.monitor", f"unknown metric {self.monitor!r}", remedy))
             return
         reason = self._reason(float(metrics[self.monitor]))
         if reason and runner.is_training:
@@ -690,7 +690,7 @@ def resolve(text: str | Path) -> Path:
     if path.is_dir() and (last := last_checkpoint(path)) is not None:
         return last
     raise CheckpointError(
-        f"there is no checkpoint at {str(path)!r}: name a checkpoint folder (work_dir/epoch_3), a work_dir, or a file "
+        f"no checkpoint at {str(path)!r}: name a checkpoint folder (work_dir/epoch_3), a work_dir, or a file "
         "of torch.save"
     )
 
@@ -873,7 +873,7 @@ class SortedHooks:
         given = {**DEFAULT_HOOKS, **(default_hooks or {})}
         for name, hook in given.items():
             if name not in DEFAULT_HOOKS and hook is None:
-                problem = Problem(f"default_hooks.{name}", "there is no such hook", choose(name, DEFAULT_HOOKS, "name"))
+                problem = Problem(f"default_hooks.{name}", "unknown hook", choose(name, DEFAULT_HOOKS, "name"))
                 raise ConfigError(problem)
             if hook is not None:
                 self.register(hook)

@@ -58,7 +58,7 @@ class HistoryBuffer:
         """Return the latest value."""
         self._settle()
         if not self._values:
-            raise ConfigError(Problem("log_processor", "there is no value yet", "Log after the first iteration."))
+            raise ConfigError(Problem("log_processor", "has no value yet", "Log after the first iteration."))
         return self._values[-1]
 
     def mean(self, window_size: int | None = None) -> float:

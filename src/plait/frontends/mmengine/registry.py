@@ -114,7 +114,7 @@ def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]
     unknown = [key for key in cfg if key not in accepted and key not in ("type", "_scope_")]
     remedies = {key: choose(key, accepted, "key") if accepted else "It takes no keys." for key in unknown}
     if unknown:
-        raise ConfigError([Problem(f"{path}.{key}", "there is no such key", remedies[key]) for key in unknown])
+        raise ConfigError([Problem(f"{path}.{key}", "unknown key", remedies[key]) for key in unknown])
 
 
 def _accepted(maker: Callable[..., Any]) -> list[str] | None:

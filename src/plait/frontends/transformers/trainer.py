@@ -109,7 +109,7 @@ def load_trainer_checkpoint(accelerator: TrainerAccelerator, checkpoint: Path) -
 def _load_optimizer(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
     if not (checkpoint / OPTIMIZER).is_file():
         raise CheckpointError(
-            f"{checkpoint} has neither the folder `plait` nor {OPTIMIZER}, so there is no optimizer state to "
+            f"{checkpoint} has neither the folder `plait` nor {OPTIMIZER}, so no optimizer state to "
             "resume from. Load its weights with from_pretrained, and train without resume_from_checkpoint"
         )
     engine, content = accelerator.engine, TorchFile(checkpoint / OPTIMIZER).content

@@ -442,7 +442,7 @@ def prepare(
 ) -> Reply:
     """Encode a request as rows of a batch. Long prompts take a while."""
     if request.model not in (None, conversation.name):
-        raise ApiError(404, "model_not_found", f"there is no model {request.model!r} here, only {conversation.name!r}")
+        raise ApiError(404, "model_not_found", f"unknown model {request.model!r} here, only {conversation.name!r}")
     if request.n > most_rows:
         raise invalid(f"n={request.n} is more than the {most_rows} answers that this server generates at once")
     if request.stream_options is not None and not request.stream:

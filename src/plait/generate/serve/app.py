@@ -278,7 +278,7 @@ class Application:
         self._authorize(request)
         name, asked = self.conversation.name, request.path_params.get("name")
         if asked not in (None, name):
-            raise ApiError(404, "model_not_found", f"there is no model {asked!r} here, only {name!r}")
+            raise ApiError(404, "model_not_found", f"unknown model {asked!r} here, only {name!r}")
         model = {"id": name, "object": "model", "created": self.started, "owned_by": "plait"}
         return _Json({"object": "list", "data": [model]} if asked is None else model)
 

@@ -145,7 +145,7 @@ def _is_greedy_fused(logits: Tensor) -> bool:
 # [Note: counter-based random numbers]
 # The random number of a token is a hash of (seed, key of the row, number of tokens that the row has). So a text depends
 # on its prompt, its key and the seed alone: neither on the rest of the batch, nor on the rank that computes it, nor on
-# rows that finish early. There is no generator state to keep, and nothing that a CUDA graph could not replay.
+# rows that finish early. It keeps no generator state, so a CUDA graph can replay it.
 
 
 COUNTER_RNG_BITS = 28

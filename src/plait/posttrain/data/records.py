@@ -385,7 +385,7 @@ Row = tuple[str, Mapping[str, Any] | str]
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """Every row of a file or folder, in order. A line that is no JSON object comes as the reason why not."""
+    """Every row of a file or folder, in order. A line that is not a JSON object is yielded as the reason."""
     source = Path(path)
     if not source.exists():
         raise DataError(f"{path} does not exist")
@@ -422,7 +422,7 @@ def _list(path: Path) -> Iterator[Row]:
     """The entries of a file that is one list."""
     try:
         entries = parse_json(path.read_bytes(), allow_surrogates=True)  # each entry is looked at by itself
-    except ValueError as error:  # also what is no UTF-8
+    except ValueError as error:  # also for text that is not UTF-8
         raise DataError(f"{path} begins as a list, and is not JSON: {error}") from error
     for number, entry in enumerate(entries, start=1):
         yield f"{path}, entry {number}", read_object(json.dumps(entry).encode())

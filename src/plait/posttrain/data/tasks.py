@@ -40,7 +40,7 @@ class Task(ABC):
 
     @abstractmethod
     def solve(self, question: str) -> str | None:
-        """The right answer; None for what is no question of this task."""
+        """The right answer; None if it is not a question of this task."""
 
     def reward(self, question: str, answer: str) -> float:
         """One for the right answer, zero for any other."""

@@ -43,7 +43,7 @@ class ChatTokenizer(TextTokenizer):
             Path(path).with_name(SETTINGS).write_text(settings + "\n", encoding="utf-8")
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text; None if there is no such token."""
+        """Return the id of the token with this text; None if the tokenizer has no such token."""
         token: int | None = self.backend.token_to_id(text)
         return token
 
@@ -66,7 +66,7 @@ def read_tokenizer(path: str | Path) -> ChatTokenizer:
     source = Path(path)
     file = source / NAME if source.is_dir() else source
     if not file.is_file():
-        raise DataError(f"tokenizer {str(path)!r}: there is no {file.name if source.is_dir() else 'such file'}")
+        raise DataError(f"tokenizer {str(path)!r}: no {file.name if source.is_dir() else 'such file'}")
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
@@ -176,7 +176,7 @@ class Template(ABC):
         """The same as a chat template of `transformers`."""
 
     def unfinished(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """A conversation whose last answer was cut off: there is no mark of an end behind it."""
+        """A conversation whose last answer was cut off: without an end mark."""
         return self.prompt(messages[:-1]) + self._tokenizer.encode(messages[-1].content)
 
     def _refuse_reasoning(self, messages: Sequence[ChatMessage]) -> None:

@@ -183,7 +183,7 @@ def merged_weights(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Te
             change = change.t() if is_transposed(adapted[layer]) else change
             del held[layer]
             yield f"{layer}.weight", (weight.float() + change).to(weight.dtype)
-    assert not held, "a matrix, its adapter or a part of it is no parameter"
+    assert not held, "a matrix, its adapter or a part of it is not a parameter"
 
 
 class OnlineRunner(PhaseRunner):

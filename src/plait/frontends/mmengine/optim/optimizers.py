@@ -300,7 +300,7 @@ class ColossalAIOptimWrapper(BaseOptimWrapper):
 @OPTIM_WRAPPERS.register_module(name="ApexOptimWrapper")
 def refuse_apex(**options: Any) -> NoReturn:
     """Refuse Apex, which NVIDIA has replaced by torch's mixed precision."""
-    message = "ApexOptimWrapper needs NVIDIA Apex's amp, which is no longer maintained"
+    message = "ApexOptimWrapper needs NVIDIA Apex's amp, which is not maintained any more"
     raise ConfigError(Problem("optim_wrapper.type", message, "Write type='AmpOptimWrapper': the same, by torch."))
 
 
@@ -360,7 +360,7 @@ class DefaultOptimWrapperConstructor:
         if unknown:
             path = "optim_wrapper.paramwise_cfg"
             raise ConfigError(
-                [Problem(f"{path}.{key}", "there is no such key", choose(key, _PARAMWISE, "key")) for key in unknown]
+                [Problem(f"{path}.{key}", "unknown key", choose(key, _PARAMWISE, "key")) for key in unknown]
             )
 
     def __call__(self, model: nn.Module) -> BaseOptimWrapper:
@@ -435,7 +435,7 @@ def scale_rates(runner: Any, wrapper: Any, cfg: Mapping[str, Any]) -> None:
     unknown = [key for key in cfg if key not in ("base_batch_size", "enable")]
     if unknown:
         remedy = "The keys are base_batch_size and enable."
-        raise ConfigError(Problem(f"auto_scale_lr.{unknown[0]}", "there is no such key", remedy))
+        raise ConfigError(Problem(f"auto_scale_lr.{unknown[0]}", "unknown key", remedy))
     if not cfg.get("enable", False):
         return
     if "base_batch_size" not in cfg:

@@ -419,7 +419,7 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
             return
         if self.monitor not in metrics:
             remedy = f"The metrics are {', '.join(metrics)}."
-            raise ConfigError(Problem("param_scheduler.monitor", f"there is no metric {self.monitor!r}", remedy))
+            raise ConfigError(Problem("param_scheduler.monitor", f"unknown metric {self.monitor!r}", remedy))
         if not self.begin <= self._global_step < self.end:
             return
         self.last_step += 1

@@ -191,7 +191,7 @@ def _backend(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value not in ("nccl", "gloo", "mpi"):
         refused_unless("write nccl, gloo or mpi")(settings, key, value)
     elif value == "nccl" and not torch.cuda.is_available():  # scripts for CPU have it too
-        settings.mapped(key, value, "backend: gloo, because there is no CUDA device")
+        settings.mapped(key, value, "backend: gloo, since this machine has no CUDA device")
     else:
         honoured_as("backend")(settings, key, value)
 
@@ -298,9 +298,7 @@ class BaseRunner(Checkpoints):
     ) -> None:
         if unknown:
             known = known_arguments(BaseRunner)
-            raise ConfigError(
-                [Problem(key, "there is no such argument", choose(key, known, "argument")) for key in unknown]
-            )
+            raise ConfigError([Problem(key, "unknown argument", choose(key, known, "argument")) for key in unknown])
         if default_scope not in (None, "mmengine", "plait"):
             message = f"{default_scope!r}: default scopes are not supported"
             raise ConfigError(Problem("default_scope", message, f"Write type='{default_scope}.Name'."))
