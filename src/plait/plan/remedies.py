@@ -155,7 +155,7 @@ class RemedySearch:
     def _estimated(
         self, settings: dict[str, Any], before: dict[str, Any], what: str, when: str, least: float = 0.0
     ) -> Remedy:
-        """Return a remedy that was not simulated for lack of time, with an estimate, on which half as much time is spent."""
+        """Return a remedy that was not simulated for lack of time, with an estimate; it gets half as much time."""
         candidate, reason = Candidate(settings), f"{what}: {when} of computing for this search were over"
         quick = self._quick(candidate)
         if quick is None:

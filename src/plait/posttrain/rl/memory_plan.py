@@ -150,8 +150,8 @@ def _together(plan: RunPlan, others: OtherModels) -> RunPlan:
     if refusal is None and needed > plan.memory_gib:
         message = f"each device would need {needed:.1f} GiB, and has {plan.memory_gib:.1f}; of it {others}"
         remedy = (
-            "Shard the models (`strategy.zero=3`), use `lora` (then the reference needs no copy), or write fewer or shorter "
-            "answers at once (`rollout.max_rows`, `posttrain.max_len`). `plan=warn` starts it anyway."
+            "Shard the models (`strategy.zero=3`), use `lora` (the reference then needs no copy), or write fewer or "
+            "shorter answers at once (`rollout.max_rows`, `posttrain.max_len`). `plan=warn` starts it anyway."
         )
         refusal = ConfigError(Problem("strategy", message, remedy))
     return replace(plan, peak_gib=peak, needed_gib=needed, seconds=None, refusal=refusal)
