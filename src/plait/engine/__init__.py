@@ -1,4 +1,4 @@
-"""How training is spread: one interface, several engines."""
+"""Engines: one interface for an optimizer step, implemented by plain PyTorch and by other libraries; and `prepare`."""
 
 from typing import TYPE_CHECKING
 

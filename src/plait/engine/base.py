@@ -106,7 +106,7 @@ class StepResult:
     stop: bool
     """Whether some rank asked all ranks to stop (`Engine.request_stop`)."""
     asynchronous: bool
-    """Whether the numbers were on their way when the step returned. The same on every rank, and for good."""
+    """Whether the step returned before its numbers were computed. The same on every rank, and it never changes."""
 
     def __init__(
         self, loss: float, grad_norm: float, skipped: bool, lr: float, targets: float, stop: bool = False

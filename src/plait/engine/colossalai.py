@@ -241,14 +241,14 @@ class SplitStates(ForeignStates):
         super().__init__(wrapper.optim)
         self._wrapper = wrapper
 
-    def home(self, param: Any) -> Tensor:
+    def optimizer_tensor(self, param: Any) -> Tensor:
         """Return this rank's shard of the fp32 weights."""
-        home: Tensor = self._wrapper.working_to_master_param[id(param)]
-        return home
+        optimizer_tensor: Tensor = self._wrapper.working_to_master_param[id(param)]
+        return optimizer_tensor
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """Gather the shards of all ranks, and cut off the padding."""
-        mine: Tensor = self.home(param) if key is None else self.state(param)[key]
+        mine: Tensor = self.optimizer_tensor(param) if key is None else self.state(param)[key]
         if mine.ndim == 0:
             return mine
         mine = mine.detach().to(param.device).contiguous()
@@ -256,17 +256,17 @@ class SplitStates(ForeignStates):
         all_gather_flat(every, mine)
         return every[: param.numel()].view(param.shape)
 
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+    def write(self, param: Any, key: str | None, full: Tensor) -> None:
         """Write this rank's shard, and the model's weights."""
-        mine: Tensor = self.home(param) if key is None else self.state(param)[key]
+        mine: Tensor = self.optimizer_tensor(param) if key is None else self.state(param)[key]
         if mine.ndim == 0:
-            mine.copy_(whole)
+            mine.copy_(full)
             return
         size = mine.numel()
-        filled = F.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
+        filled = F.pad(full.flatten(), (0, size * dist.get_world_size() - full.numel()))
         mine.data.copy_(filled.narrow(0, size * dist.get_rank(), size))
         if key is None:
-            self.write_model_weight(param, whole)
+            self.write_model_weight(param, full)
 
 
 class ScatteredStates(ForeignStates):
@@ -297,10 +297,10 @@ class FlatParamStates(ScatteredStates):
         super().__init__(wrapper.optim)
         self._model = model
 
-    def home(self, param: Any) -> Tensor:
+    def optimizer_tensor(self, param: Any) -> Tensor:
         """Return the parameter itself, a view of the flat parameter's shard."""
-        home: Tensor = param
-        return home
+        optimizer_tensor: Tensor = param
+        return optimizer_tensor
 
     def _shard_info(self, param: Any) -> tuple[Any, torch.Size]:
         return flat_param_shard_info(self._model, param)  # the plugin wraps the model as one FSDP unit
@@ -311,33 +311,33 @@ class FlatParamStates(ScatteredStates):
         if key is not None and self._state_ndims(param)[key] == 0:
             return torch.tensor(first_of(None if mine is None else float(mine)))
         info, shape = self._shard_info(param)
-        whole = torch.zeros(shape.numel(), device=param.device)
+        full = torch.zeros(shape.numel(), device=param.device)
         if info.in_shard and mine is not None:
-            whole.narrow(0, info.intra_param_start_idx, info.numel_in_shard).copy_(mine.detach().flatten())
-        dist.all_reduce(whole)
-        return whole.view(shape)
+            full.narrow(0, info.intra_param_start_idx, info.numel_in_shard).copy_(mine.detach().flatten())
+        dist.all_reduce(full)
+        return full.view(shape)
 
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+    def write(self, param: Any, key: str | None, full: Tensor) -> None:
         """Write this rank's shard."""
         mine: Tensor | None = param if key is None else self.state(param).get(key)
         if mine is None:
             return
         if key is not None and mine.ndim == 0:
-            mine.copy_(whole)
+            mine.copy_(full)
             return
         info, _ = self._shard_info(param)
         if info.in_shard:
-            local = whole.flatten().narrow(0, info.intra_param_start_idx, info.numel_in_shard)
+            local = full.flatten().narrow(0, info.intra_param_start_idx, info.numel_in_shard)
             mine.data.copy_(local.view(mine.shape))
 
-    def write_model_weight(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, full: Tensor) -> None:
         """Write the parameter, which holds both the fp32 weights and the weights that compute."""
-        self.write(param, None, whole)
+        self.write(param, None, full)
 
-    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
+    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
         """Allocate on ranks with a shard only; elsewhere the optimizer never steps, and its step count would stay 0."""
         if self._shard_info(param)[0].in_shard:
-            super().allocate(param, key, shape, dtype, whole=whole)
+            super().allocate(param, key, shape, dtype, full=full)
 
     def publish(self) -> None:
         """Reshard: a forward pass without a backward pass leaves stale unsharded weights that would be used again."""
@@ -355,10 +355,10 @@ class ChunkStates(ScatteredStates):
         self._ids = {id(param): number for number, param in wrapper.id_to_real_params.items()}
         self._written: dict[str, Tensor] = {}
 
-    def home(self, param: Any) -> Tensor:
+    def optimizer_tensor(self, param: Any) -> Tensor:
         """Return the tensor that represents the parameter in the optimizer; the parameter itself on other ranks."""
-        home: Tensor = self._wrapper.id_to_fake_params.get(self._ids[id(param)], param)
-        return home
+        optimizer_tensor: Tensor = self._wrapper.id_to_fake_params.get(self._ids[id(param)], param)
+        return optimizer_tensor
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """Return the full tensor, which Gemini gathers from its chunks."""
@@ -370,20 +370,20 @@ class ChunkStates(ScatteredStates):
         shape = () if key == "step" else self._wrapper.params_info["id2shape"][number]
         return torch.as_tensor(state, dtype=torch.float32).to(param.device).view(shape)
 
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+    def write(self, param: Any, key: str | None, full: Tensor) -> None:
         """Write a state now; keep a weight until `publish`, which loads all weights at once."""
         if key is None:
-            self._written[self._names[id(param)]] = whole
+            self._written[self._names[id(param)]] = full
         elif self._ids[id(param)] in self._wrapper.id_to_fake_params:
-            self._wrapper.load_single_param_states(self._ids[id(param)], {key: whole})
+            self._wrapper.load_single_param_states(self._ids[id(param)], {key: full})
 
-    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
+    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
         """Load zeros: Gemini allocates as it loads."""
         self.write(param, key, torch.zeros(shape, dtype=dtype, device=param.device))
 
-    def write_model_weight(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, full: Tensor) -> None:
         """Keep the weight until `publish`, like trained ones."""
-        self.write(param, None, whole)
+        self.write(param, None, full)
 
     def publish(self) -> None:
         """Load all weights written since the last call into Gemini."""

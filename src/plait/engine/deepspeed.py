@@ -275,41 +275,41 @@ class FlatStates(ForeignStates):
         self._group_of = {id(param): index for index, group in enumerate(groups) for param in group}
         self._list = "fp32_groups_flat_partition" if bf16_wrapper else "single_partition_of_fp32_groups"
 
-    def home(self, param: Any) -> Tensor:
+    def optimizer_tensor(self, param: Any) -> Tensor:
         """Return this rank's partition of the parameter's group."""
-        stretch: Tensor = getattr(self.wrapper, self._list)[self._group_of[id(param)]]
-        return stretch
+        partition: Tensor = getattr(self.wrapper, self._list)[self._group_of[id(param)]]
+        return partition
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """Sum the fragments of all ranks."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             return scalar
-        whole = torch.zeros(param.numel(), device=param.device)
+        full = torch.zeros(param.numel(), device=param.device)
         piece = self._piece(param, key)
         if piece is not None:
             at = param._hp_mapping.lp_fragment_address
-            whole.narrow(0, at.start, at.numel).copy_(piece)
-        dist.all_reduce(whole)
-        return whole.view(param.shape)
+            full.narrow(0, at.start, at.numel).copy_(piece)
+        dist.all_reduce(full)
+        return full.view(param.shape)
 
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+    def write(self, param: Any, key: str | None, full: Tensor) -> None:
         """Write this rank's fragment."""
         scalar = self._scalar(param, key)
         if scalar is not None:
-            scalar.copy_(whole)
+            scalar.copy_(full)
             return
         piece = self._piece(param, key)
         if piece is not None:
             at = param._hp_mapping.lp_fragment_address
-            piece.copy_(whole.flatten().narrow(0, at.start, at.numel))
+            piece.copy_(full.flatten().narrow(0, at.start, at.numel))
 
     def _piece(self, param: Any, key: str | None) -> Tensor | None:
         if param._hp_mapping is None:
             return None
         at = param._hp_mapping.hp_fragment_address
-        home = self.home(param).detach()
-        source: Tensor = home if key is None else self.optimizer.state[self.home(param)][key]
+        optimizer_tensor = self.optimizer_tensor(param).detach()
+        source: Tensor = optimizer_tensor if key is None else self.optimizer.state[self.optimizer_tensor(param)][key]
         return source.narrow(0, at.start, at.numel)
 
     def publish(self) -> None:
@@ -328,10 +328,10 @@ class PartitionedStates(ForeignStates):
         index: int = self.wrapper.grad_position[self.wrapper.get_param_id(param)][0]
         return index
 
-    def home(self, param: Any) -> Tensor:
+    def optimizer_tensor(self, param: Any) -> Tensor:
         """Return the flat vector that holds the parameter's partition, with others."""
-        home: Tensor = self.wrapper.fp32_partitioned_groups_flat[self._group_index(param)]
-        return home
+        optimizer_tensor: Tensor = self.wrapper.fp32_partitioned_groups_flat[self._group_index(param)]
+        return optimizer_tensor
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """Gather the partitions of all ranks, and cut off the padding."""
@@ -343,32 +343,32 @@ class PartitionedStates(ForeignStates):
         all_gather_flat(every, mine)
         return every[: param.ds_numel].view(param.ds_shape)
 
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+    def write(self, param: Any, key: str | None, full: Tensor) -> None:
         """Write this rank's partition, also of the model's weights."""
         scalar = self._scalar(param, key)
         if scalar is not None:
-            scalar.copy_(whole)
+            scalar.copy_(full)
             return
-        self.wrapper.set_local_hp_param(self._stretch(param, whole), param, key)
+        self.wrapper.set_local_hp_param(self._partition(param, full), param, key)
         if key is None:
-            self.write_model_weight(param, whole)
+            self.write_model_weight(param, full)
 
-    def write_model_weight(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, full: Tensor) -> None:
         """Write this rank's partition; the full parameter too if it is gathered, as small ones are between steps."""
-        stretch, partition = self._stretch(param, whole), param.ds_tensor
+        values, partition = self._partition(param, full), param.ds_tensor
         if partition.status.name == "AVAILABLE":
-            partition.data.copy_(stretch)
+            partition.data.copy_(values)
         else:
-            param.nvme_swapper.swap_out_partitioned_params(dst_fp16_params=[param], src_fp32_params=[stretch])
+            param.nvme_swapper.swap_out_partitioned_params(dst_fp16_params=[param], src_fp32_params=[values])
         if param.ds_status.name == "AVAILABLE":
-            param.data.copy_(whole)
+            param.data.copy_(full)
 
-    def _stretch(self, param: Any, whole: Tensor) -> Tensor:
+    def _partition(self, param: Any, full: Tensor) -> Tensor:
         size, rank = param.ds_tensor.ds_numel, dist.get_rank()
-        filled = F.pad(whole.flatten(), (0, size * dist.get_world_size() - whole.numel()))
+        filled = F.pad(full.flatten(), (0, size * dist.get_world_size() - full.numel()))
         return filled.narrow(0, size * rank, size)
 
-    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
+    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
         """Allocate a state; refused if the states lie in files, which DeepSpeed creates at the first step."""
         if getattr(self.wrapper, "swap_optimizer", False):
             raise CheckpointError(
@@ -376,7 +376,7 @@ class PartitionedStates(ForeignStates):
                 "loaded before it: resume with offload_optimizer.device: cpu, or leave the state out with "
                 'checkpoint.partial: ["optim.*"]'
             )
-        super().allocate(param, key, shape, dtype, whole=whole)
+        super().allocate(param, key, shape, dtype, full=full)
 
 
 def prepare_deepspeed(given: Preparation) -> RealDeepSpeedEngine:

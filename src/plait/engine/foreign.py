@@ -150,7 +150,7 @@ class ForeignStates(ABC):
         self.optimizer = optimizer
 
     @abstractmethod
-    def home(self, param: Any) -> Tensor:
+    def optimizer_tensor(self, param: Any) -> Tensor:
         """Return the tensor that the torch optimizer updates for a parameter; several parameters may share it."""
 
     @abstractmethod
@@ -158,32 +158,32 @@ class ForeignStates(ABC):
         """Return the full fp32 weight, or the full state `key`."""
 
     @abstractmethod
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+    def write(self, param: Any, key: str | None, full: Tensor) -> None:
         """Set what `read` returns, from a full tensor."""
 
-    def write_model_weight(self, param: Any, whole: Tensor) -> None:
+    def write_model_weight(self, param: Any, full: Tensor) -> None:
         """Set the model's own weights, which may have a smaller dtype."""
-        param.data.copy_(whole)
+        param.data.copy_(full)
 
     def publish(self) -> None:  # noqa: B027  # nothing to do if the written weights are the model's own
         """Update the model's own weights from the fp32 weights."""
 
     def state(self, param: Any) -> dict[str, Any]:
         """Return the torch optimizer's state for a parameter, by name."""
-        state: dict[str, Any] = self.optimizer.state.get(self.home(param), {})
+        state: dict[str, Any] = self.optimizer.state.get(self.optimizer_tensor(param), {})
         return state
 
     def keys(self, param: Any) -> list[str]:
         """Return the names of the states that are tensors."""
         return [key for key, value in self.state(param).items() if isinstance(value, Tensor)]
 
-    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, whole: bool) -> None:
-        """Allocate a state: as large as the optimizer's tensor (`whole`), or of `shape`, shared by its parameters."""
-        home = self.home(param)
+    def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
+        """Allocate a state: as large as the optimizer's tensor (`full`), or of `shape`, shared by its parameters."""
+        optimizer_tensor = self.optimizer_tensor(param)
         fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
-        device = home.device if whole or fused else torch.device("cpu")
-        zeros = torch.zeros(home.shape if whole else shape, dtype=dtype, device=device)
-        self.optimizer.state[home].setdefault(key, zeros)
+        device = optimizer_tensor.device if full or fused else torch.device("cpu")
+        zeros = torch.zeros(optimizer_tensor.shape if full else shape, dtype=dtype, device=device)
+        self.optimizer.state[optimizer_tensor].setdefault(key, zeros)
 
     def _scalar(self, param: Any, key: str | None) -> Tensor | None:
         """Return a scalar state, such as `step`; None for others."""
@@ -199,21 +199,21 @@ class PlainStates(ForeignStates):
         super().__init__(optimizer)
         self._masters = masters
 
-    def home(self, param: Any) -> Tensor:
+    def optimizer_tensor(self, param: Any) -> Tensor:
         """Return the fp32 weights, or the parameter."""
-        home: Tensor = self._masters.get(id(param), param)
-        return home
+        optimizer_tensor: Tensor = self._masters.get(id(param), param)
+        return optimizer_tensor
 
     def read(self, param: Any, key: str | None) -> Tensor:
         """Return the rank's own tensor: nothing is gathered."""
-        value: Tensor = self.home(param) if key is None else self.state(param)[key]
+        value: Tensor = self.optimizer_tensor(param) if key is None else self.state(param)[key]
         return value.detach()
 
-    def write(self, param: Any, key: str | None, whole: Tensor) -> None:
+    def write(self, param: Any, key: str | None, full: Tensor) -> None:
         """Copy into the fp32 weights or state, and into the model's own weights."""
-        self.read(param, key).copy_(whole)
+        self.read(param, key).copy_(full)
         if key is None and id(param) in self._masters:
-            self.write_model_weight(param, whole)
+            self.write_model_weight(param, full)
 
 
 # Full tensors that are sharded over ranks for a checkpoint, so that no rank needs to hold everything.
@@ -224,28 +224,28 @@ class PlainStates(ForeignStates):
 # `fully_shard` would give it. Loading goes the same way back.
 
 
-def shard_full_tensor(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def shard_full_tensor(full: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Return this rank's shard of a tensor that every rank has, as a DTensor of its own memory; alone, a copy."""
-    if mesh is None or whole.ndim == 0:
-        return whole.detach().clone()
+    if mesh is None or full.ndim == 0:
+        return full.detach().clone()
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    cut = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-    return as_dtensor(cut.to_local().clone(), whole, mesh)
+    cut = distribute_tensor(full.detach(), mesh, [Shard(0)], src_data_rank=None)
+    return as_dtensor(cut.to_local().clone(), full, mesh)
 
 
-def as_dtensor(shard: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Return a local shard, split as by `shard_full_tensor`, as a DTensor of the shape of `whole` (may be meta)."""
-    if mesh is None or whole.ndim == 0:
+def as_dtensor(shard: Tensor, full: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return a local shard, split as by `shard_full_tensor`, as a DTensor of the shape of `full` (may be meta)."""
+    if mesh is None or full.ndim == 0:
         return shard
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=_strides(whole))
+    return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=_strides(full))
 
 
-def _strides(whole: Tensor) -> tuple[int, ...]:
+def _strides(full: Tensor) -> tuple[int, ...]:
     strides, size = [], 1
-    for extent in reversed(whole.shape):
+    for extent in reversed(full.shape):
         strides.append(size)
         size *= max(extent, 1)
     return tuple(reversed(strides))
@@ -291,8 +291,8 @@ class ForeignEngine(SteppingEngine):
         self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, log=given.log)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
-        # What was handed out last and may be written to, as long as somebody holds it; see [Note: states by way of
-        # full tensors].
+        # The tensors that `state_tensors` returned last and that may be written to, as long as they are referenced; see
+        # [Note: states by way of full tensors].
         self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._weights: dict[str, Tensor] = {}
         self._frozen = {name: shard_full_tensor(value, self._mesh) for name, value in self._frozen_values().items()}
@@ -458,8 +458,8 @@ class ForeignEngine(SteppingEngine):
         for entry, (shape, dtype) in shapes.items():
             name, _, key = entry.rpartition(".")
             if name in self._params:
-                whole = shape == self._built.blanks[name].shape and len(shape) > 0
-                self._states.allocate(self._params[name], key, shape, dtype, whole=whole)
+                full = shape == self._built.blanks[name].shape and len(shape) > 0
+                self._states.allocate(self._params[name], key, shape, dtype, full=full)
 
     def state(self) -> dict[str, Any]:
         """Return the state that is not tensors."""

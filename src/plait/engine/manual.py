@@ -58,8 +58,8 @@ class ManualEngine(NativeEngine):
         """Call the model, in its current mode, with the arguments moved to the device and cast."""
         if self._staged is not None:
             raise TrainingError(
-                "a model spread by strategy.layout.pp cannot be called by itself: a pipeline has several micro-batches "
-                "under way; call train_step (DeepSpeed: train_batch)"
+                "a model with strategy.layout.pp cannot be called directly: a pipeline runs several micro-batches at "
+                "once; call train_step (DeepSpeed: train_batch)"
             )
         self.on_phase(Phase.FORWARD)
         if not self._forward.plain:

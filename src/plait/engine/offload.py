@@ -179,7 +179,7 @@ class Offloading:
         self.rounds = policy.mixed and policy.master
         """Whether the model computes with weights of a smaller dtype."""
         self._policy = policy
-        self._unsharded: dict[str, Tensor] = {}
+        self._initial_values: dict[str, Tensor] = {}
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._index_of: dict[nn.Parameter, int] = {}
         self.store: Offload | None = None
@@ -191,16 +191,16 @@ class Offloading:
     def keep_initial_values(self, module: nn.Module) -> None:
         """Keep the values of a model that came with values, before they are cast or moved."""
         if self.rounds or self._stream is not None:
-            self._unsharded |= {name: param.data for name, param in module.named_parameters() if not param.is_meta}
+            self._initial_values |= {name: param.data for name, param in module.named_parameters() if not param.is_meta}
 
     def store_initial_values(self, stage_module: nn.Module) -> None:
         """Store what was set aside, now that parameters are sharded."""
-        if self._stream is not None and self._unsharded:
+        if self._stream is not None and self._initial_values:
             for wrapped in [wrapped for wrapped in stage_module.modules() if hasattr(wrapped, "unshard")]:
                 self._stream.take(wrapped)
         for name, param in stage_module.named_parameters():
-            if name in self._unsharded:
-                whole = self._unsharded.pop(name)
+            if name in self._initial_values:
+                whole = self._initial_values.pop(name)
                 # Tensor-parallel layers were already sharded when they were set aside, and FSDP sharded them again.
                 self.keep(param, whole.full_tensor() if is_sharded(whole) else whole)
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Stages = Sequence["Stage"]
 """The pipeline stages of this rank; empty without a pipeline."""
 
-_MOSTLY_WHOLE = 0.5
+_MOSTLY_REPLICATED = 0.5
 """Above this share of replicated parameters, tensor parallelism has hardly an effect."""
 _ONE_MESSAGE = 25 << 20
 """Bytes: the bucket size of DistributedDataParallel."""
@@ -311,12 +311,11 @@ def _log_replicated_share(module: nn.Module, ranks: int, log: Callable[[str], No
     params = list(module.parameters())
     whole = [param for param in params if not is_sharded(param) or all(p.is_replicate() for p in param.placements)]
     share = sum(param.numel() for param in whole) / max(sum(param.numel() for param in params), 1)
-    if share > _MOSTLY_WHOLE:
+    if share > _MOSTLY_REPLICATED:
         name = type(module).__name__.removeprefix("FSDP")
         log(
-            f"strategy.layout.tp: {ranks} splits little of this {name}: {share:.0%} of its parameters "
-            "stay whole on each rank, since its plan names no more layers; write strategy.tensor.plan, or use "
-            "strategy.zero instead"
+            f"strategy.layout.tp: {ranks} shards little of this {name}: {share:.0%} of its parameters are replicated, "
+            "since its plan names no more layers; write strategy.tensor.plan, or use strategy.zero instead"
         )
 
 

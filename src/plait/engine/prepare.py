@@ -257,7 +257,9 @@ def _recompute(model: Assembly) -> Assembly:
     given, strategy = model.given, model.given.config.strategy
     late_gradients = model.leaves and not given.sharded and gradients_are_transient(given)
     modules = [stage.module for stage in model.stage_models]
-    levels = choose_recompute_levels(given, modules, model.units, late_gradients=late_gradients, whole=model.counted)
+    levels = choose_recompute_levels(
+        given, modules, model.units, late_gradients=late_gradients, full_model=model.counted
+    )
     for stage, chosen in zip(model.stage_models, levels, strict=True):
         tile_sequence(stage.module, strategy.tiles)
         if apply_recompute(stage.units, strategy.recompute, levels=chosen):

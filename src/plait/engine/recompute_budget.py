@@ -80,7 +80,7 @@ def choose_recompute_levels(
     all_units: Sequence[Sequence[WrapUnit]],
     *,
     late_gradients: bool,
-    whole: FullModelActivations | None,
+    full_model: FullModelActivations | None,
 ) -> list[list[RecomputeLevel]]:
     """Return for each stage what each wrapped module recomputes, and log it.
 
@@ -93,12 +93,12 @@ def choose_recompute_levels(
     module = stage_modules[0] if len(stage_modules) == 1 else nn.ModuleList(stage_modules)
     units = [unit for stage_units in all_units for unit in stage_units]
     activations = None
-    if whole is not None:
+    if full_model is not None:
         strategy, layout = config.strategy, world.layout
         together = layout.cp * (layout.tp if strategy.tensor.sequence_parallel else 1)
         waits = strategy.pipeline.schedule in ("gpipe", "looped_bfs")  # for all forward passes
         under_way = given.accumulation if waits else min(given.accumulation, layout.pp)
-        activations = whole.of(units, together, under_way if layout.pp > 1 else 1)
+        activations = full_model.of(units, together, under_way if layout.pp > 1 else 1)
     levels = recompute_levels(
         module, units, given.example, config=config, world=world, late_gradients=late_gradients, activations=activations
     )

@@ -1,10 +1,10 @@
 """AdamW with moments in 8 bits: a quarter of the optimizer's memory.
 
-[Note: narrow in training, wide outside] In training a moment is `Packed`; whoever looks at the state from outside (a
-checkpoint, a proof) finds fp32 tensors, the same that AdamW has, under the same names. A checkpoint has them made some
-rows at a time, see `plait.checkpoint.DeferredTensor`; `unpack` makes all of them. Packed again, by loading or the next
-step, they give the codes that were there before. So a run may change between the two optimizers at any checkpoint, and
-blocks never meet the layout of a file.
+[Note: narrow in training, wide outside] In training a moment is `Packed`; outside of it (in a checkpoint, in a
+proof) the state consists of fp32 tensors, like AdamW's and under the same names. A checkpoint unpacks them some rows at
+a time, see `plait.checkpoint.DeferredTensor`; `unpack` unpacks all of them. Packed again, by loading or the next step,
+they give the same codes as before. So a run may change between the two optimizers at any checkpoint, and the layout of
+a file does not depend on blocks.
 """
 
 from __future__ import annotations

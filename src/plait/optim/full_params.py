@@ -34,11 +34,11 @@ from plait.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class RowSharding:
-    """How a tensor of shape `whole` is sharded along its first dim over one mesh axis."""
+    """How a tensor is sharded along its first dim over one mesh axis; `shape` is the global one."""
 
     mesh: DeviceMesh
     axis: int
-    whole: torch.Size
+    shape: torch.Size
 
     @property
     def key(self) -> Hashable:
@@ -57,18 +57,18 @@ class RowSharding:
 
     def counts(self) -> list[int]:
         """Return the number of rows of each rank."""
-        ranks, rows = self.mesh.size(self.axis), self.whole[0]
+        ranks, rows = self.mesh.size(self.axis), self.shape[0]
         share = -(-rows // ranks)
         return [max(0, min(share, rows - rank * share)) for rank in range(ranks)]
 
     def numels(self) -> list[int]:
         """Return the number of elements of each rank."""
-        width = self.whole[1:].numel()
+        width = self.shape[1:].numel()
         return [count * width for count in self.counts()]
 
     def zero_padded(self, local: Tensor) -> Tensor:
         """Return a full tensor with this rank's rows, and zeros elsewhere: summed over ranks, it is complete."""
-        full = local.new_zeros((self.whole[0], *local.shape[1:]))
+        full = local.new_zeros((self.shape[0], *local.shape[1:]))
         self.local_rows(full).copy_(local)
         return full
 
@@ -163,7 +163,7 @@ def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[RowSharding])
     group, rank = rows[0].group, rows[0].rank
     numels = [where.numels() for where in rows]
     ranks = len(numels[0])
-    owners = assign_owners([_cost(where.whole) for where in rows], ranks)
+    owners = assign_owners([_cost(where.shape) for where in rows], ranks)
     order = sorted(range(len(shards)), key=lambda index: owners[index])
     mine = [index for index in order if owners[index] == rank]
 
@@ -177,7 +177,7 @@ def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[RowSharding])
     blocks = list(received_flat.split_with_sizes([numels[i][source] for source in range(ranks) for i in mine]))
     for position, index in enumerate(mine):
         blocks_of_param = slice(position, None, len(mine))
-        whole = torch.cat(blocks[blocks_of_param]).view(rows[index].whole)
+        whole = torch.cat(blocks[blocks_of_param]).view(rows[index].shape)
         blocks[blocks_of_param] = work(whole).flatten().split_with_sizes(numels[index])
     back = torch.cat(blocks) if blocks else received_flat
     dist.all_to_all_single(send, back, sent, received, group=group)
@@ -202,8 +202,8 @@ class _ShardedParam:
     sizes: list[int] = field(default_factory=list)
     """The size of each rank's shard along `dim`."""
 
-    def shape_on(self, rank: int, whole: torch.Size) -> torch.Size:
-        return torch.Size((*whole[: self.dim], self.sizes[rank], *whole[self.dim + 1 :]))
+    def shape_on(self, rank: int, shape: torch.Size) -> torch.Size:
+        return torch.Size((*shape[: self.dim], self.sizes[rank], *shape[self.dim + 1 :]))
 
 
 @dataclass(slots=True)

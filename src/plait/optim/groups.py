@@ -133,7 +133,7 @@ def _by_decay(
     infos: Sequence[ParameterInfo], without_decay: set[str], config: OptimConfig, options: dict[str, Any]
 ) -> list[GroupSpec]:
     decay_options = {} if config.weight_decay is None else {"weight_decay": config.weight_decay}
-    # Of a part's own weight decay nobody is spared unless somebody says so.
+    # The weight decay of a user-provided optimizer applies to all parameters unless `no_decay` is set.
     if config.weight_decay == 0.0 or (not decay_options and "no_decay" not in config.model_fields_set):
         without_decay = set()
     decayed = tuple(info.name for info in infos if info.name not in without_decay)

@@ -144,7 +144,7 @@ def _step_any(optimizer: Any, bucket: Bucket, grads: Sequence[Tensor], factor: f
 #
 # [Note: three device buffers] Tensors are copied in pieces of some rows, so the device memory for this does not grow
 # with the model: one piece is copied in while one is updated and one is copied back. Streams keep them in order; the
-# host waits for nothing, except when a piece goes on to a file.
+# host waits for nothing, except when a piece is then written to a file.
 
 
 PIECE = 1 << 24
@@ -731,7 +731,7 @@ class Offload:
         """A plan allocates no states; on a CPU this stands for their memory."""
         self.gradient_queue = GradientOffloadQueue(self.buckets, self.streams, sets=2 if options.delayed else 1)
         away = (bucket.numel for bucket in self.buckets if bucket.span.home != "device")
-        largest = max(away, default=0)  # a rank may copy_in nothing of a small model
+        largest = max(away, default=0)  # a rank may hold nothing of a small model
         device_updates = (
             DeviceUpdates(self.streams, largest=largest, state_bytes=options.state_bytes) if options.on_device else None
         )

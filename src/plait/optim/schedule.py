@@ -310,7 +310,7 @@ def build_custom_schedule(
     def rate(unit: int) -> float:
         value = factor(unit, **arguments)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            message = f"{config.type!r} gave {value!r} for unit {unit}, which is not a factor of a rate"
+            message = f"{config.type!r} returned {value!r} for unit {unit}, which is not a factor of the learning rate"
             raise _problem("type", message, "Have it return a number that is not negative.")
         return span.base_lr * value
 
