@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from plait.frontends.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
     from plait.frontends.deepspeed.inference import InferenceEngine as InferenceEngine
     from plait.frontends.deepspeed.inference import init_inference as init_inference
+    from plait.frontends.deepspeed.initialization import Parameters as Parameters
+    from plait.frontends.deepspeed.initialization import Recipe as Recipe
+    from plait.frontends.deepspeed.initialization import add_config_arguments as add_config_arguments
+    from plait.frontends.deepspeed.initialization import initialize as initialize
     from plait.frontends.deepspeed.lr_schedules import Scheduler as Scheduler
     from plait.frontends.deepspeed.pipe import LayerSpec as LayerSpec
     from plait.frontends.deepspeed.pipe import PipelineModule as PipelineModule
     from plait.frontends.deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
     from plait.frontends.deepspeed.pipeline_engine import PipelineEngine as PipelineEngine
     from plait.frontends.deepspeed.saving import foreign_state as foreign_state
-    from plait.frontends.deepspeed.start import Parameters as Parameters
-    from plait.frontends.deepspeed.start import Recipe as Recipe
-    from plait.frontends.deepspeed.start import add_config_arguments as add_config_arguments
-    from plait.frontends.deepspeed.start import initialize as initialize
     from plait.frontends.deepspeed.utils import OnDevice as OnDevice
     from plait.frontends.deepspeed.utils import log_dist as log_dist
     from plait.frontends.deepspeed.utils import logger as logger

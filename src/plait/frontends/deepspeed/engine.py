@@ -141,11 +141,8 @@ class LatestStep:
         assert self._optimizer is not None
         self.result, self._position, self._undo = result, position, None
         if self.scheduler is not None:
-            if (
-                result.asynchronous
-                and hasattr(self.scheduler, "state_dict")
-                and hasattr(self.scheduler, "load_state_dict")
-            ):
+            can_undo = hasattr(self.scheduler, "state_dict") and hasattr(self.scheduler, "load_state_dict")
+            if result.asynchronous and can_undo:
                 self._undo = self.scheduler.state_dict(), [_copied(group) for group in groups_of(self._optimizer)]
             if self._undo is not None or not result.skipped:
                 self.scheduler.step(**(lr_kwargs or {}))

@@ -22,6 +22,7 @@ from plait.frontends.deepspeed.config.keys import (
     all_unneeded,
     dtype_name,
     either,
+    mapped_if_on,
     one_of,
     section,
     setting,
@@ -233,20 +234,15 @@ _DATA_TYPES: Table = {
 }
 
 
-def _fp32_allreduce(settings: DeepSpeedSettings, key: str, value: bool) -> None:
-    if value:
-        settings.mapped(key, value, "precision.reduce: fp32")
-    else:
-        settings.unneeded(key, value, "gradients are summed in the format of the other keys")
-
-
 PRECISION_TABLE: Table = {
     "fp16": _mode("fp16", FP16),
     "bf16": _mode("bf16", _BF16),
     "torch_autocast": _mode("torch_autocast", _AUTOCAST),
     "amp": _mode("amp", APEX_TABLE),
     "communication_data_type": Key(one_of("fp32", "fp16", "bf16"), _reduce_format),
-    "fp32_allreduce": Key(FLAG, _fp32_allreduce),
+    "fp32_allreduce": mapped_if_on(
+        "precision.reduce: fp32", if_off="gradients are summed in the format of the other keys"
+    ),
     "data_types": section(_DATA_TYPES),
 }
 
