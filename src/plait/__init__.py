@@ -1,4 +1,4 @@
-"""Plait trains large PyTorch models: say once what to train, and in one small section how it is spread.
+"""Plait trains large PyTorch models: describe once what to train, and in one small section how to distribute it.
 
     import plait
 
@@ -9,8 +9,8 @@
         strategy=plait.Strategy(zero=3, layout=plait.Layout(tp=2)),
     ).train()
 
-A section of the run description is an object, a mapping (`dict(zero=3)`) or, where it has one, its short word
-(`"zero3"`). Everything that is named here is public; docs/api.md says what that means.
+A section of the run description is an object, a mapping (`dict(zero=3)`) or, if it has one, its short form
+(`"zero3"`). Every name offered here is public; docs/api.md defines what that means.
 
 Names are loaded on first use, so that `import plait` costs next to nothing.
 """

@@ -62,6 +62,8 @@ class MasterWeights(ABC):
     """The original values of parameters that are cast for computing and do not train."""
     owned: OwnedParams | None = None
     """Full parameters for an optimizer that knows nothing of ranks, each on the rank that updates it."""
+    buckets: GradientBuckets | None = None
+    """What sums replicated gradients over ranks; None if no gradients are collected in buckets."""
     before_forward: Callable[[], None] | None = None
     """Called before each call of the model, for what cannot be done in module hooks."""
 
@@ -129,14 +131,10 @@ class MasterWeights(ABC):
         for param in self.params:
             param.grad = None
 
-    @property
-    def in_buckets(self) -> bool:
-        """Whether gradients are collected in buckets, from which `gradient_of` returns them."""
-        return False
-
     def gradient_of(self, name: str) -> Tensor:
-        """Return this rank's gradient, a view of its bucket."""
-        raise NotImplementedError("only gradients in buckets are views of a bucket")
+        """Return this rank's gradient, a view of its bucket; only if there are `buckets`."""
+        assert self.buckets is not None
+        return self.buckets.view_of(self.names.index(name))
 
     def gradient(self, index: int) -> Tensor | None:
         """Return the gradient of this step; None if it has none (any more)."""
@@ -194,7 +192,7 @@ class BucketParams(MasterWeights):
     ) -> None:
         """`masters` holds, for each parameter in a smaller dtype, its fp32 weights; None for the others."""
         self.frozen = frozen
-        self._buckets = buckets
+        self.buckets: GradientBuckets = buckets
         self._masters = masters
         super().__init__(names, params, elementwise=elementwise)
         self._copied = [
@@ -214,19 +212,10 @@ class BucketParams(MasterWeights):
         grads = []
         for index, tensor in enumerate(self.tensors):
             # Gradients may be summed in a smaller dtype than the optimizer's.
-            local = self._buckets.view_of(index).to(tensor.dtype)
+            local = self.buckets.view_of(index).to(tensor.dtype)
             tensor.grad = local if self._elementwise else dtensor_like(local, tensor)
             grads.append(local)
         return grads
-
-    @property
-    def in_buckets(self) -> bool:
-        """Always."""
-        return True
-
-    def gradient_of(self, name: str) -> Tensor:
-        """Return this rank's gradient, a view of its bucket."""
-        return self._buckets.view_of(self.names.index(name))
 
     def clear_gradients(self) -> None:
         """Free the gradients of the parameters and of the optimizer's tensors."""

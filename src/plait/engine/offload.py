@@ -90,16 +90,6 @@ class OffloadedParams(MasterWeights):
             return self.buckets.view_of(index)
         return to_local(torch.zeros_like(param)) if param.grad is None else local_grad(param.grad, param)
 
-    @property
-    def in_buckets(self) -> bool:
-        """Only if parameters are replicated."""
-        return self.buckets is not None
-
-    def gradient_of(self, name: str) -> Tensor:
-        """Return this rank's gradient, a view of its bucket."""
-        assert self.buckets is not None
-        return self.buckets.view_of(self.names.index(name))
-
     def gradient(self, index: int) -> Tensor | None:
         """Return the gradient of this step; None if it has none (any more)."""
         return self.store.gradient_queue.of(index)

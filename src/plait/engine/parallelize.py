@@ -182,7 +182,7 @@ def staged_steps(
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
     # Only sharded stages have collectors of their own; buckets hook the parameters of all stages.
     of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=bool(collectors))}
-    find = (lambda _stage, name: master_weights.gradient_of(name)) if master_weights.in_buckets else None
+    find = (lambda _stage, name: master_weights.gradient_of(name)) if master_weights.buckets is not None else None
     return StagedSteps(pipeline, of_stage, find)
 
 

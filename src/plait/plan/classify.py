@@ -84,7 +84,7 @@ class Owners:
             yield "parameters", tensor  # the fp32 weights behind rounded ones
             if tensor.grad is not None:
                 yield "gradients", tensor.grad
-            if engine.master_weights.in_buckets:
+            if engine.master_weights.buckets is not None:
                 yield "gradients", engine.master_weights.gradient_of(name)
         for param in self._gathering:
             yield from _gathered(param)
