@@ -19,6 +19,7 @@ from plait.config.trust import entry_points_of
 from plait.testing import assert_same_after_resume, assert_same_maths
 from tests.multi.toys import assert_close, fit
 
+pytestmark = pytest.mark.timeout(900)  # whole commands, which start ranks
 SOURCE = Path(__file__).parents[2] / "examples" / "plugin"
 OWN = {
     "model": {"type": "tiny-lm", "vocab_size": 64, "seq_len": 16},
