@@ -171,8 +171,8 @@ def refuse_no_numbers(logprobs: Sequence[float]) -> None:
     """Raise `GenerateError` for NaN log-probabilities, which damaged or diverged weights give."""
     if any(map(math.isnan, logprobs)):
         raise GenerateError(
-            "the model's log-probabilities are NaN: its weights are damaged or diverged in training; open an earlier "
-            "checkpoint, or use another --dtype where fp16 overflows"
+            "the model's log-probabilities are not finite: its weights are damaged or diverged in training; open an "
+            "earlier checkpoint, or use another --dtype where fp16 overflows"
         )
 
 

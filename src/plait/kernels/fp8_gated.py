@@ -212,38 +212,21 @@ def gate_amax_triton(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
     return amax
 
 
-def _product_fake(
-    gate: Tensor,
-    up: Tensor,
-    amax: Tensor,
-    rows: Tensor,
-    inverse: Tensor,
-    smallest: float,
-    *,
-    amax_bits: Tensor | None,
-    saturates: bool,
-) -> None:
-    rows.copy_(gate)
+def _cast_product_fake(
+    gate: Tensor, up: Tensor, amax: Tensor, *, amax_bits: Tensor | None = None, saturates: bool = False
+) -> Fp8Matrix:
+    rows = gate.new_empty(gate.shape, dtype=E4M3).copy_(gate)
     up.amax()
+    return Fp8Matrix(rows, rows.new_empty(0), amax.new_empty(()))
 
 
-@on_fake_tensors(_product_fake)
-def product_triton(
-    gate: Tensor,
-    up: Tensor,
-    amax: Tensor,
-    rows: Tensor,
-    inverse: Tensor,
-    smallest: float,
-    *,
-    amax_bits: Tensor | None,
-    saturates: bool,
-) -> None:
-    """Store the product of contiguous matrices in 8 bits into `rows`, and its inverse scale.
-
-    `amax_bits` and `saturates` are those of `fp8_cast`.
-    """
+@on_fake_tensors(_cast_product_fake)
+def cast_product_triton(
+    gate: Tensor, up: Tensor, amax: Tensor, *, amax_bits: Tensor | None = None, saturates: bool = False
+) -> Fp8Matrix:
+    """`cast_product_plain` of contiguous matrices in one kernel."""
     height, width = gate.shape
+    rows, inverse = gate.new_empty(gate.shape, dtype=E4M3), amax.new_empty(())
     with on_device_of(gate):
         _product_kernel[(_programs(height, width),)](
             gate,
@@ -255,8 +238,8 @@ def product_triton(
             amax if amax_bits is None else amax_bits,
             height,
             width,
-            smallest,
-            torch.finfo(rows.dtype).max,
+            SMALLEST,
+            torch.finfo(E4M3).max,
             amax_bits_count=0 if amax_bits is None else len(amax_bits),
             saturates=saturates,
             amax_block=amax_slots(amax),
@@ -264,50 +247,65 @@ def product_triton(
             wide=_WIDE,
             num_warps=8,
         )
+    return Fp8Matrix(rows, rows.new_empty(0), inverse)
 
 
-def _slopes_fake(
+class Slopes(NamedTuple):
+    """What the backward pass between the products computes."""
+
+    product: Fp8Matrix
+    """silu(gate) * up, transposed."""
+    slopes: Fp8Matrix
+    """The gradients of gate and up, concatenated."""
+
+    @classmethod
+    def empty(cls, gate: Tensor, amax: tuple[Tensor, Tensor], *, rows: bool) -> Slopes:
+        """Allocate them; `rows`: also the gradients that are not transposed."""
+        height, width = gate.shape
+        padded = height + -height % MULTIPLE
+        none = gate.new_empty(0, dtype=E5M2)
+        by_row = gate.new_empty(height, 2 * width, dtype=E5M2) if rows else none
+        by_column = gate.new_empty(2 * width, padded, dtype=E5M2)
+        product = gate.new_empty(width, padded, dtype=E4M3)
+        inverses = amax[0].new_empty(()), amax[1].new_empty(())
+        return cls(Fp8Matrix(none, product, inverses[0]), Fp8Matrix(by_row, by_column, inverses[1]))
+
+
+def _cast_slopes_fake(
     gate: Tensor,
     up: Tensor,
     grad: Tensor,
     amax: tuple[Tensor, Tensor],
     *,
-    product: Tensor,
-    rows: Tensor | None,
-    columns: Tensor,
-    inverses: tuple[Tensor, Tensor],
-    smallest: float,
-    amax_bits: Tensor | None,
-    saturates: bool,
-) -> None:
+    rows: bool,
+    amax_bits: Tensor | None = None,
+    saturates: bool = False,
+) -> Slopes:
     height, width = gate.shape
-    for target, x in ((product, gate), (columns[:width], up), (columns[width:], grad)):
+    cast = Slopes.empty(gate, amax, rows=rows)
+    columns = cast.slopes.columns
+    for target, x in ((cast.product.columns, gate), (columns[:width], up), (columns[width:], grad)):
         target[:, :height].copy_(x.t())
-    if rows is not None:
-        rows.copy_(columns[:, :height].t())
+    if rows:
+        cast.slopes.rows.copy_(columns[:, :height].t())
+    return cast
 
 
-@on_fake_tensors(_slopes_fake)
-def slopes_triton(
+@on_fake_tensors(_cast_slopes_fake)
+def cast_slopes_triton(
     gate: Tensor,
     up: Tensor,
     grad: Tensor,
     amax: tuple[Tensor, Tensor],
     *,
-    product: Tensor,
-    rows: Tensor | None,
-    columns: Tensor,
-    inverses: tuple[Tensor, Tensor],
-    smallest: float,
-    amax_bits: Tensor | None,
-    saturates: bool,
-) -> None:
-    """Store the transposed product, and the gradients of gate and up transposed and, with `rows`, row-major.
-
-    Pairs are for the product first, then for the gradients. Transposed matrices may be wider than `gate` is high: the
-    rest becomes zero. The two `amax_bits` are of the gradients.
-    """
+    rows: bool,
+    amax_bits: Tensor | None = None,
+    saturates: bool = False,
+) -> Slopes:
+    """`cast_slopes_plain` of contiguous matrices in one kernel."""
     height, width = gate.shape
+    cast = Slopes.empty(gate, amax, rows=rows)
+    product, columns = cast.product.columns, cast.slopes.columns
     padded = product.shape[1]
     with on_device_of(gate):
         _slopes_kernel[(_programs(padded, width),)](
@@ -319,17 +317,18 @@ def slopes_triton(
             amax[1],
             len(amax[1]),
             product,
-            columns if rows is None else rows,
+            cast.slopes.rows if rows else columns,
             columns,
-            *inverses,
+            cast.product.inverse,
+            cast.slopes.inverse,
             amax[0] if amax_bits is None else amax_bits,
             height,
             width,
             padded,
-            smallest,
-            torch.finfo(product.dtype).max,
-            torch.finfo(columns.dtype).max,
-            has_rows=rows is not None,
+            SMALLEST,
+            torch.finfo(E4M3).max,
+            torch.finfo(E5M2).max,
+            has_rows=rows,
             amax_bits_count=0 if amax_bits is None else 1,
             saturates=saturates,
             amax_block=max(map(amax_slots, amax)),
@@ -338,6 +337,7 @@ def slopes_triton(
             wide=_WIDE,
             num_warps=4,
         )
+    return cast
 
 
 def _programs(height: int, width: int) -> int:
@@ -358,15 +358,6 @@ def fp8_feed_forward(
     return flat.view(*x.shape[:-1], len(down))
 
 
-class Slopes(NamedTuple):
-    """What the backward pass between the products computes."""
-
-    product: Fp8Matrix
-    """silu(gate) * up, transposed."""
-    slopes: Fp8Matrix
-    """The gradients of gate and up, concatenated."""
-
-
 def gate_amax(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
     """`amax_of` the product or, where there is `grad`, of the gradients of gate and up."""
     if not has_fp8_kernels(gate):
@@ -383,11 +374,8 @@ def cast_product(
     gate: Tensor, up: Tensor, amax: Tensor, *, amax_bits: Tensor | None = None, saturates: bool = False
 ) -> Fp8Matrix:
     """The product in 8 bits, row-major; `amax_bits` and `saturates` are those of `fp8_cast`."""
-    if not has_fp8_kernels(gate):
-        return cast_product_plain(gate, up, amax, amax_bits=amax_bits, saturates=saturates)
-    rows, inverse = gate.new_empty(gate.shape, dtype=E4M3), amax.new_empty(())
-    product_triton(gate, up, amax, rows, inverse, SMALLEST, amax_bits=amax_bits, saturates=saturates)
-    return Fp8Matrix(rows, rows.new_empty(0), inverse)
+    cast = cast_product_triton if has_fp8_kernels(gate) else cast_product_plain
+    return cast(gate, up, amax, amax_bits=amax_bits, saturates=saturates)
 
 
 def cast_product_plain(
@@ -412,29 +400,8 @@ def cast_slopes(
 
     The two `amax_bits` are of the gradients: that of the product was recorded in the forward pass.
     """
-    if not has_fp8_kernels(gate):
-        return cast_slopes_plain(gate, up, grad, amax, rows=rows, amax_bits=amax_bits, saturates=saturates)
-    height, width = gate.shape
-    padded = height + -height % MULTIPLE
-    none = gate.new_empty(0, dtype=E5M2)
-    by_row = gate.new_empty(height, 2 * width, dtype=E5M2) if rows else none
-    by_column = gate.new_empty(2 * width, padded, dtype=E5M2)
-    product = gate.new_empty(width, padded, dtype=E4M3)
-    inverses = amax[0].new_empty(()), amax[0].new_empty(())
-    slopes_triton(
-        gate,
-        up,
-        grad,
-        amax,
-        product=product,
-        rows=by_row if rows else None,
-        columns=by_column,
-        inverses=inverses,
-        smallest=SMALLEST,
-        amax_bits=amax_bits,
-        saturates=saturates,
-    )
-    return Slopes(Fp8Matrix(none, product, inverses[0]), Fp8Matrix(by_row, by_column, inverses[1]))
+    cast = cast_slopes_triton if has_fp8_kernels(gate) else cast_slopes_plain
+    return cast(gate, up, grad, amax, rows=rows, amax_bits=amax_bits, saturates=saturates)
 
 
 def cast_slopes_plain(

@@ -111,7 +111,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
 
 
 def implementation(operation: str, tensor: Tensor) -> Implementation:
-    """Return who computes an operation on such a tensor; of a fake tensor, on the device that it stands for."""
+    """Return the implementation of an operation for such a tensor; of a fake tensor, for its device."""
     row = OPERATIONS[operation]
     has_own = "plait" in row.implementations and tensor.dtype not in row.excluded
     return "plait" if has_own and has_kernels(tensor, row.capability) else "torch"
