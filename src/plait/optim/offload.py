@@ -232,8 +232,8 @@ class DeviceUpdates:
         self._streams = streams
         size = int(device_buffer_bytes(largest, state_bytes) / DEVICE_BUFFERS)
         self._buffers = [_DeviceBuffer(streams, size) for _ in range(DEVICE_BUFFERS)]
-        self._h2d, self._compute, self._d2h = (streams.stream() for _ in range(3))
-        streams.order(self._h2d, streams.mark())  # the buffers' memory may have been in use until now
+        self._h2d, self._compute, self._d2h = (streams.new_stream() for _ in range(3))
+        streams.wait_on(self._h2d, streams.record())  # the buffers' memory may have been in use until now
         self._turn = 0
         self._constants: dict[tuple[int, torch.device], tuple[Any, Any]] = {}
         self._pinned_states: set[int] = set()
@@ -285,8 +285,8 @@ class DeviceUpdates:
         buffer = self._buffers[self._turn % DEVICE_BUFFERS]
         self._turn += 1
         states = [optimizer.state.get(bucket.masters[chunk.tensor_index], {}) for chunk in piece]
-        streams.order(self._h2d, buffer.copied_back)
-        with torch.no_grad(), streams.on(self._h2d):
+        streams.wait_on(self._h2d, buffer.copied_back)
+        with torch.no_grad(), streams.use(self._h2d):
             buffer.reserve(sum(_buffer_sizes(bucket, piece, states, sent)))
             device_params = [
                 nn.Parameter(buffer.copy_in(chunk.of(bucket.masters[chunk.tensor_index].data))) for chunk in piece
@@ -295,13 +295,13 @@ class DeviceUpdates:
                 self._state_on_device(chunk, state, buffer) for chunk, state in zip(piece, states, strict=True)
             ]
             grads = [self._gradient(chunk, sent[chunk.tensor_index], buffer) for chunk in piece]
-        arrived = streams.mark_of(self._h2d)
-        streams.order(self._compute, arrived)
-        streams.order(self._compute, computed)
+        arrived = streams.record_on(self._h2d)
+        streams.wait_on(self._compute, arrived)
+        streams.wait_on(self._compute, computed)
         device_optimizer = _optimizer_over(
             optimizer, {id(bucket.masters[p.tensor_index]): g for p, g in zip(piece, device_params, strict=True)}
         )
-        with torch.no_grad(), streams.on(self._compute):
+        with torch.no_grad(), streams.use(self._compute):
             for device_param, state in zip(device_params, device_states, strict=True):
                 if state:
                     device_optimizer.state[device_param] = state | _scalars_on_device(
@@ -311,10 +311,10 @@ class DeviceUpdates:
             targets = [chunk.of(bucket.targets[chunk.tensor_index]) for chunk in piece]
             step_bucket(device_bucket, grads, targets, factor, clip_value)
             for grad in grads:
-                streams.used_by(self._compute, grad)
-        bucket.published = streams.mark_of(self._compute)
-        streams.order(self._d2h, bucket.published)
-        with torch.no_grad(), streams.on(self._d2h):
+                streams.keep_for(self._compute, grad)
+        bucket.published = streams.record_on(self._compute)
+        streams.wait_on(self._d2h, bucket.published)
+        with torch.no_grad(), streams.use(self._d2h):
             for chunk, device_param in zip(piece, device_params, strict=True):
                 state = device_optimizer.state[device_param]
                 chunk.of(bucket.masters[chunk.tensor_index].data).copy_(device_param.data, non_blocking=True)
@@ -322,13 +322,13 @@ class DeviceUpdates:
                 scalars[chunk.tensor_index] = dict(_scalars(state))
                 for key, leaf in state_tensors(state):
                     chunk.of(host_state[key]).copy_(leaf, non_blocking=True)
-                    streams.used_by(self._d2h, leaf)
-        buffer.copied_back = bucket.home = streams.mark_of(self._d2h)
+                    streams.keep_for(self._d2h, leaf)
+        buffer.copied_back = bucket.home = streams.record_on(self._d2h)
 
     def _gradient(self, chunk: BucketRows, sent: OffloadedGradient, buffer: _DeviceBuffer) -> Tensor:
         if sent.tensor.device == self._streams.device and self._streams.separate:
             return chunk.of(sent.tensor)
-        self._streams.order(self._h2d, sent.mark)
+        self._streams.wait_on(self._h2d, sent.event)
         return buffer.copy_in(chunk.of(sent.tensor))
 
     def _state_on_device(self, chunk: BucketRows, state: Mapping[str, Any], buffer: _DeviceBuffer) -> dict[str, Any]:
@@ -489,7 +489,7 @@ class BucketUpdates:
         assert self._optimizer is not None
         self.finish()
         self.publish_delayed()
-        marks = self._streams.mark(), self._streams.mark_back()
+        events = self._streams.record(), self._streams.record_h2d()
         for bucket in self._buckets:
             assert bucket.optimizer is not None
             copy_options(self._optimizer, bucket.optimizer)
@@ -498,7 +498,7 @@ class BucketUpdates:
                 targets = [None if _shares(master, target) else target for _, master, target in bucket.items()]
                 step_bucket(bucket, [grad.tensor for grad in grads], targets, factor, clip_value)
             else:
-                bucket.update = self._submit(partial(self._update, bucket, grads, factor, clip_value, marks))
+                bucket.update = self._submit(partial(self._update, bucket, grads, factor, clip_value, events))
 
     def wait_for(self, bucket: Bucket, gathering: Any = None) -> None:
         """Wait until a bucket is updated; copies to the device are waited for by the current stream only.
@@ -510,7 +510,7 @@ class BucketUpdates:
         if bucket.update is not None:
             bucket.update.result()
             bucket.update = None
-        self._streams.follow(bucket.published)
+        self._streams.wait(bucket.published)
         if bucket.published is not None and gathering is not None:
             gathering.wait_event(bucket.published)
         bucket.published = None
@@ -531,17 +531,17 @@ class BucketUpdates:
         self.finish()
         self.publish_delayed()
         for bucket in self._buckets:
-            self._streams.follow(bucket.published)
+            self._streams.wait(bucket.published)
             bucket.published = None
 
     def publish_delayed(self) -> None:
         """Copy the weights of a delayed update to the model."""
         delayed, self._delayed_weights = self._delayed_weights, []
-        self._streams.hold_back(self._streams.mark())
+        self._streams.h2d_wait(self._streams.record())
         for bucket, weights in delayed:
             self._copy_to_model(bucket, weights)
         for bucket, _ in delayed:
-            self._streams.follow(bucket.published)
+            self._streams.wait(bucket.published)
 
     def publish(self) -> None:
         """Copy all masters to the model, after they were initialized or loaded."""
@@ -574,9 +574,9 @@ class BucketUpdates:
         sent: Sequence[OffloadedGradient],
         factor: float,
         clip_value: float | None,
-        marks: tuple[Any, Any],
+        events: tuple[Any, Any],
     ) -> None:
-        computed, fetched = marks
+        computed, fetched = events
         if fetched is not None:
             fetched.synchronize()  # weights that lie on the host may still be copied to the device
         files = self._swapper if bucket.span.home == "nvme" else None
@@ -594,7 +594,7 @@ class BucketUpdates:
         if self._delayed:
             self._delayed_weights.append((bucket, targets))
         else:
-            self._streams.hold_back(computed)
+            self._streams.h2d_wait(computed)
             self._copy_to_model(bucket, targets)
 
     def _write_back(self, bucket: Bucket, files: NvmeSwapper) -> None:
@@ -614,12 +614,12 @@ class BucketUpdates:
         scratch = self._gradient_scratch.views([(gradient.tensor.shape, gradient.tensor.dtype) for gradient in sent])
         grads: list[Tensor] = []
         for gradient, copy in zip(sent, scratch, strict=True):
-            if gradient.mark is not None:
-                gradient.mark.synchronize()
+            if gradient.event is not None:
+                gradient.event.synchronize()
             if gradient.tensor.device.type == "cpu":
                 grads.append(gradient.tensor.contiguous())
             else:
-                self._streams.fetch(copy, gradient.tensor, computed)
+                self._streams.copy_to_host_after(copy, gradient.tensor, computed)
                 grads.append(copy)
         return grads
 
@@ -640,15 +640,15 @@ class BucketUpdates:
         ]
 
     def _copy_to_model(self, bucket: Bucket, weights: Sequence[Tensor]) -> None:
-        with torch.no_grad(), self._streams.to_device():
+        with torch.no_grad(), self._streams.h2d():
             for target, sink, weight in zip(bucket.targets, bucket.sinks, weights, strict=True):
                 if sink is not None:
                     sink(weight)
                 elif target is not weight:
                     target.copy_(weight, non_blocking=True)
-        bucket.published = self._streams.mark_back()
+        bucket.published = self._streams.record_h2d()
         if not self._delayed:
-            self._weight_scratch[(self._turn - 1) % _WEIGHT_SCRATCHES].mark = bucket.published
+            self._weight_scratch[(self._turn - 1) % _WEIGHT_SCRATCHES].event = bucket.published
 
 
 def _shares(master: Tensor, target: Tensor) -> bool:

@@ -124,11 +124,11 @@ class _HostBuffers:
         self.bytes += flat.nbytes
         return host_empty(flat.nbytes, dtype=torch.uint8, pinned=_has_streams(flat)), None
 
-    def give_back(self, buffer: Tensor, mark: Any) -> None:
-        """Take a host buffer back; `mark` is the event after the last copy from it."""
-        self._free.append((buffer, mark))
+    def give_back(self, buffer: Tensor, event: Any) -> None:
+        """Take a host buffer back; `event` is the event after the last copy from it."""
+        self._free.append((buffer, event))
 
-    def copy_out(self, buffer: Tensor, flat: Tensor, mark: Any) -> Any:
+    def copy_out(self, buffer: Tensor, flat: Tensor, event: Any) -> Any:
         """Copy to the host, once `flat` is computed and `buffer` was read; returns the event after the copy."""
         target = buffer[: flat.nbytes].view(flat.dtype)
         if not _has_streams(flat):
@@ -136,8 +136,8 @@ class _HostBuffers:
             return None
         stream = self._stream(0)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        if mark is not None:
-            stream.wait_event(mark)
+        if event is not None:
+            stream.wait_event(event)
         with torch.cuda.stream(stream):
             target.copy_(flat, non_blocking=True)
         return stream.record_event()
@@ -154,10 +154,10 @@ class _HostBuffers:
             flat.copy_(source, non_blocking=True)
         return stream.record_event()
 
-    def follow(self, mark: Any) -> None:
+    def follow(self, event: Any) -> None:
         """Have the current stream wait for a copy."""
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def _stream(self, which: int) -> Any:
         if self._streams is None:
@@ -231,8 +231,8 @@ class _Saved:
         self.call = call
         self.numel, self.dtype = flat.numel(), flat.dtype
         self.flat: Tensor | None = flat
-        self.buffer, mark = host.take(flat)
-        self.copied = host.copy_out(self.buffer, flat, mark)
+        self.buffer, event = host.take(flat)
+        self.copied = host.copy_out(self.buffer, flat, event)
 
     def __del__(self) -> None:
         # It may be freed unread while its copy is under way: the device memory must not be reused before that ends.

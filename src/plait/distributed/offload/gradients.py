@@ -24,10 +24,10 @@ from plait.torch_internals import (
 
 
 class OffloadedGradient(NamedTuple):
-    """A gradient for the update: on the host after the event `mark`, or still on the device."""
+    """A gradient for the update: on the host after the event `event`, or still on the device."""
 
     tensor: Tensor
-    mark: Any
+    event: Any
 
 
 class GradientOffloadQueue:
@@ -56,9 +56,9 @@ class GradientOffloadQueue:
         if len(self._buffer_sets) == 1:  # an update may still read the buffer of a parameter that was not used since
             if bucket.update is not None:
                 bucket.update.result()
-            self._streams.follow(bucket.published)
+            self._streams.wait(bucket.published)
         buffer = self._buffer(index, grad)
-        self._sent[index] = OffloadedGradient(buffer, self._streams.out(buffer, grad))
+        self._sent[index] = OffloadedGradient(buffer, self._streams.copy_to_host(buffer, grad))
 
     def _buffer(self, index: int, grad: Tensor) -> Tensor:
         buffers = self._buffer_sets[0]
@@ -83,8 +83,8 @@ class GradientOffloadQueue:
         sent = self._sent.get(index)
         if sent is None:
             return None
-        if sent.mark is not None:
-            sent.mark.synchronize()
+        if sent.event is not None:
+            sent.event.synchronize()
         return sent.tensor
 
     def take_all(self) -> dict[int, OffloadedGradient]:

@@ -75,9 +75,9 @@ class Bucket:
     update: Future[None] | None = None
     """The update in progress."""
     published: Any = None
-    """The mark after the last update's copies to the device."""
+    """The event after the last update's copies to the device."""
     home: Any = None
-    """The mark after which what the device updated is in host memory again."""
+    """The event after which what the device updated is in host memory again."""
 
     @property
     def numel(self) -> int:

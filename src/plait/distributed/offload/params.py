@@ -239,12 +239,12 @@ class ParamStream:
         for shard in group.shards:
             shard.untyped_storage().resize_(shard.numel() * shard.itemsize)
         with torch.no_grad():
-            self._streams.hold_back(self._streams.mark())
-            with self._streams.to_device():
+            self._streams.h2d_wait(self._streams.record())
+            with self._streams.h2d():
                 for shard, copy in zip(group.shards, copies, strict=True):
                     shard.copy_(copy, non_blocking=group.host.file is None)
-                    self._streams.fills(shard)
-            group.copied = self._streams.mark_back()
+                    self._streams.keep_for_h2d(shard)
+            group.copied = self._streams.record_h2d()
         group.host.drop()
         group.on_device = True
 
@@ -361,7 +361,7 @@ class WeightStream:
         unit = self._units[number]
         self._copy_to_device(unit)
         assert unit.on_device is not None
-        self._streams.follow(unit.copied)
+        self._streams.wait(unit.copied)
         for param, tensor in zip(unit.params, unit.on_device, strict=True):
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -394,10 +394,10 @@ class WeightStream:
         if not self._streams.separate:
             unit.on_device = list(copies)  # a CPU computes with them where they are
         else:
-            with torch.no_grad(), self._streams.to_device():
+            with torch.no_grad(), self._streams.h2d():
                 pinned = unit.host.file is None
                 unit.on_device = [copy.to(self._streams.device, non_blocking=pinned) for copy in copies]
-            unit.copied = self._streams.mark_back()
+            unit.copied = self._streams.record_h2d()
         unit.host.drop()
 
 

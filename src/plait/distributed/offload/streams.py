@@ -18,8 +18,8 @@ _ALIGNMENT = 64
 class CopyStreams:
     """A stream for copies to the host (D2H) and one for copies to the device (H2D); on a CPU, plain copies.
 
-    Everything is ordered by CUDA events ("marks"; None where there are no streams), so a copy begins when what it reads
-    is there, and whoever waits for a mark waits for the copies before it and for nothing else.
+    Everything is ordered by CUDA events (None where there are no streams), so a copy begins when what it reads
+    is there, and whoever waits for an event waits for the copies before it and for nothing else.
     """
 
     def __init__(self, device: torch.device, *, fake: bool) -> None:
@@ -44,8 +44,8 @@ class CopyStreams:
         """A host tensor, pinned where the device is a GPU, so that copies are asynchronous."""
         return host_empty(*shape, dtype=dtype, pinned=self._streams)
 
-    def out(self, host: Tensor, tensor: Tensor) -> Any:
-        """Copy a device tensor to the host, once it is computed; returns the mark after the copy."""
+    def copy_to_host(self, host: Tensor, tensor: Tensor) -> Any:
+        """Copy a device tensor to the host, once it is computed; returns the event after the copy."""
         if not self._streams or not tensor.is_cuda:
             host.copy_(tensor)
             return None
@@ -55,8 +55,8 @@ class CopyStreams:
             tensor.record_stream(self._out)
             return self._out.record_event()
 
-    def fetch(self, host: Tensor, tensor: Tensor, computed: Any) -> None:
-        """Copy a tensor that is computed at mark `computed` to the host, and wait for it: for a worker thread."""
+    def copy_to_host_after(self, host: Tensor, tensor: Tensor, computed: Any) -> None:
+        """Copy a tensor that is computed at event `computed` to the host, and wait for it: for a worker thread."""
         if not self._streams:
             host.copy_(tensor)
             return
@@ -64,46 +64,46 @@ class CopyStreams:
             self._out.wait_event(computed)
             host.copy_(tensor)
 
-    def to_device(self) -> AbstractContextManager[Any]:
+    def h2d(self) -> AbstractContextManager[Any]:
         """The context in which copies to the device are issued: their stream."""
         return torch.cuda.stream(self._back) if self._streams else nullcontext()
 
-    def fills(self, tensor: Tensor) -> None:
+    def keep_for_h2d(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that copies to the device write to until they are done, even if it is freed."""
         if self._streams:
             tensor.record_stream(self._back)
 
-    def mark(self) -> Any:
-        """A mark after what was issued to the current stream."""
+    def record(self) -> Any:
+        """An event after what was issued to the current stream."""
         return torch.cuda.current_stream(self.device).record_event() if self._streams else None
 
-    def mark_back(self) -> Any:
-        """A mark after the copies to the device that were issued so far."""
+    def record_h2d(self) -> Any:
+        """An event after the copies to the device that were issued so far."""
         return self._back.record_event() if self._streams else None
 
-    def hold_back(self, mark: Any) -> None:
-        """Let no copy to the device begin before a mark."""
-        if mark is not None:
-            self._back.wait_event(mark)
+    def h2d_wait(self, event: Any) -> None:
+        """Let no copy to the device begin before an event."""
+        if event is not None:
+            self._back.wait_event(event)
 
-    def stream(self) -> Any:
+    def new_stream(self) -> Any:
         """Another stream; None where there are none."""
         return torch.cuda.Stream(self.device) if self._streams else None  # type: ignore[no-untyped-call]
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
         """The context for work on a stream that `stream` returned."""
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
-    def mark_of(self, stream: Any) -> Any:
-        """A mark after what was issued to such a stream."""
+    def record_on(self, stream: Any) -> Any:
+        """An event after what was issued to such a stream."""
         return None if stream is None else stream.record_event()
 
-    def order(self, stream: Any, mark: Any) -> None:
-        """Have such a stream wait for a mark."""
-        if stream is not None and mark is not None:
-            stream.wait_event(mark)
+    def wait_on(self, stream: Any, event: Any) -> None:
+        """Have such a stream wait for an event."""
+        if stream is not None and event is not None:
+            stream.wait_event(event)
 
-    def used_by(self, stream: Any, tensor: Tensor) -> None:
+    def keep_for(self, stream: Any, tensor: Tensor) -> None:
         """Keep the memory of a tensor until what was issued to such a stream is done."""
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)
@@ -112,10 +112,10 @@ class CopyStreams:
         """Whether copies from and to a host tensor are asynchronous, or there is no device."""
         return not self._streams or tensor.is_pinned()
 
-    def follow(self, mark: Any) -> None:
-        """Have the current stream wait for a mark."""
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+    def wait(self, event: Any) -> None:
+        """Have the current stream wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class Scratch:
@@ -124,13 +124,13 @@ class Scratch:
     def __init__(self, streams: CopyStreams) -> None:
         self._streams = streams
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self.mark: Any = None
+        self.event: Any = None
 
     def wait(self) -> None:
         """Wait until the device has read what was stored here."""
-        if self.mark is not None:
-            self.mark.synchronize()
-            self.mark = None
+        if self.event is not None:
+            self.event.synchronize()
+            self.event = None
 
     def views(self, needed: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
         """A tensor of each shape and dtype, unfilled."""
