@@ -1,4 +1,4 @@
-"""`deepspeed.init_inference`: a model in a smaller format, and spread over ranks."""
+"""`deepspeed.init_inference`: a model in a smaller format, and sharded over ranks."""
 
 from __future__ import annotations
 

@@ -179,6 +179,11 @@ def setting(path: str, takes: ValueType, *, if_auto: str = _LEFT_OPEN) -> Key:
     return Key(takes, honoured_as(path, _plain), if_auto)
 
 
+def same_keys(names: str, takes: ValueType, reader: Reader) -> dict[str, Key]:
+    """Several keys with one reader; `names` are separated by spaces."""
+    return dict.fromkeys(names.split(), Key(takes, reader))
+
+
 def _plain(value: Any) -> Any:
     """`2e8` as the whole number that it is; a tuple as a list."""
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1:
@@ -187,7 +192,7 @@ def _plain(value: Any) -> Any:
 
 
 def refused_if_on(remedy: str) -> Key:
-    """A switch of something that is not supported: unneeded while it is off."""
+    """A switch of an unsupported feature: unneeded while it is off."""
     return Key(FLAG, refused_unless(remedy, False, why="it is off, here as there"))
 
 
@@ -229,15 +234,15 @@ def all_unneeded(table: Table, why: str) -> dict[str, Key]:
     return {name: replace(key, reader=unneeded(why)) for name, key in table.items()}
 
 
-def unsupported_section(what: str, remedy: str, *names: str) -> Key:
-    """A section of something that is not supported: unneeded while it is off, refused as a whole otherwise.
+def unsupported_section(what: str, remedy: str, names: str = "") -> Key:
+    """A section of an unsupported feature: unneeded while it is off, refused otherwise.
 
-    One with an `enabled` lists the `names` of all its other keys, so that a misspelt one is found; it is off without
-    `enabled`.
+    One with an `enabled` lists the `names` of all its other keys, separated by spaces, so that a misspelt one is found;
+    it is off without `enabled`.
     """
 
     def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-        known = ("enabled", *names)
+        known = ("enabled", *names.split())
         for name in value if names and isinstance(value, Mapping) else ():
             if name not in known:
                 settings.wrong(f"{key}.{name}", f"`{key}` has no such key", choose(name, known, "key"))

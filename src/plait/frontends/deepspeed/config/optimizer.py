@@ -96,7 +96,9 @@ _SGD: Table = {
     **_TORCH,
     "momentum": setting("optim.momentum", NUMBER),
     "nesterov": setting("optim.nesterov", FLAG),
-    "dampening": Key(NUMBER, refused_unless("momentum is not dampened: leave it out", 0, why="there is none here")),
+    "dampening": Key(
+        NUMBER, refused_unless("momentum is not dampened: leave it out", 0, why="momentum is not dampened here")
+    ),
 }
 _ADAFACTOR: Table = {
     **_COMMON,

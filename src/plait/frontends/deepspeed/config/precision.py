@@ -24,6 +24,7 @@ from plait.frontends.deepspeed.config.keys import (
     either,
     mapped_if_on,
     one_of,
+    same_keys,
     section,
     setting,
 )
@@ -87,9 +88,10 @@ APEX_TABLE: Table = {
     "master_weights": Key(
         FLAG, refused_unless("write `fp16.fp16_master_weights_and_grads`", True, why="weights are kept in fp32")
     ),
-    **dict.fromkeys(
-        ("verbosity", "num_losses", "patch_torch_functions", "cast_model_type", "cast_model_outputs"),
-        Key(ANY, unneeded("it configures Apex itself")),
+    **same_keys(
+        "verbosity num_losses patch_torch_functions cast_model_type cast_model_outputs",
+        ANY,
+        unneeded("it configures Apex itself"),
     ),
 }
 

@@ -32,6 +32,7 @@ from plait.frontends.deepspeed.config.keys import (
     mapped_if_on,
     one_of,
     refused_if_on,
+    same_keys,
     section,
     setting,
     switched_section,
@@ -131,27 +132,16 @@ _EXPERT_PARALLEL: Table = {
     "use_grouped_mm": Key(FLAG, unneeded(_SAME_RESULT)),
     "disable_triton_grouped_mm": Key(FLAG, unneeded(_SAME_RESULT)),
     "comm_backend": Key(one_of("comm", "deepep"), unneeded(_SAME_RESULT)),
-    **dict.fromkeys(("comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank"), Key(WHOLE, unneeded(_SAME_RESULT))),
+    **same_keys("comm_num_sm comm_qp_margin comm_max_tokens_per_rank", WHOLE, unneeded(_SAME_RESULT)),
     **{
         name: Key(TEXT, unneeded(_SAME_RESULT), auto_is_a_value=True)
         for name in ("combine_impl", "row_weighting_impl", "gate_up_impl", "score_apply")
     },
-    **dict.fromkeys(
-        (
-            "preset_model",
-            "moe_layer_pattern",
-            "expert_pattern",
-            "router_pattern",
-            "expert_w1",
-            "expert_w2",
-            "expert_w3",
-            "num_experts_attr",
-            "top_k_attr",
-            "shared_experts_pattern",
-            "shared_experts_gate_pattern",
-            "expert_activation",
-        ),
-        Key(TEXT, unneeded(_EXPERT_PLAN)),
+    **same_keys(
+        "preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2 expert_w3 "
+        "num_experts_attr top_k_attr shared_experts_pattern shared_experts_gate_pattern expert_activation",
+        TEXT,
+        unneeded(_EXPERT_PLAN),
     ),
     "has_shared_experts": Key(FLAG, unneeded(_EXPERT_PLAN)),
     "route_norm": Key(FLAG, refused(_ROUTING)),
@@ -295,7 +285,7 @@ _FLOPS: Table = {
 _COMMS_PROFILED = "`plait profile` logs all collectives: bytes, time and bandwidth"
 _COMMS: Table = {
     "enabled": Key(FLAG, mapped(_COMMS_PROFILED)),
-    **dict.fromkeys(("prof_all", "verbose", "debug"), Key(FLAG, unneeded(_COMMS_PROFILED))),
+    **same_keys("prof_all verbose debug", FLAG, unneeded(_COMMS_PROFILED)),
     "prof_ops": Key(TEXTS, unneeded(_COMMS_PROFILED)),
 }
 _TIMES = "the log has time and memory of a step, and `plait profile` measures where they go"
@@ -334,14 +324,7 @@ MONITORS_TABLE: Table = {
     "comet": unsupported_section(
         "Comet is",
         "this sink is not supported: use tensorboard or wandb, or a hook of your own (`hooks`)",
-        "samples_log_interval",
-        "project",
-        "workspace",
-        "api_key",
-        "experiment_name",
-        "experiment_key",
-        "online",
-        "mode",
+        "samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     ),
     "flops_profiler": switched_section(_FLOPS, "the profiler is"),
     "comms_logger": switched_section(_COMMS, "the logger is"),
@@ -372,12 +355,8 @@ _HYBRID: Table = {
     "enabled": Key(
         FLAG, refused("one model trains and generates here: leave it out, and generate with the model itself")
     ),
-    **dict.fromkeys(
-        ("max_out_tokens", "inference_tp_size", "tp_gather_partition_size"), Key(COUNT, unneeded(_OF_HYBRID))
-    ),
-    **dict.fromkeys(
-        ("release_inference_cache", "pin_parameters", "enable_cuda_graph"), Key(FLAG, unneeded(_OF_HYBRID))
-    ),
+    **same_keys("max_out_tokens inference_tp_size tp_gather_partition_size", COUNT, unneeded(_OF_HYBRID)),
+    **same_keys("release_inference_cache pin_parameters enable_cuda_graph", FLAG, unneeded(_OF_HYBRID)),
 }
 
 
@@ -391,9 +370,7 @@ OTHERS_TABLE: Table = {
     "data_efficiency": unsupported_section(
         "data efficiency is",
         "samples are read whole and in one order: sort or truncate the data beforehand",
-        "seed",
-        "data_sampling",
-        "data_routing",
+        "seed data_sampling data_routing",
     ),
     "weight_quantization": unsupported_section("quantization is", "weights are trained as they are: leave it out"),
     "disable_python_gc": Key(FLAG, unneeded("it changes no result")),
@@ -453,22 +430,12 @@ _COMPILE: Table = {
     "offload_opt_states": refused_if_on("write `zero_optimization.offload_optimizer`"),
     "offload_parameters": refused_if_on("write `zero_optimization.offload_param`"),
     "passes": Key(TEXTS, refused("leave it out: tensor and sequence parallelism are axes of `strategy.layout`")),
-    **dict.fromkeys(
-        (
-            "autoep_non_moe",
-            "free_activation",
-            "offload_activation_pin_memory",
-            "double_buffer",
-            "symmetric_memory",
-            "debug_log",
-            "sync_before_reduce",
-            "sync_after_reduce",
-            "sync_before_allgather",
-            "sync_after_allgather",
-            "keep_int_input_tensors",
-            "keep_all_input_tensors",
-        ),
-        Key(FLAG, unneeded(_GRAPH)),
+    **same_keys(
+        "autoep_non_moe free_activation offload_activation_pin_memory double_buffer symmetric_memory "
+        "debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+        "keep_int_input_tensors keep_all_input_tensors",
+        FLAG,
+        unneeded(_GRAPH),
     ),
     "free_activation_threshold": Key(SIZE, unneeded(_GRAPH)),
 }
@@ -489,11 +456,7 @@ REMOVED_TABLE: Table = {
     "nebula": unsupported_section(
         "Nebula is",
         "write `checkpoint.async_save: true` in the run description",
-        "persistent_storage_path",
-        "persistent_time_interval",
-        "num_of_version_in_retention",
-        "enable_nebula_load",
-        "load_path",
+        "persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load load_path",
     ),
     "compression_training": unsupported_section(
         "compression is", "models are trained as they are: compress them afterwards"
@@ -502,42 +465,24 @@ REMOVED_TABLE: Table = {
     "eigenvalue": unsupported_section(
         "eigenvalues are",
         "they were for quantization, which is not supported: leave it out",
-        "verbose",
-        "max_iter",
-        "tol",
-        "stability",
-        "gas_boundary_resolution",
-        "layer_name",
-        "layer_num",
+        "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
     ),
     "sparse_attention": unsupported_section("sparse attention is", "attention is the model's own: leave it out"),
     "sparse_gradients": unsupported_section("sparse gradients are", "gradients of embeddings are dense: leave it out"),
     "elasticity": unsupported_section(
         "elasticity is",
         "write `train_batch_size`, and start with `plait launch --elastic_training`: it stays the same at any size",
-        "max_train_batch_size",
-        "micro_batch_sizes",
-        "min_gpus",
-        "max_gpus",
-        "min_time",
-        "version",
-        "prefer_larger_batch",
-        "ignore_non_elastic_batch_info",
-        "num_gpus_per_node",
-        "model_parallel_size",
+        "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
+        "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
     ),
     "graph_harvesting": unsupported_section("graph harvesting is", "write `strategy.compile: {mode: reduce-overhead}`"),
     "curriculum_learning": unsupported_section(
         "the curriculum is",
         "samples are read whole and in one order: sort or truncate the data beforehand",
-        "curriculum_type",
-        "min_difficulty",
-        "max_difficulty",
-        "schedule_type",
-        "schedule_config",
+        "curriculum_type min_difficulty max_difficulty schedule_type schedule_config",
     ),
     "progressive_layer_drop": unsupported_section(
-        "layer dropping is", "layers are never dropped: leave it out", "theta", "gamma"
+        "layer dropping is", "layers are never dropped: leave it out", "theta gamma"
     ),
 }
 

@@ -22,6 +22,7 @@ from plait.frontends.deepspeed.config.keys import (
     either,
     one_of,
     refused_if_on,
+    same_keys,
     section,
     setting,
 )
@@ -230,52 +231,40 @@ def _mics(settings: DeepSpeedSettings, key: str, value: Any) -> None:
 
 STAGES: Table = {
     "stage": Key(SIZE, _stage),
-    **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "allgather_size"), Key(SIZE, unneeded(_BUCKETS))),
-    **dict.fromkeys(
-        ("reduce_scatter", "use_multi_rank_bucket_allreduce", "overlap_comm"), Key(FLAG, unneeded(_OVERLAP))
+    **same_keys("reduce_bucket_size allgather_bucket_size allgather_size", SIZE, unneeded(_BUCKETS)),
+    **same_keys("reduce_scatter use_multi_rank_bucket_allreduce overlap_comm", FLAG, unneeded(_OVERLAP)),
+    **same_keys(
+        "contiguous_gradients contigious_gradients round_robin_gradients parameter_alignment", FLAG, unneeded(_LAYOUT)
     ),
-    **dict.fromkeys(
-        ("contiguous_gradients", "contigious_gradients", "round_robin_gradients", "parameter_alignment"),
-        Key(FLAG, unneeded(_LAYOUT)),
-    ),
-    **dict.fromkeys(
-        (
-            "allgather_partitions",
-            "stage3_use_all_reduce_for_fetch_params",
-            "use_all_reduce_for_fetch_params",
-            "stage3_allgather_sequential",
-            "allgather_sequential",
-        ),
-        Key(FLAG, unneeded(_GATHER)),
+    **same_keys(
+        "allgather_partitions stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
+        "stage3_allgather_sequential allgather_sequential",
+        FLAG,
+        unneeded(_GATHER),
     ),
     **dict.fromkeys(
         ("stage3_prefetch_bucket_size", "prefetch_bucket_size"), _offload_limit("prefetch_params", _PREFETCH)
     ),
     **dict.fromkeys(("stage3_max_live_parameters", "max_live_parameters"), _offload_limit("live_params", _LIVE)),
-    **dict.fromkeys(
-        (
-            "stage3_max_reuse_distance",
-            "max_reuse_distance",
-            "stage3_model_persistence_threshold",
-            "model_persistence_threshold",
-        ),
-        Key(SIZE, unneeded(_LIVE)),
+    **same_keys(
+        "stage3_max_reuse_distance max_reuse_distance stage3_model_persistence_threshold model_persistence_threshold",
+        SIZE,
+        unneeded(_LIVE),
     ),
     **dict.fromkeys(
         ("stage3_param_persistence_threshold", "param_persistence_threshold"),
         _offload_limit("persistent_params", _SMALL),
     ),
-    **dict.fromkeys(
-        ("stage3_module_granularity_threshold", "module_granularity_threshold"),
-        Key(SIZE, unneeded("units are the model's blocks, or what `strategy.wrap` names")),
+    **same_keys(
+        "stage3_module_granularity_threshold module_granularity_threshold",
+        SIZE,
+        unneeded("units are the model's blocks, or what `strategy.wrap` names"),
     ),
-    **dict.fromkeys(
-        (
-            "stage3_gather_16bit_weights_on_model_save",
-            "gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save",
-        ),
-        Key(FLAG, unneeded(_GATHERED)),
+    **same_keys(
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save "
+        "stage3_gather_fp16_weights_on_model_save",
+        FLAG,
+        unneeded(_GATHERED),
     ),
     "sub_group_size": Key(SIZE, unneeded("the optimizer works through its shard in pieces of its own choice")),
     "compute_grad_norm": Key(FLAG, unneeded("the norm is always known: the log shows it")),
@@ -312,9 +301,10 @@ STAGES: Table = {
     "enable_sanity_checks": Key(FLAG, unneeded(_CHECKS)),
     "save_muon_momentum_buffer_in_memory": Key(FLAG, unneeded("all states of the optimizer are in one place")),
     "leaf_module": section(
-        dict.fromkeys(
-            ("classes", "names", "name_suffixes"),
-            Key(TEXT_OR_TEXTS, unneeded("a block is gathered as a whole, with all its modules")),
+        same_keys(
+            "classes names name_suffixes",
+            TEXT_OR_TEXTS,
+            unneeded("a block is gathered as a whole, with all its modules"),
         )
     ),
     **OFFLOAD_TABLE,
