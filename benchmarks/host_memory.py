@@ -79,7 +79,7 @@ def predict(row: str) -> Result:
     config, received, found = config_of(row), None, []
     for rank in range(RANKS):
         seen = simulate(config, find_hardware("cpu"), ranks=RANKS, rank=rank, received=received)
-        received = seen.handed_on
+        received = seen.sent_spec
         found.append(host_bytes(seen.ledger) / MIB)
     return {"peak": max(found)}
 

@@ -70,7 +70,7 @@ def simulated(config: RunConfig) -> list[Any]:
     found, received = [], None
     for rank in range(2):
         seen = simulate(config, find_hardware("cpu"), ranks=2, rank=rank, received=received)
-        received = seen.handed_on
+        received = seen.sent_spec
         found.append(seen.ledger)
     return found
 

@@ -34,7 +34,7 @@ def guards() -> list[int | None]:
 
 def surroundings() -> list[object]:
     """What pretending changes."""
-    named = [getattr(torch.cuda, name) for name in fake._python_side(1, 1, (9, 0))]
+    named = [getattr(torch.cuda, name) for name in fake._fake_cuda_module(1, 1, (9, 0))]
     others = [torch.tensor, torch.cuda._lazy_init, torch.Tensor.record_stream, torch.UntypedStorage.resize_]
     module = [nn.Module._apply, DeviceMesh.__init__]
     accelerator = torch.accelerator.current_accelerator()
