@@ -91,17 +91,17 @@ class RecordedStep:
         """`is_warm` says whether a step like this was done before: then it is captured at once."""
         self._step, self._on, self._is_warm = step, on, is_warm
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._left: int | None = None
+        self._eager_left: int | None = None
 
     def __call__(self) -> None:
         """Do the step."""
         if self._graph is not None:
             self._graph.replay()
             return
-        if self._left is None:
-            self._left = 0 if self._is_warm() else WARM_UP
-        if not self._on or self._left > 0:
-            self._left -= 1
+        if self._eager_left is None:
+            self._eager_left = 0 if self._is_warm() else WARM_UP
+        if not self._on or self._eager_left > 0:
+            self._eager_left -= 1
             self._step()
             return
         # Capturing runs no kernel; the replay is this step.
@@ -110,7 +110,7 @@ class RecordedStep:
 
     def forget(self) -> None:
         """Discard the graph, because the tensors have changed."""
-        self._graph = self._left = None
+        self._graph = self._eager_left = None
 
 
 CHECK_EVERY = 16
@@ -170,7 +170,7 @@ class Answers:
         state = (self.token, self.tokens, self.logprobs, self.counts, self.limits, self.done, self.stopped)
         record_tokens(token, logprob, TokenRecords(*state, self._stops))
 
-    def go_on(self, decoder: Decoder) -> None:
+    def advance(self, decoder: Decoder) -> None:
         """One step: the model's forward pass on the last tokens, and the choice of the next."""
         if self._sampling.is_greedy:
             self.record(*decoder.step_greedy(self.token))
@@ -247,8 +247,8 @@ def answering(
     try:
         live.take(decoder.begin(prompts, limits))
         recorded = graphs and decoder.capturable
-        way = replace(sampling, seed=0)  # all seeds use the same kernels
-        step = RecordedStep(lambda: live.go_on(decoder), on=recorded, is_warm=lambda: decoder.is_warm(way))
+        settings = replace(sampling, seed=0)  # all seeds use the same kernels
+        step = RecordedStep(lambda: live.advance(decoder), on=recorded, is_warm=lambda: decoder.is_warm(settings))
         for length in count(1):
             # Ranks that step together must check at the same steps, whatever the lengths of their rows.
             if length % check_every == 0 or (any_rank is None and length >= longest):
@@ -257,8 +257,8 @@ def answering(
                 yield live
                 # Without stop tokens or texts rows end at their limits, and need not wait for the device.
                 rows = numbers if not sampling.stop and length < shortest else (~live.done).nonzero().squeeze(1)
-                goes_on = len(rows) > 0
-                if not (goes_on if any_rank is None else any_rank(goes_on)):
+                unfinished = len(rows) > 0
+                if not (unfinished if any_rank is None else any_rank(unfinished)):
                     break
                 pays = longest - length >= WORTH_RECORDING or not recorded
                 if 0 < len(rows) <= len(live.done) // 2 and pays:
@@ -316,7 +316,7 @@ class ContinuousBatch:
         self._top: tuple[Tensor, Tensor] | None = None
         self._groups: list[tuple[Sampling, Tensor | None]] = []
         record = graphs and decoder.capturable
-        self._step = RecordedStep(self._go_on, on=record, is_warm=lambda: decoder.is_warm(self._group_keys()))
+        self._step = RecordedStep(self._advance, on=record, is_warm=lambda: decoder.is_warm(self._group_keys()))
 
     def takes(self, rows: Sequence[GenerationRow]) -> bool:
         """Whether these rows may join now; if not, they may when the batch is empty, at worst one by one."""
@@ -405,7 +405,8 @@ class ContinuousBatch:
             groups.setdefault(_sampling_group(row.sampling), []).append(number)
         alone = len(groups) == 1
         self._groups = [
-            (way, None if alone else torch.tensor(numbers, device=self._device)) for way, numbers in groups.items()
+            (settings, None if alone else torch.tensor(numbers, device=self._device))
+            for settings, numbers in groups.items()
         ]
         most = max(row.top for row in self.rows)
         if most:
@@ -416,29 +417,29 @@ class ContinuousBatch:
         self._step.forget()
 
     def _group_keys(self) -> tuple[object, ...]:
-        return (*(way for way, _ in self._groups), self._top is not None)
+        return (*(settings for settings, _ in self._groups), self._top is not None)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """One step. Changes tensors in place only, for CUDA graphs."""
         if len(self._groups) == 1 and self._top is None:
-            way = self._groups[0][0]
-            if way.is_greedy:
+            settings = self._groups[0][0]
+            if settings.is_greedy:
                 self._record(None, *self._decoder.step_greedy(self._token))
                 self._counts.add_(1)
                 return
-            if way.draws_from_all:
-                self._record(None, *self._decoder.step_sample(self._token, way.temperature, self._rng(None)))
+            if settings.draws_from_all:
+                self._record(None, *self._decoder.step_sample(self._token, settings.temperature, self._rng(None)))
                 self._counts.add_(1)
                 return
         self._choose(self._decoder.step(self._token))
 
     def _choose(self, logits: Tensor) -> None:
-        for way, rows in self._groups:
-            seen = self._seen if way.repetition_penalty != 1.0 else None
+        for settings, rows in self._groups:
+            seen = self._seen if settings.repetition_penalty != 1.0 else None
             group_logits = logits if rows is None else logits[rows]
             if seen is not None and rows is not None:
                 seen = seen[rows]
-            self._record(rows, *choose(group_logits, self._rng(rows), way, seen))
+            self._record(rows, *choose(group_logits, self._rng(rows), settings, seen))
         if self._seen is not None:
             self._seen.scatter_(1, self._token[:, None], True)
         if self._top is not None:

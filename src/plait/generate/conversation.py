@@ -283,12 +283,12 @@ def read_calls(text: str) -> list[ToolCall] | None:
         if not rest.startswith(OPEN) or not closed:
             return None
         try:
-            said = json.loads(inner)
+            call = json.loads(inner)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(said, dict) or said.keys() != {"name", "arguments"}:
+        if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
             return None
-        name, arguments = said["name"], said["arguments"]
+        name, arguments = call["name"], call["arguments"]
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         calls.append(ToolCall(name, arguments))
@@ -309,14 +309,14 @@ class ToolReader:
         if self._is_open:
             self._pending.append(text)
             return ""
-        whole = "".join([*self._pending, text])
-        begin = whole.find(OPEN)
+        text_so_far = "".join([*self._pending, text])
+        begin = text_so_far.find(OPEN)
         self._is_open = begin >= 0
         if not self._is_open:  # its end may be the beginning of "<tool_call>"
-            last = range(max(len(whole) - len(OPEN) + 1, 0), len(whole))
-            begin = next((at for at in last if OPEN.startswith(whole[at:])), len(whole))
-        self._pending = [whole[begin:]]
-        return whole[:begin]
+            last = range(max(len(text_so_far) - len(OPEN) + 1, 0), len(text_so_far))
+            begin = next((at for at in last if OPEN.startswith(text_so_far[at:])), len(text_so_far))
+        self._pending = [text_so_far[begin:]]
+        return text_so_far[:begin]
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """Return the remaining content, and the calls. Invalid calls are content."""

@@ -76,8 +76,8 @@ class Generator:
         with self._ready():
             for first in range(0, len(order), width):
                 chosen = order[first : first + width]
-                asked, drawn = [prompts[i] for i in chosen], [keys[i] for i in chosen]
-                answers = self._run(asked, drawn, sampling, CHECK_EVERY)
+                batch_prompts, batch_keys = [prompts[i] for i in chosen], [keys[i] for i in chosen]
+                answers = self._run(batch_prompts, batch_keys, sampling, CHECK_EVERY)
                 completions.update(zip(chosen, _last_of(answers), strict=True))
         return [completions[index] for index in range(len(prompts))]
 

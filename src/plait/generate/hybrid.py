@@ -47,8 +47,8 @@ def full_weights(engine: NativeEngine, dtype: torch.dtype) -> Iterator[tuple[str
         for name, param in engine.model.named_parameters():
             shard = to_local(param.detach())
             shard = shard.to(device, dtype if shard.dtype == torch.float32 else shard.dtype)
-            whole = dtensor_like(shard, param.detach())
-            yield name, whole.full_tensor() if is_sharded(whole) else whole
+            full = dtensor_like(shard, param.detach())
+            yield name, full.full_tensor() if is_sharded(full) else full
 
 
 class Replica:
@@ -79,7 +79,7 @@ class Replica:
     def fill(self, engine: NativeEngine) -> None:
         """Load the engine's current weights. A collective."""
         missing, params = set(self._holders), dict(engine.model.named_parameters())
-        for name, whole in full_weights(engine, self._dtype):
+        for name, full in full_weights(engine, self._dtype):
             if name not in self._holders:
                 raise ModelError(
                     f"the model in training has {name}, and the copy for generation has not: build both the same way, "
@@ -87,8 +87,8 @@ class Replica:
                 )
             missing.discard(name)
             # A parameter that is neither sharded nor cast is the trainer's own tensor, and has to be cloned.
-            is_copy = whole.data_ptr() != to_local(params[name].detach()).data_ptr()
-            self._put(name, whole if is_copy else whole.clone())
+            is_copy = full.data_ptr() != to_local(params[name].detach()).data_ptr()
+            self._put(name, full if is_copy else full.clone())
         if missing:
             raise ModelError(f"the copy for generation has {min(missing)}, and the model in training has not")
         live = dict(engine.model.named_buffers())
@@ -206,13 +206,15 @@ def compare_logprobs(
     groups = world.layout.data_parallel
     share = range(world.data_rank, len(completions), groups)
     differences: list[float] = []
-    for turn in range(-(-len(completions) // groups // rows) or 1):
-        chosen = list(share[turn * rows : (turn + 1) * rows]) or [
+    for batch in range(-(-len(completions) // groups // rows) or 1):
+        chosen = list(share[batch * rows : (batch + 1) * rows]) or [
             0
         ]  # a rank without rows takes part in the collectives
-        asked, given = [prompts[i] for i in chosen], [completions[i] for i in chosen]
-        for theirs, ours in zip(trainer_logprobs(engine, asked, given, cuts=cuts), given, strict=True):
-            if share[turn * rows :] and world.coordinate("tp") == 0:  # the others along `tp` have the same
+        batch_prompts, batch_completions = [prompts[i] for i in chosen], [completions[i] for i in chosen]
+        for theirs, ours in zip(
+            trainer_logprobs(engine, batch_prompts, batch_completions, cuts=cuts), batch_completions, strict=True
+        ):
+            if share[batch * rows :] and world.coordinate("tp") == 0:  # the others along `tp` have the same
                 differences += [abs(a - b) for a, b in zip(theirs, ours.logprobs, strict=True)]
     every = [value for values in world.gather(differences) for value in values]
     # Python's `max` would ignore NaN, depending on its position.
@@ -327,19 +329,21 @@ class HybridEngine:
         mode = self._choose_mode(prompts, sampling)
         independent = mode in ("gathered", "vllm")
         group, count = (world.rank, world.size) if independent else (world.data_rank, world.layout.data_parallel)
-        mine = range(len(prompts))[group::count]
+        local = range(len(prompts))[group::count]
         most = len(range(len(prompts))[::count])  # of any rank
         width = max(most, 1) if mode == "vllm" else self._max_rows  # vLLM batches by itself
         completions: dict[int, Completion] = {}
         with self._generator_for(mode) as generator:
             for first in range(0, most, width):
-                rows = mine[first : first + width]
+                rows = local[first : first + width]
                 if rows or not independent:
-                    asked = rows or range(1)  # a rank without prompts takes part in the collectives
-                    answers = generator.generate([prompts[i] for i in asked], sampling, keys=[keys[i] for i in asked])
+                    indices = rows or range(1)  # a rank without prompts takes part in the collectives
+                    answers = generator.generate(
+                        [prompts[i] for i in indices], sampling, keys=[keys[i] for i in indices]
+                    )
                     completions.update(zip(rows, answers, strict=False))
-        for others in world.gather(completions):
-            completions.update(others)
+        for completions_of_rank in world.gather(completions):
+            completions.update(completions_of_rank)
         return [completions[index] for index in range(len(prompts))]
 
     def verify(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Comparison:

@@ -58,8 +58,8 @@ class Sampling:
     @property
     def draws_from_all(self) -> bool:
         """Whether tokens are sampled from the whole vocabulary, without a penalty."""
-        whole = self.top_k is None and self.top_p in (None, 1.0)
-        return self.temperature > 0.0 and whole and self.repetition_penalty == 1.0
+        unrestricted = self.top_k is None and self.top_p in (None, 1.0)
+        return self.temperature > 0.0 and unrestricted and self.repetition_penalty == 1.0
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:

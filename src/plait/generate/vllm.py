@@ -114,10 +114,10 @@ class VllmGenerator:
             raise GenerateError(f"stop={sampling.stop_texts[0]!r} is a text, which needs `decode`; pass a tokenizer's")
         if not prompts:
             return []
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [self._params(sampling, key, prompt) for key, prompt in zip(keys, prompts, strict=True)]
         with _undisturbed(self._world.device):
-            outputs = self._llm.generate(asked, params, use_tqdm=False)
+            outputs = self._llm.generate(requests, params, use_tqdm=False)
         return [self._completion(output.outputs[0], sampling) for output in outputs]
 
     def sleep(self) -> None:

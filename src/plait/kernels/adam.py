@@ -32,10 +32,10 @@ class ThreadPool:
         self._size = threads
         self._pool = ThreadPoolExecutor(threads, initializer=_work_alone)
         ready = threading.Barrier(threads)
-        usual = torch.get_num_threads()
+        default = torch.get_num_threads()
         wait([self._pool.submit(ready.wait) for _ in range(threads)])
         # `set_num_threads` in a thread also sets the default of threads that start later: restore it.
-        torch.set_num_threads(usual)
+        torch.set_num_threads(default)
 
     def share(self, count: int, work: Callable[[Iterator[int]], None]) -> None:
         """Let every thread run `work` over an iterator of `range(count)` that they share: each number is used once."""

@@ -403,14 +403,14 @@ def fp8_cast_plain(
     if amax_bits is not None:
         record_amax_plain(tensors, amax_bits)
     scale = _scale(amax.amax(), dtype)
-    whole = torch.cat(tuple(tensors), dim)
+    concatenated = torch.cat(tuple(tensors), dim)
     if saturates:  # infinities must not be clamped to finite values
-        whole = whole.where(whole.isfinite(), torch.nan)
-    small = rounded(whole, scale, dtype)
-    none = small.new_empty(0)
+        concatenated = concatenated.where(concatenated.isfinite(), torch.nan)
+    cast = rounded(concatenated, scale, dtype)
+    none = cast.new_empty(0)
     # As bytes, because not every operation supports the 8-bit dtypes.
-    turned = F.pad(small.view(torch.uint8).t(), (0, -len(small) % MULTIPLE)).contiguous().view(dtype)
-    return Fp8Matrix(small if rows else none, turned if columns else none, scale.reciprocal())
+    transposed = F.pad(cast.view(torch.uint8).t(), (0, -len(cast) % MULTIPLE)).contiguous().view(dtype)
+    return Fp8Matrix(cast if rows else none, transposed if columns else none, scale.reciprocal())
 
 
 def record_amax_plain(tensors: Sequence[Tensor], amax_bits: Tensor) -> None:
@@ -539,15 +539,15 @@ class _Fp8Linears(torch.autograd.Function):
         ctx: Any, x: Tensor, keeps: bool, emulated: bool, earlier: DelayedScales, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         x = x.contiguous()
-        small = earlier.fp8_cast(INPUT, [x], earlier.amax_of(INPUT, [x]), rows=True, columns=keeps)
+        cast_x = earlier.fp8_cast(INPUT, [x], earlier.amax_of(INPUT, [x]), rows=True, columns=keeps)
         amax = earlier.amax_of(WEIGHT, weights)
         stacked = earlier.fp8_cast(WEIGHT, weights, amax, rows=True, columns=False)
         # Weights are cast again in the backward pass: saved copies would keep sharded weights gathered.
-        ctx.save_for_backward(small.columns, small.inverse, amax, *weights)
+        ctx.save_for_backward(cast_x.columns, cast_x.inverse, amax, *weights)
         ctx.emulated, ctx.earlier = emulated, earlier
-        inverses = small.inverse, stacked.inverse
+        inverses = cast_x.inverse, stacked.inverse
         return tuple(
-            scaled_product(small.rows, stacked_weight.t(), inverses, x.dtype, fast=True, emulated=emulated)
+            scaled_product(cast_x.rows, stacked_weight.t(), inverses, x.dtype, fast=True, emulated=emulated)
             for stacked_weight in stacked.rows.split_with_sizes([len(weight) for weight in weights])
         )
 
@@ -560,17 +560,19 @@ class _Fp8Linears(torch.autograd.Function):
         grad_weights: list[Tensor | None] = [None] * len(weights)
         grads = tuple(grad.contiguous() for grad in grads)
         grad_amax = earlier.amax_of(GRADIENT, grads)
-        small = earlier.fp8_cast(GRADIENT, grads, grad_amax, dim=1, rows=needs_x, columns=any(needed))
+        cast_grads = earlier.fp8_cast(GRADIENT, grads, grad_amax, dim=1, rows=needs_x, columns=any(needed))
         if needs_x:
             stacked = fp8_cast(weights, amax, E4M3, rows=False, columns=True, saturates=earlier.saturates)
-            inverses = small.inverse, stacked.inverse
+            inverses = cast_grads.inverse, stacked.inverse
             b = stacked.columns.t()
-            grad_x = scaled_product(small.rows, b, inverses, grads[0].dtype, fast=False, emulated=ctx.emulated)
+            grad_x = scaled_product(cast_grads.rows, b, inverses, grads[0].dtype, fast=False, emulated=ctx.emulated)
         if any(needed):
-            inverses, dtype = (small.inverse, inverse), weights[0].dtype
-            whole = scaled_product(small.columns, columns.t(), inverses, dtype, fast=False, emulated=ctx.emulated)
-            pieces = whole.split_with_sizes([len(weight) for weight in weights])
-            grad_weights = [piece if wanted else None for piece, wanted in zip(pieces, needed, strict=True)]
+            inverses, dtype = (cast_grads.inverse, inverse), weights[0].dtype
+            stacked_grad = scaled_product(
+                cast_grads.columns, columns.t(), inverses, dtype, fast=False, emulated=ctx.emulated
+            )
+            pieces = stacked_grad.split_with_sizes([len(weight) for weight in weights])
+            grad_weights = [piece if needs_grad else None for piece, needs_grad in zip(pieces, needed, strict=True)]
         return grad_x, None, None, None, *grad_weights
 
 

@@ -241,7 +241,7 @@ def describe(config: GptConfig) -> dict[str, Any]:
 def from_description(hf_config: Mapping[str, Any]) -> GptConfig:
     """Plait's configuration for a `config.json` of `transformers`; `ModelError` where a `Gpt` cannot compute it."""
     dim = hf_config.get("n_embd", 768)
-    wanted = {
+    supported = {
         "model_type": (hf_config.get("model_type"), ("gpt2",)),
         "activation_function": (hf_config.get("activation_function", "gelu_new"), ("gelu_new", "gelu_pytorch_tanh")),
         "n_inner": (hf_config.get("n_inner") or 4 * dim, (4 * dim,)),
@@ -249,7 +249,7 @@ def from_description(hf_config: Mapping[str, Any]) -> GptConfig:
         "scale_attn_weights": (hf_config.get("scale_attn_weights", True), (True,)),
         "scale_attn_by_inverse_layer_idx": (hf_config.get("scale_attn_by_inverse_layer_idx", False), (False,)),
     }
-    for key, (value, needed) in wanted.items():
+    for key, (value, needed) in supported.items():
         if value not in needed:
             raise ModelError(
                 f"config.json has {key} {value!r}, but Plait's gpt supports only {needed[0]!r}; use `model.type: hf`"

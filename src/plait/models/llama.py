@@ -223,7 +223,7 @@ def from_description(hf_config: Mapping[str, Any]) -> LlamaConfig:
     dim, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    wanted = {
+    supported = {
         "model_type": (hf_config.get("model_type"), "llama"),
         "hidden_act": (hf_config.get("hidden_act", "silu"), "silu"),
         "attention_bias": (bool(hf_config.get("attention_bias", False)), False),
@@ -231,7 +231,7 @@ def from_description(hf_config: Mapping[str, Any]) -> LlamaConfig:
         "head_dim": (hf_config.get("head_dim") or dim // heads, dim // heads),
         "rope_type": (rope_type, "default"),
     }
-    for key, (value, needed) in wanted.items():
+    for key, (value, needed) in supported.items():
         if value != needed:
             raise ModelError(
                 f"config.json has {key} {value!r}, but Plait's llama supports only {needed!r}; use `model.type: hf`"

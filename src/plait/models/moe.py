@@ -587,8 +587,8 @@ def describe(config: MoeConfig) -> dict[str, Any]:
 
 def from_description(hf_config: Mapping[str, Any]) -> MoeConfig:
     """Plait's configuration for a `config.json` of a Mixtral; `ModelError` where a `Moe` cannot compute it."""
-    wanted = {"model_type": "mixtral", "sliding_window": None}
-    for key, needed in wanted.items():
+    supported = {"model_type": "mixtral", "sliding_window": None}
+    for key, needed in supported.items():
         if hf_config.get(key) != needed:
             raise ModelError(
                 f"config.json has {key} {hf_config.get(key)!r}, but Plait's moe supports only {needed!r}; "

@@ -174,7 +174,7 @@ def test_a_step_can_be_recorded_for_it_waits_for_nothing_and_changes_the_same_te
             held = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
             with NoWaiting():
                 for _ in range(5):
-                    answers.go_on(decoder)
+                    answers.advance(decoder)
         after = {id(each): each.data_ptr() for each in tensors_of(answers, decoder._cache, *decoder._layers)}
         decoder.close()
         assert after == held

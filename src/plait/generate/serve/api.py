@@ -147,14 +147,14 @@ class _Request(_Strict, ABC):
         """The sampling settings; without a seed, each request gets another answer."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise invalid("max_tokens and max_completion_tokens are the same: give one of them")
-        wanted = self.max_tokens or self.max_completion_tokens or most
-        if wanted > most:
+        max_tokens = self.max_tokens or self.max_completion_tokens or most
+        if max_tokens > most:
             key = "max_completion_tokens" if self.max_tokens is None else "max_tokens"
-            raise invalid(f"{key}={wanted} is more than this server's limit of {most}")
+            raise invalid(f"{key}={max_tokens} is more than this server's limit of {most}")
         seed = time.time_ns() if self.seed is None else self.seed
         try:
             return Sampling(
-                wanted, self.temperature, self.top_k, self.top_p, self.repetition_penalty, tuple(self.stop), seed
+                max_tokens, self.temperature, self.top_k, self.top_p, self.repetition_penalty, tuple(self.stop), seed
             )
         except GenerateError as error:
             raise invalid(str(error)) from error
@@ -272,13 +272,13 @@ class ChatRequest(_Request):
         as_json = json.dumps([tools, [turn.more for turn in turns]], ensure_ascii=False)
         if wrong := lone_surrogate(as_json):
             raise invalid(f"tools: {wrong}; leave it out")
-        asked = conversation.encode_conversation(turns, tools if self.may_call else ())
-        if asked.left_out:
+        encoded = conversation.encode_conversation(turns, tools if self.may_call else ())
+        if encoded.left_out:
             raise ContextError(
                 f"messages: the conversation is longer than the model's context of {conversation.generator.context} "
-                f"tokens; leave out the first {asked.left_out} messages that are not the system's"
+                f"tokens; leave out the first {encoded.left_out} messages that are not the system's"
             )
-        return asked.tokens
+        return encoded.tokens
 
 
 class TextRequest(_Request):
@@ -308,10 +308,10 @@ def read_request(request_type: type[Request], data: Any, most_messages: int) -> 
     try:
         return request_type.model_validate(data)
     except ValidationError as error:
-        raise invalid("; ".join(dict.fromkeys(_said(problem) for problem in error.errors()[:16]))) from error
+        raise invalid("; ".join(dict.fromkeys(_describe(problem) for problem in error.errors()[:16]))) from error
 
 
-def _said(problem: Any) -> str:
+def _describe(problem: Any) -> str:
     path = ".".join(map(str, problem["loc"])) or "body"
     remedy = _UNSUPPORTED.get(str(problem["loc"][-1])) if problem["loc"] else None
     if problem["type"] == "extra_forbidden" and remedy:
@@ -410,8 +410,8 @@ class Reply:
         }
 
     def _usage(self, new: int) -> dict[str, int]:
-        asked = len(self.job.rows[0].prompt)
-        return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
+        prompt_tokens = len(self.job.rows[0].prompt)
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new}
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

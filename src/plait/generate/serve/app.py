@@ -276,11 +276,11 @@ class Application:
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
-        name, asked = self.conversation.name, request.path_params.get("name")
-        if asked not in (None, name):
-            raise ApiError(404, "model_not_found", f"unknown model {asked!r} here, only {name!r}")
+        name, requested = self.conversation.name, request.path_params.get("name")
+        if requested not in (None, name):
+            raise ApiError(404, "model_not_found", f"unknown model {requested!r} here, only {name!r}")
         model = {"id": name, "object": "model", "created": self.started, "owned_by": "plait"}
-        return _Json({"object": "list", "data": [model]} if asked is None else model)
+        return _Json({"object": "list", "data": [model]} if requested is None else model)
 
     async def _answer(self, request: Request) -> Response:
         """Answer a request, at once or as a stream."""
@@ -398,12 +398,12 @@ class _Refusal(_Json):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        left = DISCARDED
+        remaining = DISCARDED
         try:
             async with asyncio.timeout(self._read_timeout_s):
-                while left > 0:
+                while remaining > 0:
                     message = await receive()
-                    left -= len(message.get("body", b""))
+                    remaining -= len(message.get("body", b""))
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -430,19 +430,19 @@ class _Waiting(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond until the answer ends, the timeout, or the client disconnects."""
         answering = asyncio.create_task(self._answer(scope, receive, send))
-        leaving = asyncio.create_task(_left(receive))
-        left_s = max(self._deadline - time.monotonic(), 0.0)
+        disconnecting = asyncio.create_task(_wait_for_disconnect(receive))
+        remaining_s = max(self._deadline - time.monotonic(), 0.0)
         try:
-            await asyncio.wait({answering, leaving}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answering, disconnecting}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            finished, gone = answering.done(), leaving.done()
-            self._app.scheduler.leave(self.reply.job)
-            for task in (answering, leaving):
+            finished, disconnected = answering.done(), disconnecting.done()
+            self._app.scheduler.cancel(self.reply.job)
+            for task in (answering, disconnecting):
                 task.cancel()
-            await asyncio.wait({answering, leaving})
+            await asyncio.wait({answering, disconnecting})
         if finished:
             answering.result()
-        elif not gone:
+        elif not disconnected:
             message = f"the answer took longer than the {self._app.limits.request_s:g} seconds of a request"
             try:
                 async with asyncio.timeout(1):
@@ -494,7 +494,7 @@ class _Waiting(Response):
             await _Json(error.body, error.status)(scope, receive, send)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -115,7 +115,7 @@ class ServeRequest:
     logprobs: bool
     since: float
     """When it was queued (`time.monotonic`)."""
-    left: bool = False
+    cancelled: bool = False
     """Whether the client has disconnected or timed out."""
     completion_tokens: int = 0
     open_answers: int = 0
@@ -151,9 +151,9 @@ class _Answer:
 
     def _deliver(self) -> None:
         # Tokens are delivered with their text: those of held-back text later, those after a stop text never.
-        certain = self.text.length - self.text.held
-        whole = self.over and not self.text.is_cut
-        ready = [token for token in self._written if whole or token.offset < certain]
+        final = self.text.length - self.text.held
+        complete = self.over and not self.text.is_cut
+        ready = [token for token in self._written if complete or token.offset < final]
         self._written = self._written[len(ready) :]
         reason: Literal["stop", "length"] | None = None
         if self.over:
@@ -230,10 +230,10 @@ class RequestScheduler:
             self._queue.append(job)
             self._changed.notify()
 
-    def leave(self, job: ServeRequest) -> None:
+    def cancel(self, job: ServeRequest) -> None:
         """Cancel a request whose client has disconnected or timed out: free its place and its rows."""
         with self._changed:
-            job.left = True
+            job.cancelled = True
             if job in self._queue:
                 self._queue.remove(job)
                 self._metrics.waiting.set(self.waiting)
@@ -269,17 +269,17 @@ class RequestScheduler:
                     if self._closed:
                         break
                 try:
-                    self._go_on(batch)
+                    self._step(batch)
                 except Exception as error:
                     self._log(f"the model failed: {type(error).__name__}: {error}")
                     batch.close()
                     self._fail(error)
             self._fail(StoppingError())
 
-    def _go_on(self, batch: ContinuousBatch) -> None:
+    def _step(self, batch: ContinuousBatch) -> None:
         """Remove finished rows, add new ones, and generate one token per row."""
         self._drop(batch)
-        if joining := self._joining(batch):
+        if joining := self._take_from_queue(batch):
             # Registered before the prefill, so that its error is delivered to them too.
             new = [_Answer(job, index) for job in joining for index in range(len(job.rows))]
             self._answers += new
@@ -294,16 +294,16 @@ class RequestScheduler:
             self._take(self._answers, batch.step())
             self._drop(batch)
 
-    def _joining(self, batch: ContinuousBatch) -> list[ServeRequest]:
+    def _take_from_queue(self, batch: ContinuousBatch) -> list[ServeRequest]:
         """Take requests from the queue, as many as fit into the batch."""
         joining: list[ServeRequest] = []
         rows: list[GenerationRow] = []
         with self._changed:
             while self._queue and not self._closed:
-                wanted = [*rows, *self._queue[0].rows]
-                if len(self._answers) + len(wanted) > self.max_batch or not batch.takes(wanted):
+                joined_rows = [*rows, *self._queue[0].rows]
+                if len(self._answers) + len(joined_rows) > self.max_batch or not batch.takes(joined_rows):
                     break
-                job, rows = self._queue.popleft(), wanted
+                job, rows = self._queue.popleft(), joined_rows
                 job.open_answers = len(job.rows)
                 joining.append(job)
             self._metrics.waiting.set(self.waiting)
@@ -312,13 +312,13 @@ class RequestScheduler:
     def _take(self, answers: Sequence[_Answer], tokens: Sequence[Token]) -> None:
         self._metrics.generation_tokens.inc(len(tokens))
         for answer, token in zip(answers, tokens, strict=True):
-            if answer.job.left:
+            if answer.job.cancelled:
                 continue
             try:
                 refuse_no_numbers([token.logprob])
             except GenerateError as error:
                 answer.job.deliver(error)
-                answer.job.left = True
+                answer.job.cancelled = True
                 continue
             answer.take(token, self._conversation.tokenizer.decode)
             if answer.over:
@@ -328,7 +328,7 @@ class RequestScheduler:
 
     def _drop(self, batch: ContinuousBatch) -> None:
         """Remove rows whose answers have ended, or whose clients have disconnected."""
-        kept = [number for number, answer in enumerate(self._answers) if not (answer.over or answer.job.left)]
+        kept = [number for number, answer in enumerate(self._answers) if not (answer.over or answer.job.cancelled)]
         batch.keep(kept)
         self._answers = [self._answers[number] for number in kept]
         self._metrics.running.set(len(kept))

@@ -309,13 +309,13 @@ if HAS_TRITON:
         # Sums of integers, as large as float64 holds exactly.
         share = _exp_relative(peaks, peak, scale)
         share = tl.where(share > 0.0, share, 0.0).to(tl.float64)
-        whole = (piece_weights.to(tl.float64) * share * (1 << more_bits) + 0.5).to(tl.int64)
-        cumulative, total = tl.cumsum(whole, 0), tl.sum(whole, 0)
+        scaled_weights = (piece_weights.to(tl.float64) * share * (1 << more_bits) + 0.5).to(tl.int64)
+        cumulative, total = tl.cumsum(scaled_weights, 0), tl.sum(scaled_weights, 0)
         aim = (total.to(tl.float64) * random.to(tl.float64) / (1 << rng_bits)).to(tl.int64)
         # Where all weights are 0, the token must still be one of the vocabulary.
         chosen = tl.minimum(tl.sum((cumulative <= aim).to(tl.int32), 0), pieces - 1)
         before = tl.max(tl.where(cumulative <= aim, cumulative, 0), 0)
-        its_whole = tl.max(tl.where(at == chosen, whole, 0), 0)
+        its_scaled_weight = tl.max(tl.where(at == chosen, scaled_weights, 0), 0)
         its_peak = tl.max(tl.where(at == chosen, peaks, float("-inf")), 0)
         # The remainder of the random number, as a weight in the piece, whose weights are computed again.
         candidates = chosen * piece + tl.arange(0, piece)
@@ -324,7 +324,7 @@ if HAS_TRITON:
         )
         weight = _weight(_exp_relative(value, its_peak, scale), bits)
         steps, most_here = tl.cumsum(weight, 0), tl.sum(weight, 0)
-        left = (aim - before).to(tl.float64) / tl.maximum(its_whole, 1).to(tl.float64)
+        left = (aim - before).to(tl.float64) / tl.maximum(its_scaled_weight, 1).to(tl.float64)
         inner = tl.minimum((left * most_here.to(tl.float64)).to(tl.int32), most_here - 1)
         picked = tl.minimum(chosen * piece + tl.sum((steps <= inner).to(tl.int32), 0), vocabulary - 1)
         tl.store(token + row, picked.to(tl.int64))

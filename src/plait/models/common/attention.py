@@ -189,8 +189,8 @@ def document_blocks(ids: Tensor) -> BlockMask:
     batch, tokens = ids.shape
     rest = -tokens % BLOCK
     # The padding of the last block is another document, so that the block is not fully allowed.
-    whole = torch.cat((ids, (ids[:, -1:] + 1).expand(batch, rest)), dim=1) if rest else ids
-    low, high = whole.view(batch, -1, BLOCK).aminmax(dim=-1)
+    padded = torch.cat((ids, (ids[:, -1:] + 1).expand(batch, rest)), dim=1) if rest else ids
+    low, high = padded.view(batch, -1, BLOCK).aminmax(dim=-1)
     number = torch.arange(low.shape[1], device=ids.device)
     before = (number[:, None] >= number)[None]
     overlap = before & (high[:, None, :] >= low[:, :, None]) & (low[:, None, :] <= high[:, :, None])

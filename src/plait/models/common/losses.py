@@ -151,14 +151,14 @@ def save_unscaled_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     hidden, weight, *_, hidden_grad, weight_grad = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
-    ctx.wanted = hidden.dtype if hidden_grad else None, weight.dtype if weight_grad else None
+    ctx.grad_dtypes = hidden.dtype if hidden_grad else None, weight.dtype if weight_grad else None
 
 
 def scale_saved_grads(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of `hidden` and `weight`: those that were saved, scaled."""
     grads = (
         None if dtype is None or grad_total is None else times(grad, grad_total, dtype)
-        for grad, dtype in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        for grad, dtype in zip(ctx.saved_tensors, ctx.grad_dtypes, strict=True)
     )
     return *grads, None, None, None, None, None
 
@@ -245,10 +245,10 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     local = F.linear(hidden, weight.to_local())
     shape = torch.Size((*local.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
-    split = DTensor.from_local(
+    sharded = DTensor.from_local(
         local, weight.device_mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=stride
     )
-    return split.full_tensor()
+    return sharded.full_tensor()
 
 
 def _vocabulary_shard(tensor: Tensor, dim: int) -> VocabularyShard:

@@ -55,7 +55,7 @@ def stream_weights(
     model may lack. At most one stored tensor is in memory at a time.
     """
     files = weight_files(path)
-    wanted, aliases = _wanted(model)
+    expected, aliases = _expected(model)
     filled: dict[str, str] = {}  # parameter → the stored name that fills it
     problems: list[tuple[str, str]] = []
     shapes = {file: _shapes_in(file) for file in dict.fromkeys(files.values())}
@@ -65,13 +65,13 @@ def stream_weights(
             continue
         for alias, tensor in translate(stored, torch.empty(shapes[file][stored], device="meta")):
             name = aliases.get(alias, alias)
-            if name in wanted:
+            if name in expected:
                 filled.setdefault(name, stored)
-                if wanted[name] != tensor.shape:
-                    problems.append((stored, f"shape {tuple(tensor.shape)}, model has {tuple(wanted[name])}"))
+                if expected[name] != tensor.shape:
+                    problems.append((stored, f"shape {tuple(tensor.shape)}, model has {tuple(expected[name])}"))
             elif not _matches(alias, may_skip):
                 problems.append((stored, "unexpected: the model has no such parameter"))
-    missing = [name for name in wanted if name not in filled]
+    missing = [name for name in expected if name not in filled]
     problems += [(name, "missing from the folder") for name in missing if not _matches(name, may_miss)]
     if problems:
         raise ModelError(f"the weights in {str(path)!r} do not fit the model:\n{_table(problems)}")
@@ -87,7 +87,7 @@ def stream_weights(
     return tuple(missing)
 
 
-def _wanted(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
+def _expected(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
     """Shapes of parameters and persistent buffers under their first name, and the other names of tied ones."""
     first: dict[int, str] = {}
     shapes, aliases = {}, {}
