@@ -115,11 +115,11 @@ class DTensorParams:
 
     def shard(self, module: nn.Module, key: str, dim: int) -> None:
         """Shard a parameter along `dim`, in chunks as even as those of `torch.chunk`."""
-        self._place(module, key, Shard(dim))
+        self._convert(module, key, Shard(dim))
 
     def replicate(self, module: nn.Module, key: str) -> None:
         """Replicate a parameter."""
-        self._place(module, key, Replicate())
+        self._convert(module, key, Replicate())
 
     def unplaced(self, model: nn.Module) -> Iterator[str]:
         """Names of parameters that are tied to one that has become a DTensor, and have not."""
@@ -128,7 +128,7 @@ class DTensorParams:
                 if param is not None and id(param) in self._placed:
                     yield f"{name}.{key}" if name else key
 
-    def _place(self, module: nn.Module, key: str, placement: Placement) -> None:
+    def _convert(self, module: nn.Module, key: str, placement: Placement) -> None:
         param = module._parameters.get(key)
         if param is None:
             return

@@ -27,8 +27,8 @@ class CopyStreams:
         self.device = device
         self.fake = fake
         self._streams = device.type == "cuda" and not fake
-        self._out: Any = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
-        self._back: Any = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
+        self._d2h: Any = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
+        self._h2d: Any = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
 
     @property
     def separate(self) -> bool:
@@ -49,29 +49,29 @@ class CopyStreams:
         if not self._streams or not tensor.is_cuda:
             host.copy_(tensor)
             return None
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
+        self._d2h.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._d2h):
             host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._out)
-            return self._out.record_event()
+            tensor.record_stream(self._d2h)
+            return self._d2h.record_event()
 
     def copy_to_host_after(self, host: Tensor, tensor: Tensor, computed: Any) -> None:
         """Copy a tensor that is computed at event `computed` to the host, and wait for it: for a worker thread."""
         if not self._streams:
             host.copy_(tensor)
             return
-        with torch.cuda.stream(self._out):
-            self._out.wait_event(computed)
+        with torch.cuda.stream(self._d2h):
+            self._d2h.wait_event(computed)
             host.copy_(tensor)
 
     def h2d(self) -> AbstractContextManager[Any]:
         """The context in which copies to the device are issued: their stream."""
-        return torch.cuda.stream(self._back) if self._streams else nullcontext()
+        return torch.cuda.stream(self._h2d) if self._streams else nullcontext()
 
     def keep_for_h2d(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that copies to the device write to until they are done, even if it is freed."""
         if self._streams:
-            tensor.record_stream(self._back)
+            tensor.record_stream(self._h2d)
 
     def record(self) -> Any:
         """An event after what was issued to the current stream."""
@@ -79,12 +79,12 @@ class CopyStreams:
 
     def record_h2d(self) -> Any:
         """An event after the copies to the device that were issued so far."""
-        return self._back.record_event() if self._streams else None
+        return self._h2d.record_event() if self._streams else None
 
     def h2d_wait(self, event: Any) -> None:
         """Let no copy to the device begin before an event."""
         if event is not None:
-            self._back.wait_event(event)
+            self._h2d.wait_event(event)
 
     def new_stream(self) -> Any:
         """Another stream; None where there are none."""
