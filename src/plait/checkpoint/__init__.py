@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from plait.checkpoint.pieces import Entry as Entry
     from plait.checkpoint.pieces import WriteAssignment as WriteAssignment
     from plait.checkpoint.pieces import held_pieces as held_pieces
-    from plait.checkpoint.ranks import attempt as attempt
-    from plait.checkpoint.ranks import raise_on_all_ranks as raise_on_all_ranks
+    from plait.checkpoint.ranks import collective_call as collective_call
     from plait.checkpoint.save import CheckpointWriter as CheckpointWriter
     from plait.checkpoint.save import Saved as Saved
     from plait.checkpoint.save import save_checkpoint as save_checkpoint

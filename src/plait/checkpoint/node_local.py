@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from plait.checkpoint.folder import CheckpointFolder, no_checkpoint_at
 from plait.checkpoint.load import LoadRegion
 from plait.checkpoint.manifest import INDEX_NAME, Checkpoint, Manifest, open_checkpoint, read_manifest
-from plait.checkpoint.ranks import Disks, attempt, raise_on_all_ranks
+from plait.checkpoint.ranks import Disks, collective_call
 from plait.checkpoint.read import RowRange, blocks_of
 from plait.checkpoint.tensorfile import BLOCK, read_all, view_bytes, write_all
 from plait.distributed import Channel
@@ -58,8 +58,8 @@ class NodeLocalCheckpoint:
         missing = sorted({_range(region) for region in absent} | heads)
         scratch = folder.parent / f".fetched-{rank}"
         try:
-            failure = attempt(lambda: scratch.mkdir(parents=True, exist_ok=True)) if missing else None
-            raise_on_all_ranks(self.channel, failure, "what other nodes hold cannot be fetched")
+            make = partial(scratch.mkdir, parents=True, exist_ok=True)
+            collective_call(self.channel, make if missing else None, "files of other nodes cannot be fetched")
             self._exchange(missing, scratch)
             yield {name: scratch / name for name, _, _ in missing}
         finally:
@@ -115,11 +115,10 @@ def find_node_local(
 
 def _open_at(home: int, path: Path, channel: Channel) -> Checkpoint:
     """Return the checkpoint as opened by the rank `home`, which has its index. Collective."""
-    opened_here: list[Checkpoint] = []
-    failure = attempt(lambda: opened_here.append(open_checkpoint(path))) if channel.rank == home else None
-    raise_on_all_ranks(channel, failure, "the checkpoint cannot be opened")
-    opened: Checkpoint = channel.all_gather(opened_here[0] if opened_here else None)[home]
-    return opened
+    open_it = partial(open_checkpoint, path) if channel.rank == home else None
+    opened = collective_call(channel, open_it, "the checkpoint cannot be opened")
+    checkpoint: Checkpoint = channel.all_gather(opened)[home]
+    return checkpoint
 
 
 def _copies(folder: CheckpointFolder, wanted: str) -> dict[str, _Copy]:

@@ -7,29 +7,32 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from plait.distributed import Channel, Ranks
 from plait.errors import CheckpointError, PlaitError
 
+T = TypeVar("T")
 
-def attempt(action: Callable[[], Any]) -> str | None:
-    """Call `action`; returns why it failed, if it did, with a traceback unless the cause is the disk or the user."""
+
+def collective_call(channel: Channel, action: Callable[[], T] | None, what: str) -> T | None:
+    """Call `action` and return its result; None on ranks that pass no action. Collective.
+
+    If it fails on one rank, every rank raises a `CheckpointError`: `what` failed, and the reasons of all ranks, with a
+    traceback unless the cause is the disk or the user.
+    """
+    result, failure = None, None
     try:
-        action()
+        result = None if action is None else action()
     except (OSError, PlaitError) as error:
-        return f"{type(error).__name__}: {error}"
+        failure = f"{type(error).__name__}: {error}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    return None
-
-
-def raise_on_all_ranks(channel: Channel, failure: str | None, what: str) -> None:
-    """Raise a `CheckpointError` with all failures on every rank, if any rank has one. Collective."""
-    if not channel.any(failure is not None):
-        return
-    reasons = [f"rank {rank}: {text}" for rank, text in enumerate(channel.all_gather(failure)) if text is not None]
-    raise CheckpointError(f"{what}.\n  " + "\n  ".join(reasons))
+        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    if channel.any(failure is not None):
+        failures = channel.all_gather(failure)
+        reasons = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+        raise CheckpointError(f"{what}.\n  " + "\n  ".join(reasons))
+    return result
 
 
 # Which ranks see the same folder: all on a shared file system, those of one node otherwise.
@@ -71,7 +74,7 @@ def find_disks(root: Path, channel: Channel, ranks: Ranks, *, node_local: bool) 
         root.mkdir(parents=True, exist_ok=True)
         mine.touch()
 
-    raise_on_all_ranks(channel, attempt(show) if first[channel.rank] else None, "the checkpoint folder cannot be used")
+    collective_call(channel, show if first[channel.rank] else None, "the checkpoint folder cannot be used")
     try:
         seen = [rank for rank, is_first in enumerate(first) if is_first and (root / f".seen-{token}-{rank}").exists()]
         leads = channel.all_gather(seen[0] if seen else None)

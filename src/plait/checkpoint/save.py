@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ from torch import Tensor
 from plait.checkpoint.manifest import INDEX_NAME, FileRecord, Index, Manifest, StoredPiece, save_time, write_text
 from plait.checkpoint.memory import WRITERS, thread_count
 from plait.checkpoint.pieces import Entry, HeldPiece, Piece, Staging, WriteAssignment, held_pieces
-from plait.checkpoint.ranks import Disks, attempt, find_disks, raise_on_all_ranks
+from plait.checkpoint.ranks import Disks, collective_call, find_disks
 from plait.checkpoint.read import PieceReader
 from plait.checkpoint.storage import StoredCheckpoints
 from plait.checkpoint.tensorfile import TensorFileWriter, digest, read_slots
 from plait.distributed import Channel, World
 from plait.errors import CheckpointError
 from plait.monitor import format_bytes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +218,8 @@ class _SaveJob:
             needed = sum(piece.piece.bytes for piece in mine)
             sizes = [size for lead, size in channel.all_gather((self.disks.lead, needed)) if lead == self.disks.rank]
             self._on_leading_ranks(lambda: _make_staging(staging, sum(sizes)))
-            written: list[_RankFile] = []
-            self._raise_on_all(attempt(lambda: written.append(self._write_own_file(staging, mine, threads))))
-            written_by_rank = channel.gather(written[0])
-            described: list[tuple[Manifest, str]] = []
-            failure = (
-                None if written_by_rank is None else attempt(lambda: described.append(self._manifest(written_by_rank)))
-            )
-            self._raise_on_all(failure)
-            manifest, text = described[0] if described else (None, None)
+            files = channel.gather(self._call(lambda: self._write_own_file(staging, mine, threads)))
+            manifest, text = self._call(None if files is None else partial(self._manifest, files)) or (None, None)
             if not self.disks.shared:
                 manifest, text = channel.broadcast((manifest, text))
             self._on_leading_ranks(lambda: _write_manifest(staging, manifest, text))
@@ -237,7 +232,7 @@ class _SaveJob:
             self._copy_to(self.storage)
         if self.tidy is not None:
             text = f"{self.target} is saved, but older checkpoints could not be removed or links not moved"
-            raise_on_all_ranks(channel, attempt(self.tidy) if self.disks.is_lead else None, text)
+            collective_call(channel, self.tidy if self.disks.is_lead else None, text)
         return int(channel.broadcast(None if manifest is None else manifest.bytes))
 
     def _manifest(self, files: Sequence[_RankFile]) -> tuple[Manifest, str]:
@@ -246,19 +241,19 @@ class _SaveJob:
     def _copy_to(self, storage: StoredCheckpoints) -> None:
         """Put the checkpoint into a storage; see [Note: local first], `plait.checkpoint.storage`."""
         text = f"{self.target} is saved, but could not be copied to `checkpoint.storage`"
-        first = self.channel.rank == 0
-        raise_on_all_ranks(self.channel, attempt(lambda: storage.clear(self.target)) if first else None, text)
-        raise_on_all_ranks(
-            self.channel, attempt(lambda: storage.put(self.target)) if self.disks.is_lead else None, text
-        )
-        raise_on_all_ranks(self.channel, attempt(lambda: storage.seal(self.target)) if first else None, text)
+        for action, is_mine in (
+            (storage.clear, self.channel.rank == 0),
+            (storage.put, self.disks.is_lead),
+            (storage.seal, self.channel.rank == 0),
+        ):
+            collective_call(self.channel, partial(action, self.target) if is_mine else None, text)
 
     def _on_leading_ranks(self, action: Callable[[], None]) -> None:
-        self._raise_on_all(attempt(action) if self.disks.is_lead else None)
+        self._call(action if self.disks.is_lead else None)
 
-    def _raise_on_all(self, failure: str | None) -> None:
-        raise_on_all_ranks(
-            self.channel, failure, f"{self.target} was not written; the checkpoints before it are untouched"
+    def _call(self, action: Callable[[], T] | None) -> T | None:
+        return collective_call(
+            self.channel, action, f"{self.target} was not written; the checkpoints before it are untouched"
         )
 
     def _write_own_file(self, staging: Path, mine: Sequence[HeldPiece], threads: int) -> _RankFile:

@@ -22,13 +22,12 @@ from plait.checkpoint import (
     CheckpointWriter,
     Entry,
     Saved,
-    attempt,
     build_storage,
+    collective_call,
     entries,
     find_node_local,
     nothing_to_fetch,
     open_checkpoint,
-    raise_on_all_ranks,
 )
 from plait.config import RunConfig, listed, show, to_dict, to_yaml
 from plait.distributed import on_main
@@ -113,17 +112,10 @@ def _find_one(runner: Runner, saver: RunSaver, wanted: str) -> tuple[Checkpoint,
         on_main(runner.world, lambda: open_checkpoint(path))  # an error is raised once, by rank 0
         return open_checkpoint(path), nothing_to_fetch
     channel, disks = saver.writer.channel, saver.writer.disks
-    raise_on_all_ranks(
-        channel, attempt(saver.folder.sweep) if disks.is_lead else None, "the checkpoint folder cannot be used"
-    )
+    collective_call(channel, saver.folder.sweep if disks.is_lead else None, "the checkpoint folder cannot be used")
     if (storage := saver.storage) is not None:
-        name = [wanted]
-
-        def fetch() -> None:
-            name.append(storage.fetch(wanted))
-
-        raise_on_all_ranks(channel, attempt(fetch) if disks.is_lead else None, "the checkpoint storage cannot be used")
-        wanted = name[-1]
+        fetch = partial(storage.fetch, wanted) if disks.is_lead else None
+        wanted = collective_call(channel, fetch, "the checkpoint storage cannot be used") or wanted
     scattered = find_node_local(saver.folder, wanted, channel, disks)
     return None if scattered is None else (scattered.checkpoint, scattered.fetch)
 
@@ -345,14 +337,10 @@ class RunSaver:
 
     def _newest_of_any_node(self) -> tuple[str | None, str]:
         """Return the newest checkpoint in any node's own folder, and which node; a collective."""
-        channel, newest = self.writer.channel, [""]
-
-        def look() -> None:
-            newest.append(self._newest_of_earlier_run() or "")
-
-        failure = attempt(look) if self.writer.disks.is_lead else None
-        raise_on_all_ranks(channel, failure, "the folder of checkpoints cannot be looked into")
-        held = [(name, rank) for rank, name in enumerate(channel.all_gather(newest[-1])) if name]
+        channel = self.writer.channel
+        look = self._newest_of_earlier_run if self.writer.disks.is_lead else None
+        newest = collective_call(channel, look, "the folder of checkpoints cannot be read")
+        held = [(name, rank) for rank, name in enumerate(channel.all_gather(newest)) if name]
         return (held[0][0], f" on the node of rank {held[0][1]}") if held else (None, "")
 
     def check_folder(self) -> None:
@@ -364,9 +352,9 @@ class RunSaver:
         if config.every is None and config.best is None and not config.last:
             return
         root = self.folder.root
-        failure = attempt(lambda: try_to_write(root)) if self.writer.disks.is_lead else None
+        write = partial(try_to_write, root) if self.writer.disks.is_lead else None
         remedy = "make it writable, move what is in the way, or choose another work_dir"
-        raise_on_all_ranks(self.writer.channel, failure, f"checkpoints cannot be written to {root}: {remedy}")
+        collective_call(self.writer.channel, write, f"checkpoints cannot be written to {root}: {remedy}")
 
     # ---- writing
 
@@ -383,8 +371,8 @@ class RunSaver:
         if self._saved_step == step:
             if best:
                 link = partial(self.folder.link, "best", target)
-                failure = attempt(link) if self.writer.disks.is_lead else None
-                raise_on_all_ranks(self.writer.channel, failure, f"{target} cannot be linked as the best one")
+                what = f"{target} cannot be linked as the best one"
+                collective_call(self.writer.channel, link if self.writer.disks.is_lead else None, what)
             return
         runner.engine.settle()  # a run that is to end because of the step under way ends here
         for hook in runner.hooks.before_save:
