@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from plait.config import ProfileConfig
 from plait.distributed import replaced
@@ -28,7 +28,7 @@ from plait.launch import Phase
 from plait.monitor import EventKind
 from plait.profile.breakdown import TimeBreakdown, Timeline, attribute_time, breakdown_of, read_trace
 from plait.profile.count import StepCounts, count_step
-from plait.profile.marks import ModuleStack, PhaseMarks, marked_batches, module_marks, named_modules
+from plait.profile.marks import PHASE, ModuleStack, TraceRange, marked_batches, module_marks, named_modules
 from plait.profile.page import write_page
 from plait.profile.report import Memory, RankTime, Report, message_log, module_rows
 from plait.torch_internals import compiled_call, profile_every_thread
@@ -136,9 +136,7 @@ class Profile(Hook):
         self._counting = ExitStack()
         self._marks = ExitStack()
         self._loader = ExitStack()
-        self._step: Any = None
-        self._range: Any = None
-        self._phases = PhaseMarks()
+        self._step, self._phase, self._between_steps = TraceRange(), TraceRange(), TraceRange()
 
     # ---- points of the run
 
@@ -188,16 +186,16 @@ class Profile(Hook):
         self._mark("validation")
 
     def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        """It is over."""
-        self._unmark()
+        """End its mark."""
+        self._between_steps.end()
 
     def before_save(self, runner: Runner) -> None:
         """Mark a save between recorded steps."""
         self._mark("saving")
 
     def after_save(self, runner: Runner) -> None:
-        """It is over."""
-        self._unmark()
+        """End its mark."""
+        self._between_steps.end()
 
     def after_run(self, runner: Runner) -> None:
         """Warn where the run ended before the last step to record."""
@@ -205,8 +203,8 @@ class Profile(Hook):
         if done >= self._config.start + self._config.steps - 1:
             return
         self._counting.close()
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
+        if self._step.is_open:
+            self._step.end()
             self._profiler.stop_trace()
         self._close()
         self._loader.close()
@@ -237,50 +235,43 @@ class Profile(Hook):
 
         def on_phase(phase: Phase) -> None:
             report_phase(phase)
-            self._phases.enter(phase)
+            self._phase.end()
+            if phase is not Phase.IDLE:
+                self._phase.begin(f"{PHASE}{phase}")
 
-        self._marks.callback(self._phases.close)
+        self._marks.callback(self._phase.end)
         self._marks.enter_context(replaced(engine, "on_phase", on_phase))
         self._marks.enter_context(module_marks(engine.model, ModuleStack()))
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         # An offloaded update runs on other threads.
-        every_thread = profile_every_thread()
-        self._profiler = profile(activities=activities, experimental_config=every_thread)
+        self._profiler = profile(activities=activities, experimental_config=profile_every_thread())
         self._profiler.prepare_trace()
 
     def _next_step(self, runner: Runner, number: int, last: int) -> None:
         """After a step with the profiler: the first one starts the trace, the last ends it."""
-        if self._step is None:
+        if self._step.is_open:
+            self._step.end()
+        else:
             self._profiler.start_trace()
             self._clock[number] = perf_counter()  # starting takes a while
-        else:
-            self._step.__exit__(None, None, None)
         if number < last:
-            # The name that other trace readers look for.
-            self._step = record_function(f"ProfilerStep#{runner.step + 1}")
-            self._step.__enter__()
+            self._step.begin(f"ProfilerStep#{runner.step + 1}")  # the name that other trace readers look for
         else:
             self._profiler.stop_trace()
             self._profiler.export_chrome_trace(str(self._folder / f"trace-rank{runner.world.rank}.json"))
 
     def _close(self) -> None:
-        self._unmark()
+        self._between_steps.end()
         self._marks.close()
-        self._profiler = self._step = None
+        self._profiler = None
 
     def _mark(self, name: str) -> None:
         if self._profiler is not None:
-            self._range = record_function(name)
-            self._range.__enter__()
+            self._between_steps.begin(name)
 
-    def _unmark(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
-    # ---- telling
+    # ---- reporting
 
     def _write_report(self, runner: Runner) -> None:
         world = runner.world

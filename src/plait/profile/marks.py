@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from torch.profiler import record_function
 
-from plait.launch import Phase
 from plait.precision import spoken_for
 from plait.torch_internals import compiled_call, compiled_call_set
 
@@ -125,21 +124,25 @@ def category_of_kernel(name: str, category: str) -> str:
     return "matmul" if _MATMUL.search(name) else "elementwise"
 
 
-class PhaseMarks:
-    """Marks each phase that an engine reports as a range."""
+class TraceRange:
+    """One open range of the trace at a time."""
 
     def __init__(self) -> None:
         self._open: Any = None
 
-    def enter(self, phase: Phase) -> None:
-        """End the range of the phase before, and begin one for this phase."""
-        self.close()
-        if phase is not Phase.IDLE:
-            self._open = record_function(f"{PHASE}{phase}")
-            self._open.__enter__()
+    @property
+    def is_open(self) -> bool:
+        """Whether a range has begun and not ended."""
+        return self._open is not None
 
-    def close(self) -> None:
-        """End the current range."""
+    def begin(self, name: str) -> None:
+        """Begin a range, and end the one before."""
+        self.end()
+        self._open = record_function(name)
+        self._open.__enter__()
+
+    def end(self) -> None:
+        """End the range, if one is open."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
