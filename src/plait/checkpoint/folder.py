@@ -49,11 +49,10 @@ class CheckpointFolder:
         path = Path(wanted)
         if is_complete(path):
             return path.resolve()
-        for root in (path, path / "checkpoints"):
-            newest = CheckpointFolder(root).newest()
-            if newest is not None:
-                return newest
-        raise no_checkpoint_at(wanted)
+        newest = newest_in(path)
+        if newest is None:
+            raise no_checkpoint_at(wanted)
+        return newest
 
     def candidates(self, wanted: str) -> list[Path]:
         """Return every checkpoint that `find` would choose from."""
@@ -108,6 +107,11 @@ def remove_checkpoint(path: Path) -> None:
     if (path / MANIFEST_NAME).exists():
         (path / MANIFEST_NAME).unlink()
         shutil.rmtree(path)
+
+
+def newest_in(path: Path) -> Path | None:
+    """Return the newest complete checkpoint of a folder of checkpoints, or of the work_dir of a run."""
+    return CheckpointFolder(path).newest() or CheckpointFolder(path / "checkpoints").newest()
 
 
 def _step_of(path: Path) -> int:

@@ -14,7 +14,7 @@ from plait.checkpoint.convert.deepspeed import is_deepspeed
 from plait.checkpoint.convert.huggingface import is_huggingface
 from plait.checkpoint.convert.megatron import is_megatron
 from plait.checkpoint.convert.source import Source, TensorEntry
-from plait.checkpoint.folder import CheckpointFolder
+from plait.checkpoint.folder import newest_in
 from plait.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from plait.config import read_name
 from plait.errors import CheckpointError, ConfigError, Problem
@@ -58,7 +58,7 @@ def open_source(path: Path, reader: str | None = None) -> Source:
     format = kind_of(path)
     if format is not None:
         return _open(format, path)
-    newest = _newest_of_run(path)
+    newest = newest_in(path)
     if newest is not None:
         return _open("plait" if kind_of(newest) == "plait" else "dcp", newest)
     raise CheckpointError(f"{path} is not a checkpoint: {_contents(path)}. These formats can be read:\n{UNDERSTOOD}")
@@ -86,7 +86,7 @@ class MappingSource(Source):
         self.facts = {"holds": f"weights, as {reader} reads them"}
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """Return one whole tensor."""
         return self._tensors[name].detach().cpu()
 
     def close(self) -> None:
@@ -138,14 +138,6 @@ def _open_file(path: Path) -> Source:
     if path.suffix in _TORCH_ENDINGS or head == b"PK\x03\x04":
         return _open("torch", path)
     raise CheckpointError(f"{path} does not have the name of a checkpoint. These formats can be read:\n{UNDERSTOOD}")
-
-
-def _newest_of_run(path: Path) -> Path | None:
-    for root in (path, path / "checkpoints"):
-        newest = CheckpointFolder(root).newest()
-        if newest is not None:
-            return newest
-    return None
 
 
 def _contents(path: Path) -> str:

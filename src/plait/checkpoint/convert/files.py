@@ -291,9 +291,8 @@ class SafetensorsFile:
         self._file = os.open(path, os.O_RDONLY)
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
-        slot = self._slots[name]
-        return read_bytes(self._file, slot.begin, TensorEntry(torch.Size(slot.shape), slot.dtype), self.path)
+        """Return one whole tensor."""
+        return read_bytes(self._file, self._slots[name].begin, self.entries[name], self.path)
 
     def close(self) -> None:
         """Close the file."""

@@ -82,12 +82,12 @@ class HuggingFaceSource(Source):
         return facts
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """Return one whole tensor."""
         file, stored = self._files[self._homes[name]], name.removeprefix("model.")
         return read_file_tensor(file.content[stored]) if isinstance(file, TorchFile) else file.read(stored)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
 

@@ -110,7 +110,7 @@ class MegatronWeights(Source):
         self._read = read
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """Return one whole tensor."""
         return self._read(name.removeprefix("model."))
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class Source(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class View(Source):
         return make(*(self._source.read(name) for name in names))
 
     def close(self) -> None:
-        """Close what lies beneath."""
+        """Close the underlying source."""
         self._source.close()
 
 
@@ -116,7 +116,7 @@ class ProgressSource(Source):
         return tensor
 
     def close(self) -> None:
-        """Close what lies beneath."""
+        """Close the underlying source."""
         self._source.close()
 
 

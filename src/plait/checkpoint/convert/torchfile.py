@@ -121,7 +121,7 @@ class StateDictSource(Source):
         self.facts = {"holds": "a state dict, in a safetensors file"}
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """Return one whole tensor."""
         return self._file.read(name.removeprefix("model."))
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class TorchSource(Source):
             self.state = engine_state(self, steps_of(content))
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """Return one whole tensor."""
         return read_file_tensor(self._tensors[name])
 
     def close(self) -> None:
