@@ -158,12 +158,12 @@ def seconds_of(step: Step, turns: int, device: str) -> float:
     """The best of some dozens of repeated steps, without what begins the first of them."""
     import torch
 
-    from plait.kernels.cuda_graphs import record
+    from plait.kernels.cuda_graphs import capture_graph
 
     step()
     if device == "cpu":
         return min(timeit.repeat(step, number=1, repeat=16 * turns))
-    graph, best = record(step), float("inf")
+    graph, best = capture_graph(step), float("inf")
     for _ in range(turns):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         graph.replay()
@@ -181,10 +181,10 @@ def kernels_of(step: Step) -> list[str]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from plait.kernels.cuda_graphs import record
+    from plait.kernels.cuda_graphs import capture_graph
 
     step()
-    graph = record(step)
+    graph = capture_graph(step)
     graph.replay()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -15,7 +15,7 @@ from plait.engine import Preparation, prepare_manual
 from plait.generate import Generator, HybridEngine, Sampling, generate
 from plait.generate.batch import WARM_UP
 from plait.generate.cached import CachedDecoder, LlamaDecodeStep
-from plait.kernels.cuda_graphs import record
+from plait.kernels.cuda_graphs import capture_graph
 from plait.kernels.decode.attention import attend_cached
 from plait.kernels.decode.embed_sample import RowPositions, embed, greedy_head, sample_head
 from plait.kernels.decode.sampling import COUNTER_RNG_BITS, CounterRNG, greedy, sample_tokens, sample_tokens_plain
@@ -279,7 +279,7 @@ def test_kernels_that_overlap_find_what_kernels_in_turn_find(
 
         with torch.no_grad():
             step()
-            graph = record(step)
+            graph = capture_graph(step)
             for _ in range(99):
                 graph.replay()
         return [every, logprobs, own]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from plait.distributed import GradientBuckets, Gradients
 from plait.engine.forward import LogFunction
 from plait.engine.loss import WeightedLoss
-from plait.kernels import record, recording_stream
+from plait.kernels import capture_graph, capture_stream
 from plait.monitor import MessageEvent
 from plait.torch_internals import forward_hooks, is_hooked, tree_flatten, tree_unflatten
 
@@ -207,7 +207,7 @@ class RecordedPasses:
             yield
             return
         current = torch.cuda.current_stream(self._device)
-        recording = recording_stream(torch.cuda.current_device())
+        recording = capture_stream(torch.cuda.current_device())
         recording.wait_stream(current)
         with torch.cuda.stream(recording):
             yield
@@ -220,7 +220,7 @@ class RecordedPasses:
         factor = None if scale is None else torch.empty((), device=self._device)
         losses: list[WeightedLoss] = []
         pool_of = next((recorded.graph for recorded in self._recordings.values()), None)
-        graph = record(lambda: losses.append(self._passes(tree_unflatten(static, tree), samples, factor)), pool_of)
+        graph = capture_graph(lambda: losses.append(self._passes(tree_unflatten(static, tree), samples, factor)), pool_of)
         self._facts = self._recorded_facts()
         if not self.asked_for and not self._recordings:
             message = "the device waits for Python: both passes are captured from now on (strategy.graphs: auto)"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.generate.decoder import Decoder, GrowingDecoder
 from plait.generate.options import Completion, Sampling
-from plait.kernels import record
+from plait.kernels import capture_graph
 from plait.kernels.decode import (
     CounterRNG,
     TokenRecords,
@@ -84,7 +84,7 @@ WARM_UP = 1
 """Steps before the capture, in which libraries initialize themselves. They count like any other."""
 
 
-class RecordedStep:
+class CapturedStep:
     """A step that runs eagerly at first, and from a captured CUDA graph afterwards."""
 
     def __init__(self, step: Callable[[], None], *, on: bool, is_warm: Callable[[], bool] = lambda: False) -> None:
@@ -105,7 +105,7 @@ class RecordedStep:
             self._step()
             return
         # Capturing runs no kernel; the replay is this step.
-        self._graph = record(self._step)
+        self._graph = capture_graph(self._step)
         self._graph.replay()
 
     def forget(self) -> None:
@@ -115,7 +115,7 @@ class RecordedStep:
 
 CHECK_EVERY = 16
 """Tokens between two checks of which rows are done; each check waits for the device."""
-WORTH_RECORDING = 48
+MIN_TOKENS_TO_CAPTURE = 48
 """The minimum of remaining tokens for which a smaller batch pays off although its steps have to be captured again."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -223,7 +223,7 @@ def end_of_text(tokens: Sequence[int], texts: Sequence[str], decode: Decode) -> 
 
 
 @torch.no_grad()
-def answering(
+def generate_batch(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     keys: Sequence[int],
@@ -246,9 +246,9 @@ def answering(
     finished: dict[int, Completion] = {}
     try:
         live.take(decoder.begin(prompts, limits))
-        recorded = graphs and decoder.capturable
+        captures = graphs and decoder.capturable
         settings = replace(sampling, seed=0)  # all seeds use the same kernels
-        step = RecordedStep(lambda: live.advance(decoder), on=recorded, is_warm=lambda: decoder.is_warm(settings))
+        step = CapturedStep(lambda: live.advance(decoder), on=captures, is_warm=lambda: decoder.is_warm(settings))
         for length in count(1):
             # Ranks that step together must check at the same steps, whatever the lengths of their rows.
             if length % check_every == 0 or (any_rank is None and length >= longest):
@@ -260,7 +260,7 @@ def answering(
                 unfinished = len(rows) > 0
                 if not (unfinished if any_rank is None else any_rank(unfinished)):
                     break
-                pays = longest - length >= WORTH_RECORDING or not recorded
+                pays = longest - length >= MIN_TOKENS_TO_CAPTURE or not captures
                 if 0 < len(rows) <= len(live.done) // 2 and pays:
                     finished.update(zip(numbers.tolist(), live.completions(), strict=True))
                     decoder.keep(rows)
@@ -315,8 +315,8 @@ class ContinuousBatch:
         self._seen: Tensor | None = None
         self._top: tuple[Tensor, Tensor] | None = None
         self._groups: list[tuple[Sampling, Tensor | None]] = []
-        record = graphs and decoder.capturable
-        self._step = RecordedStep(self._advance, on=record, is_warm=lambda: decoder.is_warm(self._group_keys()))
+        capture = graphs and decoder.capturable
+        self._step = CapturedStep(self._advance, on=capture, is_warm=lambda: decoder.is_warm(self._group_keys()))
 
     def takes(self, rows: Sequence[GenerationRow]) -> bool:
         """Whether these rows may join now; if not, they may when the batch is empty, at worst one by one."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.errors import GenerateError
-from plait.generate.batch import CHECK_EVERY, AnyRank, ContinuousBatch, Decode, GenerationRow, answering
+from plait.generate.batch import CHECK_EVERY, AnyRank, ContinuousBatch, Decode, GenerationRow, generate_batch
 from plait.generate.cached import CachedDecoder
 from plait.generate.decoder import Call, Decoder, PlainDecoder, TransformersDecoder, accepts
 from plait.generate.options import Completion, Sampling, check_prompts
@@ -123,7 +123,7 @@ class Generator:
         check_every: int,
     ) -> Any:
         limits = self._max_new_tokens(prompts, sampling)
-        return answering(
+        return generate_batch(
             self._decoder,
             prompts,
             keys,

@@ -10,7 +10,7 @@ on every rank, which has its own random numbers; see [Note: how vLLM is used].
 [Note: memory stays with the allocator] Full weights and cache are freed after generation to torch's allocator, which
 reuses them for the trainer's next step. If they were returned to the device (`empty_cache`), they would have to be
 allocated again, with everything else that the trainer does not hold at that moment. Where memory is short, the
-allocator returns cached memory by itself, and so does `kernels.record`, whose memory pool is separate.
+allocator returns cached memory by itself, and so does `kernels.capture_graph`, whose memory pool is separate.
 """
 
 from __future__ import annotations

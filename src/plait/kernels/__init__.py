@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from plait.kernels.cross_entropy import scaled as scaled
     from plait.kernels.cross_entropy import scaled_plain as scaled_plain
     from plait.kernels.cross_entropy import write_fp8_probs as write_fp8_probs
-    from plait.kernels.cuda_graphs import record as record
-    from plait.kernels.cuda_graphs import recording_stream as recording_stream
+    from plait.kernels.cuda_graphs import capture_graph as capture_graph
+    from plait.kernels.cuda_graphs import capture_stream as capture_stream
     from plait.kernels.direct_io import FileQueue as FileQueue
     from plait.kernels.direct_io import FileTransfer as FileTransfer
     from plait.kernels.direct_io import TensorFile as TensorFile

@@ -14,7 +14,7 @@ ENOUGH = 8 << 30
 """With so many bytes of free memory, a capture does not need the allocator's cached memory."""
 
 
-def record(work: Callable[[], None], share_with: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
+def capture_graph(work: Callable[[], None], share_with: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
     """Capture the kernels of `work` as a graph; none of them runs yet, and kernels in flight go on.
 
     `torch.cuda.graph` first synchronizes and empties the allocator's cache, which then has to be filled again; here
@@ -24,7 +24,7 @@ def record(work: Callable[[], None], share_with: torch.cuda.CUDAGraph | None = N
     if torch.cuda.mem_get_info()[0] < ENOUGH:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    graph, stream = torch.cuda.CUDAGraph(), recording_stream(torch.cuda.current_device())
+    graph, stream = torch.cuda.CUDAGraph(), capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # "thread_local": other threads, such as NCCL's watchdog, may call CUDA meanwhile.
@@ -37,6 +37,6 @@ def record(work: Callable[[], None], share_with: torch.cuda.CUDAGraph | None = N
 
 
 @cache
-def recording_stream(device: int) -> torch.cuda.Stream:
+def capture_stream(device: int) -> torch.cuda.Stream:
     """One stream for all captures: libraries such as cuBLAS allocate a workspace per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         made.append(Tape(work))
         return made[-1]
 
-    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "capture_graph", record)
     return made
 
 
@@ -233,7 +233,7 @@ def test_passes_that_cannot_be_recorded_are_done_as_they_are(way: str, monkeypat
         finally:
             raise RuntimeError("the recording was ended by an error")
 
-    monkeypatch.setattr(graphs, "record", refuse)
+    monkeypatch.setattr(graphs, "capture_graph", refuse)
     said: list[str] = []
     frozen = nn.BatchNorm1d(8, track_running_stats=False)  # `refuse` computes, which a device does not
     one, other = two_nets()

@@ -73,7 +73,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         made.append(Tape(work))
         return made[-1]
 
-    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "capture_graph", record)
     return made
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_recorded_goes_on_without_a_word(
     def refuse(work: Callable[[], None], beside: Any) -> Any:
         raise kind("no")
 
-    monkeypatch.setattr(graphs, "record", refuse)
+    monkeypatch.setattr(graphs, "capture_graph", refuse)
     said: list[str] = []
     losses = train(engine_of(Net(), said), DECIDES + WARM_UP + 3)
     assert len(losses) == DECIDES + WARM_UP + 3

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plait.frontends.deepspeed.runtime import lr_schedules
 from tests.refusals import refused
 from torch import Tensor, nn
 
 from plait.config.precision import ScalerConfig
 from plait.errors import CheckpointError, ConfigError
 from plait.frontends.deepspeed.initialization import DeepSpeedScaler
+from plait.frontends.deepspeed.runtime import lr_schedules
 from plait.frontends.deepspeed.saving import decode, encode
 from plait.frontends.deepspeed.utils import zero_to_fp32
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from plait.config.model import GptConfig, LlamaConfig, MoeConfig
 from plait.generate import Generator, Sampling, cached, generate
-from plait.generate.batch import WARM_UP, RecordedStep, choose
+from plait.generate.batch import WARM_UP, CapturedStep, choose
 from plait.generate.cached import CachedDecoder, LlamaDecodeStep, can_use_decode_kernels
 from plait.kernels.decode.sampling import CounterRNG
 from plait.kernels.triton import interprets
@@ -167,8 +167,8 @@ def test_a_step_is_recorded_when_it_is_set_up(monkeypatch: pytest.MonkeyPatch, w
         def replay(self) -> None:
             done.append("repeated")
 
-    monkeypatch.setattr("plait.generate.batch.record", lambda _: Recording())
-    step = RecordedStep(lambda: done.append("done"), on=True, is_warm=lambda: warm)
+    monkeypatch.setattr("plait.generate.batch.capture_graph", lambda _: Recording())
+    step = CapturedStep(lambda: done.append("done"), on=True, is_warm=lambda: warm)
     for _ in range(2):
         done.clear()
         for _ in range(4):
