@@ -205,7 +205,7 @@ def verify(checkpoint: Checkpoint, *, world: World | None = None) -> None:
         elif path.stat().st_size != record.bytes:
             problems.append(f"{path} has {path.stat().st_size} bytes, {record.bytes} were written")
         elif digest(_digested_bytes(path)) != record.digest:
-            problems.append(f"{path} was changed after it was written (the checksum of its head differs)")
+            problems.append(f"{path} was changed after it was written (the checksum of its header differs)")
     every = [(stored, record.dtype) for record in checkpoint.index.tensors.values() for stored in record.pieces]
     with PieceReader(folder, checkpoint=checkpoint) as reader:
         for stored, dtype in every[rank::size] if not problems else ():

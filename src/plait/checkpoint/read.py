@@ -63,7 +63,7 @@ class PieceReader:
     ) -> None:
         """`elsewhere`: files that are not in the folder, by name.
 
-        With a `checkpoint`, the head of each file that is opened is compared with its manifest and its index.
+        With a `checkpoint`, the header of each file that is opened is compared with its manifest and its index.
         """
         self._folder = folder
         self._elsewhere = elsewhere or {}
@@ -127,7 +127,7 @@ class PieceReader:
             self._read(stored, block, buffer[: min(BLOCK, size - block)])
 
     def _read(self, stored: StoredPiece, block: int, buffer: memoryview) -> None:
-        """Fill `room` with one whole block of a piece, and compare it with its digest."""
+        """Fill `buffer` with one whole block of a piece, and compare it with its digest."""
         try:
             filled = read_all(self._open(stored.file), buffer, stored.begin + block)
         except OSError as error:
@@ -172,10 +172,10 @@ class PieceReader:
             if name not in self._elsewhere and size != record.bytes:
                 raise DamagedError(f"{path} has {size} bytes, {record.bytes} were written")
             if digest(header) != record.digest:
-                raise DamagedError(f"{path} was changed after it was written (the checksum of its head differs)")
+                raise DamagedError(f"{path} was changed after it was written (the checksum of its header differs)")
             slots, expected = slots_in(header, record.bytes), self._slots[name]
         except ValueError as error:
-            raise DamagedError(f"{path} is not a whole safetensors file: {error}") from error
+            raise DamagedError(f"{path} is not a complete safetensors file: {error}") from error
         if slots != expected:
             wrong = min(key for key in slots.keys() | expected.keys() if slots.get(key) != expected.get(key))
             in_file, in_index = _describe_slot(slots.get(wrong)), _describe_slot(expected.get(wrong))

@@ -80,10 +80,10 @@ def read_header(file: int) -> bytes:
     length = os.pread(file, 8, 0)
     count = int.from_bytes(length, "little")
     if len(length) < 8 or 8 + count > size:
-        raise ValueError(f"truncated: {size} bytes do not hold its head")
+        raise ValueError(f"truncated: {size} bytes do not hold its header")
     content = bytearray(count)
     if not read_all(file, memoryview(content), 8):
-        raise ValueError(f"truncated: {size} bytes do not hold its head")
+        raise ValueError(f"truncated: {size} bytes do not hold its header")
     return length + bytes(content)
 
 
@@ -96,9 +96,9 @@ def slots_in(header: bytes, size: int) -> dict[str, Slot]:
     try:
         fields = json.loads(header[8:], object_pairs_hook=_once)
     except RecursionError:
-        raise ValueError("its head is nested too deeply") from None
+        raise ValueError("its header is nested too deeply") from None
     if not isinstance(fields, dict):
-        raise ValueError("its head is not a JSON object")
+        raise ValueError("its header is not a JSON object")
     fields.pop("__metadata__", None)
     slots = {name: _slot(name, field, len(header)) for name, field in fields.items()}
     end = len(header)
@@ -125,7 +125,7 @@ def read_slots(path: Path) -> dict[str, Slot]:
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a name stands twice in its head")
+        raise ValueError("a name occurs twice in its header")
     return fields
 
 

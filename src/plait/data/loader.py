@@ -209,7 +209,7 @@ class InProcessLoader:
 class WorkerLoader:
     """Prefetches in worker processes that live as long as this object.
 
-    The workers get the same ids in the same order as `Inline`, so their number does not change the batches.
+    The workers get the same ids in the same order as `InProcessLoader`, so their number does not change the batches.
     Only the newest epoch can be read: starting another one ends it.
     """
 
