@@ -22,7 +22,7 @@ from plait.engine.update import Updater, refuse_different_gradients
 from plait.errors import ModelError, TrainingError
 from plait.launch import Phase
 from plait.optim import is_builtin, merge_records
-from plait.precision import EarlierScales, Policy
+from plait.precision import AmaxHistory, Policy
 from plait.torch_internals import tree_leaves
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class NativeEngine(SteppingEngine):
         compiled: Sequence[nn.Module],
         cut: Callable[[Any], Any] | None = None,
         staged: StagedSteps | None = None,
-        scales: EarlierScales | None = None,
+        scales: AmaxHistory | None = None,
         recording: Recording | None = None,
         select: Select | None = None,
         log: LogFunction,
@@ -463,7 +463,7 @@ class NativeEngine(SteppingEngine):
         if changed:
             self._refresh_unsharded()
 
-    def _amax_histories(self, scales: EarlierScales) -> dict[str, Any]:
+    def _amax_histories(self, scales: AmaxHistory) -> dict[str, Any]:
         """Return the fp8 amax histories of the full model."""
         states = [scales.state()] if self.world.layout.pp == 1 else self.world.gather(scales.state())
         return {name: numbers for state in states for name, numbers in state.items()}

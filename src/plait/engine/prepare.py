@@ -95,7 +95,7 @@ from plait.optim import (
     param_form_of,
     split_groups,
 )
-from plait.precision import Fp8Linear, LossScaler, scale_by_earlier_steps
+from plait.precision import Fp8Linear, LossScaler, enable_delayed_scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +384,7 @@ def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeE
         compiled=model.compiled,
         cut=model.cut,
         staged=staged,
-        scales=scale_by_earlier_steps(model.fp8_layers, config.precision.fp8, given.device),
+        scales=enable_delayed_scaling(model.fp8_layers, config.precision.fp8, given.device),
         recording=_recording(model),
         select=model.select,
         log=given.log,

@@ -18,7 +18,7 @@ from plait.models.common.attention import Attention, Rotary, Shared
 from plait.models.common.losses import Fp8Head, LMHead
 from plait.models.hf import CausalLM, fuse_transformers, head_of
 from plait.models.llama import LlamaBlock, SwiGLU
-from plait.precision import feed_forward, through_all
+from plait.precision import apply_linears, feed_forward
 
 _EPS = 1.1920929e-07
 """torch's default where an RMSNorm has no `eps`: the machine epsilon of fp32."""
@@ -56,7 +56,7 @@ class FusedAttention(Attention):
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values, (batch, tokens, features) each."""
-        return through_all(x, (self.q, self.k, self.v))
+        return apply_linears(x, (self.q, self.k, self.v))
 
 
 class FusedLlamaBlock(LlamaBlock):

@@ -31,7 +31,7 @@ from plait.models.common.attention import document_mask
 from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
 from plait.models.common.protocol import LossTerm
 from plait.models.common.weights import Put, stream_weights
-from plait.precision import feed_forward, go_together, through_all
+from plait.precision import apply_linears, are_fusable, feed_forward
 from plait.torch_internals import forward_hooks
 from plait.transformers_internals import (
     attn_implementation,
@@ -95,7 +95,7 @@ class _Projected:
         self._module = module
         # Each tensor is released when it is returned.
         known = dict(
-            zip(_PROJECTIONS, through_all(x, [module.get_submodule(name) for name in _PROJECTIONS]), strict=True)
+            zip(_PROJECTIONS, apply_linears(x, [module.get_submodule(name) for name in _PROJECTIONS]), strict=True)
         )
         self.q_proj, self.k_proj, self.v_proj = (partial(_answer, known, name) for name in _PROJECTIONS)
 
@@ -166,7 +166,7 @@ def _with_projections(forward: FunctionType) -> Callable[..., Any]:
 
     @wraps(forward)
     def together(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        at_once = go_together([self.get_submodule(name) for name in _PROJECTIONS])
+        at_once = are_fusable([self.get_submodule(name) for name in _PROJECTIONS])
         return forward(_Projected(self, hidden_states) if at_once else self, hidden_states, *args, **kwargs)
 
     return together

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from plait.precision.fp8 import EarlierScales as EarlierScales
+    from plait.precision.fp8 import AmaxHistory as AmaxHistory
     from plait.precision.fp8 import Fp8Linear as Fp8Linear
     from plait.precision.fp8 import apply_fp8 as apply_fp8
+    from plait.precision.fp8 import apply_linears as apply_linears
+    from plait.precision.fp8 import are_fusable as are_fusable
+    from plait.precision.fp8 import bypassed_layers as bypassed_layers
+    from plait.precision.fp8 import enable_delayed_scaling as enable_delayed_scaling
     from plait.precision.fp8 import feed_forward as feed_forward
-    from plait.precision.fp8 import go_together as go_together
-    from plait.precision.fp8 import scale_by_earlier_steps as scale_by_earlier_steps
-    from plait.precision.fp8 import spoken_for as spoken_for
-    from plait.precision.fp8 import through_all as through_all
     from plait.precision.mixed_precision import DTYPES as DTYPES
     from plait.precision.mixed_precision import FP32_MODULES as FP32_MODULES
     from plait.precision.mixed_precision import LossScaler as LossScaler

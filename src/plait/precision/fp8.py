@@ -24,9 +24,9 @@ from plait.kernels import (
     is_untouched,
     swiglu,
 )
-from plait.kernels import apply_linears as through_plain
-from plait.kernels import bypassed_layers as spoken_for_plain
-from plait.kernels import feed_forward as feed_forward_plain
+from plait.kernels import apply_linears as apply_plain_linears
+from plait.kernels import bypassed_layers as bypassed_plain_layers
+from plait.kernels import feed_forward as plain_feed_forward
 
 # Delayed scaling: the largest absolute values (amax) of the last steps, for all layers that multiply in 8 bits.
 #
@@ -38,7 +38,7 @@ from plait.kernels import feed_forward as feed_forward_plain
 # such a state, or with that of other layers, starts in the same way.
 
 
-class EarlierScales:
+class AmaxHistory:
     """The amax history of some layers: for each 8-bit format and layer, the largest values of the last steps."""
 
     def __init__(self, names: Sequence[str], *, history: int, headroom: float, device: torch.device) -> None:
@@ -114,14 +114,14 @@ class Fp8Linear(nn.Linear):
 
     rowwise: bool
     emulated: bool
-    scales: EarlierScales | None = None
+    scales: AmaxHistory | None = None
     """The history for delayed scaling; without it, scales are found at once."""
     row: int
     """This layer's number in `scales`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` times the weight, plus the bias, up to rounding."""
-        return through_fp8(x, [self])[0]
+        return apply_fp8_linears(x, [self])[0]
 
 
 def are_fp8(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Fp8Linear]]:
@@ -129,7 +129,7 @@ def are_fp8(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Fp8Linear]]:
     return all(type(layer) is Fp8Linear and not layer.rowwise and is_untouched(layer) for layer in layers)
 
 
-def through_fp8(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
+def apply_fp8_linears(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
     """The output of each layer for `x`, which is rounded once for all."""
     dtype = _format(x, layers[0])
     weights = [layer.weight.to(dtype) for layer in layers]
@@ -149,7 +149,7 @@ def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear)
     layers = gate, up, down
     learning = {layer.weight.requires_grad for layer in layers}
     if any(layer.bias is not None for layer in layers) or len(learning) > 1 or torch.compiler.is_compiling():
-        return down(swiglu(*through_fp8(x, (gate, up))))  # type: ignore[no-any-return]
+        return down(swiglu(*apply_fp8_linears(x, (gate, up))))  # type: ignore[no-any-return]
     dtype = _format(x, gate)
     weights = (layer.weight.to(dtype) for layer in layers)
     return fp8_feed_forward(x.to(dtype), *weights, emulated=gate.emulated, earlier=_earlier(x, layers))
@@ -201,13 +201,13 @@ def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device
     return layers
 
 
-def scale_by_earlier_steps(
+def enable_delayed_scaling(
     layers: Mapping[str, Fp8Linear], config: Fp8Config, device: torch.device
-) -> EarlierScales | None:
+) -> AmaxHistory | None:
     """Use delayed scaling, where `config` asks for it; returns the history, which belongs in checkpoints."""
     if not layers or config.scales != "earlier":
         return None
-    scales = EarlierScales(list(layers), history=config.history, headroom=config.headroom, device=device)
+    scales = AmaxHistory(list(layers), history=config.history, headroom=config.headroom, device=device)
     for row, layer in enumerate(layers.values()):
         layer.scales, layer.row = scales, row
     return scales
@@ -244,27 +244,27 @@ def _require(device: torch.device) -> None:
 # Layers that are computed together, in 8 bits or not; see `kernels/linears.py` and `kernels/fp8.py`.
 
 
-def go_together(layers: Sequence[nn.Module]) -> bool:
+def are_fusable(layers: Sequence[nn.Module]) -> bool:
     """Whether layers that share an input are computed together; otherwise each is called."""
     return all(map(is_plain, layers)) or are_fp8(layers)
 
 
-def through_all(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     """The output of each layer for `x`."""
-    return through_fp8(x, layers) if are_fp8(layers) else through_plain(x, layers)
+    return apply_fp8_linears(x, layers) if are_fp8(layers) else apply_plain_linears(x, layers)
 
 
 def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """`down(silu(gate(x)) * up(x))`."""
     layers = gate, up, down
-    return feed_forward_fp8(x, *layers) if are_fp8(layers) else feed_forward_plain(x, gate, up, down)
+    return feed_forward_fp8(x, *layers) if are_fp8(layers) else plain_feed_forward(x, gate, up, down)
 
 
-def spoken_for(model: nn.Module) -> set[nn.Module]:
+def bypassed_layers(model: nn.Module) -> set[nn.Module]:
     """Layers that are not called themselves: a module that names them in `together` computes their outputs."""
-    layers_of_modules = spoken_for_plain(model)
+    bypassed = bypassed_plain_layers(model)
     for module in model.modules():
         layers = [module.get_submodule(name) for names in getattr(type(module), "together", ()) for name in names]
         if are_fp8(layers):
-            layers_of_modules.update(layers)
-    return layers_of_modules
+            bypassed.update(layers)
+    return bypassed

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import record_function
 
-from plait.precision import spoken_for
+from plait.precision import bypassed_layers
 from plait.torch_internals import compiled_call, compiled_call_set
 
 # The category of operators and kernels, from the names that torch gives them.
@@ -188,7 +188,7 @@ def module_marks(model: nn.Module, stack: ModuleStack) -> Iterator[None]:
     Layers whose weights are used without calling them are left out: a hook would make fused code call them.
     """
     with ExitStack() as undo:
-        inside = set(map(id, spoken_for(model)))
+        inside = set(map(id, bypassed_layers(model)))
         for name, module in named_modules(model):
             if id(module) in inside:
                 continue

@@ -18,8 +18,8 @@ from plait.config.precision import Fp8Config
 from plait.kernels.fp8 import WEIGHT
 from plait.models import build_model
 from plait.models.fused import fuse
-from plait.precision import apply_fp8, scale_by_earlier_steps
-from plait.precision.fp8 import Fp8Linear, spoken_for
+from plait.precision import apply_fp8, enable_delayed_scaling
+from plait.precision.fp8 import Fp8Linear, bypassed_layers
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48}
 HF: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_it_is_the_model_layer_by_layer_up_to_rounding(family: str) -> None:
         pytest.importorskip("transformers")
     config = LlamaConfig(**SMALL) if family == "own" else HFConfig(config={"model_type": family, **HF})
     model, fused = two_of(config)
-    assert len(spoken_for(fused)) == 2 * 6  # all but the output of attention; a bias does not matter
+    assert len(bypassed_layers(fused)) == 2 * 6  # all but the output of attention; a bias does not matter
     losses = [float(each(TOKENS, TOKENS).sum.detach()) for each in (fused, model)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     near(gradients(fused), gradients(model))
@@ -86,7 +86,7 @@ def test_recomputed_and_accumulated_it_is_the_same() -> None:
 
 def test_what_is_left_in_16_bits_frozen_or_watched_is_called() -> None:
     model, fused = two_of(LlamaConfig(**SMALL), skip=["*.down", "blocks.0.attention.k"])
-    assert sum(isinstance(layer, Fp8Linear) for layer in spoken_for(fused)) == 3
+    assert sum(isinstance(layer, Fp8Linear) for layer in bypassed_layers(fused)) == 3
     block: Any = fused.blocks[1]  # type: ignore[index]
     seen: list[str] = []
     block.attention.q.register_forward_hook(lambda *_: seen.append("q"))
@@ -109,7 +109,7 @@ def test_layers_together_note_what_each_would_alone(family: str) -> None:
     wanted = Fp8Config(recipe="tensorwise", emulate=True, scales="earlier", history=1)
     states = []
     for each, fused in ((model, False), (copy.deepcopy(model), True)):
-        scales = scale_by_earlier_steps(apply_fp8(blocks_of(each), wanted, CPU), wanted, CPU)
+        scales = enable_delayed_scaling(apply_fp8(blocks_of(each), wanted, CPU), wanted, CPU)
         assert scales is not None
         if fused:
             fuse(each)
@@ -135,7 +135,7 @@ def test_sharded_blocks_gather_their_weights_for_both_passes() -> None:
     for block in [*sharded.blocks, sharded]:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     found: list[int] = []
-    sharded.blocks[0].ffn.register_forward_pre_hook(lambda module, _: found.append(len(spoken_for(module))))
+    sharded.blocks[0].ffn.register_forward_pre_hook(lambda module, _: found.append(len(bypassed_layers(module))))
     ours = gradients(sharded)
     assert found == [3]
     for name, grad in gradients(fused).items():

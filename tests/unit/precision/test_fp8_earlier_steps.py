@@ -13,7 +13,7 @@ from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.kernels.fp8 import GRADIENT, INPUT, WEIGHT
-from plait.precision import EarlierScales
+from plait.precision import AmaxHistory
 
 LLAMA = {"type": "llama", "vocab_size": 32, "dim": 32, "layers": 1, "heads": 2, "ffn_dim": 48, "seq_len": 8}
 Batch = dict[str, Tensor]
@@ -132,11 +132,11 @@ def test_a_checkpoint_without_such_a_state_starts_as_a_new_run_does() -> None:
     assert "fp8" not in plain.state()
 
 
-def scales_of(names: list[str], history: int) -> EarlierScales:
-    return EarlierScales(names, history=history, headroom=2.0, device=torch.device("cpu"))
+def scales_of(names: list[str], history: int) -> AmaxHistory:
+    return AmaxHistory(names, history=history, headroom=2.0, device=torch.device("cpu"))
 
 
-def noted(scales: EarlierScales, numbers: Tensor) -> Any:
+def noted(scales: AmaxHistory, numbers: Tensor) -> Any:
     """A step in which these are the largest numbers; returns what the next one would be given."""
     found = scales.of(range(numbers.shape[1]), numbers)
     assert found.notes is not None
