@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.refusals import refused
 
-from plait.cli.convert import _with_tokenizer
+from plait.cli.converted_model import _with_tokenizer
 from plait.config.posttrain import TemplateConfig
 from plait.errors import DataError
 from plait.posttrain.data.records import ChatMessage
