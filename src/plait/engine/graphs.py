@@ -220,7 +220,9 @@ class RecordedPasses:
         factor = None if scale is None else torch.empty((), device=self._device)
         losses: list[WeightedLoss] = []
         pool_of = next((recorded.graph for recorded in self._recordings.values()), None)
-        graph = capture_graph(lambda: losses.append(self._passes(tree_unflatten(static, tree), samples, factor)), pool_of)
+        graph = capture_graph(
+            lambda: losses.append(self._passes(tree_unflatten(static, tree), samples, factor)), pool_of
+        )
         self._facts = self._recorded_facts()
         if not self.asked_for and not self._recordings:
             message = "the device waits for Python: both passes are captured from now on (strategy.graphs: auto)"
