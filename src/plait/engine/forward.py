@@ -60,9 +60,9 @@ class InputMover:
 Select = Callable[[Any], Any]
 """From the inputs of a micro-batch to those of the model."""
 
-_OF_THE_LOSS = ("label", "target", "loss", "weight")
-_HOW_TO_READ = ("mask", "position", "document", "segment", "token_type", "seqlens")
-_SEAM = "hidden"
+_LOSS_FIELDS = ("label", "target", "loss", "weight")
+_READING_FIELDS = ("mask", "position", "document", "segment", "token_type", "seqlens")
+_PIPELINE_INPUT = "hidden"
 """The parameter through which pipeline stages pass activations; not a field of a micro-batch."""
 
 
@@ -88,11 +88,11 @@ class _BySignature:
         self._model = model
         self._takes = ", ".join(parameters)
         param_kinds = {parameter.kind for parameter in parameters.values()}
-        named = [p for name, p in parameters.items() if p.kind in _BY_POSITION and name != _SEAM]
-        self._any_row = inspect.Parameter.VAR_POSITIONAL in param_kinds
+        named = [p for name, p in parameters.items() if p.kind in _BY_POSITION and name != _PIPELINE_INPUT]
+        self._takes_any_values = inspect.Parameter.VAR_POSITIONAL in param_kinds
         self._required = sum(parameter.default is inspect.Parameter.empty for parameter in named)
         self._optional = [p.name for p in named[self._required :]]
-        self._any_name = inspect.Parameter.VAR_KEYWORD in param_kinds
+        self._takes_any_fields = inspect.Parameter.VAR_KEYWORD in param_kinds
         self._names = frozenset(parameters)
 
     def __call__(self, inputs: Any) -> Any:
@@ -103,16 +103,16 @@ class _BySignature:
         return inputs
 
     def _of_mapping(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        if self._any_name or inputs.keys() <= self._names:
+        if self._takes_any_fields or inputs.keys() <= self._names:
             return inputs
         left = [key for key in inputs if key not in self._names]
-        if any(marker in key for key in left if not _is_of_loss(key) for marker in _HOW_TO_READ):
+        if any(marker in key for key in left if not _is_of_loss(key) for marker in _READING_FIELDS):
             return inputs  # refused when the model is called
         return {key: value for key, value in inputs.items() if key in self._names}
 
     def _of_sequence(self, inputs: Sequence[Any]) -> Sequence[Any]:
         count = len(inputs)
-        if self._any_row or count <= self._required:
+        if self._takes_any_values or count <= self._required:
             return inputs
         beyond = self._optional[: count - self._required]
         if len(beyond) == count - self._required and all(_is_of_loss(name) for name in beyond):
@@ -131,7 +131,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 def _is_of_loss(key: str) -> bool:
-    return key == "y" or any(marker in key for marker in _OF_THE_LOSS)
+    return key == "y" or any(marker in key for marker in _LOSS_FIELDS)
 
 
 def _first_values(inputs: Any, count: int) -> Any:

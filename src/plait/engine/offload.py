@@ -184,24 +184,24 @@ class Offloading:
             self._initial_values |= {name: param.data for name, param in module.named_parameters() if not param.is_meta}
 
     def store_initial_values(self, stage_module: nn.Module) -> None:
-        """Store what was set aside, now that parameters are sharded."""
+        """Store the values kept by `keep_initial_values`, now that parameters are sharded."""
         if self._stream is not None and self._initial_values:
             for wrapped in [wrapped for wrapped in stage_module.modules() if hasattr(wrapped, "unshard")]:
                 self._stream.take(wrapped)
         for name, param in stage_module.named_parameters():
             if name in self._initial_values:
-                whole = self._initial_values.pop(name)
-                # Tensor-parallel layers were already sharded when they were set aside, and FSDP sharded them again.
-                self.keep(param, whole.full_tensor() if is_sharded(whole) else whole)
+                full = self._initial_values.pop(name)
+                # Tensor-parallel layers were already sharded when they were kept, and FSDP sharded them again.
+                self.keep(param, full.full_tensor() if is_sharded(full) else full)
 
-    def keep(self, param: nn.Parameter, whole: Tensor) -> bool:
+    def keep(self, param: nn.Parameter, full: Tensor) -> bool:
         """Store this rank's shard of the fp32 values of a parameter; see `materialize.Keep`.
 
         Returns whether the parameter itself does not need them.
         """
         location = None if self._stream is None else self._stream.location_of(param)
         with torch.no_grad():
-            shard = local_shard_of(param, whole)
+            shard = local_shard_of(param, full)
             index = self._index_of.get(param)
             if index is not None:
                 assert self.store is not None

@@ -309,8 +309,8 @@ def apply_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[C
 def _log_replicated_share(module: nn.Module, ranks: int, log: Callable[[str], None]) -> None:
     """Log a warning if tensor parallelism leaves most parameters replicated."""
     params = list(module.parameters())
-    whole = [param for param in params if not is_sharded(param) or all(p.is_replicate() for p in param.placements)]
-    share = sum(param.numel() for param in whole) / max(sum(param.numel() for param in params), 1)
+    replicated = [param for param in params if not is_sharded(param) or all(p.is_replicate() for p in param.placements)]
+    share = sum(param.numel() for param in replicated) / max(sum(param.numel() for param in params), 1)
     if share > _MOSTLY_REPLICATED:
         name = type(module).__name__.removeprefix("FSDP")
         log(
