@@ -103,7 +103,9 @@ def render(chart: Chart) -> str:
     if not finite:
         return ""
     x, y = _scales(chart, finite)
-    elements = [*_grid(chart, x, y)]
+    y_ticks = ticks(y.low, y.high, max(3, round((y.start - y.end) / 36)))
+    steps = [step for step in ticks(x.low, x.high, max(3, round((x.end - x.start) / 90))) if step == int(step)]
+    elements = [*_grid(x, y, steps, y_ticks, lambda step: f"{int(step):,}")]
     elements += [_marker(chart, marker, row, x) for row, marker in enumerate(chart.markers)]
     for series in chart.series:
         elements += _series(chart, series, x, y)
@@ -124,19 +126,20 @@ def _scales(chart: Chart, finite: Sequence[Point]) -> tuple[Scale, Scale]:
     return x, Scale(low, high, chart.height - BOTTOM, TOP)
 
 
-def _grid(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
-    for value in ticks(y.low, y.high, max(3, round((y.start - y.end) / 36))):
+def _grid(
+    x: Scale, y: Scale, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: Callable[[float], str]
+) -> Iterator[str]:
+    start, end, base = _px(x.start), _px(x.end), _px(y.start)
+    for value in y_ticks:
         at = _px(y(value))
-        yield f'<line class="grid" x1="{_px(x.start)}" x2="{_px(x.end)}" y1="{at}" y2="{at}"/>'
-        text = escape(tick_label(value))
-        yield f'<text class="tick" x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{text}</text>'
-    base = _px(y.start)
-    yield f'<line class="axis" x1="{_px(x.start)}" x2="{_px(x.end)}" y1="{base}" y2="{base}"/>'
-    for value in ticks(x.low, x.high, max(3, round((x.end - x.start) / 90))):
-        if value == int(value):
-            at = _px(x(value))
-            yield f'<line class="axis" x1="{at}" x2="{at}" y1="{base}" y2="{_px(y.start + 4)}"/>'
-            yield f'<text class="tick" x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{int(value):,}</text>'
+        yield f'<line class="grid" x1="{start}" x2="{end}" y1="{at}" y2="{at}"/>'
+        label = escape(tick_label(value))
+        yield f'<text class="tick" x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{label}</text>'
+    yield f'<line class="axis" x1="{start}" x2="{end}" y1="{base}" y2="{base}"/>'
+    for value in x_ticks:
+        at = _px(x(value))
+        yield f'<line class="axis" x1="{at}" x2="{at}" y1="{base}" y2="{_px(y.start + 4)}"/>'
+        yield f'<text class="tick" x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{x_label(value)}</text>'
 
 
 def _marker(chart: Chart, marker: Marker, row: int, x: Scale) -> str:
@@ -217,18 +220,8 @@ def image(width: int, height: int, elements: Sequence[str], *, label: str) -> st
 
 def axes(x: Scale, y: Scale, x_label: str, y_label: str, *, whole: bool = False) -> Iterator[str]:
     """Yield the grid, ticks and labels of one plot in an `image`; `whole`: the ticks of the y axis are integers."""
-    start, end, base = _px(x.start), _px(x.end), _px(y.start)
-    for value in ticks(y.low, y.high, 6):
-        if whole and value != int(value):
-            continue
-        at = _px(y(value))
-        yield f'<line class="grid" x1="{start}" x2="{end}" y1="{at}" y2="{at}"/>'
-        yield f'<text x="{_px(x.start - 8)}" y="{_px(y(value) + 4)}" text-anchor="end">{tick_label(value)}</text>'
-    yield f'<line class="axis" x1="{start}" x2="{end}" y1="{base}" y2="{base}"/>'
-    for value in ticks(x.low, x.high, 6):
-        at = _px(x(value))
-        yield f'<line class="axis" x1="{at}" x2="{at}" y1="{base}" y2="{_px(y.start + 4)}"/>'
-        yield f'<text x="{at}" y="{_px(y.start + 18)}" text-anchor="middle">{tick_label(value)}</text>'
+    y_ticks = [value for value in ticks(y.low, y.high, 6) if not whole or value == int(value)]
+    yield from _grid(x, y, ticks(x.low, x.high, 6), y_ticks, tick_label)
     middle = _px((x.start + x.end) / 2)
     yield f'<text x="{middle}" y="{_px(y.start + 38)}" text-anchor="middle">{escape(x_label)}</text>'
     origin = f"{_px(x.start - 42)} {_px((y.start + y.end) / 2)}"
