@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "no tokens": (
         {"data": {"type": "tokens", "path": "corpus.txt", "seq_len": 16}},
         ["train", "FILE"],
-        ["data.path", "'corpus.txt' is no token file", "'corpus.txt.json'"],
+        ["data.path", "'corpus.txt' is not a token file", "'corpus.txt.json'"],
     ),
     "missing images": ({"val_data": {"type": "image_folder", "path": "img"}}, ["train", "FILE"], ["val_data.path"]),
     "missing model": ({"model": {"type": "hf", "path": "weights"}}, ["train", "FILE"], ["model.path", "weights"]),
@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "missing sections": (
         {"model": None, "data": None},
         ["train", "FILE", *TWO],
-        ["model: there is none", "data: there"],
+        ["model: it is missing", "data: there"],
     ),
     "no length": ({"train": {}}, ["train", "FILE", *TWO], ["max_epochs", "max_steps"]),
     "contradiction": (
