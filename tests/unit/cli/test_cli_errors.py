@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "missing sections": (
         {"model": None, "data": None},
         ["train", "FILE", *TWO],
-        ["model: it is missing", "data: there"],
+        ["model: it is missing", "data: it is missing"],
     ),
     "no length": ({"train": {}}, ["train", "FILE", *TWO], ["max_epochs", "max_steps"]),
     "contradiction": (
