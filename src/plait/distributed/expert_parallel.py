@@ -97,8 +97,8 @@ def _all_reduce(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _wait(funcol.all_reduce(sums.contiguous(), "sum", group))
 
 
-def _wait(on_its_way: Tensor) -> Tensor:
-    arrived: Tensor = funcol.wait_tensor(on_its_way)  # type: ignore[no-untyped-call]
+def _wait(pending: Tensor) -> Tensor:
+    arrived: Tensor = funcol.wait_tensor(pending)  # type: ignore[no-untyped-call]
     return arrived
 
 
@@ -416,7 +416,7 @@ def check_experts(model: nn.Module, ranks: int) -> None:
         where = f"{name or 'the model'} ({type(module).__name__})"
         if _is_placed(module):
             raise ModelError(
-                f"the experts of {where} are sharded already: apply expert parallelism once, and before tensor "
+                f"the experts of {where} are sharded already: apply expert parallelism (ep) once, before tensor "
                 "parallelism and fully_shard"
             )
         if not _takes_routed_tokens(module):

@@ -139,28 +139,28 @@ def scales_of(names: list[str], history: int) -> AmaxHistory:
 def noted(scales: AmaxHistory, numbers: Tensor) -> Any:
     """A step in which these are the largest numbers; returns what the next one would be given."""
     found = scales.of(range(numbers.shape[1]), numbers)
-    assert found.notes is not None
-    found.notes.copy_(numbers.view(torch.int32))
+    assert found.amax_bits is not None
+    found.amax_bits.copy_(numbers.view(torch.int32))
     scales.after_step(None)
     return scales.of(range(numbers.shape[1]), numbers)
 
 
 def test_scales_are_made_for_the_largest_number_of_the_last_steps_and_some_room() -> None:
     scales, steps = scales_of(["a", "b"], 3), torch.rand(6, 3, 2)
-    assert noted(scales, steps[0]).peaks is None
-    assert noted(scales, steps[1]).peaks is None
+    assert noted(scales, steps[0]).amax is None
+    assert noted(scales, steps[1]).amax is None
     for at in range(2, 6):
         found = noted(scales, steps[at])
-        assert torch.equal(found.peaks, 2 * steps[at - 2 : at + 1].amax(0))
-        assert not found.notes.any()
+        assert torch.equal(found.amax, 2 * steps[at - 2 : at + 1].amax(0))
+        assert not found.amax_bits.any()
     with torch.no_grad():
-        assert scales.of([0, 1], steps).notes is None
+        assert scales.of([0, 1], steps).amax_bits is None
 
 
 def test_a_layer_that_was_never_seen_has_a_scale_of_one() -> None:
     numbers = torch.rand(3, 2) + 1
     numbers[:, 1] = 0
-    assert noted(scales_of(["a", "b"], 1), numbers).peaks[:, 1].tolist() == [448.0, 448.0, 57344.0]
+    assert noted(scales_of(["a", "b"], 1), numbers).amax[:, 1].tolist() == [448.0, 448.0, 57344.0]
 
 
 def test_a_state_fits_other_layers_and_other_lengths() -> None:
@@ -171,7 +171,7 @@ def test_a_state_fits_other_layers_and_other_lengths() -> None:
     shorter, longer, wider = scales_of(["b"], 2), scales_of(["b", "a"], 6), scales_of(["a", "c"], 2)
     for each in (shorter, longer, wider):
         each.restore(state)
-    assert torch.equal(shorter.of([0], steps).peaks, 2 * steps[2:, :, 1:].amax(0))  # type: ignore[arg-type]
-    assert longer.of([0, 1], steps).peaks is None
+    assert torch.equal(shorter.of([0], steps).amax, 2 * steps[2:, :, 1:].amax(0))  # type: ignore[arg-type]
+    assert longer.of([0, 1], steps).amax is None
     assert longer.state() == {name: state[name] for name in ("b", "a")}
-    assert wider.of([0, 1], steps).peaks is None
+    assert wider.of([0, 1], steps).amax is None
