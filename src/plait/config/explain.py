@@ -155,7 +155,7 @@ _BOUNDS = {
 class _Error:
     """One validation error, at the path as the user knows it."""
 
-    error_type: str
+    code: str
     keys: tuple[Any, ...]
     annotation: Any
     """The annotation of what is allowed at `keys`; None for an unknown key."""
@@ -221,19 +221,17 @@ def _located(raw: Any, root: type[Section]) -> _Error:
 
 def _problem(path: str, errors: list[_Error]) -> tuple[str, str, str]:
     """Return path, message and remedy for the errors at one path: of a union's members, the one with the right type."""
-    first = next((error for error in errors if error.error_type not in _EXPECTED), errors[0])
-    if first.error_type in _EXPECTED:
-        message, remedy = _wrong_type(first, [_EXPECTED[error.error_type] for error in errors])
-    elif first.error_type in ("extra_forbidden", "invalid_key"):
+    first = next((error for error in errors if error.code not in _EXPECTED), errors[0])
+    if first.code in _EXPECTED:
+        message, remedy = _wrong_type(first, [_EXPECTED[error.code] for error in errors])
+    elif first.code in ("extra_forbidden", "invalid_key"):
         message, remedy = _unknown_key(first)
-    elif first.error_type in ("union_tag_invalid", "union_tag_not_found"):
+    elif first.code in ("union_tag_invalid", "union_tag_not_found"):
         message, remedy = _wrong_tag(first)
         path = f"{path}.type"
     else:
         message, remedy = _wrong_value(first)
-        if first.error_type == "literal_error" and (
-            others := [_EXPECTED[e.error_type] for e in errors if e.error_type in _EXPECTED]
-        ):
+        if first.code == "literal_error" and (others := [_EXPECTED[e.code] for e in errors if e.code in _EXPECTED]):
             remedy = f"It takes {listed([*schema.literals(first.annotation), *dict.fromkeys(others)], 'or')}."
     return path, message, remedy
 
@@ -252,18 +250,18 @@ def _unknown_key(error: _Error) -> tuple[str, str]:
     if section_path in paths:
         hints.append(f"`{key}` is a key of other types of `{section_path}`, not of {tag}.")
     elif paths:
-        shown_homes = [f"`{home}`" if home else "the top level" for home in paths]
-        hints.append(f"`{key}` belongs in {listed(shown_homes[:4], 'or')}.")
+        shown = [f"`{path}`" if path else "the top level" for path in paths]
+        hints.append(f"`{key}` belongs in {listed(shown[:4], 'or')}.")
     whose = f" of {tag}" if tag else f" of `{section_path}`" if section_path else ""
     if not hints:
         hints.append(f"The keys{whose} are {listed(keys)}.")
-    value = f", with the value {show(error.value)}" if error.error_type == "extra_forbidden" else ""
+    value = f", with the value {show(error.value)}" if error.code == "extra_forbidden" else ""
     return f"unknown key{whose}{value}", " ".join(hints)
 
 
 def _wrong_tag(error: _Error) -> tuple[str, str]:
     tags, custom = list(schema.sections(error.annotation)), schema.custom_section(error.annotation)
-    if error.error_type == "union_tag_not_found":
+    if error.code == "union_tag_not_found":
         or_custom = ", or package.module:name for a custom one" if custom else ""
         return "it is missing", f"Write one of {listed(tags, 'or')}{or_custom}."
     tag = error.value.get("type") if isinstance(error.value, Mapping) else error.value
@@ -284,14 +282,14 @@ def _wrong_type(error: _Error, expected: list[str]) -> tuple[str, str]:
         section = next(iter(choices.values()))
         also = " (or write a single word)" if issubclass(section, Shorthand) else ""
         return message, f"Its keys are {listed(section.model_fields)}{also}."
-    if isinstance(value, str) and error.error_type in ("int_type", "float_type", "bool_type"):
+    if isinstance(value, str) and error.code in ("int_type", "float_type", "bool_type"):
         from plait.config.yaml_io import scalar
 
         if not isinstance(scalar(value), str):
             return message, f"Write it without quotes: {value}."
-    if error.error_type == "string_type" and not isinstance(value, (dict, list, tuple)):
+    if error.code == "string_type" and not isinstance(value, (dict, list, tuple)):
         return message, f'Write it in quotes: "{show(value)}".'
-    if error.error_type == "tuple_type" and isinstance(value, (str, int, float)):
+    if error.code == "tuple_type" and isinstance(value, (str, int, float)):
         count = _entries_of(error.annotation)
         return message, f"Write {count} entries in brackets: [{value}, …]." if count else f"Write [{value}]."
     return message, ""
@@ -309,7 +307,7 @@ def _entries_of(annotation: Any) -> int | None:
 
 
 def _wrong_value(error: _Error) -> tuple[str, str]:
-    error_type, context, value = error.error_type, error.context, error.value
+    error_type, context, value = error.code, error.context, error.value
     if error_type == "literal_error":
         return f"{show(value)} is not one of its values", choose(value, schema.literals(error.annotation), "value")
     if error_type in _BOUNDS:
