@@ -70,7 +70,6 @@ def pipeline(argv: Sequence[str]) -> None:
         typer.echo(HELP)
         return
     arguments = sort_arguments(argv)
-
     import_from_here()
     ranks, local, start = _ranks_and_start(arguments)
     steps = _steps(arguments, ranks, local)
@@ -93,7 +92,7 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
 
     arguments = PipelineCommand()
     flag_list: list[str] = []
-    last, values_left = "", 0  # the flag of our own that waits for its value, and how many words a flag still takes
+    last, values_left = "", 0  # the option of `_ONE` that still needs its value, and how many values a flag may take
     for argument in argv:
         if argument.startswith("-") and not _is_number(argument):
             flag, equals, value = _long(argument).partition("=")
@@ -134,7 +133,7 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
 
 
 def _long(argument: str) -> str:
-    """`-n 2`, `-n2` and `-n=2` are the same as `--nproc` with its value."""
+    """Return `--nproc` for `-n`, with its value in `-n2` and `-n=2`; other arguments as they are."""
     if not argument.startswith("-n") or argument.startswith("--"):
         return argument
     value = argument[2:].removeprefix("=")
@@ -154,22 +153,21 @@ def _ranks_and_start(arguments: PipelineCommand) -> tuple[int, int, Start]:
     """Return the number of ranks, the number per host, and what starts them."""
     from plait.posttrain import read_steps
 
-    steps, nproc, hostfile = (
-        read_steps(arguments.step_flags),
-        arguments.options.get("nproc"),
-        arguments.options.get("hostfile"),
+    steps = read_steps(arguments.step_flags)
+    nproc, hostfile = arguments.options.get("nproc"), arguments.options.get("hostfile")
+    has_deployment = any(
+        argument.startswith(("--deployment-type", "--deployment_type")) for argument in arguments.step_flags
     )
-    said = any(argument.startswith(("--deployment-type", "--deployment_type")) for argument in arguments.step_flags)
     if nproc is not None and hostfile is not None:
         raise ConfigError(Problem("--nproc", "the hostfile sets the number of processes", "Give one of them."))
-    if said and steps.nproc is None and hostfile is None:
+    if has_deployment and steps.nproc is None and hostfile is None:
         raise ConfigError(Problem("--deployment-type", "multi_node needs hosts", "Add `--hostfile FILE`."))
-    if said and steps.nproc is not None and (hostfile is not None or nproc not in (None, steps.nproc)):
+    if has_deployment and steps.nproc is not None and (hostfile is not None or nproc not in (None, steps.nproc)):
         other = f"--hostfile {hostfile}" if hostfile is not None else f"--nproc {nproc}"
         message = f"{steps.deployment} and {other} disagree"
         raise ConfigError(Problem("--deployment-type", message, "Give one of them."))
     if hostfile is None:
-        count = _count(nproc or (steps.nproc if said else None) or "1")
+        count = _count(nproc or (steps.nproc if has_deployment else None) or "1")
         return count, count, lambda command: run_on_host([sys.executable, "-m", "plait", *command], count)
     from plait.launch import read_hostfile
 
@@ -209,11 +207,11 @@ def _steps(arguments: PipelineCommand, ranks: int, local: int) -> list[PhaseStep
     settings, remarks = translate(arguments.flags)
     for remark in remarks:
         typer.echo(remark, err=True)
-    wanted = from_files(arguments.files) if arguments.files else from_words(flags)
-    wanted = with_train_flags(wanted, flags, given)
+    pipeline_steps = from_files(arguments.files) if arguments.files else from_words(flags)
+    pipeline_steps = with_train_flags(pipeline_steps, flags, given)
     common = (*as_overrides(settings), *arguments.overrides)
-    steps = tuple(replace(step, settings=(*step.settings, *common)) for step in wanted.steps)
-    return make_steps(replace(wanted, steps=steps), ranks=ranks, local_ranks=local)
+    steps = tuple(replace(step, settings=(*step.settings, *common)) for step in pipeline_steps.steps)
+    return make_steps(replace(pipeline_steps, steps=steps), ranks=ranks, local_ranks=local)
 
 
 def _show(steps: Sequence[PhaseStep]) -> None:

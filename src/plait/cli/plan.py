@@ -113,7 +113,7 @@ def plan_run(
         write_file(timeline, draw_timeline(plan), "--timeline")
         console.print(f"{timeline}: memory from the build to a save")
     if not plan.fits:
-        _show_ladder(console, config, machine, ranks, known)
+        _show_remedies(console, config, machine, ranks, known)
     return plan.fits
 
 
@@ -202,7 +202,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float | None]]]:
     for phase in _PHASES:
         yield phase, [column.get(phase) for columns in peaks for column in columns]
     yield "at the peak:", []
-    for name, values in _part_rows(plan):
+    for name, values in _category_rows(plan):
         yield name, [cell for value in values for cell in (value, None)[:width]]
 
 
@@ -210,69 +210,69 @@ def _columns(plan: Plan) -> list[str]:
     return ["{}", "its host memory"] if plan.hardware.kind == "cuda" else ["{}"]
 
 
-def _part_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
-    accounts = [rank.ledger for rank in plan.ranks]
-    held = [ledger.under("part") for ledger in accounts]
-    categories = dict.fromkeys(category for bytes_of in held for category in bytes_of)
+def _category_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
+    ledgers = [rank.ledger for rank in plan.ranks]
+    held = [ledger.under("part") for ledger in ledgers]
+    categories = dict.fromkeys(category for bytes_by_category in held for category in bytes_by_category)
     rows = {
-        category: [bytes_of.get(category, 0.0) for bytes_of in held]
+        category: [bytes_by_category.get(category, 0.0) for bytes_by_category in held]
         for category in sorted(categories, key=lambda p: -held[0].get(p, 0.0))
     }
-    rows["kept free by the allocator"] = [max(0.0, a.numbers["reserved"] - a.peak[1]) for a in accounts]
+    rows["kept free by the allocator"] = [max(0.0, a.numbers["reserved"] - a.peak[1]) for a in ledgers]
     before = "CUDA context" if plan.hardware.kind == "cuda" else "Python and its libraries"
-    rows[before] = [plan.hardware.context_gib * GIB] * len(accounts)
+    rows[before] = [plan.hardware.context_gib * GIB] * len(ledgers)
     yield from ((f"  {name}", values) for name, values in rows.items())
-    yield "a checkpoint of the rank", [ledger.numbers["state"] for ledger in accounts]
+    yield "a checkpoint of the rank", [ledger.numbers["state"] for ledger in ledgers]
 
 
 def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
-    accounts = [rank.ledger for rank in plan.ranks]
-    operations = sorted({key.split(".")[1] for ledger in accounts for key in ledger.under("compute")})
+    ledgers = [rank.ledger for rank in plan.ranks]
+    operations = sorted({key.split(".")[1] for ledger in ledgers for key in ledger.under("compute")})
     for operation in operations:
-        yield (
-            operation,
-            [sum(v for k, v in a.under("compute").items() if k.endswith(f".{operation}")) for a in accounts],
-        )
-    axes = sorted({key.rpartition(".")[0] for ledger in accounts for key in ledger.under("sent")})
+        ending = f".{operation}"
+        yield operation, [sum(v for k, v in a.under("compute").items() if k.endswith(ending)) for a in ledgers]
+    axes = sorted({key.rpartition(".")[0] for ledger in ledgers for key in ledger.under("sent")})
     for axis in axes:
-        how = "waited for" if any(a.total("waited", axis) for a in accounts) else "beside computing"
-        yield f"messages {axis}, {how}", [a.total("waited", axis) + a.total("hidden", axis) for a in accounts]
-    yield "host, beside the device", [ledger.total("host") for ledger in accounts]
+        how = "waited for" if any(a.total("waited", axis) for a in ledgers) else "beside computing"
+        yield f"messages {axis}, {how}", [a.total("waited", axis) + a.total("hidden", axis) for a in ledgers]
+    yield "host, beside the device", [ledger.total("host") for ledger in ledgers]
     for way, label in (("out", "copies to the host"), ("in", "copies to the device"), ("files", "weights from files")):
-        values = [ledger.total("link", way) for ledger in accounts]
+        values = [ledger.total("link", way) for ledger in ledgers]
         if max(values) > _NOTABLE_S:
             yield f"{label}, beside computing", values
-    if any(ledger.total("update") for ledger in accounts):
-        yield "update of what is offloaded", [ledger.on_host() for ledger in accounts]
-        yield "  of that waited for", [ledger.updating() for ledger in accounts]
+    if any(ledger.total("update") for ledger in ledgers):
+        yield "update of what is offloaded", [ledger.on_host() for ledger in ledgers]
+        yield "  of that waited for", [ledger.updating() for ledger in ledgers]
 
 
-def _show_ladder(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
-    """Remedy by rung as they are planned; at the end what to write, that nothing helps, or that the time was up."""
+def _show_remedies(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
+    """Print each remedy as it is planned; at the end what to write, that nothing helps, or that the time was up."""
     from plait.plan import RemedySearch
 
     console.print("\nOne change after the other, each on top of those before:")
     remedies = RemedySearch(config, machine, ranks, known=known)
-    rungs: list[Remedy] = []
-    for rung in remedies.remedies():
-        rungs.append(rung)
-        changes = " ".join(rung.added.changes(config))
-        if rung.reason:
-            console.print(f"  {changes}: {rung.reason}", markup=False, highlight=False)
-        elif rung.plan is None:
-            console.print(f"  {changes}: at least {rung.least:.1f} GiB, too much", highlight=False)
+    tried: list[Remedy] = []
+    for remedy in remedies.remedies():
+        tried.append(remedy)
+        changes = " ".join(remedy.added.changes(config))
+        if remedy.reason:
+            console.print(f"  {changes}: {remedy.reason}", markup=False, highlight=False)
+        elif remedy.plan is None:
+            console.print(f"  {changes}: at least {remedy.least:.1f} GiB, too much", highlight=False)
         else:
-            host = "" if rung.plan.host_gib <= machine.host_memory_gib else f" and {rung.plan.host_gib:.0f} on a host"
-            status = "[green]fits[/]" if rung.fits else "too much"
-            console.print(f"  {changes}: {rung.plan.needed_gib:.1f} GiB{host}, {status}", highlight=False)
-    if rungs and rungs[-1].fits:
-        least = remedies.without_needless(rungs)
+            host = (
+                "" if remedy.plan.host_gib <= machine.host_memory_gib else f" and {remedy.plan.host_gib:.0f} on a host"
+            )
+            status = "[green]fits[/]" if remedy.fits else "too much"
+            console.print(f"  {changes}: {remedy.plan.needed_gib:.1f} GiB{host}, {status}", highlight=False)
+    if tried and tried[-1].fits:
+        least = remedies.without_needless(tried)
         assert least.plan is not None
         changes, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
         console.print(f"What it takes: {changes} ({needed:.1f} GiB)", markup=False, highlight=False)
     elif not remedies.cut:
         console.print("None of this makes it fit. `--search` looks at pipelines too; else use more devices.")
-    if left_out := remedies.left_out(rungs):
+    if left_out := remedies.left_out(tried):
         console.print(left_out, markup=False, highlight=False)
 
 
@@ -282,16 +282,16 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
     from plait.cli.columns import as_columns
 
     shown = result.results[:_SHOWN]
-    columns = as_columns(config, [way.candidate for way in shown], ranks)
+    columns = as_columns(config, [entry.candidate for entry in shown], ranks)
     figures = [Column(title, justify="right", no_wrap=True) for title in (f"{sample_unit(config.data)}/s", "GiB")]
     titles = [Column(title, no_wrap=True) for title in columns]
     table = Table(*figures, *titles, "", box=None, pad_edge=False, header_style="bold")
-    for index, way in enumerate(shown):
-        needed = "" if way.plan is None else f"{way.plan.needed_gib:.1f}"
-        remark = way.reason or ("" if way.candidate.settings else "as it is written")
+    for index, entry in enumerate(shown):
+        needed = "" if entry.plan is None else f"{entry.plan.needed_gib:.1f}"
+        remark = entry.reason or ("" if entry.candidate.settings else "as it is written")
         cells = [column[index] for column in columns.values()]
-        about = "" if way.plan else "~"  # by the quick account
-        table.add_row(f"{about}{way.tokens_per_second:,.0f}", needed, *cells, remark, style="dim" if about else None)
+        about = "" if entry.plan else "~"  # an estimate without a plan
+        table.add_row(f"{about}{entry.tokens_per_second:,.0f}", needed, *cells, remark, style="dim" if about else None)
     console.print(table)
     if len(result.results) > _SHOWN:
         console.print(f"and {len(result.results) - _SHOWN} more; all of them with --out FILE ({result.seconds:.0f} s)")
@@ -326,7 +326,7 @@ def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None
 
 def _count(config: RunConfig) -> tuple[int, int]:
     if config.model is None:
-        raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
+        raise ConfigError(Problem("model", "it is missing", "Add a section `model` with a `type`."))
     import torch
 
     from plait.models import build_model

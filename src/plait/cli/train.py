@@ -317,7 +317,7 @@ def _check_phase(parsed: Parsed, ranks: int) -> None:
     config = parsed.config
     check(config, has_val=True, require_length=True, origins=parsed.origins)
     if config.model is None:
-        raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
+        raise ConfigError(Problem("model", "it is missing", "Add a section `model` with a `type`."))
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
     resolve_batch(config.batch, layout.data_parallel, micro_batches=config.strategy.pipeline.micro_batches)
 
