@@ -193,8 +193,8 @@ class TensorFile:
                 raise self._failed("read", len(data), at, error) from error
             if count == 0:
                 raise TrainingError(
-                    f"{self.where} ends after byte {at}, but {chunk.numel()} bytes from {begin} were to be read: "
-                    "another process truncated the file while it was in use"
+                    f"{self.where} ends at byte {os.fstat(self._file).st_size}, but {chunk.numel()} bytes were to be "
+                    f"read from {begin}: another process truncated the file while it was in use"
                 )
             data, at = data[count:], at + count
 
