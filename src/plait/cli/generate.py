@@ -105,7 +105,7 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
             f"{path} does not exist; give the work_dir of a run, a checkpoint, or a Hugging Face folder"
         )
     if kind_of(folder) == "hf":
-        described = _described(folder)
+        model_config = _model_config_of(folder)
     else:
         checkpoint = CheckpointFolder(folder).find(str(folder.absolute()))  # absolute: `auto` is a name here
         assert checkpoint is not None
@@ -117,19 +117,19 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
             )
         if config.phase == "reward":
             raise ModelError(f"{path} holds a reward model, which cannot generate; open the tuned model")
-        folder, described = checkpoint, config.model
-    tokenizer_path = _tokenizer(Path(path), folder, config, opening)
-    tokenizer = read_tokenizer(tokenizer_path)
+        folder, model_config = checkpoint, config.model
+    tokenizer_file = _tokenizer(Path(path), folder, config, opening)
+    tokenizer = read_tokenizer(tokenizer_file)
     streamed = opening.offload is not None
     if streamed:
         model = _load_streamed(folder, config, opening)
     elif config is not None and "frozen" in open_checkpoint(folder).manifest.state:
         model = _load_trained_part(folder, config, opening)
     else:
-        model = _load(str(folder), described, opening)
-    template, stop = _chat_format(tokenizer, config, opening, folder, tokenizer_path)
+        model = _load(str(folder), model_config, opening)
+    template, stop = _chat_format(tokenizer, config, opening, folder, tokenizer_file)
 
-    def write_down(turns: Sequence[Turn]) -> list[int]:
+    def format_turns(turns: Sequence[Turn]) -> list[int]:
         try:
             return template.prompt([ChatMessage(turn.role, turn.content) for turn in turns])
         except UnwritableError as error:
@@ -141,7 +141,7 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
         Path(path).resolve().name,
         generator,
         tokenizer,
-        write_down,
+        format_turns,
         stop,
         _with_tools(template, tokenizer),
         begin=() if config is not None and config.phase is None else tokenizer.begin,  # data of `plait train` has none
@@ -149,7 +149,7 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
     )
 
 
-def _described(folder: Path) -> ModelConfig:
+def _model_config_of(folder: Path) -> ModelConfig:
     """Return Plait's model for a Hugging Face folder, where there is one; else that of `transformers`."""
     description = read_description(folder) or {}
     family = _FAMILIES.get(description.get("model_type", ""))
@@ -157,59 +157,59 @@ def _described(folder: Path) -> ModelConfig:
         entries = open_source(folder).entries
         shapes = {name.removeprefix("model."): entry.shape for name, entry in entries.items()}
         try:
-            adopted = from_transformers(family, description, shapes).config
+            converted = from_transformers(family, description, shapes).config
         except ModelError:  # a variant that Plait's model does not support
-            adopted = None
-        if adopted is not None:
-            return adopted
+            converted = None
+        if converted is not None:
+            return converted
     return HFConfig(path=str(folder))
 
 
-def _built(described: ModelConfig, opening: Opening) -> nn.Module:
+def _build(model_config: ModelConfig, opening: Opening) -> nn.Module:
     with open_world(parse({}).config).device:
-        return build_model(described, trust_code=opening.trust_code)
+        return build_model(model_config, trust_code=opening.trust_code)
 
 
-def _finished(model: nn.Module, opening: Opening) -> nn.Module:
+def _cast_for_inference(model: nn.Module, opening: Opening) -> nn.Module:
     device = next(model.parameters()).device
     dtype = DTYPES.get(opening.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     return model.to(dtype).eval().requires_grad_(False)
 
 
-def _load(path: str, described: ModelConfig, opening: Opening) -> nn.Module:
-    model, adapter = _built(described, opening), None
+def _load(path: str, model_config: ModelConfig, opening: Opening) -> nn.Module:
+    model, adapter = _build(model_config, opening), None
     if opening.adapter is not None:
         adapter = read_adapter(opening.adapter, model)
         attach(model, adapter.spec, adapter.layers)
-        if (strange := adapter.strange_base(path)) is not None:
-            typer.echo(f"--adapter: {strange}", err=True)
-    start = open_start(path, described, adapter, model)
+        if (warning := adapter.strange_base(path)) is not None:
+            typer.echo(f"--adapter: {warning}", err=True)
+    start = open_start(path, model_config, adapter, model)
     assert start is not None, "there is a path, so there are weights"
     fill_all(model, start)
-    return _finished(model, opening)
+    return _cast_for_inference(model, opening)
 
 
 def _load_trained_part(checkpoint_folder: Path, config: RunConfig, opening: Opening) -> nn.Module:
     """Load a checkpoint with only the trained parameters on top of the weights that the run began with."""
     assert config.model is not None
     checkpoint = open_checkpoint(checkpoint_folder)
-    begun = (config.posttrain.start if config.posttrain else None) or getattr(config.model, "path", None)
-    if begun is None or opening.adapter is not None:
+    initial = (config.posttrain.start if config.posttrain else None) or getattr(config.model, "path", None)
+    if initial is None or opening.adapter is not None:
         raise GenerateError(
             f"{checkpoint_folder} holds only what was trained, and the run does not say what it began with; open the "
             "model that it began with, and give the run's folder `adapter` as --adapter"
         )
-    model = _built(config.model, opening)
+    model = _build(config.model, opening)
     if config.lora is not None:
         attach(model, AdapterSpec.of(config.lora), config.lora.targets)
-    start = open_start(begun, config.model, None, model)
+    start = open_start(initial, config.model, None, model)
     assert start is not None, "there is a path, so there are weights"
     fill_all(model, start)
     tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
     names = checkpoint.manifest.state["frozen"]["names"]
     ignore = ("optim.", "rng.", "hook.")
     load_into(checkpoint, tensors, world=open_world(parse({}).config), ignore=ignore, partial=names)
-    return _finished(model, opening)
+    return _cast_for_inference(model, opening)
 
 
 def _load_streamed(checkpoint_folder: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
