@@ -36,10 +36,9 @@ def lone_surrogate(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         code_point = ord(text[error.start])
-        byte = (
-            " (or a byte that is not UTF-8)" if 0xDC80 <= code_point <= 0xDCFF else ""
-        )  # Python's way to keep such a byte
-        return f"half of a character{byte}: \\u{code_point:04x} without what belongs to it"
+        # Python's way to keep a byte that is not UTF-8.
+        byte = " (or a byte that is not UTF-8)" if 0xDC80 <= code_point <= 0xDCFF else ""
+        return f"half of a character{byte}: \\u{code_point:04x} is a lone surrogate"
     return None
 
 

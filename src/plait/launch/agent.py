@@ -111,9 +111,8 @@ def extra_variables(job: Job) -> dict[str, str]:
     if len(job.nodes) > 1:
         variables |= interface_variables(job.address, {**os.environ, **job.environment})
     if len(job.nodes) > 1 and job.rendezvous:
-        variables["PET_LOCAL_ADDR"] = source_address(
-            job.address
-        )  # the host's own name may lead to the loopback address
+        # The host's own name may resolve to the loopback address.
+        variables["PET_LOCAL_ADDR"] = source_address(job.address)
     return variables
 
 
@@ -218,9 +217,8 @@ class _AgentRanks:
             record, name = key.data
             data = os.read(key.fd, 65536)
             if data:
-                self._link.send(
-                    rank=record.placement.rank, **{name: data.decode("latin-1")}
-                )  # any byte, there and back
+                # latin-1 encodes any byte, and decodes it back.
+                self._link.send(rank=record.placement.rank, **{name: data.decode("latin-1")})
             else:
                 self._selector.unregister(key.fileobj)
         return bool(ready)
