@@ -69,7 +69,7 @@ class FileQueue:
 
     def bounce(self, size: int) -> Tensor:
         """This thread's aligned buffer."""
-        buffer: Tensor | None = getattr(self._local, "room", None)
+        buffer: Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = host_empty(self.request_bytes, dtype=torch.uint8)
         return buffer[:size]
