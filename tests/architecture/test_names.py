@@ -75,6 +75,7 @@ PUBLIC = {
     ("__init__.py", "part"): "plait.part, for parts of one's own",
     ("__init__.py", "Tiles"): "the class of the section strategy.tiles",
     ("config/strategy.py", "tiles"): "the key strategy.tiles",
+    ("prove/certificate.py", "verdict"): "Certificate.verdict, PASS or FAIL of a proof",
 }
 """Names that users write, with what they are."""
 MOST_OF_ONE_NAME = 3

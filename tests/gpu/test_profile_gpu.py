@@ -83,7 +83,7 @@ def test_kernels_have_kinds_that_add_up_to_the_step(tmp_path: Path, way: str) ->
     assert {"matmul", "attention", "elementwise", "idle"} <= set(kinds)
     if way != "offloaded":
         assert kinds["optimizer"].ms > 0
-    assert report.memory.measured >= report.memory.parts["parameters"]
+    assert report.memory.measured >= report.memory.by_owner["parameters"]
     assert report.formula_flops is not None
     if way != "recompute":
         assert report.counted_flops == pytest.approx(report.formula_flops, rel=0.05)

@@ -114,7 +114,7 @@ def _memory(runner: Runner, counted: StepCounts) -> Memory:
     device = runner.world.device
     compiled = any(compiled_call(module) is not None for _, module in named_modules(runner.engine.model))
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-    return Memory(parts=counted.memory, counted=counted.peak, measured=held, uncompiled=compiled)
+    return Memory(by_owner=counted.memory, counted=counted.peak, measured=held, uncompiled=compiled)
 
 
 class Profile(Hook):

@@ -264,7 +264,7 @@ def _memory(report: Report) -> Grid:
     memory = report.memory
     rows = [
         (owner, format_bytes(held), f"{held / max(memory.counted, 1):.1%}")
-        for owner, held in sorted(memory.parts.items(), key=lambda entry: -entry[1])
+        for owner, held in sorted(memory.by_owner.items(), key=lambda entry: -entry[1])
     ]
     if not rows:
         return Grid("", ())

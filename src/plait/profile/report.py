@@ -220,8 +220,8 @@ def _sort_key(row: ModuleRow, rows: Mapping[str, ModuleRow], root: str) -> tuple
 class Memory:
     """Bytes of one rank at the peak of a step."""
 
-    parts: dict[str, int]
-    """By owner, in the counted step."""
+    by_owner: dict[str, int]
+    """In the counted step."""
     counted: int
     """Their sum."""
     measured: int
@@ -309,6 +309,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values, with derived figures."""
         content = asdict(self)
+        content["memory"] = {"parts": content["memory"].pop("by_owner"), **content["memory"]}
         for row, entry in zip(self.modules, content["modules"], strict=True):
             entry["count"] = len(entry.pop("names"))
             entry["flops_per_s"] = row.flops_per_s

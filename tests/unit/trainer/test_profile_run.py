@@ -114,11 +114,11 @@ def test_memory_at_the_peak_is_known_by_owner(plain: tuple[Report, Path], tmp_pa
     with Runner(**settings(tmp_path, profile=None)) as runner:
         runner.setup()
         numbers = sum(param.numel() for param in runner.engine.model.parameters())
-    assert memory.parts["parameters"] == 4 * numbers
-    assert memory.parts["optimizer"] == pytest.approx(8 * numbers, rel=0.01)
-    assert memory.parts["gradients"] <= 4 * numbers
-    assert memory.parts["activations"] > 0
-    assert sum(memory.parts.values()) == memory.counted
+    assert memory.by_owner["parameters"] == 4 * numbers
+    assert memory.by_owner["optimizer"] == pytest.approx(8 * numbers, rel=0.01)
+    assert memory.by_owner["gradients"] <= 4 * numbers
+    assert memory.by_owner["activations"] > 0
+    assert sum(memory.by_owner.values()) == memory.counted
     assert plain[0].messages.rows == []
 
 
