@@ -44,13 +44,19 @@ def named_keys(page: Path) -> set[str]:
     return set(re.findall(r"`([A-Za-z0-9_.=/-]+)`", text))
 
 
+ENGLISH_IS_NEWER = "英文页面较新"
+"""A Chinese page that says this at its head (before its first section) need not name the keys of the English one."""
+
+
 IN_TWO_LANGUAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.glob("*.md")) if page.name not in ENGLISH_ONLY)]
 
 
 @pytest.mark.parametrize("english", IN_TWO_LANGUAGES, ids=lambda path: path.name)
 def test_both_languages_name_the_same_keys(english: Path) -> None:
     chinese = ROOT / "README.zh-CN.md" if english.parent == ROOT else DOCS / "zh-CN" / english.name
-    assert named_keys(chinese) == named_keys(english)
+    head = chinese.read_text(encoding="utf-8").partition("\n## ")[0]
+    if ENGLISH_IS_NEWER not in head:
+        assert named_keys(chinese) == named_keys(english)
 
 
 HAN = r"[\u4e00-\u9fff]"
