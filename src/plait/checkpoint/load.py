@@ -121,7 +121,7 @@ def load_into(
     ):
         problems = [
             *_map_threads(lambda region: _copy(reader, region), regions, READERS, world),
-            *_map_threads(lambda piece: _read_later(reader, index, piece), held, WRITERS, world),
+            *_map_threads(lambda piece: _read_deferred(reader, index, piece), held, WRITERS, world),
         ]
         _raise_together(checkpoint.folder, [problem for problem in problems if problem is not None], world)
     return left_out
@@ -228,7 +228,7 @@ def _copy(reader: PieceReader, region: LoadRegion) -> str | None:
     return try_to_read(reader.copy, *region)
 
 
-def _read_later(reader: PieceReader, index: Index, held: HeldPiece) -> str | None:
+def _read_deferred(reader: PieceReader, index: Index, held: HeldPiece) -> str | None:
     """Read a tensor that training holds in another form, and hand it over; returns what is wrong, if anything."""
     assert held.deferred is not None
     for rows in held.rows_at_once():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -67,14 +66,14 @@ class Monitor:
             action(*arguments)
         except Exception as error:
             self._sinks.remove(sink)
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 sink.close()
             self._warn(f"{type(sink).__name__} failed and is off for the rest of the run: {_reason(error)}", at)
 
     def _warn(self, text: str, at: Event | None) -> None:
         step, epoch = (at.step, at.epoch) if at else (0, 0)
         if not any(isinstance(sink, ConsoleSink) for sink in self._sinks):
-            with contextlib.suppress(OSError, ValueError):  # stderr may be closed as well
+            with suppress(OSError, ValueError):  # stderr may be closed as well
                 print(f"plait: {text}", file=sys.stderr, flush=True)
         self.emit(Event(EventKind.MESSAGE, step, epoch, {"level": "warning", "text": text}))
 
@@ -105,9 +104,10 @@ def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mappin
     sinks: list[Sink] = []
     if rank == 0 and config.console != "none":
         sinks.append(ConsoleSink(choose_mode(config.console, sys.stdout), sys.stdout))
-    named = dict.fromkeys(sink for sink in config.sinks if isinstance(sink, str))
-    # `jsonl` comes before `html`, which reads its file.
-    for name in dict.fromkeys([*(name for name in ("jsonl",) if {"jsonl", "html"} & named.keys()), *named]):
+    names = dict.fromkeys(sink for sink in config.sinks if isinstance(sink, str))
+    if {"jsonl", "html"} & names.keys():
+        names = {"jsonl": None, **names}  # before `html`, which reads its file
+    for name in names:
         settings = {"project": config.wandb_project, "options": wandb} if name == "wandb" else {}
         sinks += _made(CustomSink(type=_SINKS[name], **settings), "log.sinks", work_dir, rank)
     for index, sink in enumerate(config.sinks):
