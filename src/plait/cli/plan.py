@@ -249,7 +249,7 @@ def _show_remedies(console: Console, config: RunConfig, machine: Hardware, ranks
     """Print each remedy as it is planned; at the end what to write, that nothing helps, or that the time was up."""
     from plait.plan import RemedySearch
 
-    console.print("\nOne change after the other, each on top of those before:")
+    console.print("\nChanges in order, each added to those before:")
     remedies = RemedySearch(config, machine, ranks, known=known)
     tried: list[Remedy] = []
     for remedy in remedies.remedies():
@@ -269,7 +269,7 @@ def _show_remedies(console: Console, config: RunConfig, machine: Hardware, ranks
         least = remedies.without_needless(tried)
         assert least.plan is not None
         changes, needed = " ".join(least.candidate.changes(config)), least.plan.needed_gib
-        console.print(f"What it takes: {changes} ({needed:.1f} GiB)", markup=False, highlight=False)
+        console.print(f"Needed changes: {changes} ({needed:.1f} GiB)", markup=False, highlight=False)
     elif not remedies.cut:
         console.print("None of this makes it fit. `--search` looks at pipelines too; else use more devices.")
     if left_out := remedies.left_out(tried):
@@ -288,7 +288,7 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
     table = Table(*figures, *titles, "", box=None, pad_edge=False, header_style="bold")
     for index, entry in enumerate(shown):
         needed = "" if entry.plan is None else f"{entry.plan.needed_gib:.1f}"
-        remark = entry.reason or ("" if entry.candidate.settings else "as it is written")
+        remark = entry.reason or ("" if entry.candidate.settings else "as written")
         cells = [column[index] for column in columns.values()]
         about = "" if entry.plan else "~"  # an estimate without a plan
         table.add_row(f"{about}{entry.tokens_per_second:,.0f}", needed, *cells, remark, style="dim" if about else None)
@@ -299,7 +299,7 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
         console.print("[red]nothing fits[/]")
         return
     changes = " ".join(result.best.candidate.changes(config)) or "nothing to change"
-    console.print(f"[bold]the first:[/] {changes}", highlight=False)
+    console.print(f"[bold]fastest:[/] {changes}", highlight=False)
 
 
 # `plait plan --states-only`: memory of weights, gradients and optimizer, as DeepSpeed's estimators count it.

@@ -170,7 +170,7 @@ def _search_strategy(config: str, overrides: Sequence[str], ranks: int) -> list[
     if isinstance(best, str):
         raise ConfigError(Problem("strategy.auto", f"no strategy was found: {best}", "Write a strategy."))
     settings, summary = best
-    print(f"strategy: auto takes {' '.join(settings) or 'the run as it is written'} ({summary})")
+    print(f"strategy: auto takes {' '.join(settings) or 'the run as written'} ({summary})")
     return ["strategy.auto=false", *settings]
 
 

@@ -102,7 +102,7 @@ def _show(tuned: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
         cells = ["" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}" for value in figures]
         remarks = ["best"] if record is tuned.best else []
         remarks += [f"{outcome.status}: {outcome.reason}"] if outcome.reason else []
-        remarks += [] if record.settings else ["as it is written"]
+        remarks += [] if record.settings else ["as written"]
         table.add_row(*(column[index] for column in columns.values()), *cells, ", ".join(remarks))
     console.print(table)
     refused = len(tuned.records) - len(tried)

@@ -225,7 +225,7 @@ class _Attempts:
         self._last: tuple[str, int, Slot] | None = None
 
     def __str__(self) -> str:
-        return f"new beginning {self._done} of {self._restarts}"
+        return f"restart {self._done} of {self._restarts}"
 
     def useless(self, outcome: LaunchOutcome, members: Membership) -> str | None:
         """Return why another attempt would be useless, or None. A slot that fails twice in one place is excluded."""
@@ -240,7 +240,7 @@ class _Attempts:
             return "no rank could be started"
         self._done += 1
         if self._done > self._restarts:
-            return f"{self._restarts} new beginnings are all that --max_restarts allows"
+            return f"--max_restarts allows {self._restarts} restarts"
         cause = find_root_cause(outcome.records, hung=outcome.hung)
         if _wants_smaller_batches(cause):
             members.split *= 2
@@ -303,7 +303,7 @@ def _too_few(members: Membership) -> str | None:
 
 def _ranks_text(members: Membership) -> str:
     available, size = members.available, members.fitting(members.available)
-    rest = f", of {available} that are there: only so many fit the layout and the batch" if size < available else ""
+    rest = f" of {available}, the most that fit the layout and the batch" if size < available else ""
     return f"{size} {'rank' if size == 1 else 'ranks'}{rest}"
 
 

@@ -83,7 +83,7 @@ def search(
     start = time.monotonic()
     space = space or Space(ranks, useful_dimensions(hardware.kind, ("zero", "layout", "recompute", "micro", "offload")))
     legal, refused = _legal(candidates(config, space), config, ranks)
-    log(f"{len(legal)} ways to spread the run, {len(refused)} more that no run can have")
+    log(f"{len(legal)} combinations of settings, {len(refused)} more are invalid")
     looked = estimate_all(legal, hardware, ranks, make_example)
     promising, large = [], []
     for result, quick in zip(legal, looked, strict=True):
@@ -111,7 +111,7 @@ def search(
         promising = []
     fits = sorted((result for result in simulated if not result.reason), key=lambda result: -result.score)
     fails = [result for result in simulated if result.reason]
-    why = "not simulated: the search's time was up" if time_is_up else "not simulated: behind by the quick account"
+    why = "not simulated: the search's time was up" if time_is_up else "not simulated: slower by the quick estimate"
     rest = [replace(result, reason=why) for result in promising]
     return Search((*fits, *rest, *fails, *large, *refused), time.monotonic() - start)
 

@@ -313,7 +313,7 @@ def _measure(
         left = end - time.monotonic()
         if left <= 0:
             return f"{config.minutes:g} minutes are over"
-        log(f"trial {len(records.trials) + 1}: {' '.join(candidate.changes(run)) or 'as it is written'}")
+        log(f"trial {len(records.trials) + 1}: {' '.join(candidate.changes(run)) or 'as written'}")
         changed, folder = [*overrides, *candidate.overrides], records.trial_folder(candidate)
         outcome = run_trial(source, changed, run, config, folder, limit_s=min(config.trial_seconds, left))
         if outcome.status == "timeout" and left < config.trial_seconds:
