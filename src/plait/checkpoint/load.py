@@ -112,16 +112,16 @@ def load_into(
     left_out = check_shapes(checkpoint, _shapes(tensors, world), ignore=ignore, partial=partial)
     skipped = {row.name for row in left_out}
     wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
-    held, index = held_pieces(wanted), checkpoint.index
-    regions = regions_to_read(index, (piece for piece in held if piece.deferred is None))
-    held = [piece for piece in held if piece.deferred is not None]
+    pieces, index = held_pieces(wanted), checkpoint.index
+    regions = regions_to_read(index, (held for held in pieces if held.deferred is None))
+    deferred = [held for held in pieces if held.deferred is not None]
     with (
-        fetch([*regions, *regions_to_read(index, held)]) as elsewhere,
+        fetch([*regions, *regions_to_read(index, deferred)]) as elsewhere,
         PieceReader(checkpoint.folder, elsewhere, checkpoint) as reader,
     ):
         problems = [
             *_map_threads(lambda region: _copy(reader, region), regions, READERS, world),
-            *_map_threads(lambda piece: _read_deferred(reader, index, piece), held, WRITERS, world),
+            *_map_threads(lambda held: _read_deferred(reader, index, held), deferred, WRITERS, world),
         ]
         _raise_together(checkpoint.folder, [problem for problem in problems if problem is not None], world)
     return left_out

@@ -96,18 +96,19 @@ class HeldPiece:
 
 def held_pieces(entries: Mapping[str, Entry]) -> list[HeldPiece]:
     """Return what this rank holds of each tensor; a rank without a shard of a tensor holds no piece of it."""
-    held = _held({name: entry.like if isinstance(entry, DeferredTensor) else entry for name, entry in entries.items()})
-    pairs = ((piece, entries[piece.piece.name]) for piece in held)
-    return [_held_later(piece.piece, entry) if isinstance(entry, DeferredTensor) else piece for piece, entry in pairs]
+    tensors = {name: entry.like if isinstance(entry, DeferredTensor) else entry for name, entry in entries.items()}
+    return [_with_deferred(held, entries[held.piece.name]) for held in _pieces_of(tensors)]
 
 
-def _held_later(piece: Piece, later: DeferredTensor) -> HeldPiece:
-    """Return the same piece of a tensor that is made when it is written."""
-    piece = piece._replace(dtype=later.dtype)
-    return HeldPiece(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), later)
+def _with_deferred(held: HeldPiece, entry: Entry) -> HeldPiece:
+    """Return the piece, of a deferred tensor the same piece with that in place of its values."""
+    if isinstance(entry, Tensor):
+        return held
+    piece = held.piece._replace(dtype=entry.dtype)
+    return HeldPiece(piece, torch.empty(piece.shape, dtype=piece.dtype, device="meta"), entry)
 
 
-def _held(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
+def _pieces_of(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
     pieces = []
     sharded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -117,15 +118,15 @@ def _held(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
         shape = tuple(tensor.shape)
         pieces.append(HeldPiece(Piece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor.detach()))
     if sharded:
-        pieces.extend(_held_shards(sharded))
+        pieces.extend(_shards_of(sharded))
     return pieces
 
 
-def _held_shards(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
-    # Late: [Note: DTensor is loaded late]
+def _shards_of(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
+    # [Note: DTensor is loaded late]
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    # Torch's own planner knows where a shard lies in the whole, for every placement there is.
+    # The planner of torch's DCP computes the offsets of a shard for every kind of placement.
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     shards = []
@@ -150,14 +151,14 @@ class WriteAssignment:
         self._known: list[Piece] | None = None
         self._mine: list[int] = []
 
-    def mine(self, held: Sequence[HeldPiece]) -> list[HeldPiece]:
+    def mine(self, held_pieces: Sequence[HeldPiece]) -> list[HeldPiece]:
         """Return the pieces that this rank writes; the ranks together write every piece once. Collective."""
-        pieces = [piece.piece for piece in held]
+        pieces = [held.piece for held in held_pieces]
         if self._channel.any(pieces != self._known):
             gathered = self._channel.gather(pieces)
             self._mine = self._channel.scatter(None if gathered is None else assign_writes(gathered))
             self._known = pieces
-        return [held[index] for index in self._mine]
+        return [held_pieces[index] for index in self._mine]
 
 
 def assign_writes(held: Sequence[Sequence[Piece]]) -> list[list[int]]:

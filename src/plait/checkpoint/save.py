@@ -215,7 +215,7 @@ class _SaveJob:
         """Write this rank's file and complete the checkpoint with the other ranks; returns its size."""
         channel, staging = self.channel, self.target.with_name(f".{self.target.name}.tmp")
         try:
-            needed = sum(piece.piece.bytes for piece in mine)
+            needed = sum(held.piece.bytes for held in mine)
             sizes = [size for lead, size in channel.all_gather((self.disks.lead, needed)) if lead == self.disks.rank]
             self._on_leading_ranks(lambda: _make_staging(staging, sum(sizes)))
             files = channel.gather(self._call(lambda: self._write_own_file(staging, mine, threads)))
