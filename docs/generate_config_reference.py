@@ -233,7 +233,7 @@ class _Reference:
         if issubclass(section, CustomPart):
             yield "| `type` | `package.module:name`, or a plug-in's name | **required** | see write-your-own.md |"
         elif tag is not None:
-            yield f"| `type` | `{tag.default}` | | which of the types of `{path}` this is |"
+            yield f"| `type` | `{tag.default}` | | selects this type of `{path}` |"
         for name, info in section.model_fields.items():
             if name != "type":
                 cells = (f"`{name}`", _type(info.annotation, info.metadata), _default(info), self._words(section, name))
@@ -243,14 +243,16 @@ class _Reference:
             inner = f"{path}.{name}" if path else name
             entry = items(info.annotation)
             for annotation in (info.annotation, *entry):
-                for kind, found in sections(annotation).items():
-                    if found not in self._seen:
+                for type_name, inner_section in sections(annotation).items():
+                    if inner_section not in self._seen:
                         where = f"{inner}[]" if annotation in entry else inner
-                        yield from self._section(found, inner, f"`{where}`" + (f", `type: {kind}`" if kind else ""))
+                        yield from self._section(
+                            inner_section, inner, f"`{where}`" + (f", `type: {type_name}`" if type_name else "")
+                        )
                 part = custom_section(annotation)
                 if part is not None and part not in self._seen:
                     where = f"{inner}[]" if annotation in entry else inner
-                    yield from self._section(part, inner, f"`{where}`, one of your own")
+                    yield from self._section(part, inner, f"`{where}`, custom")
 
     def _words(self, section: type[Section], name: str) -> str:
         owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
