@@ -88,7 +88,7 @@ def pipeline(argv: Sequence[str]) -> None:
 def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
     """Sort arguments into files, settings and flags. A flag takes the values up to the next flag or setting."""
     from plait.config import nearest
-    from plait.posttrain import FLAGS, TRAIN_FLAGS
+    from plait.frontends.deepspeed import chat
 
     arguments = PipelineCommand()
     flag_list: list[str] = []
@@ -104,12 +104,12 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
                 arguments.options[name] = value
                 last, values_left = name, int(name in _ONE and not equals)
                 continue
-            if name not in TRAIN_FLAGS and name not in FLAGS:
-                meant = nearest(name, (*_ONE, *_NONE, "trust_code", *TRAIN_FLAGS, *FLAGS))
+            if name not in chat.TRAIN_FLAGS and name not in chat.FLAGS:
+                meant = nearest(name, (*_ONE, *_NONE, "trust_code", *chat.TRAIN_FLAGS, *chat.FLAGS))
                 remedy = f"Did you mean `--{meant}`? " if meant else ""
                 raise ConfigError(Problem(flag, "unknown flag", f"{remedy}`plait pipeline --help` lists them."))
-            flag_list = arguments.step_flags if name in TRAIN_FLAGS else arguments.flags
-            values_left = 0 if equals else 1 if name in TRAIN_FLAGS and name != "step" else 1 << 30
+            flag_list = arguments.step_flags if name in chat.TRAIN_FLAGS else arguments.flags
+            values_left = 0 if equals else 1 if name in chat.TRAIN_FLAGS and name != "step" else 1 << 30
             flag_list.append(argument)
             last = ""
         elif _is_setting(argument):
@@ -151,9 +151,9 @@ def _is_number(argument: str) -> bool:
 
 def _ranks_and_start(arguments: PipelineCommand) -> tuple[int, int, Start]:
     """Return the number of ranks, the number per host, and what starts them."""
-    from plait.posttrain import read_steps
+    from plait.frontends.deepspeed import chat
 
-    steps = read_steps(arguments.step_flags)
+    steps = chat.read_steps(arguments.step_flags)
     nproc, hostfile = arguments.options.get("nproc"), arguments.options.get("hostfile")
     has_deployment = any(
         argument.startswith(("--deployment-type", "--deployment_type")) for argument in arguments.step_flags
@@ -188,27 +188,20 @@ def _on_hosts(hostfile: str, command: list[str]) -> int:
 def _steps(arguments: PipelineCommand, ranks: int, local: int) -> list[PhaseStep]:
     from dataclasses import replace
 
-    from plait.posttrain import (
-        as_overrides,
-        from_files,
-        from_words,
-        make_steps,
-        read_steps,
-        translate,
-        with_train_flags,
-    )
+    from plait.frontends.deepspeed import chat
+    from plait.posttrain import as_overrides, from_files, make_steps
 
-    flags = read_steps(arguments.step_flags)
+    flags = chat.read_steps(arguments.step_flags)
     given = [
         argument[2:].partition("=")[0].replace("-", "_")
         for argument in arguments.step_flags
         if argument.startswith("--")
     ]
-    settings, remarks = translate(arguments.flags)
+    settings, remarks = chat.translate(arguments.flags)
     for remark in remarks:
         typer.echo(remark, err=True)
-    pipeline_steps = from_files(arguments.files) if arguments.files else from_words(flags)
-    pipeline_steps = with_train_flags(pipeline_steps, flags, given)
+    pipeline_steps = from_files(arguments.files) if arguments.files else chat.steps_of_flags(flags)
+    pipeline_steps = chat.with_train_flags(pipeline_steps, flags, given)
     common = (*as_overrides(settings), *arguments.overrides)
     steps = tuple(replace(step, settings=(*step.settings, *common)) for step in pipeline_steps.steps)
     return make_steps(replace(pipeline_steps, steps=steps), ranks=ranks, local_ranks=local)

@@ -17,25 +17,22 @@ if TYPE_CHECKING:
     from plait.posttrain.data.template import read_tokenizer as read_tokenizer
     from plait.posttrain.data.template import template_of_run as template_of_run
     from plait.posttrain.data.template import tokenizer_folder as tokenizer_folder
-    from plait.posttrain.deepspeed_chat import FLAGS as FLAGS
-    from plait.posttrain.deepspeed_chat import TRAIN_FLAGS as TRAIN_FLAGS
-    from plait.posttrain.deepspeed_chat import read_steps as read_steps
-    from plait.posttrain.deepspeed_chat import translate as translate
     from plait.posttrain.lora import AdapterSpec as AdapterSpec
     from plait.posttrain.lora import attach as attach
     from plait.posttrain.lora import has_adapters as has_adapters
     from plait.posttrain.lora import merged as merged
     from plait.posttrain.lora import read_adapter as read_adapter
+    from plait.posttrain.phases import DEFAULTS as DEFAULTS
+    from plait.posttrain.phases import PhaseDescription as PhaseDescription
     from plait.posttrain.phases import PhaseStep as PhaseStep
     from plait.posttrain.phases import Start as Start
+    from plait.posttrain.phases import Wanted as Wanted
     from plait.posttrain.phases import as_overrides as as_overrides
     from plait.posttrain.phases import from_files as from_files
-    from plait.posttrain.phases import from_words as from_words
     from plait.posttrain.phases import make_steps as make_steps
     from plait.posttrain.phases import next_commands as next_commands
     from plait.posttrain.phases import outcome_of as outcome_of
     from plait.posttrain.phases import run_steps as run_steps
-    from plait.posttrain.phases import with_train_flags as with_train_flags
     from plait.posttrain.reward_judge import Question as Question
     from plait.posttrain.reward_judge import held_out as held_out
     from plait.posttrain.reward_judge import open_scorer as open_scorer

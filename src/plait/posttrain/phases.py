@@ -55,8 +55,6 @@ from plait.posttrain.data.prepare import longest
 from plait.posttrain.data.records import EmptyError, IncompleteError, UnlearnedError, examples_in, read_rows
 from plait.posttrain.data.tasks import make_task
 from plait.posttrain.data.template import NAME, read_tokenizer
-from plait.posttrain.deepspeed_chat import PHASES as NUMBERED
-from plait.posttrain.deepspeed_chat import DeepSpeedChatSteps
 from plait.posttrain.models import make_model
 from plait.trainer import STOPPED
 
@@ -249,27 +247,6 @@ def from_files(files: Sequence[str]) -> Wanted:
     if len(files) == 1 and "steps" in (content := read(files[0])):
         return _of_config(make_pipeline_config(content, origin=Path(files[0]).name), Path(files[0]).parent)
     return Wanted(tuple(PhaseDescription(phase_of(file), file) for file in files))
-
-
-def from_words(steps: DeepSpeedChatSteps) -> Wanted:
-    """The three steps that numbers stand for."""
-    if steps.actor_model is None:
-        message = "neither run descriptions nor a model are given"
-        raise ConfigError(Problem("--actor-model", message, "Give files, or the folder of a model."))
-    return Wanted(tuple(PhaseDescription(phase, DEFAULTS) for phase in NUMBERED.values()), steps.output_dir)
-
-
-def with_train_flags(wanted: Wanted, steps: DeepSpeedChatSteps, given: Sequence[str]) -> Wanted:
-    """Put words of `train.py` over the steps; `given` are those that were said."""
-    numbers = {number for number, phase in NUMBERED.items() if phase in steps.phases}
-    described = []
-    for number, step in enumerate(wanted.steps, start=1):
-        # Where a step begins is decided once all are known.
-        settings = [key for key in steps.settings(step.phase) if not key.startswith(("work_dir=", "posttrain."))]
-        chosen = str(number) in numbers if "step" in given else True
-        described.append(replace(step, settings=(*step.settings, *settings), chosen=chosen))
-    moved = "output_dir" in given
-    return Wanted(tuple(described), steps.output_dir if moved else wanted.output_dir, moved)
 
 
 def phase_of(file: str) -> str:

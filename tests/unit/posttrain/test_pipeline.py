@@ -19,21 +19,19 @@ from tests.refusals import missing, refused
 from plait.checkpoint.convert.detect import open_source
 from plait.config import to_yaml
 from plait.errors import ConfigError
-from plait.posttrain.deepspeed_chat import read_steps
+from plait.frontends.deepspeed.chat import read_steps, steps_of_flags, with_train_flags
 from plait.posttrain.phases import (
     DESCRIPTION,
     PhaseState,
     PhaseStep,
     Wanted,
     from_files,
-    from_words,
     make_steps,
     next_commands,
     outcome_of,
     phase_of,
     run_steps,
     state_of,
-    with_train_flags,
 )
 from plait.posttrain.run import phase_runner
 from plait.trainer import Hook
@@ -363,7 +361,7 @@ def test_numbers_alone_are_the_three_steps_of_a_model_in_a_folder(tmp_path: Path
     model.save_pretrained(tmp_path / "model")
     words = f"--actor-model {tmp_path / 'model'} --reward-zero-stage 2 --output-dir {tmp_path / 'out'}"
     steps = read_steps(words.split())
-    wanted = with_train_flags(from_words(steps), steps, ["actor_model", "reward_zero_stage", "output_dir"])
+    wanted = with_train_flags(steps_of_flags(steps), steps, ["actor_model", "reward_zero_stage", "output_dir"])
     with refused(ConfigError, "step sft", "{type: task}", key="posttrain.data"):
         checked(wanted)
     given = [replace(each, settings=(*each.settings, 'posttrain.data=[{"type": "task"}]')) for each in wanted.steps]
@@ -373,7 +371,7 @@ def test_numbers_alone_are_the_three_steps_of_a_model_in_a_folder(tmp_path: Path
     assert found[2].config.ppo is not None
     assert found[2].config.ppo.reward_model == str(tmp_path / "out" / "reward")
     with refused(ConfigError, key="--actor-model"):
-        from_words(read_steps([]))
+        steps_of_flags(read_steps([]))
 
 
 def test_a_pretrained_model_brings_its_tokenizer(files: list[str]) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from plait.config import check, parse
+from plait.frontends.deepspeed.chat import read_steps, with_train_flags
 from plait.posttrain.data.tasks import gsm8k_reward
-from plait.posttrain.deepspeed_chat import read_steps
-from plait.posttrain.phases import from_files, make_steps, with_train_flags
+from plait.posttrain.phases import from_files, make_steps
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"

@@ -10,6 +10,7 @@ from plait.frontends.deepspeed.module_layout import DEEPSPEED, not_offered
 
 if TYPE_CHECKING:
     from plait.frontends.deepspeed import accelerator as accelerator
+    from plait.frontends.deepspeed import chat as chat
     from plait.frontends.deepspeed import checkpointing as checkpointing
     from plait.frontends.deepspeed import comm as comm
     from plait.frontends.deepspeed import config as config

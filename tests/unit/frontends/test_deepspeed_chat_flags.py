@@ -9,7 +9,7 @@ from tests.refusals import refused
 
 from plait.config import check, parse
 from plait.errors import ConfigError
-from plait.posttrain.deepspeed_chat import DEPLOYMENTS, FLAGS, TRAIN_FLAGS, read_steps, translate
+from plait.frontends.deepspeed.chat import DEPLOYMENTS, FLAGS, TRAIN_FLAGS, read_steps, translate
 
 ROOT = Path(__file__).parents[3]
 

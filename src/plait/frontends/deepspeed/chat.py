@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from plait.config import choose
 from plait.errors import ConfigError, Problem
+from plait.posttrain import DEFAULTS, PhaseDescription, Wanted
 
 # Command lines of other people's scripts: `--flag`, `--flag value`, `--flag=value`, `--flag a b`.
 
@@ -377,3 +378,24 @@ def _stage(given: Mapping[str, Sequence[str]], name: str) -> int | None:
             Problem(f"--{name.replace('_', '-')}", f"{value!r} is not a ZeRO stage", "Write 0, 1, 2 or 3.")
         )
     return int(value)
+
+
+def steps_of_flags(steps: DeepSpeedChatSteps) -> Wanted:
+    """Return the three steps of `train.py`."""
+    if steps.actor_model is None:
+        message = "neither run descriptions nor a model are given"
+        raise ConfigError(Problem("--actor-model", message, "Give files, or the folder of a model."))
+    return Wanted(tuple(PhaseDescription(phase, DEFAULTS) for phase in PHASES.values()), steps.output_dir)
+
+
+def with_train_flags(wanted: Wanted, steps: DeepSpeedChatSteps, given: Sequence[str]) -> Wanted:
+    """Return the steps with the flags of `train.py` applied; `given` are those on the command line."""
+    numbers = {number for number, phase in PHASES.items() if phase in steps.phases}
+    described = []
+    for number, step in enumerate(wanted.steps, start=1):
+        # Where a step starts is decided once all steps are known.
+        settings = [key for key in steps.settings(step.phase) if not key.startswith(("work_dir=", "posttrain."))]
+        chosen = str(number) in numbers if "step" in given else True
+        described.append(replace(step, settings=(*step.settings, *settings), chosen=chosen))
+    moved = "output_dir" in given
+    return Wanted(tuple(described), steps.output_dir if moved else wanted.output_dir, moved)
