@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -118,3 +119,9 @@ def overrides(cls: _Class) -> _Class:
         if re.match(r"_[a-z]", name) and callable(vars(cls)[name]) and not hasattr(super(cls, cls), name):
             raise _refusal(f"{cls.__mro__[1].__module__}.{cls.__mro__[1].__qualname__}.{name}")
     return cls
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether a model comes from `transformers`; False as long as nothing has imported the package."""
+    package = sys.modules.get("transformers.modeling_utils")
+    return package is not None and isinstance(module, package.PreTrainedModel)

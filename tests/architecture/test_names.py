@@ -75,6 +75,8 @@ PUBLIC = {
     ("__init__.py", "part"): "plait.part, for parts of one's own",
     ("__init__.py", "Tiles"): "the class of the section strategy.tiles",
     ("config/strategy.py", "tiles"): "the key strategy.tiles",
+    ("cli/doctor.py", "verdict"): "a key of `plait doctor --json`",
+    ("launch/probe.py", "words"): "a key of what hosts send each other",
     ("prove/certificate.py", "verdict"): "Certificate.verdict, PASS or FAIL of a proof",
 }
 """Names that users write, with what they are."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from plait.distributed.activation_checkpointing import apply_recompute as apply_recompute
     from plait.distributed.activation_checkpointing import count_activations as count_activations
     from plait.distributed.activation_checkpointing import kept_operations as kept_operations
+    from plait.distributed.activation_checkpointing import train_without_caches as train_without_caches
     from plait.distributed.collectives import Channel as Channel
     from plait.distributed.collectives import all_gather_flat as all_gather_flat
     from plait.distributed.collectives import on_main as on_main
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from plait.distributed.expert_parallel import share_router_sums as share_router_sums
     from plait.distributed.fake import fake_world as fake_world
     from plait.distributed.fake import replaced as replaced
-    from plait.distributed.fsdp import UnshardedParams as UnshardedParams
     from plait.distributed.fsdp import add_fsdp_roots as add_fsdp_roots
     from plait.distributed.heartbeat import wait_for as wait_for
     from plait.distributed.materialize import Attributes as Attributes
@@ -107,13 +107,12 @@ if TYPE_CHECKING:
     from plait.distributed.tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
     from plait.distributed.tensor_parallel import enclosing_module as enclosing_module
     from plait.distributed.tensor_parallel import experts_are_replicated as experts_are_replicated
-    from plait.distributed.tensor_parallel import is_transformers_model as is_transformers_model
     from plait.distributed.tensor_parallel import load_tensor_plan as load_tensor_plan
     from plait.distributed.tensor_parallel import resolve_plan as resolve_plan
-    from plait.distributed.tensor_parallel import train_without_caches as train_without_caches
     from plait.distributed.tensor_parallel import transformers_styles as transformers_styles
     from plait.distributed.tensor_parallel_styles import sharding_dim as sharding_dim
     from plait.distributed.tiling import tile_sequence as tile_sequence
+    from plait.distributed.unsharded_params import UnshardedParams as UnshardedParams
     from plait.distributed.world import World as World
     from plait.distributed.world import make_mesh as make_mesh
     from plait.distributed.world import open_world as open_world
@@ -123,6 +122,7 @@ if TYPE_CHECKING:
     from plait.torch_internals import OptimizedModule as OptimizedModule
     from plait.torch_internals import module_wrap_classes as module_wrap_classes
     from plait.torch_internals import original_module_of as original_module_of
+    from plait.transformers_internals import is_transformers_model as is_transformers_model
 else:
     from plait.lazy import attach_names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from plait.config import CustomRecompute, RecomputeConfig, RunConfig
 from plait.distributed.dtensor import to_local
 from plait.distributed.fake import ShapesOnly
 from plait.distributed.wrap import WrapUnit, first_input
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, ModelError, Problem
 from plait.plugins import call, find, load
 from plait.precision import DTYPES
 from plait.torch_internals import (
@@ -36,6 +37,7 @@ from plait.torch_internals import (
     tree_leaves,
     tree_map_only,
 )
+from plait.transformers_internals import is_transformers_model
 
 _OPERATOR_SETS = {
     "scaled_dot_product_attention": (aten_flash, aten_flash_cpu, aten_efficient, aten_cudnn),
@@ -451,3 +453,24 @@ class _ActivationCounter:
 
 def _trained(module: nn.Module) -> int:
     return sum(to_local(param.detach()).numel() for param in module.parameters() if param.requires_grad)
+
+
+def train_without_caches(model: nn.Module) -> None:
+    """Keep models of `transformers` from filling a KV cache while they train.
+
+    Most do by default. A layer that is recomputed would find there what it wrote the first time, and write once more.
+    """
+    for module in model.modules():
+        if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    if not torch.is_grad_enabled():
+        return None
+    if kwargs.get("past_key_values") is not None:
+        raise ModelError(
+            f"{type(module).__name__} got past_key_values, which layers that are recomputed would write to "
+            "twice; set strategy.recompute: none, or leave them out"
+        )
+    return args, {**kwargs, "use_cache": False}

@@ -31,9 +31,8 @@ from plait.distributed.context_parallel_attention import (
     visible,
 )
 from plait.distributed.dtensor import to_local
-from plait.distributed.tensor_parallel import is_transformers_model
 from plait.errors import ConfigError, ModelError, Problem
-from plait.transformers_internals import attn_implementation, is_stateful, no_split_modules
+from plait.transformers_internals import attn_implementation, is_stateful, is_transformers_model, no_split_modules
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 """(q, k, v, mask, dropout) → attention over full rows."""

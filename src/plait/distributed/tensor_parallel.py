@@ -5,8 +5,6 @@ The styles themselves (column-wise, row-wise, …) are in `tensor_parallel_style
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -48,7 +46,7 @@ from plait.distributed.tensor_parallel_styles import (
 from plait.errors import ConfigError, ModelError, Problem
 from plait.plugins import call, load
 from plait.torch_internals import enable_async_tensor_parallel
-from plait.transformers_internals import tp_plan
+from plait.transformers_internals import is_transformers_model, tp_plan
 
 # ---- async TP: collectives that overlap with the matrix products around them
 
@@ -473,36 +471,6 @@ def _add_blocks(model: nn.Module, styles: dict[str, str]) -> None:
 
 def _is_norm(module: nn.Module) -> bool:
     return not list(module.children()) and all(param.ndim == 1 for param in module.parameters())
-
-
-# ---- recognizing models of `transformers` without importing the package
-
-
-def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a model comes from `transformers`; False as long as nothing has imported the package."""
-    package = sys.modules.get("transformers.modeling_utils")
-    return package is not None and isinstance(module, package.PreTrainedModel)
-
-
-def train_without_caches(model: nn.Module) -> None:
-    """Keep models of `transformers` from filling a KV cache while they train.
-
-    Most do by default. A layer that is recomputed would find there what it wrote the first time, and write once more.
-    """
-    for module in model.modules():
-        if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:
-            module.register_forward_pre_hook(_without_cache, with_kwargs=True)
-
-
-def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    if not torch.is_grad_enabled():
-        return None
-    if kwargs.get("past_key_values") is not None:
-        raise ModelError(
-            f"{type(module).__name__} got past_key_values, which layers that are recomputed would write to "
-            "twice; set strategy.recompute: none, or leave them out"
-        )
-    return args, {**kwargs, "use_cache": False}
 
 
 def apply_tensor_parallel(

@@ -10,7 +10,7 @@ from plait.config.model import GptConfig
 from plait.distributed.tensor_parallel import check_sequence, reason_not_async
 from plait.distributed.tensor_parallel_styles import RankRng, chunk_of, draws_random, kv_heads_of
 from plait.errors import ModelError
-from plait.models.common.losses import logit_grads, row_statistics
+from plait.models.common.vocab_parallel_cross_entropy import logit_grads, row_statistics
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 61])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +24,6 @@ from plait.kernels import (
     amax_of,
     fp8_cast,
     has_loss_kernels,
-    logit_grads_triton,
     loss_and_grads_triton,
     row_statistics_triton,
     scaled,
@@ -192,7 +190,9 @@ CHUNK_BYTES = 2**30
 def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
     """Return the loss for logits (…, vocabulary) and labels (…), in fp32."""
     if is_sharded(logits):
-        shard, local = _vocabulary_shard(logits, -1), logits.to_local()
+        from plait.models.common.vocab_parallel_cross_entropy import sharded_cross_entropy, vocabulary_shard
+
+        shard, local = vocabulary_shard(logits, -1), logits.to_local()
         rows = max(1, PLAIN_BYTES // (4 * shard.most))
         total = sharded_cross_entropy(local.flatten(0, -2), labels.flatten(), shard, rows)
     else:
@@ -214,14 +214,16 @@ def linear_cross_entropy(
     dtype = _compute_dtype(hidden)
     shard = None
     if is_sharded(weight):
-        shard, weight = _vocabulary_shard(weight, 0), weight.to_local()
+        from plait.models.common import vocab_parallel_cross_entropy as vocab_parallel
+
+        shard, weight = vocab_parallel.vocabulary_shard(weight, 0), weight.to_local()
     row_bytes = (weight.shape[0] if shard is None else shard.most) * dtype.itemsize
     if fp8 is None and labels.numel() * row_bytes <= min(PLAIN_BYTES, chunk_bytes):
         logits = F.linear(hidden, weight)
         if shard is None:
             return cross_entropy(logits, labels)
 
-        total = sharded_cross_entropy(logits.flatten(0, -2), labels.flatten(), shard, labels.numel())
+        total = vocab_parallel.sharded_cross_entropy(logits.flatten(0, -2), labels.flatten(), shard, labels.numel())
         return LossTerm(total, (labels != IGNORE_INDEX).sum())
     rows = max(1, chunk_bytes // row_bytes)
     rows = rows // 128 * 128 or rows  # whole tiles of a matrix unit
@@ -232,7 +234,7 @@ def linear_cross_entropy(
     elif shard is None:
         total = chunked_linear_cross_entropy(flat, weight, targets, rows, dtype)
     else:
-        total = sharded_linear_cross_entropy(flat, weight, targets, rows, dtype, shard)
+        total = vocab_parallel.sharded_linear_cross_entropy(flat, weight, targets, rows, dtype, shard)
     return LossTerm(total, (labels != IGNORE_INDEX).sum())
 
 
@@ -251,137 +253,10 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return sharded.full_tensor()
 
 
-def _vocabulary_shard(tensor: Tensor, dim: int) -> VocabularyShard:
-    """This rank's shard of the vocabulary, for a DTensor that is sharded along it."""
-
-    assert is_sharded(tensor)
-    mesh, (placement,) = tensor.device_mesh, tensor.placements
-    assert placement.is_shard(dim % tensor.ndim), f"{placement} is not along the vocabulary"
-    share = -(-tensor.shape[dim] // mesh.size())  # parts are as torch.chunk cuts them
-    return VocabularyShard(mesh.get_local_rank() * share, share, mesh.get_group())
-
-
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product of `x`: autocast's where it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-# Vocabulary-parallel cross-entropy.
-#
-# [Note: a loss over a sharded vocabulary] Where each rank has a shard of the vocabulary, a row's loss needs three
-# numbers of all ranks: the largest logit, the sum of exponentials, and the target's logit, which one rank has. Two
-# all-reduces of three fp32 numbers per row are enough; logits are not sent. Each rank then computes the gradient of its
-# own logits.
-
-
-class VocabularyShard(NamedTuple):
-    """A rank's shard of the vocabulary."""
-
-    start: int
-    """Its first token."""
-    most: int
-    """The size of the largest shard. It determines the chunks: those of all ranks must be equal."""
-    group: dist.ProcessGroup
-    """The ranks that share the vocabulary."""
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def sharded_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
-) -> Tensor:
-    """`chunked_linear_cross_entropy` with this rank's rows of the weight; the gradient of `hidden` is its summand."""
-    total: Tensor = _ShardedLinearCrossEntropy.apply(hidden, weight, labels, rows, dtype, shard)  # type: ignore[no-untyped-call]
-    return total
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def sharded_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
-    """Sum of the losses of this rank's logits (tokens, shard), `rows` tokens at a time."""
-    total: Tensor = _ShardedCrossEntropy.apply(logits, labels, shard, rows)  # type: ignore[no-untyped-call]
-    return total
-
-
-def sharded_loss_and_grads(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """`loss_and_grads` of this rank's logits; the losses are those of the whole vocabulary.
-
-    See [Note: a loss over a sharded vocabulary].
-    """
-    counted = labels != IGNORE_INDEX
-    local_label = labels - shard.start
-    is_local = counted & (local_label >= 0) & (local_label < logits.shape[1])
-    local_label = local_label.where(is_local, -1)
-    fused = has_loss_kernels(logits)
-    maxima, sums, targets = (row_statistics_triton if fused else row_statistics)(logits, local_label)
-    top = maxima.clone()
-    dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
-    summed = torch.stack([sums * (maxima - top).exp(), (targets - top).where(is_local, 0.0)])
-    dist.all_reduce(summed, group=shard.group)
-    log_sum, target = summed[0].log(), summed[1]
-    grads = (logit_grads_triton if fused else logit_grads)(logits, local_label, top + log_sum)
-    return (log_sum - target).where(counted, 0.0), grads
-
-
-def row_statistics(logits: Tensor, local_label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row, in fp32: the largest logit, the sum of exponentials relative to it, the logit at `local_label`."""
-    wide = logits.float()
-    maxima = wide.amax(1)
-    sums = (wide - maxima[:, None]).exp_().sum(1)
-    return maxima, sums, wide.gather(1, local_label.clamp(min=0)[:, None]).squeeze(1)
-
-
-def logit_grads(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tensor:
-    """Softmax, given the logarithm of its denominator, less one at `local_label`, where that is not negative."""
-    wide = (logits.float() - log_total[:, None]).exp_()
-    return wide.scatter_add_(1, local_label.clamp(min=0)[:, None], -(local_label >= 0).float()[:, None]).to(
-        logits.dtype
-    )
-
-
-class _ShardedLinearCrossEntropy(torch.autograd.Function):
-    """The chunked form over a shard of the vocabulary. Not a custom operator: these take no process groups."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
-    ) -> Tensor:
-        needed = ctx.needs_input_grad[:2]
-
-        def evaluate(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return sharded_loss_and_grads(logits, targets, shard)
-
-        output = over_chunks(hidden, weight, labels, rows, dtype, needed, evaluate)
-        save_unscaled_grads(ctx, (hidden, weight, *needed), output)
-        return output[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        return scale_saved_grads(ctx, grad_total)[:6]
-
-
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a shard of the vocabulary; saves the gradient instead of the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
-        needed = ctx.needs_input_grad[0]
-        grads = torch.empty_like(logits if needed else logits[:0])
-        total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        for start in range(0, len(labels), rows):
-            piece = slice(start, start + rows)
-            # A copy, since the kernel overwrites its input.
-            losses, piece_grads = sharded_loss_and_grads(logits[piece].clone(), labels[piece], shard)
-            total += losses.sum()
-            if needed:
-                torch.mul(piece_grads, (labels[piece] != IGNORE_INDEX)[:, None], out=grads[piece])
-            del losses, piece_grads  # or two chunks would be held
-        ctx.save_for_backward(grads)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
-        (grads,) = ctx.saved_tensors
-        return times(grads, grad_total, grads.dtype), None, None, None
 
 
 class LMHead(nn.Module):

@@ -1,0 +1,141 @@
+"""Vocabulary-parallel cross-entropy: the loss of logits that are sharded along the vocabulary.
+
+[Note: a loss over a sharded vocabulary] Where each rank has a shard of the vocabulary, a row's loss needs three
+numbers of all ranks: the largest logit, the sum of exponentials, and the target's logit, which one rank has. Two
+all-reduces of three fp32 numbers per row are enough; logits are not sent. Each rank then computes the gradient of its
+own logits.
+
+`torch.compile` must not trace these collectives. Saying so loads the compiler, so this file is imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.distributed import is_sharded
+from plait.kernels import has_loss_kernels, logit_grads_triton, row_statistics_triton
+from plait.models.common.losses import over_chunks, save_unscaled_grads, scale_saved_grads, times
+from plait.models.common.protocol import IGNORE_INDEX
+
+
+class VocabularyShard(NamedTuple):
+    """A rank's shard of the vocabulary."""
+
+    start: int
+    """Its first token."""
+    most: int
+    """The size of the largest shard. It determines the chunks: those of all ranks must be equal."""
+    group: dist.ProcessGroup
+    """The ranks that share the vocabulary."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sharded_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
+) -> Tensor:
+    """`chunked_linear_cross_entropy` with this rank's rows of the weight; the gradient of `hidden` is its summand."""
+    total: Tensor = _ShardedLinearCrossEntropy.apply(hidden, weight, labels, rows, dtype, shard)  # type: ignore[no-untyped-call]
+    return total
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def sharded_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
+    """Sum of the losses of this rank's logits (tokens, shard), `rows` tokens at a time."""
+    total: Tensor = _ShardedCrossEntropy.apply(logits, labels, shard, rows)  # type: ignore[no-untyped-call]
+    return total
+
+
+def sharded_loss_and_grads(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """`loss_and_grads` of this rank's logits; the losses are those of the whole vocabulary.
+
+    See [Note: a loss over a sharded vocabulary].
+    """
+    counted = labels != IGNORE_INDEX
+    local_label = labels - shard.start
+    is_local = counted & (local_label >= 0) & (local_label < logits.shape[1])
+    local_label = local_label.where(is_local, -1)
+    fused = has_loss_kernels(logits)
+    maxima, sums, targets = (row_statistics_triton if fused else row_statistics)(logits, local_label)
+    top = maxima.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=shard.group)
+    summed = torch.stack([sums * (maxima - top).exp(), (targets - top).where(is_local, 0.0)])
+    dist.all_reduce(summed, group=shard.group)
+    log_sum, target = summed[0].log(), summed[1]
+    grads = (logit_grads_triton if fused else logit_grads)(logits, local_label, top + log_sum)
+    return (log_sum - target).where(counted, 0.0), grads
+
+
+def row_statistics(logits: Tensor, local_label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row, in fp32: the largest logit, the sum of exponentials relative to it, the logit at `local_label`."""
+    wide = logits.float()
+    maxima = wide.amax(1)
+    sums = (wide - maxima[:, None]).exp_().sum(1)
+    return maxima, sums, wide.gather(1, local_label.clamp(min=0)[:, None]).squeeze(1)
+
+
+def logit_grads(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tensor:
+    """Softmax, given the logarithm of its denominator, less one at `local_label`, where that is not negative."""
+    wide = (logits.float() - log_total[:, None]).exp_()
+    return wide.scatter_add_(1, local_label.clamp(min=0)[:, None], -(local_label >= 0).float()[:, None]).to(
+        logits.dtype
+    )
+
+
+class _ShardedLinearCrossEntropy(torch.autograd.Function):
+    """The chunked form over a shard of the vocabulary. Not a custom operator: these take no process groups."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
+    ) -> Tensor:
+        needed = ctx.needs_input_grad[:2]
+
+        def evaluate(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return sharded_loss_and_grads(logits, targets, shard)
+
+        output = over_chunks(hidden, weight, labels, rows, dtype, needed, evaluate)
+        save_unscaled_grads(ctx, (hidden, weight, *needed), output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        return scale_saved_grads(ctx, grad_total)[:6]
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy over a shard of the vocabulary; saves the gradient instead of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
+        needed = ctx.needs_input_grad[0]
+        grads = torch.empty_like(logits if needed else logits[:0])
+        total = torch.zeros((), dtype=torch.float32, device=logits.device)
+        for start in range(0, len(labels), rows):
+            piece = slice(start, start + rows)
+            # A copy, since the kernel overwrites its input.
+            losses, piece_grads = sharded_loss_and_grads(logits[piece].clone(), labels[piece], shard)
+            total += losses.sum()
+            if needed:
+                torch.mul(piece_grads, (labels[piece] != IGNORE_INDEX)[:, None], out=grads[piece])
+            del losses, piece_grads  # or two chunks would be held
+        ctx.save_for_backward(grads)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
+        (grads,) = ctx.saved_tensors
+        return times(grads, grad_total, grads.dtype), None, None, None
+
+
+def vocabulary_shard(tensor: Tensor, dim: int) -> VocabularyShard:
+    """This rank's shard of the vocabulary, for a DTensor that is sharded along it."""
+
+    assert is_sharded(tensor)
+    mesh, (placement,) = tensor.device_mesh, tensor.placements
+    assert placement.is_shard(dim % tensor.ndim), f"{placement} is not along the vocabulary"
+    share = -(-tensor.shape[dim] // mesh.size())  # parts are as torch.chunk cuts them
+    return VocabularyShard(mesh.get_local_rank() * share, share, mesh.get_group())
