@@ -1,4 +1,4 @@
-"""A table of a search's candidates: a column for each setting in which they differ."""
+"""A table of the settings that a search tries (its candidates): a column for each setting in which they differ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from plait.config import RunConfig, resolve_batch, resolve_layout
 from plait.errors import ConfigError
 from plait.plan import Candidate
 
-_BEFORE = ("strategy.layout.", "strategy.offload.", "strategy.", "batch.")
-_AFTER = (".mode", ".enabled")
+_PREFIXES = ("strategy.layout.", "strategy.offload.", "strategy.", "batch.")
+_SUFFIXES = (".mode", ".enabled")
 _WIDTH = 160
 """The width for a file or a pipe: long rows are better than truncated columns."""
 
@@ -26,9 +26,9 @@ def wide_console(**options: Any) -> Console:
 def as_columns(run: RunConfig, candidates: Sequence[Candidate], ranks: int) -> dict[str, list[str]]:
     """Return title → cells, one per candidate, for every key that some of them set and in which they differ.
 
-    Cells have the values of the resulting run, also for keys that a candidate leaves as they are written.
+    Cells show the values after defaults and `auto` are resolved, also for keys that a candidate does not change.
     """
-    values = [_comes_to(run, candidate_values, ranks) for candidate_values in candidates]
+    values = [_resolved_values(run, candidate_values, ranks) for candidate_values in candidates]
     keys = dict.fromkeys(
         key for candidate_values in candidates for key, value in candidate_values.settings.items() if value is not None
     )
@@ -36,8 +36,8 @@ def as_columns(run: RunConfig, candidates: Sequence[Candidate], ranks: int) -> d
     return {title: cells for title, cells in columns.items() if len(set(cells)) > 1}
 
 
-def _comes_to(run: RunConfig, candidate: Candidate, ranks: int) -> dict[str, Any]:
-    """Return all values of a run with these settings; the settings alone where they are not a valid run."""
+def _resolved_values(run: RunConfig, candidate: Candidate, ranks: int) -> dict[str, Any]:
+    """Return all resolved values of the run with a candidate's settings; only the settings where the run is invalid."""
     try:
         config = candidate.applied_to(run)
         layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
@@ -72,8 +72,8 @@ def _title(key: str) -> str:
     """Return the short title of a key: `recompute` for `strategy.recompute.mode`, `tp` for `strategy.layout.tp`."""
     if key == "strategy.offload.optimizer":
         return "offload"
-    before = next((affix for affix in _BEFORE if key.startswith(affix)), "")
-    after = next((affix for affix in _AFTER if key.endswith(affix)), "")
+    before = next((affix for affix in _PREFIXES if key.startswith(affix)), "")
+    after = next((affix for affix in _SUFFIXES if key.endswith(affix)), "")
     return key.removeprefix(before).removesuffix(after)
 
 

@@ -1,6 +1,6 @@
-"""`plait doctor`: what this machine offers to training, line by line with a verdict.
+"""`plait doctor`: check this machine for training; prints one line with a verdict per property.
 
-Loads no torch: a child process asks it.
+This process does not import torch: a child process does, and reports what it finds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFact:
-    """One thing, how it is, and whether that is good."""
+    """One property of this machine or its software: name, value and verdict."""
 
     name: str
     value: str
@@ -45,7 +45,7 @@ class EnvironmentFact:
 
 
 def _fact(name: str, value: str, *, good: bool, otherwise: Health = "note", remedy: str = "") -> EnvironmentFact:
-    """Return a fact that is `ok` where it is good, else `otherwise`, with a remedy."""
+    """Return a fact with the verdict `ok` if `good`, else with the verdict `otherwise` and the remedy."""
     return EnvironmentFact(name, value) if good else EnvironmentFact(name, value, otherwise, remedy)
 
 
@@ -65,7 +65,7 @@ def report() -> list[EnvironmentFact]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return what only torch and the engines know about themselves, from a process of its own."""
+    """Return what a child process reports about torch and the engines; `{"error": …}` if it fails."""
     command = [sys.executable, "-m", "plait.cli.torch_facts"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_S, check=False)
@@ -95,7 +95,7 @@ def _internals(facts: Mapping[str, Any]) -> EnvironmentFact:
     if not missing:
         return EnvironmentFact("torch internals", f"all {count} found")
     named = "; ".join(f"{internal['path']}, for {internal['purpose']}" for internal in missing)
-    remedy = "install a torch that docs/versions.md lists; what needs these names will be refused"
+    remedy = "install a torch that docs/versions.md lists; features that need these names will be refused"
     return EnvironmentFact("torch internals", f"{len(missing)} of {count} missing: {named}", "bad", remedy)
 
 
@@ -120,7 +120,7 @@ def _devices(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
         yield EnvironmentFact(f"gpu {index}", f"{gpu['name']}, {memory}")
     if not gpus and driver is not None:
         remedy = "install a torch with CUDA, and look at CUDA_VISIBLE_DEVICES"
-        yield EnvironmentFact("gpu", "there, but torch sees none", "bad", remedy)
+        yield EnvironmentFact("gpu", "nvidia-smi finds one, torch does not", "bad", remedy)
     elif not gpus:
         yield EnvironmentFact("gpu", "none; training runs on the CPU", "note")
     if len(gpus) > 1:
@@ -179,12 +179,12 @@ def _memory() -> Iterable[EnvironmentFact]:
     memory = psutil.virtual_memory()
     yield EnvironmentFact("cpu", f"{cpu_count()} cores")
     value = f"{memory.total / _GIB:.0f} GiB, {memory.available / _GIB:.0f} GiB free"
-    remedy = "end programs that use it"
+    remedy = "stop other programs that use memory"
     yield _fact("memory", value, good=memory.available >= 2 * _GIB, otherwise="bad", remedy=remedy)
     limit = cgroup_limit()
     if limit is not None and limit < memory.total:
         value = f"{limit / _GIB:.1f} GiB for this container"
-        yield EnvironmentFact("memory limit", value, "note", "ranks beyond it are killed")
+        yield EnvironmentFact("memory limit", value, "note", "ranks that exceed it are killed")
 
 
 def _limits(facts: Mapping[str, Any]) -> Iterable[EnvironmentFact]:
@@ -218,7 +218,7 @@ def _first_line(command: list[str]) -> str | None:
 
 
 def _lines(command: list[str]) -> list[str]:
-    """Return a program's output; nothing where it is not installed or fails."""
+    """Return the lines of a program's output; an empty list if it is not installed or fails."""
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -227,7 +227,7 @@ def _lines(command: list[str]) -> list[str]:
 
 
 def doctor(out: str | None = None, *, as_json: bool = False) -> None:
-    """Print the facts, with a verdict on each line. `out` is refused: only measurements are written to a file."""
+    """Print the facts, with a verdict on each line. `out` raises a `ConfigError`: only `measure` writes a file."""
     if out is not None:
         raise ConfigError(Problem("--out", f"{out!r} has no effect without --measure", "Add --measure."))
     lines = report()

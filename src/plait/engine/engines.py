@@ -45,7 +45,7 @@ _KEY = "strategy.engine"
 
 
 class EngineFactory(Protocol):
-    """The interface of what `strategy.engine` may name. Only `prepare`, or a function, is required."""
+    """The interface of a class that `strategy.engine` may name; only `prepare` is required, or a function instead."""
 
     honours: ClassVar[tuple[str, ...]]
     """Keys of the run description that it acts on besides `optim` and `batch` (`strategy.zero`, `precision`); `*` for
@@ -53,7 +53,8 @@ class EngineFactory(Protocol):
     stage: ClassVar[int | None]
     """The ZeRO stage that it always has. Absent: that of `strategy.zero` if it honours the key, else 0."""
     as_native: ClassVar[bool]
-    """Whether a plan of the native engine at that stage is a good estimate. Absent: true; without it, no plan."""
+    """Whether the memory and time that `plait plan` predicts for Plait's own engine at that stage are a good estimate.
+    Absent: true. False: the run has no plan."""
 
     @classmethod
     def check_library(cls) -> None:
@@ -65,7 +66,7 @@ class EngineFactory(Protocol):
 
 
 def traits_of(strategy: StrategyConfig) -> EngineTraits:
-    """Return the traits of a run's engine; a user-provided engine is imported for them.
+    """Return what a run's engine declares to support; a user-provided engine is imported for that.
 
     Raises `ConfigError` for a malformed declaration.
     """
@@ -86,10 +87,10 @@ def traits_of(strategy: StrategyConfig) -> EngineTraits:
 
 
 def planned_as(config: RunConfig) -> RunConfig | str:
-    """Return the run description that a plan simulates; or the reason why the run has no plan."""
+    """Return the run description that `plait plan` simulates for a run, or the reason why it cannot."""
     traits = traits_of(config.strategy)
     if not traits.as_native:
-        return f"engine {config.strategy.engine_name} declares that the native engine is not a model of it"
+        return f"engine {config.strategy.engine_name} declares `as_native = False`: it cannot be planned"
     return as_native(config, traits.stage)
 
 
@@ -124,7 +125,7 @@ def prepare_engine(given: Preparation) -> Engine:
 
 
 def _governed(path: str) -> bool:
-    """Whether a key exists and is one that engines act on."""
+    """Whether a key exists and is one of `ENGINE_KEYS`, or inside one."""
     if not any(path == governed or path.startswith(f"{governed}.") for governed in ENGINE_KEYS):
         return False
     section: Any = RunConfig()

@@ -1,9 +1,14 @@
 """A gated feed-forward in 8 bits, as one operation.
 
-[Note: between the products] The product silu(gate) * up, and the gradients of gate and up, are needed in 8 bits only.
-So they are not stored in 16: they are computed once for their amax, and again to be cast; only once where the scale is
-known ([Note: scales of earlier steps]). Gate and up are saved; the backward pass computes the product again, in the
-pass that computes their gradients. The results are those of `fp8_linears`, `swiglu` and `fp8_linear` in turn.
+Names in this file: `gate` and `up` are the outputs of the first two layers (in `fp8_feed_forward`, their weights); the
+*product* is the elementwise silu(gate) * up; *slopes* are the gradients with respect to gate and up. `_plain` functions
+are torch operations, `_triton` functions launch a kernel with the same result.
+
+[Note: between the products] The matrix multiplications take the product and the slopes in 8 bits. So these are never
+stored in 16 bits: one kernel computes them for their amax, and another computes them again and casts them. Where the
+scale is known beforehand ([Note: scales of earlier steps]), only the second runs. The forward pass saves gate and up;
+the backward pass recomputes the product in the kernel that computes the slopes. The results are those of `fp8_linears`,
+`swiglu` and `fp8_linear` in turn.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from plait.kernels.triton import HAS_TRITON, interprets, on_device_of
 _TALL, _WIDE = 64, 64
 """Rows and columns of a tile."""
 _READ = READ // 2
-"""Elements of two or three tensors that a program reads at a time."""
+"""Elements that a program reads at a time of each of its two or three inputs."""
 
 if HAS_TRITON:
     import triton
@@ -52,12 +57,12 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _as_stored(value, like):  # type: ignore[no-untyped-def]
-        """Round to the dtype in which the value would have been stored."""
+        """Round to the dtype of `like`, as separate kernels would when they store the value."""
         return value.to(like.dtype.element_ty).to(tl.float32)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _gate_amax_kernel(gate, up, grad, amax, count, slopes: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The amax of the product or, with `slopes`, of the gradients of gate and up."""
+        """Compute partial amax values of the product or, with `slopes`, of the slopes."""
         program = tl.program_id(0)
         blocks = tl.cdiv(count, block)
         at = tl.arange(0, block)
@@ -95,7 +100,7 @@ if HAS_TRITON:
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program per tile of the product."""
+        """Compute the product and cast it; one program per tile."""
         across = tl.cdiv(width, wide)
         down = (tl.program_id(0) // across).to(tl.int64) * tall + tl.arange(0, tall)
         right = (tl.program_id(0) % across).to(tl.int64) * wide + tl.arange(0, wide)
@@ -137,9 +142,10 @@ if HAS_TRITON:
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program per tile: the product transposed, and the concatenated gradients of gate and up in both layouts.
+        """Compute and cast the product, transposed, and the concatenated slopes, as they are and transposed.
 
-        See [Note: transposed in words of four bytes] in `fp8`. `amax_bits_count` is for each of the gradients.
+        One program per tile; see [Note: transposed in words of four bytes] in `fp8`. `amax_bits` has `amax_bits_count`
+        values for the gradient of gate, then as many for that of up. `by_hand`: Triton's interpreter runs the kernel.
         """
         across = tl.cdiv(width, wide)
         top = (tl.program_id(0) // across).to(tl.int64) * tall
@@ -195,7 +201,7 @@ def _gate_amax_fake(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
 
 @on_fake_tensors(_gate_amax_fake)
 def gate_amax_triton(gate: Tensor, up: Tensor, grad: Tensor | None) -> Tensor:
-    """Partial amax values of the product or, with `grad`, of the gradients of gate and up; fp32."""
+    """Return partial amax values, fp32, of the product or, with `grad` (the product's gradient), of the slopes."""
     programs = programs_for(gate.numel(), _READ)
     amax = torch.empty(programs, dtype=torch.float32, device=gate.device)
     with on_device_of(gate):
@@ -251,7 +257,7 @@ def cast_product_triton(
 
 
 class Slopes(NamedTuple):
-    """What the backward pass between the products computes."""
+    """The two results of the elementwise part of the backward pass, in 8 bits."""
 
     product: Fp8Matrix
     """silu(gate) * up, transposed."""
@@ -260,7 +266,7 @@ class Slopes(NamedTuple):
 
     @classmethod
     def empty(cls, gate: Tensor, amax: tuple[Tensor, Tensor], *, rows: bool) -> Slopes:
-        """Allocate them; `rows`: also the gradients that are not transposed."""
+        """Allocate them, uninitialized; `rows`: also the gradients that are not transposed."""
         height, width = gate.shape
         padded = height + -height % MULTIPLE
         none = gate.new_empty(0, dtype=E5M2)
@@ -347,9 +353,10 @@ def _programs(height: int, width: int) -> int:
 def fp8_feed_forward(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, emulated: bool, earlier: DelayedScales = CURRENT_SCALES
 ) -> Tensor:
-    """`down(silu(gate(x)) * up(x))` of layers without bias, all trainable or all frozen; one scale per tensor.
+    """Return `down(silu(gate(x)) * up(x))` for three weights without bias, all trainable or all frozen.
 
-    `earlier` has a column for each of the three layers.
+    Every tensor is cast with one scale. `earlier` has the amax values of earlier steps, a column for each of the three
+    layers in the order gate, up, down; by default scales are those of the tensors themselves.
     """
     keeps = torch.is_grad_enabled() and gate.requires_grad
     given = x.flatten(0, -2), keeps, emulated, earlier, gate, up, down
@@ -359,7 +366,7 @@ def fp8_feed_forward(
 
 
 def gate_amax(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
-    """`amax_of` the product or, where there is `grad`, of the gradients of gate and up."""
+    """Return what `amax_of` returns for the product or, with `grad` (the product's gradient), for the slopes."""
     if not has_fp8_kernels(gate):
         return gate_amax_plain(gate, up, grad)
     return gate_amax_triton(gate, up, grad)
@@ -373,7 +380,7 @@ def gate_amax_plain(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Ten
 def cast_product(
     gate: Tensor, up: Tensor, amax: Tensor, *, amax_bits: Tensor | None = None, saturates: bool = False
 ) -> Fp8Matrix:
-    """The product in 8 bits, row-major; `amax_bits` and `saturates` are those of `fp8_cast`."""
+    """Return the product in 8 bits, not transposed; `amax_bits` and `saturates` are those of `fp8_cast`."""
     cast = cast_product_triton if has_fp8_kernels(gate) else cast_product_plain
     return cast(gate, up, amax, amax_bits=amax_bits, saturates=saturates)
 
@@ -396,9 +403,9 @@ def cast_slopes(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Slopes:
-    """The product and the gradients of gate and up in 8 bits; `amax` are those of the former and the latter.
+    """Return the product and the slopes in 8 bits. `grad` is the product's gradient; `amax` are (product's, slopes').
 
-    The two `amax_bits` are of the gradients: that of the product was recorded in the forward pass.
+    The two values of `amax_bits` are for the slopes: the product's amax was recorded in the forward pass.
     """
     cast = cast_slopes_triton if has_fp8_kernels(gate) else cast_slopes_plain
     return cast(gate, up, grad, amax, rows=rows, amax_bits=amax_bits, saturates=saturates)
@@ -428,7 +435,10 @@ def _product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Fp8GatedInner(torch.autograd.Function):
-    """All but the last product; its backward is that of the whole.
+    """All of the feed-forward but the last matrix multiplication; its backward pass is that of the whole feed-forward.
+
+    The first output, `thread`, has no values. It has the shape of the feed-forward's output and connects this function
+    to `_Fp8GatedLast` in the autograd graph, which passes the gradient of its output back through it.
 
     See [Note: between the products]; [Note: layers of one input] in `fp8`; [Note: saved before multiplied] in
     `linears`.
@@ -501,7 +511,7 @@ class _Fp8GatedInner(torch.autograd.Function):
 
 
 class _Fp8GatedLast(torch.autograd.Function):
-    """The last product; passes its gradient on unchanged."""
+    """The last matrix multiplication; passes the gradient of its output on unchanged, see `_Fp8GatedInner`."""
 
     @staticmethod
     def forward(

@@ -44,7 +44,10 @@ _CHUNK = 1 << 16
 
 
 class Relay:
-    """Passes on the output of ranks, in `pump` only: it has no thread, so that ranks can be started again any time."""
+    """Copies the output of ranks to this console, and keeps its last lines in their records.
+
+    All of that happens in `pump`, and not in a thread: ranks may be started again later, by a fork.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -57,7 +60,7 @@ class Relay:
             self._selector.register(pipe, selectors.EVENT_READ, (record, name))
 
     def pump(self, seconds: float) -> bool:
-        """Pass on output for that time; return early, and true, once there was some."""
+        """Wait up to `seconds` for output; once there is some, pass it on and return true."""
         if not self._selector.get_map():
             time.sleep(seconds)
             return False
@@ -74,7 +77,7 @@ class Relay:
         return bool(ready)
 
     def close(self) -> None:
-        """Pass on the rest. It does not wait for a data worker that outlives its rank and holds a pipe open."""
+        """Pass on the rest and close the pipes, without waiting for data workers that still hold one open."""
         while self.pump(0.0):
             pass
         for key in list(self._selector.get_map().values()):
@@ -90,7 +93,7 @@ class Relay:
 
 def _put(name: str, data: bytes) -> None:
     target = sys.stdout if name == "out" else sys.stderr
-    with suppress(OSError, ValueError):  # the console is closed: the ranks keep running
+    with suppress(OSError, ValueError):  # a closed console must not end the ranks
         target.flush()
         target.buffer.write(data)
         target.buffer.flush()
@@ -119,7 +122,7 @@ def launched_size() -> int | None:
 def run_ranks(command: Sequence[str], count: int) -> int:
     """Run `command` once per rank on this host and wait; return 0, or the exit code of the rank that failed.
 
-    It is 128 plus the signal for a run that a signal has stopped, even if all ranks exited with 0.
+    If a signal stopped the run, the code is 128 plus its number, even if all ranks exited with 0.
 
     The ranks find each other through the same variables that torchrun sets. When one fails, the others, which would
     wait for it, are ended. Ctrl-C, SIGTERM and a closed terminal reach every rank, which then saves and exits; a second
@@ -135,7 +138,8 @@ def run_job(
     """Run this host's ranks of a job to their end, and report why where they fail.
 
     `stop_grace` is how many seconds ranks may take to exit after the first Ctrl-C; None: no limit. `grace` is how many
-    they may take once one has failed. When `join` returns true, others can join: all are asked to save and exit.
+    they may take once one has failed. When `join` returns true, other hosts can join the job: all ranks are asked to
+    save and exit.
     """
     with RankMessages() as messages:
         relay = Relay()
@@ -158,7 +162,7 @@ def run_job(
 def _wait(
     group: LocalRanks, signals: Signals, stop_grace: float | None, grace: float, join: Callable[[], bool]
 ) -> tuple[bool, bool]:
-    """Wait until all have ended; return whether they hung and were ended, and whether they were asked to restart."""
+    """Wait until all ranks have ended; return (they hung and were killed, they were asked to exit for `join`)."""
     watch, hung, asked = HeartbeatMonitor(group.records), False, 0.0
     while group.poll():
         if causes(group.records):
@@ -188,10 +192,10 @@ def _wait(
 class LocalRanks:
     """The processes of the ranks of one host, and their records.
 
-    Their output goes to their log, or else into the pipes of `outputs`: stderr always, so that its last lines can be
-    shown again, stdout with `capture`. A progress bar needs the terminal itself. `pause` waits; where pipes are read,
-    it must read them too, or ranks that print much could not end. `placements` are the ranks to start; None: all of the
-    host's.
+    A rank with a log file writes its output there. Otherwise stderr goes into a pipe of `outputs`, so that its last
+    lines can be shown again, and with `capture` stdout too; without, stdout is that of this process, so that a progress
+    bar finds the terminal. `pause` waits that many seconds; a caller that reads the pipes must do so in it, or a rank
+    that fills its pipe never ends. `placements` are the ranks to start; None: all of the host's.
     """
 
     def __init__(
@@ -292,7 +296,7 @@ class LocalRanks:
         return [(record, name, pipe) for record, name, pipe in pipes if pipe is not None]
 
     def poll(self) -> bool:
-        """Record the ranks that have ended; return whether any still runs."""
+        """Update the records of the ranks; return whether any still runs."""
         for record, process in zip(self.records, self._processes, strict=False):
             if record.exit_code is not None:
                 continue
@@ -314,7 +318,7 @@ class LocalRanks:
                 _send(process, number)
 
     def end(self, *, wait: float, grace: float) -> None:
-        """End all ranks: wait, SIGTERM, `grace` seconds to exit, then SIGKILL for them and their child processes."""
+        """End all ranks: wait `wait` seconds, send SIGTERM, wait up to `grace` seconds, kill their process groups."""
         self._wait_until(time.monotonic() + wait)
         self.poll()
         self._ending = True
@@ -339,7 +343,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 class Signals:
-    """While open, passes signals on to the ranks instead of ending this process."""
+    """A context in which SIGINT, SIGTERM and SIGHUP are passed on to the ranks instead of ending this process."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send

@@ -1,4 +1,5 @@
-"""Adam and AdamW in one pass over memory: gradients in any format in, fp32 weights and rounded ones out."""
+"""Adam and AdamW in one kernel that also casts: it reads gradients of any dtype, and writes fp32 master weights and
+the bf16 or fp16 weights that the model computes with (the *rounded* weights)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from plait.kernels import AdamNumbers, Tables, WeightPointers, adam_many
 class OnePassAdam(Adam):
     """torch's Adam with a Triton step: the same states, and the same numbers up to rounding.
 
-    If the model computes with rounded weights, the step also writes those, and reads their gradients uncast.
+    After `round_into`, it also writes the model's bf16 or fp16 weights, and reads their gradients without a cast.
     """
 
     grad_scale: Tensor | None = None
@@ -33,26 +34,26 @@ class OnePassAdam(Adam):
         *,
         decoupled: bool,
     ) -> None:
-        """`decoupled`: AdamW's weight decay."""
+        """`decoupled`: AdamW's weight decay; else Adam's, which is added to the gradient."""
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=decoupled)
         self._rounded: dict[Tensor, Tensor] = {}
         self._tables: defaultdict[int, Tables] = defaultdict(Tables)
 
     @property
     def publishes(self) -> bool:
-        """Whether a step also writes the model's rounded weights."""
+        """Whether a step also writes the model's bf16 or fp16 weights (`round_into`)."""
         return bool(self._rounded)
 
     def round_into(self, outputs: Mapping[Tensor, Tensor]) -> None:
-        """From now on also write each of these parameters, rounded, to its output.
+        """From now on, also write each updated parameter to its output, in the output's dtype.
 
-        A parameter without a gradient is updated with that of its output.
+        A parameter that has no gradient itself is updated with the gradient of its output.
         """
         self._rounded = dict(outputs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; `closure`, if given, computes the gradients first, and its loss is returned."""
+        """Update the parameters; `closure`, if given, computes the gradients first, and its loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,6 +93,6 @@ class OnePassAdam(Adam):
 
 
 def supports_one_pass(tensor: Tensor) -> bool:
-    """Whether the kernel supports a weight: dense, in fp32, bf16 or fp16."""
+    """Whether the kernel supports a weight: fp32, bf16 or fp16, and contiguous (or channels_last)."""
     dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     return dense and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -1,15 +1,19 @@
-"""What to change when a run does not fit: remedies are added one after the other, cheapest first, until it does.
+"""What to change when a run does not fit in memory.
+
+A *remedy* is a change of settings that saves memory, such as a smaller micro-batch, recomputation, sharding or offload.
+Remedies are added one after the other, the one that slows the run least first, until a simulation of it fits.
 
 [Note: remedies are added, then removed] The last remedy may save so much that some before it were not needed: with
 sharded weights, the optimizer can stay on the device. So remedies that the run fits without are removed again, the most
 expensive first. A micro-batch of 1 that is still needed then grows to the largest that fits, and so do the shares of an
-offloaded optimizer.
+offloaded optimizer (the parts of its state that stay on the device, and in host memory instead of files).
 
-[Note: what is cheap comes first] A simulation takes seconds. So a remedy whose weights and optimizer alone are too
-large is not simulated (`least_gib`), and short models that two remedies have in common are simulated once (`Known`).
-Once half of the `TimeBudget` is spent, remedies are skipped up to the last before tensor parallelism, which uses all
-that ranks and hosts offer: something that fits matters more than the next figure, and what it does not need is removed
-in the other half. When the budget is spent, what was not simulated is listed with an estimate (`quick`).
+[Note: what is cheap comes first] A simulation takes seconds. So a remedy with which the weights and the optimizer state
+alone are too large is not simulated (`least_gib`). A model is simulated with a few of its layers; simulations that two
+remedies have in common are run once (`Known`). Once half of the `TimeBudget` is spent, all remedies but the last before
+tensor parallelism are skipped. That one has all changes so far, and so takes the least memory: it is more useful to
+find something that fits than to simulate every remedy before it. The other half is for removing the changes that it
+does not need. When the budget is spent, what was not simulated is listed with an estimate (`quick`).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ _TENSOR = "strategy.layout.tp"
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Settings added to those before, and the plan with all of them."""
+    """One more change of settings, and the plan (the simulated memory and time) with it and all changes before it."""
 
     candidate: Candidate
     """All changes up to here."""
@@ -46,7 +50,7 @@ class Remedy:
     """The changes of this remedy."""
     plan: Plan | None
     reason: str = ""
-    """Why it has no plan."""
+    """Why it has no plan; empty if it has one, or if `least` is too much."""
     least: float = 0.0
     """GiB that each device needs at least; if that is too much, it is not simulated."""
     timed_out: bool = False
@@ -64,7 +68,7 @@ class Remedy:
 
 @dataclass
 class RemedySearch:
-    """Searches for changes that make a run fit."""
+    """Searches for changes with which a run fits in memory."""
 
     config: RunConfig
     hardware: Hardware
@@ -91,7 +95,7 @@ class RemedySearch:
                 return
 
     def without_needless(self, remedies: Sequence[Remedy]) -> Remedy:
-        """Return the last of `remedies`, which fits, without the changes that are not needed."""
+        """Return the last of `remedies`, which must fit, without the changes that the run also fits without."""
         smallest, needed = remedies[-1], [remedy.added.settings for remedy in remedies]
         try:
             for index in reversed(range(len(remedies))):  # the last too: what was before it may have been skipped
@@ -106,7 +110,7 @@ class RemedySearch:
                         continue
                     plan = self._plan(config)
                 except PlaitError:
-                    continue  # what came later rests on it
+                    continue  # a later change is not valid without it
                 if plan.fits:
                     smallest, needed = Remedy(candidate, remedies[-1].added, plan), fewer
             if smallest is not remedies[-1] or not _is_shares(smallest.added.settings):
@@ -155,14 +159,17 @@ class RemedySearch:
     def _estimated(
         self, settings: dict[str, Any], before: dict[str, Any], what: str, when: str, least: float = 0.0
     ) -> Remedy:
-        """Return a remedy that was not simulated for lack of time, with an estimate; it gets half as much time."""
+        """Return a remedy that was not simulated for lack of time, with an estimate.
+
+        All estimates together may take half as long as the search.
+        """
         candidate, reason = Candidate(settings), f"{what}: {when} of computing for this search were over"
         quick = self._quick(candidate)
         if quick is None:
             return Remedy(candidate, _added(before, settings), None, reason, least, timed_out=True)
         hardware = self.hardware
         fits = quick.needed_gib <= hardware.memory_gib and quick.host_gib <= hardware.host_memory_gib
-        outlook = "seems to fit" if fits else "seems too much"
+        outlook = "seems to fit" if fits else "seems too large"
         reason = f"about {quick.needed_gib:.1f} GiB, {outlook} (estimated; {reason})"
         added = _added(before, settings)
         return Remedy(
@@ -187,12 +194,12 @@ class RemedySearch:
 
     @cached_property
     def _seen(self) -> Seen:
-        """What the remedies have in common; the one for the micro-batch ends at 1."""
+        """Results that the estimates share; their micro-batches are from 1, which a remedy sets, to the run's own."""
         return Seen(1, self._micro)
 
     @property
     def _micro(self) -> int:
-        """Samples of a micro-batch as it is written."""
+        """Samples of a micro-batch in the run description, before any remedy."""
         layout = resolve_layout(self.config.strategy, size=self.ranks, local_size=self._local)
         stages = self.config.strategy.pipeline.micro_batches
         return resolve_batch(self.config.batch, layout.data_parallel, micro_batches=stages).micro
@@ -204,7 +211,7 @@ class RemedySearch:
         return make_plan(config, self.hardware, ranks=self.ranks, detailed=False, **common, **self.options)
 
     def _least(self, config: RunConfig) -> float:
-        """GiB that a device needs at least; 0 where that is not known: of a model that was given, or learns in part."""
+        """GiB that a device needs at least; 0 if not known: for a user's model, or if only a part is trained."""
         if self.options or config.model is None or config.lora is not None or isinstance(config.model, CUSTOM_MODELS):
             return 0.0
         return least_gib(config, self._params, resolve_layout(config.strategy, size=self.ranks, local_size=self._local))
@@ -222,10 +229,10 @@ class RemedySearch:
     def _local(self) -> int:
         return min(self.ranks, self.hardware.per_host)
 
-    # ---- as much as there is room for
+    # ---- larger shares and micro-batches, while the run fits
 
     def _shares(self, settings: dict[str, Any]) -> dict[str, float]:
-        """The shares of the run's own description, as large as fits with these settings."""
+        """Return the largest shares that fit with these settings, up to those of the run description."""
         others = {key: value for key, value in settings.items() if key not in (SHARE, HOST_SHARE)}
 
         def plan_with(shares: dict[str, Any]) -> Plan:
@@ -234,10 +241,11 @@ class RemedySearch:
         return lowered_shares(self.config, plan_with)
 
     def _larger_shares(self, remedy: Remedy) -> Remedy:
-        """Return a remedy that fits with the largest shares that fit too."""
+        """Return a fitting remedy with its shares of an offloaded optimizer raised to the largest that still fit."""
         settings = dict(remedy.candidate.settings)
-        away = settings.get("strategy.offload.params", "none") != "none"  # nothing is left to be updated on the device
-        if away or not (SHARE in settings or HOST_SHARE in settings):
+        offloads_params = settings.get("strategy.offload.params", "none") != "none"
+        # Offloaded weights are not updated on the device, whatever the share.
+        if offloads_params or not (SHARE in settings or HOST_SHARE in settings):
             return remedy
         candidate = Candidate({**settings, **self._shares(settings)})
         if candidate.settings == remedy.candidate.settings:
@@ -246,7 +254,10 @@ class RemedySearch:
         return Remedy(candidate, remedy.added, plan) if plan.fits else remedy
 
     def _larger_micro(self, remedy: Remedy) -> Remedy:
-        """Return a remedy that fits at micro-batch 1 with the largest one that fits: memory grows linearly with it."""
+        """Return a fitting remedy with its micro-batch of 1 raised to the largest that still fits.
+
+        Memory grows linearly with it, so two simulations tell which sizes to try.
+        """
         if remedy.plan is None or remedy.candidate.settings.get("batch.micro") != 1:
             return remedy
 
@@ -263,7 +274,7 @@ class RemedySearch:
             sizes = [size for size in range(2, written) if written % size == 0 and size <= most]
             return next((larger for size in reversed(sizes[-2:]) if (larger := at(size)).fits), remedy)
         except PlaitError:
-            return remedy  # another layout takes no other micro-batch
+            return remedy  # with the changed layout, other micro-batches may be invalid
         except TimeUpError:
             self.cut = True
             return remedy
@@ -300,7 +311,7 @@ def _changes(config: RunConfig, ranks: int, hardware: Hardware) -> Iterator[dict
     shares = {SHARE: strategy.offload.share, HOST_SHARE: strategy.offload.host_ratio}
     given = {key: 0.0 for key, share in shares.items() if share > 0 and strategy.offload.on}
     if given and strategy.offload.params == "none":
-        yield given  # the smallest; how large they may be is looked for
+        yield given  # the smallest; `_shares` then finds the largest that fit
     if spreads and strategy.stage < 3:
         yield {**clear, **free, "strategy.zero": 3}
     if has_host and strategy.offload.params == "none":

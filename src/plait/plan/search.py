@@ -1,9 +1,11 @@
-"""All ways to spread a run over a machine, from the fastest that fits to those that do not, each with its reason.
+"""Search the settings that spread a run over a machine (layout, ZeRO stage, recomputation, offload, micro-batch).
 
-[Note: a quick look, then a close one] There are hundreds of ways, and a simulation of one takes a second or two. So a
-few are simulated first, on tensor-parallel ranks alone: one for each number of them and each way to recompute. What
-these take, by layers and samples, gives a quick account of all others (`Quick`). The best by that account are then
-simulated as they are, and these figures count.
+All combinations are returned, from the fastest that fits to those that do not, each of these with a reason.
+
+[Note: a quick look, then a close one] There are hundreds of combinations, and a simulation of one takes a second or
+two. So a few are simulated first, with tensor parallelism alone: one for each of its sizes and each recomputation mode.
+From their memory and time, scaled by layers and samples, all others are estimated (`Quick`). The best by these
+estimates are then simulated themselves, and the simulated figures are the result.
 """
 
 from __future__ import annotations
@@ -24,43 +26,44 @@ from plait.plan.simulate import MakeExample, example_of
 from plait.plan.space import Candidate, Space, candidates, useful_dimensions
 
 _AWAY = 0.03
-"""What keeps something off the device must be faster by this share: so far off may a plan be, and the host has a part
-in it that other programs may want too."""
+"""How much faster, as a fraction, a combination must be for each further tier that it offloads to (`_tiers`): a
+prediction may be off by that much, and offload depends on host resources that other programs may also use."""
 _MARGIN = 1.1
-"""The quick account may be this far off; what it finds too large by more is not looked at again."""
+"""Estimated memory may be too high by this factor: a combination is simulated up to the device's memory times it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """One way to spread the run."""
+    """One combination of settings, and what is known about it."""
 
     candidate: Candidate
     config: RunConfig | None
     reason: str
-    """Why not; empty for a way that works."""
+    """Why it is invalid, too large or not simulated; empty for one that was simulated and fits."""
     quick: Quick | None = None
     plan: Plan | None = None
-    """Where it was simulated."""
+    """None where it was not simulated."""
 
     @property
     def tokens_per_second(self) -> float:
-        """As predicted; estimated where it was not simulated."""
+        """Predicted by the simulation, or else by the estimate; 0 without either."""
         if self.plan is not None:
             return self.plan.tokens_per_second
         return 0.0 if self.quick is None else self.quick.tokens_per_second
 
     @property
     def score(self) -> float:
-        """By what ways are ordered: tokens per second, and of those that are about equal the simpler first."""
+        """Results are sorted by this: tokens per second, less a small part for each tier that the run offloads to."""
         return self.tokens_per_second * (1.0 - _AWAY * _tiers(self.config))
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search has found, best first: those that were simulated and fit, then the others."""
+    """The results of a search, best first: those that were simulated and fit, then the others."""
 
     results: tuple[SearchResult, ...]
     seconds: float
+    """How long it took."""
 
     @property
     def best(self) -> SearchResult | None:
@@ -79,14 +82,17 @@ def search(
     make_example: MakeExample = example_of,
     log: Callable[[str], None] = lambda text: None,
 ) -> Search:
-    """Look at every way to spread a run, and closely at the `close` best, for about so many seconds."""
+    """Estimate every combination of settings, and simulate the best until `close` of them fit.
+
+    Once one fits, no simulation is begun after `seconds`.
+    """
     start = time.monotonic()
     space = space or Space(ranks, useful_dimensions(hardware.kind, ("zero", "layout", "recompute", "micro", "offload")))
     legal, refused = _legal(candidates(config, space), config, ranks)
     log(f"{len(legal)} combinations of settings, {len(refused)} more are invalid")
-    looked = estimate_all(legal, hardware, ranks, make_example)
+    estimates = estimate_all(legal, hardware, ranks, make_example)
     promising, large = [], []
-    for result, quick in zip(legal, looked, strict=True):
+    for result, quick in zip(legal, estimates, strict=True):
         if isinstance(quick, str):
             refused.append(replace(result, reason=quick))
         elif quick.needed_gib > hardware.memory_gib * _MARGIN:
@@ -117,7 +123,7 @@ def search(
 
 
 def _legal(proposals: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[list[SearchResult], list[SearchResult]]:
-    """Those that make a run, one of each that would be the same, and those that do not, with the reason."""
+    """Return (candidates that are valid runs, one of each that would be the same run; invalid ones with the reason)."""
     legal, refused = [], []
     seen: set[str] = set()
     for candidate in proposals:
@@ -134,7 +140,7 @@ def _legal(proposals: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[
 
 
 def _tiers(config: RunConfig | None) -> int:
-    """How many steps away from the device a run keeps something: host memory, files, the weights too."""
+    """Count what a run offloads: 1 for the optimizer, 1 more if it is in files, 1 more for the weights."""
     if config is None:
         return 0
     offload = config.strategy.offload
@@ -142,7 +148,7 @@ def _tiers(config: RunConfig | None) -> int:
 
 
 def _with_share(result: SearchResult, share: float) -> SearchResult:
-    """A way with a number for `ratio: auto`."""
+    """Return a result with a number for `strategy.offload.ratio: auto`."""
     assert result.config is not None
     if result.config.strategy.offload.ratio != "auto":
         return result
@@ -151,7 +157,7 @@ def _with_share(result: SearchResult, share: float) -> SearchResult:
 
 
 def _same(config: RunConfig, ranks: int) -> str:
-    """Equal for two runs that do the same: with one copy of the model, every ZeRO stage is the same."""
+    """Return a key that is equal for runs that do the same: with one copy of the model, all ZeRO stages are alike."""
     layout = resolve_layout(config.strategy, size=ranks, local_size=ranks)
     data: dict[str, Any] = config.model_dump(mode="json", include={"strategy", "batch"})
     data["strategy"] |= {"zero": config.strategy.stage if layout.replicas > 1 else 0, "layout": layout.sizes()}
@@ -185,10 +191,13 @@ def _too_large(quick: Quick, hardware: Hardware) -> bool:
 def order_by_estimate(
     config: RunConfig, proposals: Sequence[Candidate], hardware: Hardware, ranks: int
 ) -> list[Candidate]:
-    """Candidates as the quick account expects them to be: fastest first, then those that are too large."""
+    """Return candidates ordered by their estimates: the fastest first, and those that are too large last.
+
+    Invalid ones, and those without an estimate, are left out.
+    """
     legal, _ = _legal(proposals, config, ranks)
-    looked = estimate_all(legal, hardware, ranks, example_of)
-    pairs = zip(legal, looked, strict=True)
+    estimates = estimate_all(legal, hardware, ranks, example_of)
+    pairs = zip(legal, estimates, strict=True)
     known = [(replace(result, quick=quick), quick) for result, quick in pairs if not isinstance(quick, str)]
     known.sort(key=lambda pair: (_too_large(pair[1], hardware), -pair[0].score))
     return [result.candidate for result, _ in known]

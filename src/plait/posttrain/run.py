@@ -1,4 +1,4 @@
-"""A phase as a run: the ordinary Runner, with the model, data and hooks of the phase."""
+"""Run a post-training phase (SFT, reward model, DPO, PPO, GRPO): `Runner` with the model, data and hooks of it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from plait.trainer import GivenObjects, Hook, Metric, Runner
 
 
 class PhaseRunner(Runner):
-    """Trains one phase. Everything else, from strategy to checkpoints, is as in any run."""
+    """Trains one phase. Only model, data, hooks and metrics differ from another run."""
 
     def __init__(self, parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> None:
         config = parsed.config
         check_phase(config)
         self.phase_data = data = prepare_data(config)
-        own_hooks, metrics = _around(config, data)
+        own_hooks, metrics = _hooks_and_metrics(config, data)
         self.begin(
             parsed,
             GivenObjects(
@@ -41,14 +41,14 @@ class PhaseRunner(Runner):
 def phase_runner(
     phase: str, source: str | Path | dict[str, Any], overrides: Sequence[str] = (), *, hooks: Sequence[Hook] = ()
 ) -> PhaseRunner:
-    """The run of a phase (`sft`, `reward`, `dpo`, `ppo`, `grpo`) that a file or mapping describes."""
+    """Return a runner for a phase (`sft`, `reward`, `dpo`, `ppo`, `grpo`); `source` is the run description."""
     return make_runner(parse_phase(phase, source, overrides), hooks=hooks)
 
 
 def make_runner(parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> PhaseRunner:
-    """The runner that a description's phase needs."""
+    """Return the runner for a run description: an `OnlineRunner` for PPO and GRPO, else a `PhaseRunner`."""
     if parsed.config.phase in ONLINE:
-        from plait.posttrain.rl.trainer import OnlineRunner  # it is a PhaseRunner itself
+        from plait.posttrain.rl.trainer import OnlineRunner  # a subclass of PhaseRunner
 
         check_phase(parsed.config)
         return OnlineRunner(parsed, hooks=hooks)
@@ -56,21 +56,22 @@ def make_runner(parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> PhaseRunner:
 
 
 def parse_phase(phase: str, source: str | Path | dict[str, Any], overrides: Sequence[str] = ()) -> Parsed:
-    """A run description, read as that of a phase."""
+    """Return the parsed run description with `phase` set; raise a `ConfigError` if it is not one of a phase."""
     parsed = parse(source, [*overrides, f"phase={phase}"])
     check_phase(parsed.config)
     return parsed
 
 
 def check_phase(config: RunConfig) -> None:
-    """Refuse what no rule of the description can see: a phase needs its model described, and a name of its own."""
+    """Raise a `ConfigError` if the run description has no `phase` or no section `model`."""
     if config.phase is None:
         raise ConfigError(Problem("phase", "there is none", "Write sft, reward, dpo, ppo or grpo."))
     if config.model is None:
         raise ConfigError(Problem("model", "there is none", "Add a section `model` with a `type`."))
 
 
-def _around(config: RunConfig, data: PhaseData) -> tuple[list[Hook], list[Metric]]:
+def _hooks_and_metrics(config: RunConfig, data: PhaseData) -> tuple[list[Hook], list[Metric]]:
+    """Return the hooks and metrics of a phase. They report on the data, keep DPO's reference, and write adapters."""
     hooks: list[Hook] = [TellData(data)]
     metrics: list[Metric] = []
     if config.phase in ("reward", "dpo"):
@@ -87,6 +88,6 @@ def _around(config: RunConfig, data: PhaseData) -> tuple[list[Hook], list[Metric
 
 
 def _base(config: RunConfig) -> str | None:
-    """What an adapter belongs to."""
+    """Return the path or name of the base model that a LoRA adapter is for; None if the model is not from a file."""
     start = (config.posttrain or PosttrainConfig()).start
     return start or (config.model.path if isinstance(config.model, HFConfig) else None)

@@ -1,4 +1,7 @@
-"""Ranges in a trace: phases of a step, modules of the model, waits for data."""
+"""Named ranges (`record_function`) in a torch.profiler trace, and the category of each operator and kernel.
+
+Ranges are the phases of a step, the modules of the model, and waits for data.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from torch.profiler import record_function
 from plait.precision import bypassed_layers
 from plait.torch_internals import compiled_call, compiled_call_set
 
-# The category of operators and kernels, from the names that torch gives them.
+# Categories of time. Those of operators and kernels follow from the names that torch gives them.
 
 
 IDLE = "idle"
 COMMUNICATION = "communication"
 COMPUTE = ("matmul", "attention", "elementwise", "optimizer", "packing")
-"""Categories of arithmetic, which have priority where they run."""
+"""Categories of computation: a moment in which one of these and another run counts as computation."""
 CATEGORIES = (*COMPUTE, COMMUNICATION, "copies", "update", "data", "evaluate", "save", IDLE)
-"""All categories, in the order in which they are shown. Any moment of a step has exactly one."""
+"""All categories, in the order in which they are shown. Every moment of a step counts to exactly one."""
 
 LABELS = MappingProxyType(
     {
@@ -53,13 +56,13 @@ PHASE, MODULE = "phase: ", "module: "
 MARKS = MappingProxyType({"data loading": "data", "validation": "evaluate", "saving": "save"})
 """The other ranges that a profiled run puts into its trace, and their categories."""
 BETWEEN_STEPS = ("evaluate", "save")
-"""Categories of time between steps, whatever operators run in it."""
+"""Categories of time between steps: operators that run in it count to these and not to their own."""
 
 _RUNNING = re.compile(r"(gloo|mpi|ucc|xccl):\w+$")
 _UPDATE = re.compile(r"aten::_fused_(ada|sgd)")
 _PACKING = ("FSDP::all_gather", "FSDP::post_backward_reduce", "fsdp::")
 COMPILED = ("CompiledFunction", "## Call CompiledFxGraph", "Torch-Compiled Region")
-"""Prefixes of the names of compiled code, which shows as one operator on a host."""
+"""Prefixes of the names of compiled code, which a CPU trace shows as one operator."""
 _MATMUL_OPS = re.compile(
     r"(add|b|baddb|_scaled_|_grouped_|_scaled_grouped_)?mm_?|matmul|linear(_backward)?|einsum|(add)?mv|dot"
     r"|_?conv(olution|\dd).*|(mkldnn|cudnn|miopen)_convolution.*"
@@ -69,7 +72,7 @@ _FREE_OPS = re.compile(
     r"|chunk|split(_with_sizes)?|unbind|detach|alias|(new_)?empty(_like|_strided)?|resize_|set_|result_type|item"
     r"|is_nonzero|_local_scalar_dense|lift_fresh"
 )
-"""Operators that compute nothing."""
+"""Operators without computation: views, allocations and reads of one value."""
 _ATTENTION = re.compile(r"attention|flash|fmha|sdpa|\battn", re.IGNORECASE)
 _MATMUL = re.compile(
     r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|triton_tem|sm\d\d_|splitK|convolve|conv\dd|[dw]grad|implicit|_mm_kernel",
@@ -83,12 +86,12 @@ def is_update(name: str) -> bool:
 
 
 def is_running_collective(name: str) -> bool:
-    """Whether a span is a running collective, which CPU backends record on their own threads."""
+    """Whether an event of the trace is a running collective, which CPU backends record on their own threads."""
     return _RUNNING.match(name) is not None
 
 
 def is_point_to_point(name: str) -> bool:
-    """Whether such a span is a send or receive, which lasts from its posting to the wait."""
+    """Whether such an event is a send or receive, which lasts from the call until it is waited for."""
     return name.endswith((":send", ":recv"))
 
 
@@ -125,7 +128,7 @@ def category_of_kernel(name: str, category: str) -> str:
 
 
 class TraceRange:
-    """One open range of the trace at a time."""
+    """Consecutive ranges of the trace, such as the phases of a step: at most one is open."""
 
     def __init__(self) -> None:
         self._open: Any = None
@@ -183,9 +186,10 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def module_marks(model: nn.Module, stack: ModuleStack) -> Iterator[None]:
-    """Record the calls of modules in the stack until the block ends, except those inside compiled modules.
+    """Push every call of a module on the stack until the block ends, except calls inside compiled modules.
 
-    Layers whose weights are used without calling them are left out: a hook would make fused code call them.
+    Layers whose weights a fused operation uses without calling them (`bypassed_layers`) get no hooks: the operation
+    calls layers with hooks one by one.
     """
     with ExitStack() as undo:
         inside = set(map(id, bypassed_layers(model)))
@@ -236,7 +240,7 @@ def _marked(call: Callable[..., Any], name: str, stack: ModuleStack) -> Callable
 
 
 def marked_batches(epoch: Callable[..., Iterator[Any]], saw: Callable[[Any], None]) -> Callable[..., Iterator[Any]]:
-    """Return the loader's `epoch` with a range around each wait for data; `saw` is called with every batch."""
+    """Wrap a loader's `epoch`: a range around each wait for data, and a call of `saw` with every batch."""
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[Any]:
         batches = iter(epoch(*args, **kwargs))

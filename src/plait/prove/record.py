@@ -1,6 +1,9 @@
-"""A process of a proof: `python -m plait.prove.record JOB`, started once per rank.
+"""One rank of one run of `plait prove`: `python -m plait.prove.record JOB`.
 
-The state after each step is saved as a checkpoint by all ranks; so states are compared by names and global shapes,
+`plait prove` trains a model a few steps with one process, the reference, then with the user's strategy, and compares
+losses, weights and optimizer states. This program is both runs; that of the strategy also compares.
+
+The state after each step is saved as a checkpoint by all ranks. So states are compared by names and global shapes,
 which do not depend on the layout, and no process has to hold a whole model that it does not train.
 """
 
@@ -32,13 +35,13 @@ from plait.prove.job import PERTURBED, TRACE, ProofJob, ProofTrace
 from plait.torch_internals import intercept_operations
 from plait.trainer import Runner
 
-# Dropout in a proof: turned off for comparing, turned on again to check the random numbers of the ranks.
+# Dropout: off while runs are compared, on again to check the random numbers of the ranks.
 #
 # [Note: what can be said about dropout]
-# One process drops other elements than several ranks: the random numbers are drawn in another order. So the comparison
-# is made without dropout, and dropout is checked by two properties. Ranks with different samples must draw different
-# numbers; with a shared seed they would drop the same elements in every part of the batch. Ranks along `tp`, which
-# share the same samples, must drop the same elements of tensors that they all hold; otherwise their copies of a
+# One process drops other elements than several ranks do: the random numbers are drawn in another order. So runs are
+# compared without dropout, and two properties of dropout are checked instead. Ranks with different samples must draw
+# different numbers; with a shared seed they would drop the same elements in every part of the batch. Ranks along `tp`,
+# which share the same samples, must drop the same elements of tensors that they all hold; otherwise their copies of a
 # parameter that is not sharded would diverge.
 
 
@@ -68,7 +71,7 @@ def _is_rate(module: nn.Module, key: str, value: Any) -> bool:
 
 
 def _without(config: Any) -> Any:
-    """Return a model's config with dropout rates of 0; None where it has none."""
+    """Return a copy of a model's config with dropout rates of 0; None where there is no rate above 0."""
     settings = config.__dict__ if hasattr(config, "__dict__") else {}
     rates = [key for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
     if not rates:
@@ -82,7 +85,7 @@ def _without(config: Any) -> Any:
 
 
 def random_state(device: torch.device) -> str:
-    """Return a hash of the state of torch's default generators."""
+    """Return a hash of the states of torch's default generators, of the CPU and of `device`."""
     state = torch.get_rng_state().numpy().tobytes()
     if device.type == "cuda":
         state += torch.cuda.get_rng_state(device).numpy().tobytes()
@@ -100,9 +103,9 @@ class RandomCall(NamedTuple):
 
 @contextmanager
 def record_random_calls(model: nn.Module, device: torch.device) -> Iterator[list[RandomCall]]:
-    """Record every operation that takes random numbers until the block ends, whichever code calls it.
+    """Record every operation that draws random numbers until the block ends, whichever code calls it.
 
-    Hooks on dropout modules would miss what a model drops by a function call, or inside attention.
+    Hooks on dropout modules would miss `F.dropout`, and dropout inside attention.
     """
     calls: list[RandomCall] = []
     running: list[str] = []
@@ -129,7 +132,10 @@ def record_random_calls(model: nn.Module, device: torch.device) -> Iterator[list
 
 
 def check_dropout(engine: Engine, micro_batches: Any) -> list[tuple[str, bool, str]]:
-    """Run one step with dropout; check the ranks' random numbers, and that ranks along `tp` still agree. Collective."""
+    """Run one step with dropout, and return the checks as (name, whether it passed, details). A collective.
+
+    The checks are those of [Note: what can be said about dropout].
+    """
     world = engine.world
     with record_random_calls(engine.model, world.device) as calls:
         engine.train_step(micro_batches)
@@ -189,7 +195,7 @@ def _cut_along_tp(tensor: Tensor) -> bool:
 
 
 def run(job: ProofJob) -> None:
-    """Run the job; rank 0 writes a `ProofTrace` to its folder."""
+    """Train as the job says; rank 0 writes the measurements, a `ProofTrace`, to the job's folder."""
     folder = Path(job.folder)
     against = None if job.against is None else Path(job.against)
     _record(job, folder, against, perturbation=0.0)
@@ -231,7 +237,7 @@ def _record(job: ProofJob, folder: Path, against: Path | None, *, perturbation: 
 
 
 class _StateSaver:
-    """Saves the states of a run; where there is a reference, compares them and removes them at once."""
+    """Saves the state after each step; a run that has a reference compares it, and then deletes it."""
 
     def __init__(self, engine: Engine, folder: Path, against: Path | None, trace: ProofTrace) -> None:
         self._engine = engine
@@ -243,7 +249,7 @@ class _StateSaver:
         self._checkpoints = CheckpointWriter(self._folder.root, engine.world)
 
     def save(self, step: int) -> None:
-        """Save the state after a step; rank 0 compares it."""
+        """Save the state after a step (0: before the first); rank 0 compares it with a reference's, if there is one."""
         tensors = self._engine.state_tensors()
         tensors = {name: tensor for name, tensor in tensors.items() if name not in self._trace.uncompared}
         target = self._folder.path_of(step)
@@ -274,12 +280,12 @@ def _batches(runner: Runner) -> Iterator[Any]:
             empty = False
             yield micro_batches
         if empty:
-            raise DataError("the data ended before the first batch: there is nothing to prove on")
+            raise DataError("the data ended before the first batch: there is nothing to compare")
         epoch += 1
 
 
 def perturb_weights(engine: Engine, size: float) -> None:
-    """Perturb every weight by up to `size` of itself; see [Note: where a tolerance comes from]."""
+    """Multiply weights by random factors from 1 - `size` to 1 + `size`; see [Note: where a tolerance comes from]."""
     for name, weight in engine.weights().items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         factors = torch.rand(weight.shape, generator=generator).mul_(2 * size).sub_(size)
@@ -289,7 +295,7 @@ def perturb_weights(engine: Engine, size: float) -> None:
 
 
 def running_statistics(model: nn.Module) -> list[str]:
-    """Return the names of running means and variances, which depend on the samples of each rank."""
+    """Return the names of buffers with running statistics, which depend on the samples of each rank."""
     owners = [(name, module) for name, module in model.named_modules() if hasattr(module, "running_mean")]
     return [
         f"model.{name}.{key}" if name else f"model.{key}"
@@ -303,7 +309,7 @@ def _device(device: torch.device) -> str:
 
 
 def main() -> None:
-    """Run the job in the file that the command line names."""
+    """Run the `ProofJob` in the file that the command line names; exit with 2 after an error that Plait reports."""
     try:
         run(ProofJob.read(Path(sys.argv[1])))
     except PlaitError as error:

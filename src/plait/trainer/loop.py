@@ -1,4 +1,4 @@
-"""The training loop: steps in epochs, and what happens between them."""
+"""The training loop: steps and epochs, with hooks, logging, validation and saving between them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def train_loop(runner: Runner) -> None:
-    """Train until the run's end, or until somebody asks to stop."""
+    """Train until the configured end, or until a hook, a signal or `train.stop_after` stops the run."""
     state = _LoopState(runner)
     for hook in runner.hooks.before_run:
         hook(runner)
     if not state.finished():
-        state.stop_if_due(runner.step)  # a run that goes on may be there already
+        state.stop_if_due(runner.step)  # a resumed run may be past it already
     while not state.finished():
         _train_epoch(runner, state)
     runner.engine.settle()
@@ -34,7 +34,7 @@ def train_loop(runner: Runner) -> None:
 
 
 class _LoopState:
-    """What the loop looks at on every step, fetched once."""
+    """The state of the loop, and the settings that it reads in every step."""
 
     def __init__(self, runner: Runner) -> None:
         config = runner.config
@@ -53,21 +53,21 @@ class _LoopState:
         self.peak = peak_flops(runner.world.device)
         self.stopped = False
         self.before: StepResult | None = None
-        """What the step before did; see `_wants_to_stop`."""
+        """The result of the previous step; see `_wants_to_stop`."""
 
     def count_again(self) -> int | None:
-        """At which step the run ends, now that fewer are done than were."""
+        """Return the last step of the run (None: unknown), updated after a hook went back to an earlier checkpoint."""
         self.total = self.runner.total_steps
         return self.total
 
     def finished(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run was stopped, or all its steps or epochs are done."""
         done_epochs = self.max_epochs is not None and self.runner.epoch >= self.max_epochs
         done_steps = self.total is not None and self.runner.step >= self.total
         return self.stopped or done_epochs or done_steps
 
     def stop_if_due(self, step: int) -> None:
-        """Stop at the step that `train.stop_after` names, or beyond it."""
+        """Stop the run if `step` is `train.stop_after` or later."""
         if self.stop_after is not None and step >= self.stop_after:
             self.runner.stop_reason = f"stopped at step {step}, as train.stop_after says"
             self.stopped = True
@@ -90,7 +90,7 @@ def _train_epoch(runner: Runner, state: _LoopState) -> None:
 
 
 def _train_steps(runner: Runner, state: _LoopState) -> bool:
-    """The rest of the epoch; whether it came to its end."""
+    """Train the remaining steps of the epoch; return whether it was completed."""
     engine, meter = runner.engine, state.meter
     before, after = runner.hooks.before_step, runner.hooks.after_step
     train_step, log_every, total = engine.train_step, state.log_every, state.total
@@ -108,14 +108,14 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         runner.step_in_epoch += 1
         logs = step % log_every == 0 or step == total
         if logs:
-            result.wait()  # so that the seconds of the steps to tell of are the device's, too
+            result.wait()  # so that the logged time of these steps includes the device's
         now = perf_counter()
         meter.add(result, micro_batches, loaded - mark, now - loaded)
         mark = now
         watch(result)
         for hook in after:
             hook(runner, result)
-        if engine.steps != step:  # one of them went back to a checkpoint
+        if engine.steps != step:  # a hook went back to an earlier checkpoint
             step, total = engine.steps, state.count_again()
         runner.tick(step)
         poll()
@@ -129,7 +129,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
             state.stopped = True
             return False
         if step == total:
-            # A stream may have more to give: its epoch is not over because the run is.
+            # The run is over; the epoch only if its length is known and reached: a stream may have more samples.
             return runner.step_in_epoch == runner.steps_per_epoch
     if runner.step_in_epoch == 0:
         raise DataError("the data ended before the first batch: there is nothing to train on")
@@ -137,18 +137,18 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
 
 
 def _wants_to_stop(state: _LoopState, result: StepResult) -> bool:
-    """Whether some rank asked to stop, as far as a look that waits for no device can tell.
+    """Whether some rank asked to stop, read without waiting for the device.
 
-    A late result is looked at when the next step is under way. Which one that is does not depend on what anybody
-    has read meanwhile, so all ranks look at the same one.
+    The result of an asynchronous step is read one step later. Which result is read does not depend on timing, so it
+    is that of the same step on all ranks.
     """
-    looked_at = state.before if result.asynchronous else result
+    readable = state.before if result.asynchronous else result
     state.before = result
-    return looked_at is not None and looked_at.stop
+    return readable is not None and readable.stop
 
 
 def _at_interval(runner: Runner, state: _LoopState, count: int) -> bool:
-    """Validate and save where `count`, in steps or epochs, says so; whether it was validated."""
+    """Validate and save if it is due after `count` steps or epochs; return whether it was validated."""
     every = state.val_every or (1 if state.by_epoch else None)
     due = state.validates and every is not None and count % every == 0
     if due:

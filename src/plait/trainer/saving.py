@@ -132,18 +132,16 @@ def _set_position(runner: Runner, state: Mapping[str, Any]) -> None:
     if "epoch" in state:
         runner.set_position(state["epoch"], state["step_in_epoch"], samples=state["batch_total"])
     elif "engine" in state:
-        # Written by a loop of the user's own or another framework, which does not say where in the data it was.
+        # Written by a custom loop or another framework, without a position in the data.
         whole = runner.steps_per_epoch
         epoch, step = divmod(runner.step, whole) if whole else (0, runner.step)
         runner.set_position(epoch, step, samples=runner.batch.total)
-        text = (
-            f"the checkpoint does not say where in the data it was: going on as after {runner.step} steps of this run"
-        )
+        text = f"the checkpoint has no position in the data: it is set to that after {runner.step} steps of this run"
         runner.emit(EventKind.MESSAGE, level="warning", text=text)
 
 
 def _warn_of_changed_order(runner: Runner, checkpoint: Checkpoint) -> None:
-    """Warn if the samples or their order have changed: then a position within an epoch means other samples."""
+    """Warn if the samples or their order have changed: the samples that a position within an epoch skips are others."""
     if "epoch" not in checkpoint.manifest.state or runner.step_in_epoch in (0, runner.steps_per_epoch):
         return  # _set_position has warned already
     before, now = checkpoint.manifest.state.get("config") or {}, to_dict(runner.config)
@@ -156,8 +154,8 @@ def _warn_of_changed_order(runner: Runner, checkpoint: Checkpoint) -> None:
         changed.append(f"{samples} samples, and not {data_facts(runner)['samples']}")
     if changed:
         runner.warn(
-            f"{checkpoint.folder.name} stands within an epoch of a run with {listed(changed)}, which may mean "
-            "another order of samples: in the rest of this epoch some may come a second time, and others not at all"
+            f"{checkpoint.folder.name} was saved within an epoch of a run with {listed(changed)}, so the order of "
+            "samples may differ: in the rest of this epoch some may be read twice, and others not at all"
         )
 
 
@@ -172,18 +170,21 @@ def data_facts(runner: Runner) -> dict[str, Any]:
 
 
 def _refuse_another_tokenizer(runner: Runner, checkpoint: Checkpoint, patterns: tuple[str, ...]) -> None:
-    """Refuse a tokenizer other than the checkpoint's. One that is trained on the text changes with the text."""
+    """Raise if the tokenizer is not the checkpoint's (with `checkpoint.partial`, warn).
+
+    A tokenizer that is trained on the text changes with the text.
+    """
     before, now = stored_value(checkpoint.manifest.state, "data.tokenizer"), data_facts(runner)["tokenizer"]
     if before is None or now is None or before == now:
         return
     message = (
         f"{checkpoint.folder} was trained on tokens of another tokenizer ({before[:12]}) than the one of `data` "
-        f"({now[:12]}), so its embeddings mean other words"
+        f"({now[:12]}), so its embeddings belong to other tokens"
     )
     if not patterns:
         raise CheckpointError(
             f"{message}. The text or data.vocab_size has changed: write `data.tokenizer` with the tokenizer.json of "
-            "that run; to go on all the same, name what is new in `checkpoint.partial`"
+            "that run; to resume anyway, name the new parameters in `checkpoint.partial`"
         )
     runner.warn(message)
 
@@ -192,7 +193,7 @@ def _refuse_another_tokenizer(runner: Runner, checkpoint: Checkpoint, patterns: 
 
 
 _MARK = ".running"
-"""Holds host and process id of the run that writes here. Without a lock on it, it is left over from a kill."""
+"""A file with the host and process id of the run that writes here. If no process has it locked, that run was killed."""
 _LOCK_TIMEOUT_S = 5.0
 """How long to wait for the lock: a process that was just killed may still hold it."""
 
@@ -212,8 +213,8 @@ class WorkDir:
     def acquire(self, config: RunConfig) -> None:
         """Lock the folder until `release`, and write `config.yaml`. Raise `ConfigError` if another run holds the lock.
 
-        The lock belongs to this process and not to its forks, so it ends with rank 0, however that ends. A lock of
-        another host may be what a lost host has left behind, and is ignored.
+        The lock belongs to this process and not to its forks, so it is released when rank 0 ends, even if killed. A
+        lock of another host is ignored: that host may have failed without releasing it.
         """
         self.make()
         with self._writing():
@@ -344,10 +345,7 @@ class RunSaver:
         return (held[0][0], f" on the node of rank {held[0][1]}") if held else (None, "")
 
     def check_folder(self) -> None:
-        """Find out before the first step whether this run's checkpoints can be written; every rank must ask.
-
-        A run that goes to its end without one has been in vain.
-        """
+        """Raise before the first step, not at the first save, if checkpoints cannot be written. A collective."""
         config = self._config
         if config.every is None and config.best is None and not config.last:
             return
@@ -359,10 +357,11 @@ class RunSaver:
     # ---- writing
 
     def save(self, *, best: bool = False, last: bool = False) -> None:
-        """Write a checkpoint of this moment, unless there is one; every rank must call it.
+        """Write a checkpoint of the current step, unless there is one already. A collective.
 
-        With `checkpoint.async_save` it is only begun. One that fails is told, and training goes on, until
-        `checkpoint.max_failures` in a row have; the `last` one is waited for, and its failure is an error.
+        With `checkpoint.async_save` the write continues in the background. A failed save is reported, and training goes
+        on; more than `checkpoint.max_failures` in a row raise. `best`: also link it as the best one. `last`: wait for
+        it, and raise if it fails.
         """
         runner, step = self._runner, self._runner.step
         target = self.folder.path_of(step)
@@ -374,7 +373,7 @@ class RunSaver:
                 what = f"{target} cannot be linked as the best one"
                 collective_call(self.writer.channel, link if self.writer.disks.is_lead else None, what)
             return
-        runner.engine.settle()  # a run that is to end because of the step under way ends here
+        runner.engine.settle()  # raises here if too many steps were skipped
         for hook in runner.hooks.before_save:
             hook(runner)
         runner.engine.sync_buffers()
@@ -393,17 +392,17 @@ class RunSaver:
                 hook(runner)
 
     def poll(self) -> None:
-        """Take note of a checkpoint in the background that is complete by now; costs nothing while there is none."""
+        """Report a background checkpoint that is complete or has failed; does nothing if none is being written."""
         if self._writer is not None and self._writer.busy:
             self._take(self._writer.poll)
 
     def wait(self, *, must: bool = False) -> None:
-        """Wait for a checkpoint in the background, if there is one; `must`: a failure is an error."""
+        """Wait for a background checkpoint, if one is being written, and report it; `must`: raise if it failed."""
         if self._writer is not None and self._writer.busy:
             self._take(self._writer.wait, must=must)
 
     def _take(self, outcome: Callable[[], Saved | None], *, must: bool = False, over: bool = False) -> None:
-        """What became of a save; `must`: a failure is an error; `over`: the run is over, so it can only be told."""
+        """Call `outcome` and report the save or its failure; `must`: raise a failure; `over`: never raise one."""
         runner = self._runner
         try:
             saved = outcome()
@@ -439,17 +438,17 @@ class RunSaver:
             )
 
     def validated(self, metrics: Mapping[str, float]) -> None:
-        """After a validation: save it if it is the best one so far."""
+        """Save a checkpoint if these metrics of a validation are the best so far."""
         if self.best is not None and self.best.improved(metrics):
             self.save(best=True)
 
     def close(self) -> None:
-        """See through what is being written, and tell what became of it."""
+        """Wait for a background checkpoint, report it, and close the writer. A failed save is reported, not raised."""
         if self._writer is None:
             return
         try:
             self._take(self._writer.wait, over=True)
-        except Exception as error:  # others may be gone already, and what ended the run is more worth telling
+        except Exception as error:  # other ranks may have ended; must not hide the error that ended the run
             text = f"the checkpoint that was being written is lost: {type(error).__name__}: {error}"
             self._runner.emit(EventKind.MESSAGE, level="error", text=text)
         self._writer.close()

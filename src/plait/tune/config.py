@@ -81,8 +81,8 @@ def make_tune_config(settings: Mapping[str, Any], *, origin: str = "") -> TuneCo
 RankCandidates = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
 """Returns candidates, the one expected to be fastest first. Those left out are tried last."""
 
-_HOMES = ("optimizer", "params")
-_FAR = {"none": 0, "cpu": 1, "nvme": 2}
+_OFFLOAD_KEYS = ("optimizer", "params")
+_OFFLOAD_COST = {"none": 0, "cpu": 1, "nvme": 2}
 _RECOMPUTE_COST = {"none": 0, "every": 1, "selective": 1, "auto": 1, "full": 2}
 
 
@@ -136,12 +136,12 @@ def rank_by_rule(run: RunConfig, candidates: Sequence[Candidate]) -> list[Candid
 
     def cost(candidate: Candidate) -> tuple[float, ...]:
         settings, strategy = candidate.settings, run.strategy
-        homes = [settings.get(f"strategy.offload.{key}", getattr(strategy.offload, key)) for key in _HOMES]
+        targets = [settings.get(f"strategy.offload.{key}", getattr(strategy.offload, key)) for key in _OFFLOAD_KEYS]
         cut = [settings.get(f"strategy.layout.{axis}", getattr(strategy.layout, axis)) for axis in ("tp", "pp")]
         recompute = settings.get("strategy.recompute.mode", strategy.recompute.mode)
         micro = settings.get("batch.micro") or run.batch.micro or 1
         return (
-            float(sum(_FAR.get(str(home), 0) for home in homes)),
+            float(sum(_OFFLOAD_COST.get(str(target), 0) for target in targets)),
             _RECOMPUTE_COST.get(str(recompute), 1),
             float(cut[0] * cut[1]),
             -float(micro),

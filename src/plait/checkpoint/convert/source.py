@@ -74,14 +74,17 @@ class Source(ABC):
 
 
 Recipe = tuple[tuple[str, ...], Callable[..., Tensor]]
-"""The names of the tensors that one is made of, and the function, which must work on meta tensors too."""
+"""How to compute one tensor: the names of its source tensors, and the function that takes them in that order.
+
+The function must also work on meta tensors: the result's shape and dtype are computed with them.
+"""
 
 _EMA = "hook.ema."
 _SHOWN = 12
 
 
 class View(Source):
-    """Entries of another source, each made by its recipe when it is read."""
+    """Entries computed from another source, each by its recipe, when it is read."""
 
     def __init__(
         self, source: Source, recipes: Mapping[str, Recipe], *, state: Mapping[str, Any] | None = None
@@ -92,7 +95,7 @@ class View(Source):
         self.entries = {name: _expected(source, recipe) for name, recipe in recipes.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, made by its recipe."""
+        """Return one tensor, computed by its recipe."""
         names, make = self._recipes[name]
         return make(*(self._source.read(name) for name in names))
 
@@ -169,16 +172,16 @@ def cast(source: Source, dtype: torch.dtype) -> Source:
 
 
 def translated(source: Source, made: Mapping[str, Recipe], *, unused: Iterable[str] = ()) -> Source:
-    """Return a view of the model under other names, with the optimizer state of each parameter made in the same way.
+    """Return a view of the model under other names, with the optimizer state of each parameter converted alike.
 
-    `made` has the recipes by parameter name, without `model.`. Missing tensors and weights that no recipe uses are an
-    error with a table; `unused` are patterns of names that may be left over. Sections other than model and optimizer
-    are unchanged.
+    `made` has the recipes by new parameter name, without `model.`. Missing tensors, and weights that no recipe uses,
+    raise a `CheckpointError` that lists them; `unused` are regular expressions of names that may be left over. Sections
+    other than model and optimizer are unchanged.
     """
     names = {name.removeprefix("model.") for name in source.entries if name.startswith("model.")}
     used = {source_name for sources, _ in made.values() for source_name in sources}
     left = sorted(name for name in names - used if not any(re.search(pattern, name) for pattern in unused))
-    problems = [(name, "missing") for name in sorted(used - names)] + [(name, "no place for it") for name in left]
+    problems = [(name, "missing") for name in sorted(used - names)] + [(name, "not used") for name in left]
     if problems:
         shown = problems[:_SHOWN]
         width = max(len(name) for name, _ in shown)

@@ -18,12 +18,12 @@ _ALIGNMENT = 64
 class CopyStreams:
     """A stream for copies to the host (D2H) and one for copies to the device (H2D); on a CPU, plain copies.
 
-    Everything is ordered by CUDA events (None where there are no streams), so a copy begins when what it reads
-    is there, and whoever waits for an event waits for the copies before it and for nothing else.
+    Copies and computation are ordered by CUDA events, not by synchronizing the device. Where there are no streams (on
+    a CPU, or with `fake`), copies are synchronous, and every event and stream is None.
     """
 
     def __init__(self, device: torch.device, *, fake: bool) -> None:
-        """`fake`: a plan, whose tensors have no values and whose device has no streams."""
+        """`fake`: the run is only simulated, to predict its memory and time, with fake tensors and no GPU."""
         self.device = device
         self.fake = fake
         self._streams = device.type == "cuda" and not fake
@@ -36,16 +36,16 @@ class CopyStreams:
         return self.device.type != "cpu"
 
     def enter_thread(self) -> None:
-        """Make the device the current one of another thread, whose default is the first of the host."""
+        """Make the device the current one of the calling thread; in a new thread it is GPU 0."""
         if self._streams:
             torch.cuda.set_device(self.device)
 
     def host_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A host tensor, pinned where the device is a GPU, so that copies are asynchronous."""
+        """Return an uninitialized host tensor, pinned where the device is a GPU, so that copies are asynchronous."""
         return host_empty(*shape, dtype=dtype, pinned=self._streams)
 
     def copy_to_host(self, host: Tensor, tensor: Tensor) -> Any:
-        """Copy a device tensor to the host, once it is computed; returns the event after the copy."""
+        """Copy a device tensor to `host`, after the work of the current stream; return the event after the copy."""
         if not self._streams or not tensor.is_cuda:
             host.copy_(tensor)
             return None
@@ -56,7 +56,7 @@ class CopyStreams:
             return self._d2h.record_event()
 
     def copy_to_host_after(self, host: Tensor, tensor: Tensor, computed: Any) -> None:
-        """Copy a tensor that is computed at event `computed` to the host, and wait for it: for a worker thread."""
+        """Copy a tensor to `host` after the event `computed`, and block until it is copied: for a worker thread."""
         if not self._streams:
             host.copy_(tensor)
             return
@@ -65,51 +65,51 @@ class CopyStreams:
             host.copy_(tensor)
 
     def h2d(self) -> AbstractContextManager[Any]:
-        """The context in which copies to the device are issued: their stream."""
+        """Return a context in which the H2D stream is the current one."""
         return torch.cuda.stream(self._h2d) if self._streams else nullcontext()
 
     def keep_for_h2d(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor that copies to the device write to until they are done, even if it is freed."""
+        """Do not reuse the memory of a device tensor before H2D copies that write to it are done (`record_stream`)."""
         if self._streams:
             tensor.record_stream(self._h2d)
 
     def record(self) -> Any:
-        """An event after what was issued to the current stream."""
+        """Return an event after the work issued to the current stream so far."""
         return torch.cuda.current_stream(self.device).record_event() if self._streams else None
 
     def record_h2d(self) -> Any:
-        """An event after the copies to the device that were issued so far."""
+        """Return an event after the copies to the device that were issued so far."""
         return self._h2d.record_event() if self._streams else None
 
     def h2d_wait(self, event: Any) -> None:
-        """Let no copy to the device begin before an event."""
+        """Have later copies to the device wait for an event."""
         if event is not None:
             self._h2d.wait_event(event)
 
     def new_stream(self) -> Any:
-        """Another stream; None where there are none."""
+        """Return a new stream; None where there are none."""
         return torch.cuda.Stream(self.device) if self._streams else None  # type: ignore[no-untyped-call]
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """The context for work on a stream that `stream` returned."""
+        """Return a context in which a stream from `new_stream` is the current one."""
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def record_on(self, stream: Any) -> Any:
-        """An event after what was issued to such a stream."""
+        """Return an event after the work issued to a stream from `new_stream` so far."""
         return None if stream is None else stream.record_event()
 
     def wait_on(self, stream: Any, event: Any) -> None:
-        """Have such a stream wait for an event."""
+        """Have a stream from `new_stream` wait for an event."""
         if stream is not None and event is not None:
             stream.wait_event(event)
 
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
-        """Keep the memory of a tensor until what was issued to such a stream is done."""
+        """Do not reuse the memory of a tensor before the work issued to a stream is done (`record_stream`)."""
         if stream is not None and tensor.is_cuda:
             tensor.record_stream(stream)
 
     def copies_asynchronously(self, tensor: Tensor) -> bool:
-        """Whether copies from and to a host tensor are asynchronous, or there is no device."""
+        """Whether copies from and to a host tensor are asynchronous (it is pinned); true where there are no streams."""
         return not self._streams or tensor.is_pinned()
 
     def wait(self, event: Any) -> None:
@@ -119,21 +119,22 @@ class CopyStreams:
 
 
 class Scratch:
-    """A host buffer that one bucket after another uses; it grows to the largest and is kept."""
+    """A host buffer that is reused for one bucket after another; it grows to the size of the largest."""
 
     def __init__(self, streams: CopyStreams) -> None:
         self._streams = streams
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.event: Any = None
+        """Set by the user of the buffer: the event after the copy that reads it."""
 
     def wait(self) -> None:
-        """Wait until the device has read what was stored here."""
+        """Block until `event`, so that the buffer may be overwritten."""
         if self.event is not None:
             self.event.synchronize()
             self.event = None
 
     def views(self, needed: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-        """A tensor of each shape and dtype, unfilled."""
+        """Return an uninitialized tensor of each shape and dtype, all in this buffer."""
         exact = [shape.numel() * dtype.itemsize for shape, dtype in needed]
         sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in exact]
         if self._memory.numel() < sum(sizes):

@@ -23,6 +23,9 @@ from plait.frontends.accelerate.utils.operations import concatenate, find_batch_
 # The user's loader is written for one process. Without `split_batches`, batches are dealt out: rank r takes batch
 # r, r + n, r + 2n, … With it, each batch is split into n pieces. With `even_batches` the last round is filled with
 # samples from the beginning, so that every rank has equally many batches of equal size.
+#
+# A *round* is what all ranks read at the same time: one batch each, or the pieces of one batch. A *pass* is one
+# iteration over the loader, an epoch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def _filled(batch: list[Any], first: list[Any], size: int) -> list[Any]:
 
 
 class ShareDataset(IterableDataset[Any]):
-    """Yields the samples of a stream that one rank takes; every rank reads the whole stream."""
+    """Yields one rank's samples of an iterable data set, which every rank reads completely."""
 
     def __init__(self, dataset: Any, share: BatchShare, batch_size: int, *, drop_last: bool) -> None:
         self.dataset = dataset
@@ -128,7 +131,7 @@ class ShareDataset(IterableDataset[Any]):
         self._drop_last = drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """For data sets that shuffle by epoch."""
+        """Pass the epoch on to data sets that shuffle by it."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -159,7 +162,7 @@ class SeedableSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -206,7 +209,7 @@ class SkippingSampler(BatchSampler):
         return islice(iter(self.batch_sampler), self._count, None)
 
 
-# Gradient accumulation, counted over micro-batches and the ends of loaders.
+# Gradient accumulation: which micro-batch completes a step. The last one of a loader may do so early.
 
 
 def step_count(steps: Any) -> int:
@@ -234,8 +237,8 @@ class GradientState:
     """Loaders being read, the innermost last."""
     step: int = 0
     stepped: bool = True
-    """Whether an optimizer has stepped since the last backward pass. Pending gradients of other optimizers then come
-    from a loss that was not theirs, as a discriminator's do after its generator's step."""
+    """Whether an optimizer has stepped since the last backward pass. If so, gradients that other optimizers still hold
+    are of a loss that is not theirs: the generator's loss, for example, also leaves gradients in the discriminator."""
 
     def advance(self) -> None:
         """Count a micro-batch."""
@@ -303,7 +306,7 @@ class Delivery:
 
 
 class PreparedLoader(DataLoader[Any]):
-    """The user's loader as one of several ranks reads it; batches are on the device."""
+    """Reads one rank's batches of the user's loader, and moves them to the device."""
 
     def __init__(self, loader: DataLoader[Any], delivery: Delivery, world: World, gradients: GradientState) -> None:
         self.loader = loader
@@ -316,7 +319,7 @@ class PreparedLoader(DataLoader[Any]):
         self.position = 0
         """Rounds of batches of this pass that were yielded."""
         self.resume_at = 0
-        """Samples of its pass that a loaded state had seen."""
+        """Samples that had been read of the pass in which the loaded state was saved."""
         self._order: Tensor | None = None
         """Generator state of the sampler at the beginning of this pass."""
         self._repeats_order = False
@@ -471,14 +474,14 @@ class PreparedLoader(DataLoader[Any]):
                 owner.set_epoch(epoch)
 
     def without_first(self, count: int) -> PreparedLoader:
-        """Return a loader of the same pass without its first batches, which are read only from a stream."""
+        """Return a loader of the same pass without its first batches; only a stream (or dispatch) has to read them."""
         other = PreparedLoader(self.loader, replace(self.delivery, skip=count), self._world, self._gradients)
         other.iteration, other._origin = self.iteration, self
         other._order, other._repeats_order = self._order, self._repeats_order
         return other
 
     def state(self) -> tuple[dict[str, Any], Tensor | None]:
-        """Return the position, in samples so that it holds for any number of ranks, and the order of the pass."""
+        """Return the position, also in samples for another number of ranks, and the sampler's generator state."""
         try:
             samples = self.position * self.total_batch_size
         except TypeError:
@@ -491,7 +494,7 @@ class PreparedLoader(DataLoader[Any]):
         return {"iteration": self.iteration, "position": self.position, "samples": samples}, order
 
     def restore(self, state: dict[str, Any], order: Tensor | None) -> None:
-        """Restore what `state` returned: the next pass has the same order."""
+        """Restore what `state` returned: the next pass has the order of the saved one."""
         self.iteration, self.resume_at = int(state["iteration"]), int(state["samples"])
         self._order, self._repeats_order = order, order is not None
 
@@ -508,7 +511,7 @@ def choose_delivery(
     non_blocking: bool,
     dispatch: bool | None,
 ) -> Delivery:
-    """Return how a loader's batches reach ranks: each reads its own, but of a stream rank 0 reads all."""
+    """Return how batches reach a rank. By default each rank reads its own; an iterable data set is read by rank 0."""
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if share.split and share.ranks > 1 and (size is None or size % share.ranks):
         problem = f"batches of {size} samples cannot be split between {share.ranks} ranks"

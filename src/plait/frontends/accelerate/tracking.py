@@ -1,4 +1,4 @@
-"""`init_trackers`, `log`, `end_training`: Plait's sinks, and the user's trackers."""
+"""`init_trackers`, `log`, `end_training`: Plait's log sinks (TensorBoard, wandb, files), and the user's trackers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def choose_trackers(log_with: Any) -> tuple[list[str], list[Any]]:
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a tracker that only the main process runs, unless the tracker's `main_process_only` is False."""
+    """Decorate a tracker's method: only the main process runs it, unless the tracker's `main_process_only` is False."""
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class Trackers:
         self._world = world
         self._monitor: Monitor | None = None
         self._next = 0
-        """The step of values that are logged without one."""
+        """The step number for values that are logged without one."""
 
     def start(self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
         """Open the sinks, and log the script's configuration. `options` are for trackers by their name."""

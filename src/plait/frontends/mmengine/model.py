@@ -111,10 +111,10 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 def stack_batch(images: Sequence[Tensor], pad_size_divisor: int = 1, pad_value: float = 0) -> Tensor:
     """Stack images (channels, height, width) to one batch, padded at the right and the bottom."""
 
-    def up(size: int) -> int:
+    def rounded_up(size: int) -> int:
         return -(-size // pad_size_divisor) * pad_size_divisor
 
-    height, width = (up(max(image.shape[axis] for image in images)) for axis in (-2, -1))
+    height, width = (rounded_up(max(image.shape[axis] for image in images)) for axis in (-2, -1))
     padded = [
         F.pad(image, (0, width - image.shape[-1], 0, height - image.shape[-2]), value=pad_value) for image in images
     ]
@@ -177,7 +177,7 @@ class BaseModel(BaseModule):
         return self._run_forward(self.data_preprocessor(data, False), mode="predict")
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum of the values with `loss` in their names, and the mean of each value for the log."""
+        """Return the sum of the values with `loss` in their names, and what to log: that sum and each value's mean."""
         means: dict[str, Tensor] = {}
         for name, value in losses.items():
             tensors = [value] if isinstance(value, Tensor) else list(value) if isinstance(value, list | tuple) else []

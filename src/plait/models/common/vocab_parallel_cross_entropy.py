@@ -1,11 +1,12 @@
 """Vocabulary-parallel cross-entropy: the loss of logits that are sharded along the vocabulary.
 
-[Note: a loss over a sharded vocabulary] Where each rank has a shard of the vocabulary, a row's loss needs three
-numbers of all ranks: the largest logit, the sum of exponentials, and the target's logit, which one rank has. Two
-all-reduces of three fp32 numbers per row are enough; logits are not sent. Each rank then computes the gradient of its
-own logits.
+[Note: a loss over a sharded vocabulary] Where each rank has a shard of the vocabulary, the loss of a row (a token)
+needs three numbers from all ranks: the largest logit, the sum of exponentials, and the target's logit, which one rank
+has. Two all-reduces compute them, a maximum and then two sums, in fp32; logits are not sent. Each rank then computes
+the gradient of its own logits.
 
-`torch.compile` must not trace these collectives. Saying so loads the compiler, so this file is imported on first use.
+`torch.compile` must not trace these collectives. The decorator `torch.compiler.disable` imports the compiler, so this
+file is imported on first use.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class VocabularyShard(NamedTuple):
     """A rank's shard of the vocabulary."""
 
     start: int
-    """Its first token."""
+    """The index of its first token."""
     most: int
-    """The size of the largest shard. It determines the chunks: those of all ranks must be equal."""
+    """The size of the largest shard. The number of tokens per chunk is computed from it, so that it is the same on all
+    ranks."""
     group: dist.ProcessGroup
     """The ranks that share the vocabulary."""
 
@@ -37,22 +39,28 @@ class VocabularyShard(NamedTuple):
 def sharded_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, shard: VocabularyShard
 ) -> Tensor:
-    """`chunked_linear_cross_entropy` with this rank's rows of the weight; the gradient of `hidden` is its summand."""
+    """Return what `chunked_linear_cross_entropy` returns, from this rank's rows of the weight; call it on all ranks.
+
+    Its gradient for `hidden` is this rank's part of a sum over `shard.group`, which the caller has to all-reduce.
+    """
     total: Tensor = _ShardedLinearCrossEntropy.apply(hidden, weight, labels, rows, dtype, shard)  # type: ignore[no-untyped-call]
     return total
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sharded_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabularyShard, rows: int) -> Tensor:
-    """Sum of the losses of this rank's logits (tokens, shard), `rows` tokens at a time."""
+    """Return the sum of the losses over the whole vocabulary, from this rank's logits (tokens, size of the shard).
+
+    `rows` tokens are computed at a time. Call it on all ranks.
+    """
     total: Tensor = _ShardedCrossEntropy.apply(logits, labels, shard, rows)  # type: ignore[no-untyped-call]
     return total
 
 
 def sharded_loss_and_grads(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """`loss_and_grads` of this rank's logits; the losses are those of the whole vocabulary.
+    """Return the losses (tokens,) over the whole vocabulary, and the gradients of this rank's logits.
 
-    See [Note: a loss over a sharded vocabulary].
+    See [Note: a loss over a sharded vocabulary]. Kernels overwrite `logits`.
     """
     counted = labels != IGNORE_INDEX
     local_label = labels - shard.start
@@ -70,7 +78,7 @@ def sharded_loss_and_grads(logits: Tensor, labels: Tensor, shard: VocabularyShar
 
 
 def row_statistics(logits: Tensor, local_label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row, in fp32: the largest logit, the sum of exponentials relative to it, the logit at `local_label`."""
+    """Return for each row, in fp32: the largest logit, the sum of exp(logit - largest), the logit at `local_label`."""
     wide = logits.float()
     maxima = wide.amax(1)
     sums = (wide - maxima[:, None]).exp_().sum(1)
@@ -78,7 +86,7 @@ def row_statistics(logits: Tensor, local_label: Tensor) -> tuple[Tensor, Tensor,
 
 
 def logit_grads(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tensor:
-    """Softmax, given the logarithm of its denominator, less one at `local_label`, where that is not negative."""
+    """Return softmax (`log_total`: log of its denominator), minus 1 at `local_label` where that is not negative."""
     wide = (logits.float() - log_total[:, None]).exp_()
     return wide.scatter_add_(1, local_label.clamp(min=0)[:, None], -(local_label >= 0).float()[:, None]).to(
         logits.dtype
@@ -86,7 +94,10 @@ def logit_grads(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tenso
 
 
 class _ShardedLinearCrossEntropy(torch.autograd.Function):
-    """The chunked form over a shard of the vocabulary. Not a custom operator: these take no process groups."""
+    """Linear layer and loss in chunks ([Note: chunked loss]) over a shard of the vocabulary.
+
+    It is not a `torch.library` operator, since these take no process groups.
+    """
 
     @staticmethod
     def forward(
@@ -132,10 +143,10 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_shard(tensor: Tensor, dim: int) -> VocabularyShard:
-    """This rank's shard of the vocabulary, for a DTensor that is sharded along it."""
+    """Return this rank's shard of the vocabulary, for a DTensor whose dimension `dim` is the sharded vocabulary."""
 
     assert is_sharded(tensor)
     mesh, (placement,) = tensor.device_mesh, tensor.placements
     assert placement.is_shard(dim % tensor.ndim), f"{placement} is not along the vocabulary"
-    share = -(-tensor.shape[dim] // mesh.size())  # parts are as torch.chunk cuts them
+    share = -(-tensor.shape[dim] // mesh.size())  # DTensor splits as torch.chunk does
     return VocabularyShard(mesh.get_local_rank() * share, share, mesh.get_group())
