@@ -1,4 +1,4 @@
-"""The interface of every engine, whichever library does the work."""
+"""The interface of every engine: Plait's own, and those that run DeepSpeed, ColossalAI or a user's code."""
 
 from __future__ import annotations
 
@@ -30,22 +30,25 @@ _REMEDY = "Lower optim.lr, set train.clip_norm, or use precision: bf16 instead o
 
 
 class Skips:
-    """Counts skipped steps and stops a run that has too many of them.
+    """Counts skipped steps (non-finite loss or gradient), and raises `NonFiniteError` if there are too many.
 
-    Overflows with which fp16 finds its loss scale are not counted: the callers leave them out.
+    Overflows in fp16 that lower the loss scale are not counted: callers do not call `add` for them.
     """
 
     def __init__(self, guard: GuardConfig) -> None:
         self._guard = guard
         self.in_a_row = 0
         self.total = 0
-        """Since the run began, checkpoints before it included."""
+        """Skipped steps since step 0; `restore` sets the number that the checkpoint holds."""
         self._recent: deque[int] = deque()
-        """The numbers of the skipped steps among the last `window` ones."""
+        """The step numbers of the skipped steps among the last `window` steps."""
         self._last = ""
 
     def add(self, step: int, seen: str, *, scale: float | None = None) -> None:
-        """Count step number `step` as skipped; `seen` describes where the first non-finite number was."""
+        """Count step number `step` as skipped; raise `NonFiniteError` if a limit is exceeded.
+
+        `seen` describes where the first non-finite number was found, and `scale` is the loss scale, for the message.
+        """
         self.in_a_row += 1
         self.total += 1
         self._recent.append(step)
@@ -59,7 +62,10 @@ class Skips:
             raise self._error(f"{len(self._recent)} of the last {known} steps", self._share())
 
     def end_of_run(self, skipped: int, steps: int) -> None:
-        """Raise `NonFiniteError` if too large a share of a run's `steps` steps was skipped, however short it was."""
+        """Raise `NonFiniteError` if more than `max_share` of a run's `steps` steps were skipped.
+
+        `add` compares with a window of steps, which a short run never fills; this check holds for any length.
+        """
         if skipped > self._guard.max_share * steps:
             raise self._error(f"{skipped} of the {steps} steps of this run", self._share())
 
@@ -74,7 +80,7 @@ class Skips:
         return {"skips_in_a_row": self.in_a_row, "skipped": {"total": self.total, "recent": list(self._recent)}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of an engine; a state written by another program has only the first number."""
+        """Set what `state` returned; a converted checkpoint has `skips_in_a_row` only, and the rest becomes zero."""
         self.in_a_row = int(state["skips_in_a_row"])
         more = state.get("skipped", {})
         self.total = int(more.get("total", 0))
@@ -82,14 +88,16 @@ class Skips:
 
 
 StepNumbers = tuple[float, float, bool, float, bool]
-"""The loss, the gradient norm, whether the step was skipped, the targets, whether to stop."""
+"""The loss, the gradient norm, whether the step was skipped, the number of targets, whether to stop."""
 
 
 class StepResult:
-    """The numbers of one optimizer step. The same on every rank.
+    """The loss, gradient norm and other numbers of one optimizer step. The same on every rank.
 
-    On CUDA the numbers may still be computed when a step returns. Reading one waits for it; a loop that reads the
-    result of the step before keeps the device busy.
+    On CUDA, `train_step` may return before the device has computed them; reading an attribute then blocks until it has.
+    A loop that reads the result of step n only after it has started step n + 1 keeps the device busy.
+
+    A target is what the loss is summed over: a token with a label, or a sample. Losses are means over targets.
     """
 
     __slots__ = ("_read", "asynchronous", "grad_norm", "loss", "lr", "skipped", "stop", "targets")
@@ -102,11 +110,11 @@ class StepResult:
     """Whether the update was skipped because the loss or a gradient was not finite."""
     lr: float
     targets: float
-    """How many targets the mean is over."""
+    """The number of targets that `loss` is the mean of."""
     stop: bool
     """Whether some rank asked all ranks to stop (`Engine.request_stop`)."""
     asynchronous: bool
-    """Whether the step returned before its numbers were computed. The same on every rank, and it never changes."""
+    """Whether the step returned before its numbers were computed. The same on every rank; reading does not reset it."""
 
     def __init__(
         self, loss: float, grad_norm: float, skipped: bool, lr: float, targets: float, stop: bool = False
@@ -124,10 +132,10 @@ class StepResult:
         return result
 
     def wait(self) -> None:
-        """Wait until the numbers have come from the device."""
+        """Block until the numbers are on the host."""
         if self._read is not None:
             self._fill(self._read())
-            self._read = None  # and with it what the numbers came in
+            self._read = None  # also frees the host copy that it refers to
 
     def _fill(self, numbers: StepNumbers) -> None:
         self.loss, self.grad_norm, self.skipped, self.targets, self.stop = numbers
@@ -160,16 +168,16 @@ class Evaluation:
 
 
 class Engine(ABC):
-    """A model made ready for training on a world. Made by `prepare`."""
+    """A model prepared for training on the ranks of a `World`; `prepare` returns one."""
 
     model: nn.Module
     world: World
     config: RunConfig
-    """What it was prepared with."""
+    """The run description that it was prepared with."""
     steps: int
     """Optimizer steps so far, skipped ones included."""
     skips: Skips
-    """Those of them that were skipped."""
+    """Counts the skipped ones."""
     on_phase: Callable[[Phase], None]
     """Called with each phase that this rank enters."""
     describe_samples: Callable[[int], str] = staticmethod(lambda step: "")
@@ -178,26 +186,32 @@ class Engine(ABC):
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
-        """Do one optimizer step over this rank's micro-batches. Every rank must pass equally many."""
+        """Run one optimizer step over this rank's micro-batches; return its loss and norm.
+
+        Every rank must pass the same number of micro-batches.
+        """
 
     @abstractmethod
     def __call__(self, batch: Any) -> Tensor:
-        """Forward one micro-batch; returns its mean loss, for `backward`."""
+        """Run the forward pass of one micro-batch; return its mean loss, to be passed to `backward`."""
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Backward through a loss that this engine returned, or one made from it."""
+        """Run the backward pass of a loss that `engine(batch)` returned, or of one computed from it."""
 
     @abstractmethod
     def step(self) -> StepResult | None:
-        """Update the weights when the accumulation is complete; None before that."""
+        """Update the weights and return the result if all micro-batches of the step are accumulated; else return None.
+
+        Like `optimizer.step()`, it may be called after every `backward`.
+        """
 
     @abstractmethod
     def request_stop(self) -> None:
-        """Ask every rank to stop after the step in progress; the answer is in that step's result."""
+        """Ask every rank to stop after the current step: its result has `stop` set on all ranks."""
 
     def settle(self) -> None:  # noqa: B027  # most engines have no pending steps
-        """Wait for pending steps, and report skipped ones. Every rank must call it."""
+        """Wait for steps whose numbers were not read yet, and count and log skipped ones. Every rank must call it."""
 
     @abstractmethod
     def sync_buffers(self) -> None:
@@ -205,18 +219,18 @@ class Engine(ABC):
 
     @property
     def optimizer_type(self) -> str:
-        """The name of the optimizer in a checkpoint."""
+        """The name under which a checkpoint stores the optimizer's type."""
         return self.config.optim.type
 
     @property
     def pending(self) -> int:
-        """Micro-batches of an incomplete step, whose gradients are accumulated and not applied yet."""
+        """The number of micro-batches whose gradients are accumulated and not applied yet."""
         return 0
 
     def evaluate(self, batches: Iterable[Any], metrics: Sequence[evaluating.Measures] = ()) -> dict[str, float]:
         """Return the mean `loss` over all targets of all ranks' micro-batches, without training, and the metrics.
 
-        `batches` are this rank's micro-batches. Ranks may have unequal numbers of them, but each one at least.
+        `batches` are this rank's micro-batches. Ranks may have different numbers of them, but each needs at least one.
         Every rank must call it.
         """
         self.sync_buffers()
@@ -225,26 +239,27 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate_micro_batch(self, batch: Any) -> Evaluation:
-        """Forward one micro-batch without gradients, in evaluation mode. Nothing is summed over ranks.
+        """Return this rank's loss and outputs for one micro-batch, without gradients, in evaluation mode.
 
-        If the model is sharded, every rank must call it equally often.
+        Nothing is summed over ranks. If the model is sharded, every rank must call it the same number of times.
         """
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint that any strategy on any number of ranks can `load`; returns its folder.
+        """Write a checkpoint, which any strategy on any number of ranks can `load`; return its folder.
 
-        `extra` holds the user's numbers, strings, lists and dicts, taken from rank 0, which `load` returns. The folder
-        appears when everything is written; an existing folder is an error. Every rank must call it.
+        `extra` holds the user's own numbers, strings, lists and dicts; those of rank 0 are saved, and `load` returns
+        them. The folder appears under its name once everything is written; an existing folder raises an error. Every
+        rank must call it.
         """
         with self.evaluation_weights():
             return checkpointing.save_engine(self, folder, extra)
 
     def load(self, folder: str | Path, *, partial: Sequence[str] = ()) -> dict[str, Any]:
-        """Continue from a checkpoint that `save` or a Runner wrote; returns the `extra` that it was saved with.
+        """Continue from a checkpoint that `save` or a Runner wrote; return the `extra` that it was saved with.
 
-        `folder` is a checkpoint, or holds several, of which the newest is used. Tensors whose names match a pattern of
-        `partial` may be missing or of another shape, and keep their values. Random state is restored if as many ranks
-        saved it. Every rank must call it.
+        `folder` is a checkpoint, or contains several, of which the newest is used. Tensors whose names match a pattern
+        of `partial` may be missing in it or have another shape, and then keep their values. Random state is restored
+        if the checkpoint was saved by the same number of ranks. Every rank must call it.
         """
         return checkpointing.load_engine(self, folder, partial, self._log)
 
@@ -252,42 +267,45 @@ class Engine(ABC):
     def evaluation_weights(self) -> Iterator[None]:
         """Within the block, the model has the weights to evaluate, save and generate with.
 
-        Optimizers with `eval()` and `train()`, such as schedule-free ones, train other weights than these. Every rank
-        must enter it; nested blocks change nothing.
+        They differ from the weights in training only for optimizers with `eval()` and `train()`, such as schedule-free
+        ones. Every rank must enter it; a nested block has no further effect.
         """
         yield
 
     def bubble(self) -> Bubble | None:
-        """Return how idle the ranks of this rank's pipeline were; None without a pipeline. Every rank must call it."""
+        """Return how long the ranks of this rank's pipeline were idle; None without one. Every rank must call it."""
         return None
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the logical state: `model.<name>`, `optim.<name>.<key>`; sharded tensors as DTensor."""
+        """Return every tensor that a checkpoint holds, as `model.<name>` and `optim.<name>.<key>`.
+
+        Names and global shapes do not depend on the layout: sharded tensors are DTensors.
+        """
 
     def state_entries(self) -> dict[str, Entry]:
-        """Return the same for saving and loading: tensors in another form during training (8-bit) may stay in it."""
+        """Return the same tensors for saving and loading; 8-bit states need not be unpacked, as `DeferredTensor`s."""
         return {**self.state_tensors()}
 
     @abstractmethod
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Allocate the optimizer state that a checkpoint is about to fill."""
+        """Allocate the optimizer state that a checkpoint will be loaded into: `<parameter>.<key>` → shape, dtype."""
 
     @abstractmethod
     def state_loaded(self) -> None:
-        """Update everything derived from the tensors of `state_tensors`, which were written to."""
+        """Update the model after the tensors of `state_tensors` were written to."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the state that is not tensors."""
+        """Return the rest of the state, which is stored as JSON: step count, skipped steps, loss scale."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Set what `state` returned."""
 
     @abstractmethod
     def parameter_count(self) -> tuple[int, int]:
-        """Return the parameter counts of the full model: all, and trained. Every rank must call it."""
+        """Return the number of parameters of the full model, and of the trained ones. Every rank must call it."""
 
     @abstractmethod
     def frozen(self) -> frozenset[str]:
@@ -303,32 +321,38 @@ class Engine(ABC):
 
     @abstractmethod
     def as_global(self, name: str, local: Tensor) -> Tensor:
-        """Return a tensor shaped like this rank's shard of a weight as the global tensor that a checkpoint stores."""
+        """Return the global tensor whose shard on this rank is `local`; it has the shape and sharding of the weight."""
 
 
 class SteppingEngine(Engine):
-    """Counts micro-batches and divides their losses; forward, backward and update are a subclass's."""
+    """Implements gradient accumulation: counts micro-batches and normalizes their losses.
+
+    A subclass implements forward pass, backward pass and update.
+    """
 
     accumulation: int
-    """How many micro-batches `backward` counts to a step."""
+    """The number of micro-batches per step, for loops that call `backward`."""
     _normalizer: LossNormalizer
     _pending = 0
     _awaits_backward = False
 
     @abstractmethod
     def _forward_loss(self, batch: Any) -> WeightedLoss:
-        """Forward one micro-batch; return its weighted loss."""
+        """Run the forward pass of one micro-batch; return its weighted loss."""
 
     @abstractmethod
     def _begin_backward(self, loss: Tensor, *, last: bool) -> None:
-        """Backward through a loss that is this rank's share of the global mean; `last` of a step."""
+        """Run the backward pass of a normalized loss: the global mean is the sum of these over micro-batches and ranks.
+
+        `last`: this is the last micro-batch of the step, so gradients may be reduced.
+        """
 
     @abstractmethod
     def _finish_step(self) -> StepResult:
-        """Update with the accumulated gradients."""
+        """Update the weights with the accumulated gradients; return the result."""
 
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
-        """One optimizer step over this rank's micro-batches."""
+        """Run one optimizer step over this rank's micro-batches; return its result."""
         count = len(micro_batches)
         for index, batch in enumerate(micro_batches, 1):
             loss = self._forward_loss(batch)
@@ -339,7 +363,7 @@ class SteppingEngine(Engine):
     # ---- for custom loops
 
     def __call__(self, batch: Any) -> Tensor:
-        """Forward one micro-batch; return its mean loss."""
+        """Run the forward pass of one micro-batch; return its mean loss."""
         if self._awaits_backward:
             raise TrainingError(
                 "engine(batch) was called twice without engine.backward(loss) in between; "
@@ -355,7 +379,7 @@ class SteppingEngine(Engine):
         return loss.mean()
 
     def backward(self, loss: Tensor) -> None:
-        """Backward through the loss of the forward pass just done."""
+        """Run the backward pass of the loss that the last `engine(batch)` returned."""
         if not self._awaits_backward:
             raise TrainingError("engine.backward(loss) was called without engine(batch) before it")
         self._awaits_backward = False
@@ -363,7 +387,7 @@ class SteppingEngine(Engine):
         self._begin_backward(self._normalizer.scaled_mean(loss), last=self._pending == self.accumulation)
 
     def step(self) -> StepResult | None:
-        """Update the weights when the accumulation is complete; None before that."""
+        """Update the weights and return the result after `accumulation` micro-batches; return None before that."""
         if self._pending == 0:
             raise TrainingError("engine.step() was called without engine.backward(loss) before it")
         if self._pending < self.accumulation:
@@ -373,11 +397,11 @@ class SteppingEngine(Engine):
 
     @property
     def pending(self) -> int:
-        """Micro-batches of a step that is not complete."""
+        """The number of micro-batches of a step that is not complete."""
         return self._pending + self._awaits_backward
 
     def request_stop(self) -> None:
-        """Ask every rank to stop after the step in progress; the answer is in that step's result."""
+        """Ask every rank to stop after the current step: its result has `stop` set on all ranks."""
         self._normalizer.flag = True
 
 

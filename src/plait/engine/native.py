@@ -1,4 +1,4 @@
-"""The native engine: one optimizer step with plain PyTorch, on any layout."""
+"""The native engine: runs optimizer steps with plain PyTorch, on any layout (FSDP, tensor, pipeline, …)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class NonFiniteSource(NamedTuple):
-    """Where a rank found the first non-finite number; the smallest of all is reported: outputs before gradients."""
+    """Where one rank found the first non-finite number: `order` 0 for an output, 1 for a gradient, 2 for the loss.
+
+    Of all ranks' sources the smallest is reported.
+    """
 
     order: int
     what: str
@@ -43,10 +46,10 @@ class NonFiniteSource(NamedTuple):
 def find_non_finite(
     model: nn.Module, master_weights: MasterWeights, forward_again: Callable[[], Any], norms: Tensor | None = None
 ) -> NonFiniteSource:
-    """Return the first module whose output is not finite, or else the last parameter whose gradient is not.
+    """Return the first module whose output is not finite, else the last parameter whose gradient is not.
 
-    Runs the forward pass again with hooks; with sharded parameters every rank must call it. `norms` are those of the
-    gradients, if these have been freed.
+    Calls `forward_again` with hooks on all modules; if parameters are sharded, every rank must call it. `norms` are the
+    norms of the gradients, if the gradients themselves have been freed.
     """
     names: list[str] = []
 
@@ -66,7 +69,7 @@ def find_non_finite(
             hook.remove()
     if names:
         return NonFiniteSource(0, f"the output of {names[0]}")
-    # The backward pass computes the gradients of the last parameters first, so the last bad one came first.
+    # The backward pass computes the gradients of the last parameters first, so the last non-finite one is the earliest.
     gradients = (
         [master_weights.gradient(index) for index in range(len(master_weights.names))]
         if norms is None
@@ -79,7 +82,7 @@ def find_non_finite(
 
 
 def first_of(sources: Sequence[NonFiniteSource]) -> str:
-    """Return the most informative source of all ranks, and the ranks that found it."""
+    """Return the text for the smallest source of all ranks, with the ranks that found it."""
     first = min(sources)
     ranks = [rank for rank, culprit in enumerate(sources) if culprit == first]
     if len(sources) == 1:
@@ -98,18 +101,18 @@ def _finite(value: Any) -> bool:
 
 
 class FinishedStep(NamedTuple):
-    """A completed step, and what is needed to explain why it was skipped."""
+    """A completed step, kept until its numbers are read, with what the search for the cause of a skip needs."""
 
     result: StepResult
     step: int
     again: Callable[[], Any]
-    """Repeats its last forward pass."""
+    """Runs the step's last forward pass again."""
     norms: Tensor | None
-    """The norm of each gradient, if the gradients themselves will have been freed."""
+    """The norm of each gradient, if the gradients are freed before the numbers are read."""
 
 
 class NativeEngine(SteppingEngine):
-    """Trains with plain PyTorch. `prepare` has applied every technique to the model; this class runs the steps."""
+    """Trains with plain PyTorch. `prepare_native` has sharded, compiled, … the model; this class runs the steps."""
 
     def __init__(
         self,
@@ -131,9 +134,12 @@ class NativeEngine(SteppingEngine):
         select: Select | None = None,
         log: LogFunction,
     ) -> None:
-        """`recording`: when both passes of a step are captured as a CUDA graph; see `engine.graphs`.
+        """`master_weights` are the tensors that the optimizer of `updater` updates; `gradients` collects gradients.
 
-        `select` selects the model's fields of a micro-batch; see `engine.forward`.
+        `cut` returns this rank's shard of a micro-batch along `cp`. `recording`: when forward and backward pass are
+        captured as a CUDA graph; see `engine.graphs`. `select` selects the fields of a micro-batch that the model
+        receives; see `engine.forward`. `scales` are the fp8 amax histories. `compiled` are the modules that
+        `torch.compile` was applied to.
         """
         self.model = model
         self.world = world
@@ -148,7 +154,8 @@ class NativeEngine(SteppingEngine):
         self._loss_function = loss_function
         self._staged = staged
         self._scales = scales
-        # Ranks along `tp` compute the same losses, which are counted once. In a pipeline, the last stage has them.
+        # Ranks along `tp` compute the same losses, so only the first of them counts. In a pipeline, only ranks with the
+        # last stage have losses.
         self._counts = world.coordinate("tp") == 0 and (staged is None or staged.pipeline.has_last)
         self._normalizer = LossNormalizer(world.everyone, world.device, counts=self._counts)
         self._forward = Forward(
@@ -166,12 +173,14 @@ class NativeEngine(SteppingEngine):
             self._recorded = RecordedPasses(self._both_passes, model, gradients, world.device, recording, log)
         self._log = log
         self._compares = world.layout.tp > 1 and master_weights.shows_gradients
-        """Whether gradients are still to be compared between tensor-parallel ranks that should have the same ones."""
+        """Whether the gradients of replicated parameters must still be compared between the ranks along `tp`.
+
+        This is done in the first step or steps, until one comparison was conclusive (`refuse_different_gradients`)."""
         self._last_batch: Any = None
         self._pending_step: FinishedStep | None = None
         """The latest step, if its numbers have not been read yet."""
         self._peers = world.group("dp_replicate", "dp_shard", "ep", "cp")
-        """The ranks with other data for the same parameters."""
+        """The process group of the ranks that read other data and train the same parameters."""
         self.on_phase: Callable[[Phase], None] = ignore_phase
         """Called with each phase that this rank enters."""
         modules = [model] if staged is None else [stage.module for stage in staged.pipeline.stages]
@@ -181,7 +190,7 @@ class NativeEngine(SteppingEngine):
     # ---- one step
 
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
-        """One optimizer step over this rank's micro-batches."""
+        """Run one optimizer step over this rank's micro-batches; return its result."""
         if not micro_batches:
             raise TrainingError("train_step was called without micro-batches; every rank needs at least one")
         if self._staged is not None:
@@ -196,7 +205,9 @@ class NativeEngine(SteppingEngine):
     def _train_pipeline(self, staged: StagedSteps, micro_batches: Sequence[Any]) -> None:
         self._last_batch = micro_batches[-1]
         given = [inputs_and_samples(batch) for batch in micro_batches]
-        if len(given) < self.accumulation:  # the last step of an epoch may be short: fillers complete it
+        # The last step of an epoch may have fewer micro-batches than the pipeline schedule allows: it is filled up with
+        # copies of the first one, with 0 samples, so that they have no weight.
+        if len(given) < self.accumulation:
             given += [(given[0][0], 0)] * (staged.at_least(len(given)) - len(given))
         ready = [self._forward.ready(inputs) for inputs, _ in given]
         scaler = self.updater.scaler
@@ -219,7 +230,10 @@ class NativeEngine(SteppingEngine):
         self._normalizer.add(loss, micro_batches=1)
 
     def _both_passes(self, inputs: Any, samples: float, scale: Tensor | float | None) -> WeightedLoss:
-        """Forward and backward over the only micro-batch of one process, whose weight is that of the step."""
+        """Run forward and backward pass of a step with one micro-batch, on one process; return its loss, detached.
+
+        The mean over the micro-batch is the mean over the step, so no normalization is needed.
+        """
         loss = self._read_loss(self._forward(inputs), inputs, samples)
         self._backward(loss.mean(), scale, last=True)
         weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
@@ -269,7 +283,7 @@ class NativeEngine(SteppingEngine):
     def _update(self, sums: StepLoss) -> StepResult:
         self.on_phase(Phase.STEP)
         result = self.updater.apply(sums, self.steps)
-        if self.updater.scaler is not None:  # then the numbers were read already: the scale depends on them
+        if self.updater.scaler is not None:  # the numbers were already read in `apply`, to update the loss scale
             self._normalizer.learn(result.targets)
         done = None
         if result.asynchronous or result.skipped or self.skips.in_a_row:
@@ -283,14 +297,14 @@ class NativeEngine(SteppingEngine):
         if self._scales is not None:
             self._scales.after_step(self._peers)
         self.steps += 1
-        if result.asynchronous:  # read the step before, now that this one is queued on the device
+        if result.asynchronous:  # read the numbers of the previous step, now that this one is queued on the device
             self.settle()
             self._pending_step = done
         self.on_phase(Phase.IDLE)
         return result
 
     def settle(self) -> None:
-        """Wait for the pending step, and report it if it was skipped. Every rank must call it."""
+        """Wait for the pending step, and count and log it if it was skipped. Every rank must call it."""
         if self._pending_step is not None:
             done, self._pending_step = self._pending_step, None
             self._handle_skip(done)
@@ -302,7 +316,7 @@ class NativeEngine(SteppingEngine):
             return
         scaler = self.updater.scaler
         if scaler is not None and not scaler.at_minimum:
-            return  # an overflow is part of finding a scale, which ends by itself
+            return  # the scaler lowers the scale after an overflow, until it fits: not a failure
         sources = self.world.gather(find_non_finite(self.model, self.master_weights, done.again, done.norms))
         self._unsharded.reshard()
         seen = f"{first_of(sources)}{self.describe_samples(done.step)}"
@@ -311,19 +325,19 @@ class NativeEngine(SteppingEngine):
         self.skips.add(done.step, f"; first seen in {seen}", scale=scale)
 
     def _repeat_forward(self) -> Callable[[], Any]:
-        """Return a function that repeats the latest forward pass."""
+        """Return a function that runs the latest forward pass again."""
         batch = self._last_batch
         return lambda: self._outputs(self._forward.ready(inputs_and_samples(batch)[0]))
 
     def _outputs(self, ready: Any) -> Any:
-        """Return the model's outputs; in a pipeline, None on ranks without the last stage."""
+        """Return the model's outputs for inputs from `Forward.ready`; None on ranks without the last pipeline stage."""
         if self._staged is None:
             return self._forward(ready)
         with self._forward.context():
             return self._staged.forward(self._forward.model_fields(ready))
 
     def keep_unsharded(self) -> None:
-        """Keep unsharded weights between steps, too, below stage 3. Every rank must call it."""
+        """Below ZeRO stage 3, keep unsharded weights allocated between steps, too. Every rank must call it."""
         self._unsharded.keep()
 
     def _refresh_unsharded(self) -> None:
@@ -333,7 +347,10 @@ class NativeEngine(SteppingEngine):
 
     @contextmanager
     def sharded_params_registered(self) -> Iterator[None]:
-        """Within the block, the modules hold sharded parameters, even after direct calls of the model (`generate`)."""
+        """Within the block, the modules hold their sharded parameters.
+
+        Without it, direct calls of the model (`generate`) may have left unsharded ones.
+        """
         if not self._within_step:
             self._unsharded.reshard()
         with self._unsharded.shards_shown():
@@ -341,11 +358,11 @@ class NativeEngine(SteppingEngine):
 
     @property
     def _within_step(self) -> bool:
-        """Whether gradients are being accumulated: until the step, unsharded weights stay."""
+        """Whether a step is incomplete, so that unsharded weights must stay until it ends; see `ManualEngine`."""
         return False
 
     def __call__(self, batch: Any) -> Tensor:
-        """Forward one micro-batch; return its mean loss."""
+        """Run the forward pass of one micro-batch; return its mean loss."""
         if self._staged is not None:
             raise TrainingError(
                 "engine(batch) cannot be used with strategy.layout.pp: a pipeline runs several micro-batches at once; "
@@ -356,16 +373,16 @@ class NativeEngine(SteppingEngine):
                 "engine(batch) cannot be used with strategy.graphs, which captures forward and backward pass as one; "
                 "call engine.train_step(micro_batches)"
             )
-        self._recorded = None  # this loop calls the passes one by one
+        self._recorded = None  # this loop calls forward and backward separately, and a graph contains both
         return super().__call__(batch)
 
     def sync_buffers(self) -> None:
-        """Average running statistics over the ranks; other buffers become rank 0's."""
+        """Average running statistics over the ranks; copy other buffers from rank 0."""
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.layout.replicas)
 
     def evaluate_micro_batch(self, batch: Any) -> Evaluation:
-        """Forward one micro-batch without gradients, in evaluation mode."""
+        """Return this rank's loss and outputs for one micro-batch, without gradients, in evaluation mode."""
         with self.evaluation_weights():
             return self._evaluate(batch)
 
@@ -386,7 +403,7 @@ class NativeEngine(SteppingEngine):
             self._unsharded.reshard()
 
     def bubble(self) -> Bubble | None:
-        """Return how idle the ranks of this rank's pipeline were; None without a pipeline."""
+        """Return how long the ranks of this rank's pipeline were idle; None without a pipeline."""
         return None if self._staged is None else self._staged.pipeline.bubble()
 
     @property
@@ -396,27 +413,27 @@ class NativeEngine(SteppingEngine):
 
     @property
     def gradients(self) -> Gradients | None:
-        """The gradient collector; None if gradients are simply those of autograd."""
+        """The gradient collector, which reduces gradients; None if they stay in `.grad` as autograd computes them."""
         return self._gradients
 
     # ---- state
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the logical state: `model.<name>`, `optim.<name>.<key>`."""
+        """Return every tensor that a checkpoint holds: `model.<name>`, `optim.<name>.<key>`."""
         with self.sharded_params_registered():
             return state.collect(self.model, self.master_weights, self.updater.optimizer)
 
     def weight_of(self, param: nn.Parameter) -> Tensor:
-        """Return the fp32 weights of one parameter, which may itself have no memory, or a pending update."""
+        """Return the current fp32 weights of one parameter, also if it is offloaded or its update is pending."""
         return state.weight(self.master_weights, param)
 
     def state_entries(self) -> dict[str, Entry]:
-        """Return the same for saving and loading: packed 8-bit states stay packed until they are read."""
+        """Return the same tensors for saving and loading: packed 8-bit states stay packed until they are read."""
         with self.sharded_params_registered():
             return state.collect_entries(self.model, self.master_weights, self.updater.optimizer)
 
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Allocate the optimizer state that a checkpoint is about to fill."""
+        """Allocate the optimizer state that a checkpoint will be loaded into."""
         state.allocate(self.master_weights, self.updater.optimizer, shapes)
 
     def state_loaded(self) -> None:
@@ -426,7 +443,7 @@ class NativeEngine(SteppingEngine):
         self._refresh_unsharded()
 
     def state(self) -> dict[str, Any]:
-        """Return the state that is not tensors. Every rank must call it."""
+        """Return the state besides tensors: step count, skipped steps, loss scale, fp8. Every rank must call it."""
         self.settle()
         scaler = self.updater.scaler
         values: dict[str, Any] = {
@@ -436,12 +453,12 @@ class NativeEngine(SteppingEngine):
         }
         if numbers := merge_records(self._numbers(), type(self.updater.optimizer).__name__):
             values["optimizer"] = numbers
-        if scaler is not None or self._scales is not None:  # how large gradients are depends on it
+        if scaler is not None or self._scales is not None:  # the loss scale and fp8 scales fit gradients divided by it
             values["divisor"] = self._normalizer.divisor
         return values if self._scales is None else {**values, "fp8": {"peaks": self._amax_histories(self._scales)}}
 
     def _numbers(self) -> list[dict[str, Any] | None]:
-        """Return what the optimizer of each rank keeps besides tensors."""
+        """Return the values besides tensors that each rank's optimizer keeps; empty for torch's and Plait's own."""
         if is_builtin(self.updater.optimizer):
             return []
         mine = self.updater.numbers.state(self._updated())
@@ -469,7 +486,7 @@ class NativeEngine(SteppingEngine):
         return {name: numbers for state in states for name, numbers in state.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Set what `state` returned."""
         self._pending_step = None
         self.steps = int(state["steps"])
         self.skips.restore(state)
@@ -484,7 +501,7 @@ class NativeEngine(SteppingEngine):
             self._scales.restore((state.get("fp8") or {"peaks": {}})["peaks"])
 
     def parameter_count(self) -> tuple[int, int]:
-        """Return the parameter counts of the full model: all, and trained."""
+        """Return the number of parameters of the full model, and of the trained ones."""
         sizes = {name: (param.numel(), param.requires_grad) for name, param in self.model.named_parameters()}
         if self.world.layout.pp > 1:
             sizes = {name: entry for rank_sizes in self.world.gather(sizes) for name, entry in rank_sizes.items()}
@@ -499,7 +516,7 @@ class NativeEngine(SteppingEngine):
         return {name: self.master_weights.local(index).detach() for index, name in enumerate(self.master_weights.names)}
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
-        """Return a tensor shaped like this rank's shard of a weight as a global tensor."""
+        """Return the global tensor whose shard on this rank is `local`; it has the shape and sharding of the weight."""
         return self.master_weights.logical(self.master_weights.names.index(name), local)
 
     def weights_changed(self) -> None:

@@ -1,9 +1,9 @@
-"""All techniques on one page, in the order in which they must be applied.
+"""`prepare_native`: applies every parallelism technique to a model, in the order that they require.
 
 build on meta → pipeline stages → tensor and sequence → context → experts → recompute → compile → shard or
 replicate → initialize → optimizer
 
-`docs/architecture.md` says why in this order; the numbers below are those of its list.
+`docs/architecture.md` has the reasons for this order; the numbers of the steps below are those of its list.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ from plait.precision import Fp8Linear, LossScaler, enable_delayed_scaling
 
 @dataclass(frozen=True, slots=True)
 class StageModel:
-    """The model, or one of this rank's pipeline stages."""
+    """The model, or one of this rank's pipeline stages, with what steps 3 and 4 found in it."""
 
     module: nn.Module
     units: list[WrapUnit] = field(default_factory=list)
@@ -111,35 +111,36 @@ class StageModel:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A model in preparation. Each step of `prepare_native` takes one, and returns the next."""
+    """A model in preparation. Each step of `prepare_native` takes one, and returns a changed copy."""
 
     given: Preparation
     whole_steps: bool
-    """Whether the engine runs whole steps; custom loops may read gradients, and accumulate as many as they like."""
+    """Whether the engine runs whole steps (`train_step`). Custom loops (false) call backward and step themselves: they
+    may read gradients, and accumulate any number of micro-batches."""
 
     # ---- from step 1 on
     module: nn.Module
-    """The full model; in a pipeline, reduced to the last stage (step 2), and then this rank's stages (step 8)."""
+    """The full model. In a pipeline, step 2 reduces it to the rank's last stage, and step 8 joins the rank's stages."""
     initializer: Initializer | None
     """Initializes the model; None if it has values already."""
     attributes: Attributes
-    """Attributes that the model's code set on parameters."""
+    """Python attributes that the model's code set on parameters; they are set on the replaced parameters too."""
     wrapped_optimizer: WrappedOptimizer | None
-    """The user's own optimizer."""
+    """The optimizer object that the user created over the model's parameters; None: Plait creates it."""
     specs: Sequence[GroupSpec]
-    """The parameter groups, by name."""
+    """The optimizer's parameter groups: the names of their parameters, and their options."""
     skeleton: nn.Module
     """The full model, whose names and shapes a folder of pretrained weights must match."""
     counted: FullModelActivations | None
     """The activations of the full model, if `recompute: auto` needs them."""
     select: Select | None
-    """Selects the model's fields of a micro-batch."""
+    """Selects the fields of a micro-batch that the model receives; None: all."""
 
     # ---- from step 2, 3 and 4 on
     stages: Stages = ()
     stage_models: tuple[StageModel, ...] = ()
     cut: Cut | None = None
-    """Shards a micro-batch for this rank of `cp`."""
+    """Returns this rank's shard of a micro-batch along `cp`; None without context parallelism."""
     fp8_layers: Mapping[str, Fp8Linear] = field(default_factory=dict)
 
     # ---- from step 6, 7 and 9 on
@@ -151,7 +152,7 @@ class Assembly:
 
     @property
     def param_form(self) -> ParamForm:
-        """In which form the optimizer gets each parameter."""
+        """Whether the optimizer gets shards, DTensors or full parameters."""
         return (
             param_form_of(self.given.config.optim)
             if self.wrapped_optimizer is None
@@ -165,7 +166,7 @@ class Assembly:
 
     @property
     def leaves(self) -> bool:
-        """Whether gradients may stay as one backward pass computed them."""
+        """Whether the gradients of a step may be those of a single backward pass, without a buffer to sum them in."""
         return self.whole_steps and self.wrapped_optimizer is None and self.given.accumulation == 1 and not self.stages
 
     @property
@@ -182,7 +183,7 @@ def prepare_native(given: Preparation) -> NativeEngine: ...
 @overload
 def prepare_native(given: Preparation, engine: type[AnyEngine]) -> AnyEngine: ...
 def prepare_native(given: Preparation, engine: type[NativeEngine] = NativeEngine) -> NativeEngine:
-    """Prepare a model for training with plain PyTorch, by an engine of this class."""
+    """Prepare a model for training with plain PyTorch; return an engine of the class `engine`."""
     model = _build(given, whole_steps=engine is NativeEngine)  # 1
     model = _split_into_stages(model)  # 2
     model = _apply_axes(model)  # 3
@@ -213,7 +214,7 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     if initializer is None and world.everyone is not None:
         materialize.copy_from_main(module, world.everyone, given.device)
     wrapped_optimizer = _wrap_optimizer(given, module)
-    # Of the full model: a pattern may match parameters that only other ranks will hold.
+    # Done on the full model: a pattern may match parameters that only other pipeline ranks will hold.
     specs = split_groups(module, config.optim) if wrapped_optimizer is None else wrapped_optimizer.specs
     skeleton = copy.deepcopy(module) if world.layout.pp > 1 and initializer is not None else module
     use_fp8_at_the_head(module, config)  # in the full model: only one stage will have the head
@@ -224,7 +225,7 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
 
 
 def _split_into_stages(model: Assembly) -> Assembly:
-    """2. In a pipeline, keep this rank's stages; everything below is applied to each as if it were a model."""
+    """2. In a pipeline, keep this rank's stages; the next steps are applied to each stage as if it were a model."""
     stages = split_stages(model.given, model.module)
     modules = [stage.module for stage in stages] or [model.module]
     return replace(model, stages=stages, stage_models=tuple(StageModel(module) for module in modules))
@@ -264,13 +265,13 @@ def _recompute(model: Assembly) -> Assembly:
         tile_sequence(stage.module, strategy.tiles)
         if apply_recompute(stage.units, strategy.recompute, levels=chosen):
             train_without_caches(stage.module)
-        # Around recomputation, whose inputs are offloaded.
+        # After recompute, so that it wraps recomputed units: these save only their inputs, which are then offloaded.
         offload_activations(stage.units, strategy.offload.activations, given.device)
     return model
 
 
 def _compile(model: Assembly) -> Assembly:
-    """6. Compile, in place."""
+    """6. Apply `torch.compile`, in place."""
     given, settings = model.given, model.given.config.strategy.compile
     if not settings.enabled:
         return model
@@ -290,7 +291,7 @@ def _compile(model: Assembly) -> Assembly:
 
 
 def _shard_and_initialize(model: Assembly) -> Assembly:
-    """7. Cast and shard; 8. allocate and initialize. Stage by stage, so that only one is unsharded at a time."""
+    """7. Cast and shard; 8. allocate and initialize. Stage by stage: at most one stage is unsharded in memory."""
     given, initializer, attributes = model.given, model.initializer, model.attributes
     config, policy, device = given.config, given.policy, given.device
     collectors: list[Gradients] = []
@@ -325,12 +326,12 @@ def _shard_and_initialize(model: Assembly) -> Assembly:
     if given.model is None:
         load_pretrained_into(given, model.skeleton, whole, keep=keep)
     if model.stages and hasattr(model.skeleton, "flops_per_token"):
-        whole.flops_per_token = model.skeleton.flops_per_token  # of the model, not of a stage
+        whole.flops_per_token = model.skeleton.flops_per_token  # that of the full model, not of one stage
     return replace(model, module=whole, offloading=offloading, collectors=collectors)
 
 
 def _make_master_weights(model: Assembly) -> tuple[Assembly, MasterWeights]:
-    """9. Create the master weights, and the gradient buckets of replicated parameters."""
+    """9. Create the master weights, and the collector that reduces gradients."""
     given, offloading, collectors = model.given, model.offloading, model.collectors
     master_weights: MasterWeights
     gradients: Gradients | None
@@ -352,7 +353,7 @@ def _make_master_weights(model: Assembly) -> tuple[Assembly, MasterWeights]:
 
 
 def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeEngine]) -> NativeEngine:
-    """10. Create the optimizer, schedule and scaler, over the final tensors; and the engine."""
+    """10. Create the optimizer over the master weights, the schedule, the loss scaler, and the engine."""
     given, config, world = model.given, model.given.config, model.given.world
     staged = staged_steps(given, model.stages, model.collectors, master_weights) if model.stages else None
     set_norm_weights(master_weights, world, model.stages)
@@ -392,7 +393,7 @@ def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeE
 
 
 def _optimizer_object(config: CustomOptim, world: World) -> Optimizer:
-    """Return the optimizer object that a script created over the parameters of its model."""
+    """Return the optimizer object that `optim` holds; raise `ConfigError` if other keys conflict, or in a plan."""
     for key in ("lr", "weight_decay", "no_decay", *config.arguments):
         if key in config.model_fields_set or key in config.arguments:
             message = f"a {type(config.given).__name__} that is made already takes no arguments"
@@ -426,7 +427,7 @@ def _wrap_optimizer(given: Preparation, module: nn.Module) -> WrappedOptimizer |
 
 
 def _optimizer(model: Assembly, master_weights: MasterWeights) -> Optimizer:
-    """Return the optimizer over the master weights: the user's own if given, else as `config.optim` says."""
+    """Return the optimizer over the master weights: the user's object if given, else the one of `config.optim`."""
     config = model.given.config
     by_name = {
         name: tensor
@@ -455,7 +456,7 @@ def _schedule(model: Assembly, optimizer: Optimizer) -> Schedule | OptimizerRate
 
 
 def _check_optimizer(model: Assembly, optimizer: Optimizer, master_weights: MasterWeights) -> None:
-    """Check whether a user-provided optimizer is correct in this layout; a plan has no values to check it on."""
+    """Raise `ConfigError` if a user-provided optimizer is not correct in this layout. Skipped in a plan: no values."""
     config, world, wrapped_optimizer = model.given.config, model.given.world, model.wrapped_optimizer is not None
     if is_builtin(optimizer) or world.fake:
         return
@@ -475,7 +476,7 @@ def _check_optimizer(model: Assembly, optimizer: Optimizer, master_weights: Mast
 
 
 def _recording(model: Assembly) -> Recording | None:
-    """Return when both passes of a step are captured as a CUDA graph; None: never, as on the CPU and in a plan."""
+    """Return when forward and backward pass are captured as a CUDA graph; None: never, as on a CPU and in a plan."""
     given, config = model.given, model.given.config
     described = given.model is None and given.loss_function is None
     by_itself = model.whole_steps and can_capture(
