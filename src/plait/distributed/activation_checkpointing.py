@@ -1,4 +1,8 @@
-"""Activation checkpointing (recomputation): the backward pass computes activations again instead of reading them."""
+"""Activation checkpointing (recomputation): the backward pass computes activations again instead of reading them.
+
+A *unit* (`WrapUnit`) is a module, such as a transformer block, that is recomputed as a whole or in part. A *product* is
+the result of a matrix multiplication. The *second forward pass* is the recomputation inside the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ _OPERATOR_SETS = {
     "scaled_dot_product_attention": (aten_flash, aten_flash_cpu, aten_efficient, aten_cudnn),
     "mm": (torch.ops.aten.mm, aten_scaled_mm),
 }
-"""Names that stand for several operators: attention by any kernel, matrix products in 16 bits or in 8."""
+"""Names in `save_ops` that mean several operators: attention by any kernel, matrix products in 16 bits or in 8."""
 
 ATTENTION = ("scaled_dot_product_attention",)
 PRODUCTS = ("mm", "addmm", "bmm")
@@ -51,13 +55,14 @@ PRODUCTS = ("mm", "addmm", "bmm")
 RecomputeLevel = Literal["none", "cheap", "attention", "full"]
 """What a unit recomputes: nothing; all but matrix products and attention; all but attention; everything.
 
-[Note: the ladder of recomputing] What lies between products, such as norms and gates, takes as much memory as their
-results and next to no time. So it is recomputed first, in every unit, before any product is computed twice. After that
-a byte costs what its operation costs. A product over `n` elements takes `n` operations per byte, and causal attention
-over `T` tokens about `T`: where sequences are longer than the layers are wide, attention is recomputed last.
+[Note: the ladder of recomputing] The operations between products, such as norms and gates, save about as many bytes
+as the products, but take almost no time. So they are recomputed first, in every unit (`cheap`), before any product is
+computed twice. What it costs to free a byte beyond that depends on the operation that computes it again. A product
+whose inner dimension is `n` takes about `n` operations per byte of its result, and causal attention over `T` tokens
+about `T`. So where sequences are longer than layers are wide, attention is recomputed last.
 """
 RecomputePolicy: TypeAlias = Callable[[str, nn.Module], Any]
-"""(name, module) of a unit → what it recomputes; see `_apply`."""
+"""A function of the name and module of a unit that returns what the unit recomputes; see `_apply`."""
 _KEY = "strategy.recompute.mode"
 _SAVED: dict[RecomputeLevel, tuple[str, ...]] = {"cheap": (*PRODUCTS, *ATTENTION), "attention": ATTENTION}
 
@@ -65,10 +70,10 @@ _SAVED: dict[RecomputeLevel, tuple[str, ...]] = {"cheap": (*PRODUCTS, *ATTENTION
 def apply_recompute(
     units: Sequence[WrapUnit], config: RecomputeConfig, *, levels: Sequence[RecomputeLevel] = ()
 ) -> list[str]:
-    """Make units recompute their activations; returns the names of those that do.
+    """Make units recompute their activations, as `config` says; return the names of the units that recompute any.
 
-    The units' `forward` is replaced, so no parameter changes its name. `levels` are those of the units with
-    `mode: auto`; the last one holds for all units after it.
+    The units' `forward` is replaced, so no parameter changes its name. `levels` is read with `mode: auto` only: the
+    level of each unit, in order; the last one also holds for all further units.
     """
     mode = config.mode
     if isinstance(mode, CustomRecompute):
@@ -88,32 +93,32 @@ POLICIES: Mapping[str, str] = MappingProxyType(
         "auto": "plait.distributed.activation_checkpointing:keep_as_chosen",
     }
 )
-"""The factory of the policy of each of Plait's own modes, loaded and called as a user's policy is."""
+"""For each of Plait's own modes, the import path of the function that returns its policy."""
 
 
 def keep_all(config: RecomputeConfig, levels: Sequence[RecomputeLevel]) -> RecomputePolicy:
-    """`none`: nothing is recomputed."""
+    """Return the policy of `none`: nothing is recomputed."""
     return lambda name, module: False
 
 
 def keep_nothing(config: RecomputeConfig, levels: Sequence[RecomputeLevel]) -> RecomputePolicy:
-    """`full`: every unit is recomputed as a whole."""
+    """Return the policy of `full`: every unit is recomputed as a whole."""
     return lambda name, module: True
 
 
 def keep_all_between(config: RecomputeConfig, levels: Sequence[RecomputeLevel]) -> RecomputePolicy:
-    """`every`: every n-th unit is recomputed as a whole."""
+    """Return the policy of `every`: every n-th unit is recomputed as a whole."""
     position = count(1)
     return lambda name, module: next(position) % config.every == 0
 
 
 def keep_operations(config: RecomputeConfig, levels: Sequence[RecomputeLevel]) -> RecomputePolicy:
-    """`selective`: everything but the results of some operators is recomputed."""
+    """Return the policy of `selective`: everything but the results of the operators in `save_ops` is recomputed."""
     return lambda name, module: config.save_ops
 
 
 def keep_as_chosen(config: RecomputeConfig, levels: Sequence[RecomputeLevel]) -> RecomputePolicy:
-    """`auto`: the level that was chosen for each unit; the last one holds for all units after it."""
+    """Return the policy of `auto`: each unit has the level that was chosen for it; see `apply_recompute`."""
     remaining, last = iter(levels), levels[-1] if levels else "none"
 
     def policy(name: str, module: nn.Module) -> bool | Sequence[str]:
@@ -124,10 +129,11 @@ def keep_as_chosen(config: RecomputeConfig, levels: Sequence[RecomputeLevel]) ->
 
 
 def _apply(units: Sequence[WrapUnit], name: str, policy: RecomputePolicy) -> list[str]:
-    """Apply a policy to every unit; returns the names of those that recompute.
+    """Apply a policy to every unit; return the names of the units that recompute anything.
 
-    A policy returns False, True (everything is recomputed), names of operators whose results are saved, as in
-    `save_ops`, or a policy of `torch.utils.checkpoint` for each operator.
+    For a unit a policy returns False (nothing is recomputed), True (everything is), names of operators whose results
+    are saved, as in `save_ops`, or a function that `create_selective_checkpoint_contexts` of torch takes, which decides
+    for each operator. `name` is the policy's, for error messages.
     """
     names = []
     for unit in units:
@@ -147,12 +153,15 @@ def _apply(units: Sequence[WrapUnit], name: str, policy: RecomputePolicy) -> lis
 
 
 def kept_operations(module: nn.Module) -> frozenset[Any] | None:
-    """The operators whose results a unit that recomputes saves; None for one that does not recompute."""
+    """Return the operators whose results a unit saves while it recomputes the rest; None if it does not recompute."""
     return getattr(module.forward, "kept", None)
 
 
 def _recompute(module: nn.Module, kept: frozenset[Any], contexts: Callable[[], Any] | None = None) -> None:
-    """`contexts` makes the contexts of both forward passes, where `kept` alone does not decide."""
+    """Make a module recompute everything but the results of the operators in `kept`.
+
+    `contexts`, if there is one, decides instead of `kept`: it returns the contexts of both forward passes.
+    """
     forward = module.forward
     contexts = contexts or (_selective_context(kept) if kept else None)
     extra: dict[str, Any] = {"context_fn": contexts} if contexts else {}
@@ -174,10 +183,10 @@ def _recompute(module: nn.Module, kept: frozenset[Any], contexts: Callable[[], A
 
 
 def _deduplicate(forward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The same call with every tensor passed once.
+    """Return a function and arguments without repeated tensors, which together are the same call as `forward(*args)`.
 
-    `nn.MultiheadAttention` checks whether query, key and value are one tensor. Inputs that were offloaded are fetched
-    one by one, and one that was saved three times would become three.
+    `nn.MultiheadAttention` checks whether query, key and value are one tensor. If that tensor were passed three times,
+    it would be saved three times, and where inputs are offloaded it would come back as three different tensors.
     """
     firsts = [
         next(index for index, other in enumerate(args) if other is arg) if isinstance(arg, Tensor) else position
@@ -194,7 +203,10 @@ def _deduplicate(forward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Ca
 
 
 class _SecondForward:
-    """The second forward pass, which updates copies of running statistics: the first has updated them already."""
+    """A context for the second forward pass: running statistics are replaced by copies until it ends.
+
+    Norms update only the copies: the first forward pass has updated the statistics already.
+    """
 
     def __init__(self, norms: Sequence[AnyBatchNorm], around: AbstractContextManager[Any]) -> None:
         self._norms = norms
@@ -214,6 +226,8 @@ class _SecondForward:
 
 
 def _with_frozen_statistics(norms: Sequence[AnyBatchNorm], inner: Callable[[], Any] | None) -> Callable[[], Any]:
+    """Return `inner` with a `_SecondForward` around its second context."""
+
     def contexts() -> tuple[Any, Any]:
         first, second = (nullcontext(), nullcontext()) if inner is None else inner()
         return first, _SecondForward(norms, second)
@@ -222,7 +236,7 @@ def _with_frozen_statistics(norms: Sequence[AnyBatchNorm], inner: Callable[[], A
 
 
 def aten_operators(names: Sequence[str]) -> frozenset[Any]:
-    """The aten operators for names of `save_ops`."""
+    """Return the aten operators, with all overloads, for names of `save_ops`; a `ConfigError` for an unknown name."""
     operators: set[Any] = set()
     for name in names:
         for packet in _OPERATOR_SETS.get(name, (getattr(torch.ops.aten, name, None),)):
@@ -250,11 +264,12 @@ def _selective_context(kept: frozenset[Any]) -> Callable[[], Any]:
 
 
 class _SelectiveRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The second forward pass, which reads the results that were saved, and computes everything else.
+    """The mode of the second forward pass: it reads the results that were saved, and computes everything else.
 
-    torch's own requires the two passes to run the same operators. But where a module inside a unit is sharded by
-    itself, as experts are, its weights may be unsharded in one pass and gathered in the other. And a unit may be
-    differentiated twice, for a gradient penalty; torch has freed what was saved by then, so all is recomputed.
+    torch's own mode requires the two passes to run the same operators. But where a module inside a unit is sharded by
+    itself, as experts are, its weights may be unsharded already in one pass and all-gathered in the other. And a unit
+    may be differentiated twice, for a gradient penalty: torch has freed the saved results after the first time, so from
+    the second time on everything is recomputed.
     """
 
     def __init__(self, stored: Any, kept: frozenset[Any]) -> None:
@@ -271,7 +286,7 @@ class _SelectiveRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """The same as torch's own."""
+        """Return True, as torch's own mode does."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -280,17 +295,17 @@ class _SelectiveRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-# How much memory activations take, counted on fake tensors: the input of `recompute: auto`.
+# The memory of activations, counted in a forward pass on fake tensors; `recompute: auto` chooses levels by it.
 
 
 @dataclass(slots=True)
 class UnitMemory:
-    """What one unit saves for its backward pass, in bytes, and how much of it is costly to recompute."""
+    """What one unit saves for its backward pass, in bytes, and what the costly part of it takes to recompute."""
 
     inputs: int = 0
-    """Its inputs, without those that an earlier unit had too."""
+    """Its inputs, without those that were inputs of an earlier unit too."""
     saved: int = 0
-    """All that it saves where nothing is recomputed."""
+    """All that it saves if nothing is recomputed."""
     products: int = 0
     """Results of matrix products."""
     attention: int = 0
@@ -309,13 +324,13 @@ class Activations:
     outside: int = 0
     """Bytes saved outside of all units."""
     transient: int = 0
-    """The most bytes that the forward pass takes at a time, beyond what it saves."""
+    """The peak memory of the forward pass minus what is still allocated at its end."""
 
 
 def count_activations(
     module: nn.Module, units: Sequence[WrapUnit], example: Any, config: RunConfig, device: torch.device | None = None
 ) -> Activations:
-    """Count the activations of a forward pass, on fake tensors whose device is `device`."""
+    """Return the activation memory of a forward pass with the batch `example`, counted on fake tensors on `device`."""
     device = device or torch.device("cpu")
     compute = DTYPES[config.precision.compute]
     activations = Activations([UnitMemory(trained_params=_trained(unit.module)) for unit in units])
@@ -346,9 +361,10 @@ def count_activations(
 
 
 def _replacements(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A replacement of each parameter and buffer, under one name for each module that holds it.
+    """Yield (name, replacement) of each parameter and buffer; a tensor that two modules share has one replacement.
 
-    A module may have two names. Replaced under both, `functional_call` would not restore the original.
+    A module that has two names is listed under the first only: if a tensor were replaced under both names,
+    `functional_call` would not restore the original.
     """
     replaced: dict[int, Tensor] = {}
     for path, submodule in module.named_modules():
@@ -366,7 +382,7 @@ class _CountedStorages:
     storages: dict[int, Any] = field(default_factory=dict)
 
     def first(self, tensor: Tensor) -> int:
-        """Bytes of a tensor's storage, the first time that it comes."""
+        """Return the bytes of a tensor's storage if it is counted for the first time, else 0."""
         storage = tensor.untyped_storage()
         if storage_key(storage) in self.storages:
             return 0
@@ -375,7 +391,7 @@ class _CountedStorages:
 
 
 class _ActivationCounter:
-    """Observes every operator of a forward pass, what autograd saves, and which unit runs."""
+    """Counts, for each unit, what autograd saves, and the memory and operations of its products and attention."""
 
     def __init__(self, activations: Activations, weights: set[int]) -> None:
         self.live = self.peak = 0
@@ -388,7 +404,7 @@ class _ActivationCounter:
 
     @contextmanager
     def tracking(self, units: Sequence[WrapUnit]) -> Iterator[None]:
-        """Track which unit runs, until the block ends."""
+        """Record, until the block ends, which unit runs."""
         hooks = []
         for wrapped, unit in zip(units, self._activations.units, strict=True):
             hooks.append(wrapped.module.register_forward_pre_hook(self._enter(unit), with_kwargs=True))
@@ -411,7 +427,7 @@ class _ActivationCounter:
         self._current.pop()
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves for the backward pass."""
+        """Count a tensor that autograd saves for the backward pass; return it."""
         if storage_key(tensor) not in self._weights:
             size = self._saved_storages.first(tensor)
             if self._current:
@@ -421,7 +437,7 @@ class _ActivationCounter:
         return tensor
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and count what it makes."""
+        """Run an operation and return its result; count the tensors that it allocates."""
         out = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in results:
@@ -433,7 +449,7 @@ class _ActivationCounter:
         elif self._current and func in self._attention:
             unit, query, keys = self._current[-1], args[0], args[1]
             unit.attention += sum(tensor.nbytes for tensor in results)
-            # Half of it is masked, and the rest runs at about half the speed of a product.
+            # Causal attention does half of these operations, at about half the speed of a product: the factor stays.
             unit.attention_flops += 4.0 * query.numel() * keys.shape[-2]
         return out
 
@@ -456,9 +472,9 @@ def _trained(module: nn.Module) -> int:
 
 
 def train_without_caches(model: nn.Module) -> None:
-    """Keep models of `transformers` from filling a KV cache while they train.
+    """Set `use_cache=False` in training calls of `transformers` models; raise a `ModelError` if a call passes a cache.
 
-    Most do by default. A layer that is recomputed would find there what it wrote the first time, and write once more.
+    Most of these models fill a KV cache by default. A layer that is recomputed would append its keys and values twice.
     """
     for module in model.modules():
         if is_transformers_model(module) and "use_cache" in inspect.signature(module.forward).parameters:

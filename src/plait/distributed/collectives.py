@@ -16,16 +16,16 @@ from plait.errors import PlaitError, TrainingError
 
 # torch 2.13 has new names for these and deprecates the old ones, which are all that 2.11 has.
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""(output, input, group): the inputs of all ranks, concatenated."""
+"""(output, input, group): write the inputs of all ranks, concatenated, to `output`."""
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""(output, input, group): this rank's chunk of the sum of all inputs."""
+"""(output, input, group): write this rank's chunk of the sum of all inputs to `output`."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error, to be sent to the other ranks. An error class with arguments of its own cannot be pickled as it is."""
+    """An error in a form that can be pickled; an exception whose class takes other arguments than a text cannot."""
 
     error_type: type[PlaitError]
     text: str
@@ -38,7 +38,7 @@ class _Failure:
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0. Every rank gets its result or, if it fails, its error, so none waits for ever."""
+    """Run `action` on rank 0, and return its result on every rank; if it fails, raise its error on every rank."""
     if world.size == 1:
         return action()
     if not world.is_main:
@@ -58,10 +58,10 @@ def on_main(world: World, action: Callable[[], T]) -> T:
 
 
 class Channel:
-    """Small objects between all ranks. Every rank must create it, and use it in the same order.
+    """Collectives of small Python objects. Every rank must create it, and call its methods in the same order.
 
-    With `new_group`, it has a gloo process group of its own, so that a thread may use it while training uses the
-    default one, and so that it carries host tensors whatever the device is.
+    With `new_group` it creates a gloo process group, so that a thread may use it while training uses the default group,
+    and so that it can send host tensors whatever the device is.
     """
 
     def __init__(self, world: World, *, new_group: bool = False) -> None:
@@ -73,7 +73,7 @@ class Channel:
             self._group = dist.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value on rank 0; None on the others."""
+        """Return every rank's value, in rank order, on rank 0; None on the others."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_main else None
@@ -81,7 +81,7 @@ class Channel:
         return values
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -89,7 +89,7 @@ class Channel:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -97,7 +97,7 @@ class Channel:
         return box[0]
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """This rank's value, of the values that rank 0 has for all ranks."""
+        """Return this rank's element of `values`, which only rank 0 passes: one element per rank."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -106,14 +106,14 @@ class Channel:
         return box[0]
 
     def pass_on(self, tensor: Tensor, *, source: int, target: int) -> None:
-        """Copy a host tensor from one rank to another; only those two call it."""
+        """Copy a host tensor from rank `source` into `tensor` of rank `target`; only those two call it."""
         if self.rank == source:
             wait_for([dist.isend(tensor, dst=target, group=self._group)], "an exchange of checkpoint files")
         else:
             wait_for([dist.irecv(tensor, src=source, group=self._group)], "an exchange of checkpoint files")
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on at least one rank."""
+        """Return whether the flag is set on at least one rank."""
         if self.size == 1:
             return flag
         device = "cpu" if self._group is not None or dist.get_backend() != "nccl" else "cuda"
@@ -140,50 +140,51 @@ class Channel:
 # | `all_gather_replicated` | all-gather     | local chunk    | sharded → replicated, for the same work everywhere |
 # | `all_to_all`            | all-to-all     | all-to-all     | sharded along one dimension → along another        |
 #
-# "Partial": the sum over ranks is the tensor. The difference between the two all-gathers is the gradient: where the
-# ranks shard the work that follows, each has a partial gradient; where all do the same work, each has all of it.
+# "Partial": each rank has a summand, and the tensor is the sum over ranks. "For sharded work": the ranks divide the
+# computation that follows among them, so each has only a partial gradient. "For the same work": all ranks compute the
+# same, so each has the full gradient. That is the difference between the two all-gathers.
 
 
 _Operation = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
 
 def copy_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Pass a replicated tensor to sharded work: the gradient is summed over ranks."""
+    """Return `x`, replicated, for sharded work: its gradient is summed over ranks."""
     return _apply_collective(x, _identity, _all_reduce, 0, group)
 
 
 def copy_param_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`copy_to_region` for a parameter: partial gradients are summed in fp32, whatever their dtype."""
+    """Return what `copy_to_region` returns; partial gradients are summed in fp32, whatever their dtype."""
     return _apply_collective(x, _identity, _all_reduce_fp32, 0, group)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks."""
+    """Return the sum over ranks; the gradient is passed on as it is."""
     return _apply_collective(x, _all_reduce, _identity, 0, group)
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """All shards along `dim`, for sharded work."""
+    """Return all shards, concatenated along `dim`, for sharded work: the gradient is summed over ranks and split."""
     return _apply_collective(x, _all_gather, _reduce_scatter, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's chunk, along `dim`, of the sum over ranks."""
+    """Return this rank's chunk, along `dim`, of the sum over ranks."""
     return _apply_collective(x, _reduce_scatter, _all_gather, dim, group)
 
 
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's chunk, along `dim`, of a replicated tensor."""
+    """Return this rank's chunk, along `dim`, of a replicated tensor."""
     return _apply_collective(x, _split, _all_gather, dim, group)
 
 
 def all_gather_replicated(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """All shards along `dim`, for work that every rank does in the same way."""
+    """Return all shards, concatenated along `dim`, for work that is the same on every rank: the gradient is split."""
     return _apply_collective(x, _all_gather, _split, dim, group)
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of (ranks, …), row r is sent to rank r; what rank r sends becomes row r."""
+    """Send row r of `x` (ranks, …) to rank r; return the rows that were received, row r from rank r."""
     return _apply_collective(x, _all_to_all, _all_to_all, 0, group)
 
 

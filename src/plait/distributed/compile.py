@@ -1,4 +1,4 @@
-"""`torch.compile`: block by block before sharding, or the whole model where nothing is sharded."""
+"""`torch.compile`: each unit by itself where the model is sharded, else the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.torch_internals import set_compiled_call
 
 
 def reason_not_to_compile(config: CompileConfig, device: torch.device) -> str | None:
-    """The reason why compiling cannot work here, known before the start; None where it can."""
+    """Return why compiling cannot work on this machine (no Triton, no C++ compiler); None if nothing is missing."""
     if config.backend != "inductor":
         return None
     if device.type == "cuda" and find_spec("triton") is None:
@@ -30,7 +30,11 @@ def reason_not_to_compile(config: CompileConfig, device: torch.device) -> str | 
 def compile_wrapped_modules(
     model: nn.Module, units: Sequence[WrapUnit], config: CompileConfig, *, sharded: bool
 ) -> list[nn.Module]:
-    """Compile in place, so that no parameter changes its name; returns the compiled modules."""
+    """Compile the whole model or each unit; return the compiled modules.
+
+    Modules are compiled in place, so no parameter changes its name. `config.scope` chooses; `auto` is the whole model
+    where nothing is `sharded` or there are no units. An unknown backend is a `ConfigError`.
+    """
     whole = config.scope == "model" or (config.scope == "auto" and (not sharded or not units))
     targets = [model] if whole else [unit.module for unit in units]
     options: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Memory beyond the device: fp32 weights, optimizer state and weights in host memory or in files."""
+"""Offloading: parameters, gradients, optimizer state and activations are kept in host memory or in files."""

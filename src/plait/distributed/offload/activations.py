@@ -1,14 +1,15 @@
-"""Activation offloading: what units save for the backward pass is kept in host memory.
+"""Activation offloading: the tensors that units save for the backward pass are kept in host memory.
 
-[Note: activations come and go] What a unit saves for its backward pass is copied to the host while the next unit
-computes, and freed on the device when that one is done: then the copy is over too, or the device waits for it. The
-backward pass fetches a whole unit at its first use of it, and at the same time the unit before, which comes next. So
-the device holds the activations of about two units, and copies both ways overlap with the computation. Weights and what
-all units share stay where they are. A unit that recomputes saves its inputs only, and those are offloaded.
+[Note: activations come and go] The tensors that a unit saves for its backward pass are copied to the host while the
+next unit computes. They are freed on the device after the next unit's forward pass; the computing stream first waits
+for the copy. When the backward pass first needs a saved tensor of a unit, all tensors of this unit are copied back, and
+at the same time those of the unit before it, whose backward pass is next. So the device holds the activations of about
+two units, and copies in both directions overlap with the computation. Weights, and inputs that all units share, stay on
+the device. A unit that recomputes saves its inputs only, and those are offloaded.
 
-No memory is used across streams without an event: the device waits for a copy to the host before the tensor is dropped,
-and a copy back writes to memory that the computing stream allocated and will reuse. So the host runs ahead without the
-allocator having to keep anything longer.
+Streams are ordered by events: the computing stream waits for the copy to the host before the tensor's memory is freed,
+and a copy back writes to memory that the computing stream allocated and will reuse. So the host never blocks, and no
+memory has to be kept longer with `record_stream`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from plait.kernels import host_empty
 from plait.torch_internals import storage_key, tree_leaves, version_of
 
 LEAST = 1 << 16
-"""Smaller tensors stay: their copies would cost more than they free."""
+"""In bytes. Smaller tensors stay on the device: a copy costs more than the memory is worth."""
 
 
 def offload_activations(units: Sequence[WrapUnit], wanted: str | Sequence[str], device: torch.device) -> list[str]:
-    """Offload the activations of units to the host; returns the names of those units.
+    """Offload the activations of some units to the host; return the names of these units.
 
-    `wanted` is `none`, `all`, or patterns of the units' names. The units' `forward` is replaced, as activation
-    checkpointing does it, so no parameter changes its name.
+    `wanted` is `none`, `all`, or patterns of the units' names; a pattern without a match is a `ConfigError`. The units'
+    `forward` is replaced, as for activation checkpointing, so no parameter changes its name.
     """
     if wanted == "none":
         return []
@@ -57,7 +58,7 @@ def offload_activations(units: Sequence[WrapUnit], wanted: str | Sequence[str], 
 
 def _replace_forward(module: nn.Module, index: int, host: _HostBuffers) -> None:
     forward, uncompiled = module.forward, torch.compiler.disable
-    # torch.compile would trace these as a part of the unit, and again for every shape that is saved.
+    # torch.compile would trace these functions into the unit, and compile again for every shape that is saved.
     begin, pack, end = (uncompiled(method) for method in (host.begin, _UnitCall.pack, host.end))  # type: ignore[no-untyped-call]
 
     @uncompiled(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
@@ -76,19 +77,19 @@ def _replace_forward(module: nn.Module, index: int, host: _HostBuffers) -> None:
 
 
 def activations_on_host(model: nn.Module) -> int:
-    """Bytes of host memory that are allocated for a model's activations; they are reused in the next step."""
+    """Return the bytes of host memory that are allocated for a model's activations; the next step reuses them."""
     all_buffers = {getattr(module.forward, "host_buffers", None) for module in model.modules()}
     return sum(host.bytes for host in all_buffers if isinstance(host, _HostBuffers))
 
 
 class _HostBuffers:
-    """What all units share: the copy streams, host buffers for reuse, and which unit ran last."""
+    """The state that all units share: the copy streams, the host buffers, and which unit ran last."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: tuple[Any, Any] | None = None
         self.bytes = 0
-        """Of all buffers, free or not."""
+        """The size of all buffers, in use or free."""
         self._free: list[tuple[Tensor, Any]] = []
         """Free host buffers, each with the event after the last copy from it."""
         self._last: weakref.ref[_UnitCall] | None = None
@@ -96,7 +97,7 @@ class _HostBuffers:
         """The unit whose tensors may still be being copied to the host."""
 
     def begin(self, index: int, module: nn.Module, inputs: Any) -> _UnitCall:
-        """A unit's forward pass begins."""
+        """Return a new `_UnitCall` for a unit's forward pass that begins with these inputs."""
         last = None if self._last is None else self._last()
         before = last if last is not None and last.index == index - 1 else None
         given = {_storage_key(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
@@ -108,7 +109,7 @@ class _HostBuffers:
         return call
 
     def end(self, call: _UnitCall) -> None:
-        """A unit's forward pass is over: free the device memory of the one before it."""
+        """End a unit's forward pass: free on the device what the unit before it saved."""
         call.known.clear()
         if self._being_copied is not None:
             self._being_copied.free_device()
@@ -117,7 +118,7 @@ class _HostBuffers:
     # ---- copies
 
     def take(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """A host buffer for a tensor, and the event after the last copy from it."""
+        """Return a host buffer for a tensor, a free one if it fits, and the event after the last copy from it."""
         fitting = [at for at, (buffer, _) in enumerate(self._free) if flat.nbytes <= buffer.numel() <= 2 * flat.nbytes]
         if fitting:
             return self._free.pop(min(fitting, key=lambda at: self._free[at][0].numel()))
@@ -125,11 +126,11 @@ class _HostBuffers:
         return host_empty(flat.nbytes, dtype=torch.uint8, pinned=_has_streams(flat)), None
 
     def give_back(self, buffer: Tensor, event: Any) -> None:
-        """Take a host buffer back; `event` is the event after the last copy from it."""
+        """Mark a host buffer as free; `event` is the event after the last copy from it."""
         self._free.append((buffer, event))
 
     def copy_out(self, buffer: Tensor, flat: Tensor, event: Any) -> Any:
-        """Copy to the host, once `flat` is computed and `buffer` was read; returns the event after the copy."""
+        """Copy `flat` to `buffer` after the current stream's work and `event`; return the event after the copy."""
         target = buffer[: flat.nbytes].view(flat.dtype)
         if not _has_streams(flat):
             target.copy_(flat)
@@ -143,7 +144,7 @@ class _HostBuffers:
         return stream.record_event()
 
     def copy_back(self, buffer: Tensor, flat: Tensor) -> Any:
-        """Copy from the host to memory that the current stream allocated; returns the event after the copy."""
+        """Copy `buffer` to `flat`, which the current stream allocated; return the event after the copy."""
         source = buffer[: flat.nbytes].view(flat.dtype)
         if not _has_streams(flat):
             flat.copy_(source)
@@ -155,7 +156,7 @@ class _HostBuffers:
         return stream.record_event()
 
     def follow(self, event: Any) -> None:
-        """Have the current stream wait for a copy."""
+        """Have the current stream wait for the event after a copy."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -167,7 +168,7 @@ class _HostBuffers:
 
 
 class _UnitCall:
-    """One forward pass of one unit, and what it saved."""
+    """One forward pass of one unit, with the tensors that it saved."""
 
     def __init__(
         self, host: _HostBuffers, index: int, before: _UnitCall | None, given: set[int], stays: set[int]
@@ -177,13 +178,13 @@ class _UnitCall:
         self.given = given
         """The storages of its inputs."""
         self.known: dict[tuple[Any, ...], _Saved] = {}
-        """While it computes: a tensor that several operations save is copied once."""
+        """The tensors saved so far, for the forward pass: one that several operations save is copied once."""
         self._stays = stays
         self._before = None if before is None else weakref.ref(before)
         self._saved: list[weakref.ref[_Saved]] = []
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
-        """What autograd keeps in place of a tensor."""
+        """Copy a tensor to the host, and return what autograd keeps in its place; the tensor itself if it stays."""
         if (
             tensor.nbytes < LEAST
             or tensor.device.type != self.host.device.type
@@ -201,13 +202,13 @@ class _UnitCall:
         return _Packed(saved, tensor.shape, stride, offset)
 
     def free_device(self) -> None:
-        """Free the device memory, once the copies are done."""
+        """Free the tensors on the device; the current stream waits for their copies to the host first."""
         for saved in self._alive():
             self.host.follow(saved.copied)
             saved.flat = None
 
     def fetch(self) -> None:
-        """Copy everything back to the device, and what the unit before saved."""
+        """Begin to copy the tensors of this unit and of the unit before it back to the device."""
         self._copy_back()
         before = None if self._before is None else self._before()
         if before is not None:
@@ -224,7 +225,7 @@ class _UnitCall:
 
 
 class _Saved:
-    """One tensor on the host, and on the device as long as, or once again, it is there."""
+    """A saved tensor: its copy on the host (`buffer`), and the tensor on the device (`flat`; None if freed)."""
 
     def __init__(self, call: _UnitCall, flat: Tensor) -> None:
         host = call.host
@@ -235,13 +236,13 @@ class _Saved:
         self.copied = host.copy_out(self.buffer, flat, event)
 
     def __del__(self) -> None:
-        # It may be freed unread while its copy is under way: the device memory must not be reused before that ends.
+        # It may be dropped while a copy is running: the device memory must not be reused before the copy has ended.
         self.call.host.follow(self.copied)
         self.call.host.give_back(self.buffer, self.copied)
 
 
 class _Packed(NamedTuple):
-    """A view of something saved."""
+    """What autograd keeps in place of a tensor: a view of a `_Saved`."""
 
     saved: _Saved
     shape: torch.Size
@@ -260,9 +261,10 @@ def _unpack(kept: Tensor | _Packed) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
-    """The memory behind a tensor as a flat one, and the tensor's offset and strides in that; a copy where it has gaps.
+    """Return a flat tensor with the memory of `tensor`, and the offset and strides of `tensor` in it.
 
-    Views of the same memory, such as a transpose, come to the same flat tensor.
+    Views of the same storage, such as a transpose, give the same flat tensor. If a tensor has less than half of its
+    storage, the flat tensor has its elements alone, copied where they are not contiguous.
     """
     whole = tensor.untyped_storage().nbytes() // tensor.element_size()
     if whole <= 2 * tensor.numel():
@@ -273,7 +275,7 @@ def _dense(tensor: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
 
 @on_fake_tensors(lambda flat: False)
 def _has_streams(flat: Tensor) -> bool:
-    """Whether a tensor is copied on a separate stream, to and from pinned memory."""
+    """Return whether a tensor is copied on a separate stream, to and from pinned memory."""
     return flat.is_cuda
 
 

@@ -1,4 +1,8 @@
-"""Gradient offload: gradients are copied to where the update is computed (D2H) during the backward pass."""
+"""Gradient offload: during the backward pass gradients are copied to the host (D2H), where the update is computed.
+
+`GradientOffloadQueue` holds the gradients of a step for the update. `StreamedGradients` sums over micro-batches and
+puts each complete gradient into the queue.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,22 @@ from plait.torch_internals import (
 
 
 class OffloadedGradient(NamedTuple):
-    """A gradient for the update: on the host after the event `event`, or still on the device."""
+    """A gradient for the update: on the host after `event`, or on the device (then `event` is None)."""
 
     tensor: Tensor
     event: Any
 
 
 class GradientOffloadQueue:
-    """Takes each parameter's complete gradient as soon as it is known, in any order, during the backward pass.
+    """Receives the gradient of each parameter, in any order, as soon as it is complete, during the backward pass.
 
-    Gradients of parameters whose state is in host memory are copied there at once, which frees the device. Those of a
-    bucket in files stay on the device until its turn comes: files are there to save host memory.
+    If a parameter's optimizer state is in host memory, its gradient is copied there at once and freed on the device. If
+    the state is in files, the gradient stays on the device until its bucket is updated: files are used to save host
+    memory.
     """
 
     def __init__(self, buckets: Sequence[Bucket], streams: CopyStreams, *, sets: int) -> None:
-        """`sets` of host buffers: two where one is still read while the next backward pass fills the other."""
+        """`sets`: how many sets of host buffers; with two, a backward pass fills one while an update reads the other."""
         self._streams = streams
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.span.indices}
         self._buffer_sets: list[dict[int, Tensor]] = [{} for _ in range(sets)]
@@ -46,14 +51,14 @@ class GradientOffloadQueue:
         self._norms: dict[int, Tensor] = {}
 
     def take(self, index: int, grad: Tensor) -> None:
-        """Begin to copy a complete gradient to the host. Its norm is computed on the device."""
+        """Compute the norm of a complete gradient on the device, and begin to copy the gradient to the host."""
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         self._norms[index] = foreach_norm([grad], 2, dtype=wide)[0]
         bucket = self._bucket_of[index]
         if bucket.span.home != "cpu":
             self._sent[index] = OffloadedGradient(grad, None)
             return
-        if len(self._buffer_sets) == 1:  # an update may still read the buffer of a parameter that was not used since
+        if len(self._buffer_sets) == 1:  # an earlier update may still read the buffer
             if bucket.update is not None:
                 bucket.update.result()
             self._streams.wait(bucket.published)
@@ -68,18 +73,18 @@ class GradientOffloadQueue:
         return buffer
 
     def fill_in(self, dtype_of: Any) -> None:
-        """Give unused parameters a gradient of zero: other ranks may have used them."""
+        """Give parameters without a gradient one of zeros: other ranks may have used them."""
         for index, bucket in self._bucket_of.items():
             if index not in self._sent:
                 target = bucket.targets[bucket.span.indices.index(index)]
                 self.take(index, torch.zeros(target.shape, dtype=dtype_of(target), device=self._streams.device))
 
     def norms(self) -> list[Tensor]:
-        """The norm of each gradient, in the order of the parameters."""
+        """Return the norm of each gradient, in the order of the parameters."""
         return [self._norms[index] for index in sorted(self._norms)]
 
     def of(self, index: int) -> Tensor | None:
-        """A gradient that was taken, on the host or the device, once its copy is done; None where there is none."""
+        """Wait for a gradient's copy, and return the gradient, on the host or the device; None if there is none."""
         sent = self._sent.get(index)
         if sent is None:
             return None
@@ -88,7 +93,7 @@ class GradientOffloadQueue:
         return sent.tensor
 
     def take_all(self) -> dict[int, OffloadedGradient]:
-        """All gradients, for an update; the next ones go to another set of buffers, where there are two."""
+        """Return all gradients by parameter index, and empty the queue; the next step uses the other set of buffers."""
         sent, self._sent = self._sent, {}
         self._norms = {}
         self._buffer_sets.append(self._buffer_sets.pop(0))
@@ -100,27 +105,28 @@ class GradientOffloadQueue:
 
 
 class StreamedGradients:
-    """Queues each gradient during the last backward pass of a step; sums those of earlier ones on the device.
+    """Sums gradients over micro-batches on the device, and queues them during the last backward pass of a step.
 
-    For parameters whose gradients need no other rank, and for those of `fully_shard`, which sums over ranks itself.
+    It does not sum over ranks: it is for parameters that no other rank has, and for those of `fully_shard`, which sums
+    over ranks itself.
     """
 
     def __init__(
         self, queue: GradientOffloadQueue, sum_dtype: Callable[[Tensor], torch.dtype], inner: Gradients | None = None
     ) -> None:
-        """`sum_dtype` gives the dtype in which a gradient is summed over micro-batches.
+        """`sum_dtype` returns the dtype in which a gradient is summed over micro-batches.
 
-        `inner` is the collector of a sharded model; calls are forwarded to it.
+        `inner` is the `Gradients` of a sharded model, to which both methods of the protocol are forwarded.
         """
         self._inner = inner
         self._queue = queue
         self._sum_dtype = sum_dtype
         self.sums: dict[int, Tensor] = {}
-        """Of earlier micro-batches, by parameter."""
+        """The sums over the micro-batches so far, by parameter index."""
         self._last = True
 
     def listen(self, params: Sequence[nn.Parameter]) -> None:
-        """Take the gradients of plain parameters when autograd has accumulated them."""
+        """Receive the gradients of parameters without `fully_shard` when autograd has accumulated them."""
         listen(params, self._collect)
 
     def _collect(self, index: int, param: Tensor) -> None:
@@ -131,25 +137,25 @@ class StreamedGradients:
             self.receive(index, local_grad(grad, param) if is_sharded(grad) else grad)
 
     def receive(self, index: int, grad: Tensor) -> None:
-        """Take one micro-batch's gradient of this rank's shard of one parameter."""
+        """Add a micro-batch's gradient of this rank's shard of a parameter; in the last micro-batch, queue the sum."""
         before = self.sums.pop(index, None)
         if before is not None:
             grad = before.add_(grad)
         if self._last:
-            # The gradients of a sharded module that is called twice are summed over ranks twice.
+            # If a sharded module is called twice, `fully_shard` reduces its gradients twice: this is the second part.
             sent = self._queue.of(index)
             self._queue.take(index, grad if sent is None else grad + sent.to(grad.device))
         else:
             self.sums[index] = grad if before is not None else grad.to(self._sum_dtype(grad), copy=True)
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch; on the `last` one gradients leave the device."""
+        """Prepare for one micro-batch; in the `last` one of a step gradients are queued."""
         self._last = last
         if self._inner is not None:
             self._inner.before_backward(last=last)
 
     def finish(self) -> None:
-        """Queue gradients of earlier micro-batches alone, and zeros for unused parameters."""
+        """Queue the sums of parameters that the last micro-batch did not use, and zeros for those that none used."""
         if self._inner is not None:
             self._inner.finish()
         with torch.no_grad():
@@ -159,11 +165,13 @@ class StreamedGradients:
 
 
 def listen_to_reductions(model: nn.Module, index_of: dict[int, int], receive: Callable[[int, Tensor], None]) -> None:
-    """Take the gradients of a sharded model when they are reduced, in the reduce dtype.
+    """Call `receive` with each gradient of a sharded model once it is reduced, in the reduce dtype.
+
+    `index_of` has the index of each parameter by the `id` of its shard.
 
     [Note: gradients before they are rounded] `fully_shard` returns gradients in the dtype of its parameters, here a
-    16-bit one. What it has summed in fp32 is passed, before that, to its all-reduce hook: one flat tensor, with the
-    shards of the group's parameters in order, each padded to the size that all ranks have.
+    16-bit one. Before it rounds them, it passes the sums in fp32 to its all-reduce hook: one flat tensor with the
+    shards of the group's parameters in order, each padded to the size that is the same on all ranks.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -180,7 +188,7 @@ def listen_to_reductions(model: nn.Module, index_of: dict[int, int], receive: Ca
 
 
 def gathering_stream(module: nn.Module) -> Any:
-    """The stream on which `fully_shard` copies the shards of a module; None before its first use, or if not sharded."""
+    """Return the stream on which `fully_shard` copies a module's shards; None if not sharded or not used yet."""
     group = fsdp_param_group(module)
     return None if group is None else fsdp_all_gather_copy_in_stream(group)
 

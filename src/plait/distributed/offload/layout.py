@@ -1,4 +1,9 @@
-"""Optimizer offload: which parameters are updated together, and files that hold their state (NVMe tier)."""
+"""Optimizer offload: which parameters are updated together, and files that hold their state (NVMe tier).
+
+A *span* lists the indices of parameters that are updated together, and their *home*: where their optimizer state is
+kept. A *bucket* is a span with its tensors and its optimizer. The *target* of an update is this rank's shard of a
+parameter as the model computes with it; the *master* is its weight, often fp32, that the optimizer updates.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +39,11 @@ class BucketSpan:
 def plan_spans(
     numels: Sequence[int], order: Sequence[int], *, limit: int, shares: Sequence[tuple[Home, float]]
 ) -> list[BucketSpan]:
-    """Group the parameters, taken in this order, into spans of at most `limit` elements, or one parameter with more.
+    """Group parameters, in this order, into spans of at most `limit` elements; a larger parameter is a span alone.
 
-    Each home gets its share of all elements, the fastest first: the next forward pass needs those first, and they are
-    ready at once, while the CPU still updates the others. The last home takes the rest.
+    `shares` are the homes, the fastest first, each with its share of all elements; the last home gets the rest. The
+    first parameters in the order go to the fastest home: the next forward pass needs them first, and they are updated
+    at once, while the CPU still updates the others.
     """
     limits = [end * sum(numels) for end in accumulate(share for _, share in shares[:-1])]
     spans: list[BucketSpan] = []
@@ -67,30 +73,33 @@ class Bucket:
     targets: list[Tensor]
     """This rank's shard of each parameter, as the model computes with it."""
     masters: list[nn.Parameter]
-    """The master weights: what the optimizer updates in their place."""
+    """The master weight of each parameter, which the optimizer updates."""
     sinks: list[Sink | None]
-    """What receives the new weights of a parameter, where its target has no memory."""
+    """For each parameter whose target has no memory: a function that is called with its new weights; else None."""
     optimizer: Optimizer | None = None
-    """The optimizer, as if these were its only parameters."""
+    """An `optimizer_for` the masters."""
     update: Future[None] | None = None
     """The update in progress."""
     published: Any = None
-    """The event after the last update's copies to the device."""
+    """The event after the copies of the last update's weights to the device."""
     home: Any = None
-    """The event after which what the device updated is in host memory again."""
+    """The event after the copies of state that the device updated back to host memory."""
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements of all its parameters on this rank."""
         return sum(target.numel() for target in self.targets)
 
     def items(self) -> Iterator[tuple[int, nn.Parameter, Tensor]]:
-        """(index, master, target) of each parameter."""
+        """Return (index, master, target) of each parameter."""
         return zip(self.span.indices, self.masters, self.targets, strict=True)
 
 
 def optimizer_for(optimizer: Optimizer, masters: Sequence[Tensor]) -> Optimizer:
-    """The same optimizer for some of its parameters. State is shared, hyperparameters are copied (`copy_options`)."""
+    """Return the same optimizer for some of its parameters.
+
+    Its state is that of `optimizer`. Its hyperparameters are copies; `copy_options` updates them.
+    """
     partial = object.__new__(type(optimizer))
     partial.__dict__.update(optimizer.__dict__)
     kept = {id(master) for master in masters}
@@ -102,7 +111,10 @@ def optimizer_for(optimizer: Optimizer, masters: Sequence[Tensor]) -> Optimizer:
 
 
 def copy_options(source: Optimizer, target: Optimizer) -> None:
-    """Copy hyperparameters to an `optimizer_for`: learning rates may change while an update is still running."""
+    """Copy the hyperparameters of an optimizer to its `optimizer_for`.
+
+    They are not shared, because a learning rate may change while an update is still running.
+    """
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update({key: copy.copy(value) for key, value in group.items() if key not in ("params", "param_names")})
 
@@ -111,7 +123,7 @@ def copy_options(source: Optimizer, target: Optimizer) -> None:
 
 
 Key = tuple[int, str]
-"""The number of a parameter, and which of its tensors: a name in the optimizer's state, or `weight`."""
+"""The number of a parameter, and the name of one of its tensors: as in the optimizer's state, or `weight`."""
 
 
 class FileRegion(NamedTuple):
@@ -123,16 +135,16 @@ class FileRegion(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The tensor in a copy of the whole file."""
+        """Return the tensor as a view of `buffer`, which has the contents of the whole file."""
         return buffer[self.offset : self.offset + self.bytes].view(self.dtype).view(self.shape)
 
 
 class OffloadFile:
-    """An unlinked file with the tensors of one bucket: read and written as one, deleted with the process."""
+    """A file with the tensors of one bucket, read and written in one request; unlinked, so it ends with the process."""
 
     def __init__(self, queue: FileQueue, folder: Path, tensors: Iterable[tuple[Key, torch.dtype, torch.Size]]) -> None:
         self.regions: dict[Key, FileRegion] = {}
@@ -143,33 +155,34 @@ class OffloadFile:
             size += rounded(region.bytes)
         self.size = size
         self.file = TensorFile.scratch(queue, folder, max(size, 1))
-        # Closed when the last request that uses it is over: a descriptor that is free again may be another file's.
+        # Closed when the last request that uses it is over: once closed, the number may be given to another file.
         weakref.finalize(self.file, os.close, self.file.descriptor)
 
     def put(self, key: Key, tensor: Tensor) -> FileTransfer:
-        """Write one tensor."""
+        """Begin to write one tensor; return the transfer."""
         return self.file.write_from(tensor, self.regions[key].offset)
 
     def read(self, buffer: Tensor) -> FileTransfer:
-        """Read the file into a buffer of `size` bytes."""
+        """Begin to read the file into a buffer of at least `size` bytes; return the transfer."""
         return self.file.read_into(buffer[: self.size], 0)
 
     def write(self, buffer: Tensor) -> FileTransfer:
-        """Write a buffer of `size` bytes to the file."""
+        """Begin to write the first `size` bytes of a buffer to the file; return the transfer."""
         return self.file.write_from(buffer[: self.size], 0)
 
     def sync(self) -> None:
-        """Flush what was written into `mapped` tensors: direct I/O does not see the page cache."""
+        """Flush what was written into `mapped` tensors to the file: direct I/O (`read`) bypasses the page cache."""
         os.fdatasync(self.file.descriptor)
 
     def views(self, buffer: Tensor) -> dict[Key, Tensor]:
-        """The tensors in a buffer."""
+        """Return the tensors as views of a buffer with the contents of the file."""
         return {key: region.view(buffer) for key, region in self.regions.items()}
 
     def mapped(self) -> Mapping[Key, Tensor]:
-        """The tensors as memory of the file itself: a page is read when it is touched, and written when it changes.
+        """Return the tensors as memory-mapped views of the file.
 
-        For checkpoints, which read everything once. Drop them before the next `read`.
+        For checkpoints, which read everything once, and to fill the tensors (then call `sync`). Drop the views before
+        the next `read`.
         """
         if self.size == 0:
             return self.views(torch.empty(0, dtype=torch.uint8))
@@ -181,11 +194,11 @@ class OffloadFile:
 
 
 STATE_SEPARATOR = "/"
-"""Between the name of a state and of a tensor inside of it, where it is a named tuple."""
+"""Separates the name of a state that is a named tuple from the name of a tensor inside it."""
 
 
 def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a parameter's state that are not scalars, also those inside of a named tuple."""
+    """Yield (name, tensor) of a parameter's state, also inside named tuples; scalar states are left out."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             if value.ndim > 0:
@@ -197,7 +210,10 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def map_state(value: Any, change: Callable[[Tensor], Tensor], constant: Callable[[Any], Any]) -> Any:
-    """The state with `change` applied to each of its tensors, and `constant` to the tables that it refers to."""
+    """Return a state with `change` applied to its tensors.
+
+    In a named tuple, `constant` is applied to fields that are named tuples themselves: tables that do not change.
+    """
     if isinstance(value, Tensor):
         return change(value) if value.ndim > 0 else value
     if not hasattr(value, "_fields"):

@@ -1,13 +1,15 @@
-"""Parameters that live in host memory or in files, and are copied to the device unit by unit.
+"""Parameter offload: parameters are kept in host memory or in files, and copied to the device unit by unit.
 
-[Note: shards without memory] `fully_shard` keeps each rank's shards of a unit as tensors on the device, copies them
-into its all-gather, and does not read them until the next one. So the storage behind a shard is freed once it is
-copied, and allocated and filled again before the unit is gathered next. The shard itself stays the same tensor, with
-its size, strides and place in the model; only its storage is resized.
+`ParamStream` does so for training with `fully_shard`, `WeightStream` for generation and evaluation without it. A *unit*
+is a module that is copied as a whole, such as a transformer block; *gathering* it is the all-gather of its shards.
 
-[Note: what comes next] Units are gathered in the same order in every step. So the order of the last step says which
-copies to start before they are needed. A unit whose update is still running is not prefetched: its weights would be
-old.
+[Note: shards without memory] `fully_shard` keeps each rank's shards of a unit as tensors on the device, reads them
+when it gathers the unit, and does not read them again until it gathers the unit the next time. So the storage of a
+shard is freed after each gathering, and allocated and filled again before the next one. The shard itself stays the same
+tensor object in the model, with the same size and strides; only its storage is resized.
+
+[Note: what comes next] Units are gathered in the same order in every step. So units are prefetched in the order of the
+step before. A unit whose update is still running is not prefetched: its weights would be old.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ from plait.torch_internals import (
 
 @dataclass(frozen=True, slots=True)
 class ParamLimits:
-    """How many parameters (in elements) may be on the device."""
+    """Limits on the parameters on the device, in elements.
+
+    At most `prefetch` are copied before their turn, at most `live` are on the device when more are prefetched, and a
+    module with fewer than `persistent` is not offloaded.
+    """
 
     prefetch: int
     live: int
@@ -48,23 +54,23 @@ class ParamLimits:
 
 @dataclass(slots=True)
 class _HostWeights:
-    """The weights of one unit off the device: in host memory, or in a file that is read into host memory for a use."""
+    """The offloaded weights of one unit: in host memory, or in a file that is read into host memory before each use."""
 
     copies: list[Tensor] = field(default_factory=list)
-    """In host memory; none where they are in a file."""
+    """The weights in host memory; empty if they are in a file."""
     file: OffloadFile | None = None
     buffer: Tensor | None = None
-    """What the file was, or is being, read into."""
+    """The host buffer that the file was, or is being, read into."""
     reading: FileTransfer | None = None
 
     def prefetch(self) -> None:
-        """Begin to read the file."""
+        """Begin to read the file, if there is one, into host memory."""
         if self.file is not None and self.buffer is None:
             self.buffer = host_empty(self.file.size, dtype=torch.uint8)
             self.reading = self.file.read(self.buffer)
 
     def tensors(self) -> Sequence[Tensor]:
-        """The weights in host memory, once they are read."""
+        """Wait until the file is read, if there is one; return the weights in host memory."""
         if self.file is None:
             return self.copies
         self.prefetch()
@@ -74,7 +80,7 @@ class _HostWeights:
         return list(self.file.views(self.buffer).values())
 
     def drop(self) -> None:
-        """Free what was read."""
+        """Free the buffer that the file was read into."""
         if self.reading is not None:
             self.reading.wait()
         self.buffer = self.reading = None
@@ -85,7 +91,7 @@ class _OffloadedGroup:
     """The shards of one FSDP parameter group."""
 
     shards: list[Tensor]
-    """Flat and padded; without storage between their uses."""
+    """Flat and padded; they have storage only while `on_device`."""
     numel: int
     params: list[nn.Parameter]
     host: _HostWeights
@@ -96,7 +102,7 @@ class _OffloadedGroup:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the weights are on the device, or read from their file."""
+        """Whether the weights are on the device, or were (or are being) read from their file."""
         return self.on_device or self.host.buffer is not None
 
 
@@ -104,7 +110,7 @@ class ParamStream:
     """Copies the shards of units to the device before they are gathered, and frees them afterwards."""
 
     def __init__(self, streams: CopyStreams, limits: ParamLimits, folder: Path | None) -> None:
-        """`folder`: for files; absent: host memory."""
+        """`folder`: where the files are; None: weights are in host memory."""
         self._streams = streams
         self._limits = limits
         self._folder = folder
@@ -124,7 +130,10 @@ class ParamStream:
     # ---- at the start
 
     def take(self, module: nn.Module) -> None:
-        """Offload the weights of a module of `fully_shard`: from now on they are what `put` was given."""
+        """Offload the weights of a module of `fully_shard`, unless it has fewer than `persistent`.
+
+        From then on they are changed with `target` or `put` only.
+        """
         param_group = fsdp_param_group(module)
         members = [] if param_group is None else fsdp_params(param_group)
         params = [fsdp_sharded_param(member) for member in members]
@@ -134,7 +143,7 @@ class ParamStream:
         host = _HostWeights()
         if self._folder is None or (self._queue is None and self._streams.separate):
             host.copies = [self._streams.host_tensor(shard.shape, shard.dtype) for shard in shards]
-        elif self._queue is None:  # a plan of CPU ranks: there are no files, and nothing else may take memory
+        elif self._queue is None:  # CPU ranks are simulated: there are no files, and copies would count as memory
             host.copies = shards
         else:
             layout = [((number, "param"), shard.dtype, shard.shape) for number, shard in enumerate(shards)]
@@ -145,7 +154,7 @@ class ParamStream:
                     host.copies[position].copy_(shard)
                 else:
                     host.file.put((position, "param"), shard.cpu()).wait()
-                # Before its first use torch checks whether this is still the tensor that was sharded. It is.
+                # Before its first use torch checks that the shard is still the same tensor. It is, but without storage.
                 fsdp_disable_reset_sharded_param(member)
         number = len(self._groups)
         group = _OffloadedGroup(shards, sum(shard.numel() for shard in shards), params, host)
@@ -164,7 +173,7 @@ class ParamStream:
         self._release(group)
 
     def follow_updates(self, bucket_of: Mapping[int, Bucket], wait: Callable[[Bucket], None]) -> None:
-        """Set in which bucket a parameter (by its `id`) is updated, and how to wait for one."""
+        """`bucket_of` has the bucket of each parameter, by the parameter's `id`; `wait` blocks until its update ends."""
         self._bucket_of, self._wait = bucket_of, wait
 
     def _buckets(self, group: _OffloadedGroup) -> list[Bucket]:
@@ -172,13 +181,13 @@ class ParamStream:
         return list({id(bucket): bucket for bucket in buckets if bucket is not None}.values())
 
     def host_bytes(self) -> int:
-        """Host memory that the weights take; those in files only while they are read."""
+        """Return the bytes of host memory that weights are kept in; 0 if they are in files."""
         return sum(copy.nbytes for group in self._groups for copy in group.host.copies if self._folder is None)
 
     # ---- in a step
 
     def _before_unshard(self, number: int, param_group: Any) -> None:
-        """Put a unit's shards on the device, and begin with those that follow."""
+        """Copy a unit's shards to the device, after their update, and begin to prefetch the units that follow."""
         self._order.append(number)
         group = self._groups[number]
         for bucket in self._buckets(group):
@@ -198,7 +207,7 @@ class ParamStream:
                 following.host.prefetch()
 
     def restart(self) -> None:
-        """Weights are about to change: drop what was prefetched, which would be old, and begin a new order."""
+        """Begin a new step, before weights change: drop what was prefetched, and begin to record a new order."""
         for group in self._groups:
             group.host.drop()
             self._release(group)
@@ -206,20 +215,20 @@ class ParamStream:
             self._last_order, self._order = self._order, []
 
     def _following(self) -> list[_OffloadedGroup]:
-        """The units that come next, as far as the limits allow."""
+        """Return the units to prefetch now, in the order of the last step, as far as the limits allow."""
         position = len(self._order)
         if self._last_order[:position] != self._order:
-            return []  # another order in this step
+            return []  # the order in this step differs
         following: list[_OffloadedGroup] = []
         live = sum(group.numel for group in self._groups if group.is_loaded)
-        early = 0  # of all that are loaded before their turn, those that came with an earlier unit among them
+        early = 0  # elements that are loaded before their turn, including those that were prefetched earlier
         for number in dict.fromkeys(self._last_order[position:]):
             group = self._groups[number]
             if number == self._order[-1]:
                 continue
             first = not early
             early += group.numel
-            # The next unit comes early however large it is, unless nothing is to.
+            # The next unit is prefetched even if it exceeds the limit, unless the limit is 0.
             if early > self._limits.prefetch and not (first and self._limits.prefetch):
                 break
             if group.is_loaded:
@@ -258,11 +267,11 @@ class ParamStream:
     # ---- for updates, which write weights
 
     def location_of(self, param: nn.Parameter) -> tuple[int, int] | None:
-        """Where the weights of a parameter are kept; None for one that stays on the device."""
+        """Return where a parameter is kept, as an argument of `target` and `put`; None if it stays on the device."""
         return self._locations.get(param)
 
     def target(self, location: tuple[int, int], shape: torch.Size) -> Tensor:
-        """Host memory for this rank's shard; of one in a file, a tensor of the right shape without memory."""
+        """Return this rank's shard in host memory; if it is in a file, a tensor of its shape without memory."""
         number, position = location
         group = self._groups[number]
         if group.host.file is None:
@@ -270,7 +279,7 @@ class ParamStream:
         return torch.empty((), dtype=group.shards[position].dtype).expand(shape)
 
     def put(self, location: tuple[int, int], values: Tensor) -> None:
-        """Write this rank's shard of a parameter to where it is kept."""
+        """Write new values of this rank's shard of a parameter to host memory or to the file."""
         number, position = location
         host = self._groups[number].host
         if host.file is None:
@@ -279,11 +288,12 @@ class ParamStream:
             host.file.put((position, "param"), values.contiguous()).wait()
 
 
-# A model larger than its device, for generation and evaluation: weights are copied to the device unit by unit.
+# Generation and evaluation with a model larger than its device: weights are copied to the device unit by unit.
 #
-# [Note: one unit ahead] While a unit computes, the next one is copied: from pinned host memory, or from a file, which
-# is read one unit earlier still. So the device holds two units and what belongs to none, the host of the `nvme` tier
-# two units more. Units are called in the same order for every token, so the order of the last pass says which is next.
+# [Note: one unit ahead] While a unit computes, the next one is copied to the device from pinned host memory. With the
+# `nvme` tier its file was read into host memory one unit earlier. So the device holds the weights of two units and of
+# the modules outside of units, and with `nvme` the host holds two units more. Units are called in the same order in
+# every forward pass of the model, so the order of the last pass says which unit is next.
 
 
 @dataclass(slots=True)
@@ -292,16 +302,16 @@ class _StreamedUnit:
 
     names: list[str]
     params: list[nn.Parameter]
-    """Without memory between their uses."""
+    """The parameters in the model; without memory while the unit does not compute."""
     host: _HostWeights
     on_device: list[Tensor] | None = None
-    """On the device, or being copied there."""
+    """The weights on the device, or being copied there; None if they are not."""
     copied: Any = None
     """The event after the copies."""
 
 
 class WeightStream:
-    """The weights of a model's units, in host memory or files. Made by `stream_weights`, filled through `tensors`."""
+    """Keeps the weights of units in host memory or files, and copies them; `stream_weights` creates it."""
 
     def __init__(self, model: nn.Module, device: torch.device, folder: Path | None) -> None:
         self._model = model
@@ -313,7 +323,7 @@ class WeightStream:
         self._order: list[int] = []
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter by name, to be filled; those of units in host memory, or as memory of their files."""
+        """Return every parameter by name, to be filled; those of units in host memory, or memory-mapped from files."""
         tensors: dict[str, Tensor] = {name: param.detach() for name, param in self._model.named_parameters()}
         for unit in self._units:
             file = unit.host.file
@@ -321,18 +331,18 @@ class WeightStream:
         return tensors
 
     def filled(self) -> None:
-        """The tensors have their values: write them to the files."""
+        """Flush to the files what was written into `tensors`; to be called once they are filled."""
         for unit in self._units:
             if unit.host.file is not None:
                 unit.host.file.sync()
 
     def device_bytes(self) -> int:
-        """Memory that weights take on the device now."""
+        """Return the bytes of weights on the device now."""
         resting = sum(p.nbytes for p in self._model.parameters() if p.untyped_storage().nbytes() >= p.nbytes)
         return resting + sum(tensor.nbytes for unit in self._units for tensor in unit.on_device or ())
 
     def add_unit(self, names: Sequence[str], module: nn.Module) -> None:
-        """Offload the weights of a unit, with these names in the model."""
+        """Offload the weights of a unit, whose names in the model are `names`; tied parameters stay tied."""
         device = self._streams.device
         params: dict[int, nn.Parameter] = {}
         for inner in module.modules():
@@ -380,7 +390,7 @@ class WeightStream:
         unit.on_device = unit.copied = None
 
     def _next(self, count: int) -> list[int]:
-        """The units that come next: as in the last pass, which begins again after its end."""
+        """Return at most `count` units that come next in the order of the last pass; after its end, it begins again."""
         position = len(self._order)
         if not self._last_order or self._last_order[:position] != self._order:
             return []
@@ -392,7 +402,7 @@ class WeightStream:
             return
         copies = unit.host.tensors()
         if not self._streams.separate:
-            unit.on_device = list(copies)  # a CPU computes with them where they are
+            unit.on_device = list(copies)  # a CPU computes with the host tensors themselves
         else:
             with torch.no_grad(), self._streams.h2d():
                 pinned = unit.host.file is None
@@ -409,10 +419,11 @@ def stream_weights(
     tier: Literal["cpu", "nvme"],
     folder: Path | None = None,
 ) -> WeightStream:
-    """Make a model run on a device that is too small for its weights: those of `units` stay on the host or in `folder`.
+    """Make a model run on a device that is too small for its weights; return the stream that copies them.
 
-    The model may be on the meta device; weights are then filled through the stream's `tensors`, and its buffers have
-    memory and no values yet. For forward passes only.
+    The weights of `units` are kept in host memory (`cpu`) or in files in `folder` (`nvme`); all other parameters and
+    buffers are moved to the device. The model may be on the meta device: then the caller fills the parameters through
+    the stream's `tensors`, and the buffers, which are uninitialized. For forward passes only.
     """
     stream = WeightStream(model, device, folder if tier == "nvme" else None)
     names = {id(param): name for name, param in model.named_parameters()}
@@ -436,7 +447,10 @@ def stream_weights(
 
 
 def _move(module: nn.Module, device: torch.device, moved: dict[int, nn.Parameter] | None) -> None:
-    """Move a module's buffers to the device, and, where it is in no unit, its parameters; tied ones stay tied."""
+    """Move the buffers of a module to the device and, unless `moved` is None, its parameters, without its children's.
+
+    `moved` has the parameters that were moved already, by the `id` of the original, so that tied ones stay tied.
+    """
     for key, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[key] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
