@@ -1,6 +1,7 @@
-"""Kernels, each with a plain form in torch operations; pinned memory, CUDA graphs, and asynchronous file I/O.
+"""Plait's own kernels; pinned memory, CUDA graphs, and asynchronous file I/O.
 
-`registry` says for each operation which implementation runs, and why. `plait.kernels.decode` is a room of its own.
+Every kernel also has a plain form: a function that computes the same with torch operations. `registry` says for each
+operation which of the two runs, and why. `plait.kernels.decode` is a separate package for token generation.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,10 @@
-"""AdamW on the CPU: gradients of any dtype in, new fp32 weights and, in the same pass, new 16-bit weights out.
+"""AdamW on the CPU: updates fp32 weights from fp32 or 16-bit gradients, and also stores the new weights in 16 bits.
 
 [Note: one pass over memory] The update of an element is a few operations on 28 bytes, so memory bandwidth decides how
-long it takes. torch's fused kernel reads and writes each number once, but it needs fp32 gradients, and rounding the
-weights takes another pass. Here the work is cut into pieces that stay in the cache: a piece of the gradients is cast to
-fp32 in a small buffer, the fused kernel updates the piece, and the weights are rounded while they are in the cache.
+long it takes. torch's fused kernel reads and writes each number once, but it needs fp32 gradients and does not round
+the weights; casting and rounding would each read and write all of memory once more. Here tensors are updated in pieces
+that fit into the cache: a piece of the gradients is cast to fp32 into a small buffer, torch's fused kernel updates that
+piece, and its new weights are rounded while they are still in the cache.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch import Tensor
 
 from plait.torch_internals import fused_adam_, fused_adamw_
 
-# [Note: no barriers] torch splits each operation over its threads and waits for all of them at its end. For long
-# operations that is right. For many short ones, on a machine whose cores have other work too, every wait lasts as long
-# as the slowest thread. The threads of a `ThreadPool` take piece after piece, each with all operations of its piece,
-# and synchronize only once, at the end.
+# [Note: no barriers] torch splits each operation over its threads and waits for all of them when it ends. For long
+# operations that is right. With many short ones, on a machine whose cores also do other work, every operation takes as
+# long as its slowest thread. Each thread of a `ThreadPool` instead performs all operations on one piece, then on the
+# next piece that no thread has taken; the threads wait for each other only once, at the end.
 
 
 class ThreadPool:
@@ -38,7 +39,10 @@ class ThreadPool:
         torch.set_num_threads(default)
 
     def share(self, count: int, work: Callable[[Iterator[int]], None]) -> None:
-        """Let every thread run `work` over an iterator of `range(count)` that they share: each number is used once."""
+        """Run `work(numbers)` in every thread and wait for all of them; raise the error of a thread that failed.
+
+        `numbers` is one iterator over `range(count)` that all threads share, so each number is processed once.
+        """
         numbers = iter(range(count))
         futures = [self._pool.submit(work, numbers) for _ in range(min(count, self._size))]
         wait(futures)
@@ -58,7 +62,7 @@ def _work_alone() -> None:
 _Update = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 PIECE = 1 << 19
-"""Elements of a piece per thread: small enough for the cache, large enough for the overhead of a call."""
+"""Elements of a piece per thread: few enough for the cache, enough that the overhead of a call does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class AdamNumbers:
     """The hyperparameters of one update."""
 
     step: int
-    """Counts from 1."""
+    """The number of this update; the first is 1."""
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -88,10 +92,10 @@ def adam_step(
     *,
     pool: ThreadPool | None = None,
 ) -> None:
-    """Update fp32 weights and moments in place, and write each weight to its tensor in `rounded`, where it has one.
+    """Update fp32 weights and moments in place, and copy each new weight to its tensor in `rounded`, if any.
 
-    All tensors are contiguous and on the CPU; gradients may be fp32, bf16 or fp16. With `pool` its threads work on
-    different pieces; without, torch's own threads work on one piece after another.
+    All tensors are contiguous and on the CPU; gradients may be fp32, bf16 or fp16. With `pool`, each of its threads
+    updates other pieces; without, torch's own threads update one piece after another together.
     """
     outputs = rounded if rounded is not None else [None] * len(weights)
     update = _kernel(numbers)
@@ -160,7 +164,7 @@ def adam_step_plain(
     exp_avg_sqs: Sequence[Tensor],
     rounded: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """`adam_step` in torch operations: the same update in any precision, on any device."""
+    """Do the update of `adam_step` with torch operations, in the dtype of the weights, on any device."""
     (beta1, beta2), step = numbers.betas, numbers.step
     outputs = rounded if rounded is not None else [None] * len(weights)
     for weight, grad, mean, square, output in zip(weights, grads, exp_avgs, exp_avg_sqs, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""One step of AdamW with 8-bit moments: one kernel on CUDA, piece by piece elsewhere."""
+"""One step of AdamW with 8-bit moments: a single kernel on CUDA; elsewhere torch operations, one piece at a time."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from plait.kernels.adam import AdamNumbers, adam_step, adam_step_plain
 from plait.kernels.registry import implementation
 from plait.kernels.triton import HAS_TRITON
 
-# Blockwise 8-bit quantization: codes into a table of levels, and one fp32 scale per block.
+# Blockwise 8-bit quantization: a number is stored as a code, the index of a level in a table of 256; the levels of a
+# block are multiplied with the block's fp32 scale. *Packing* converts a tensor to codes and scales, *unpacking* back.
 #
-# [Note: blocks lie in rows] A block is 256 neighbours of one row, where a row is everything behind the first dim. FSDP
-# shards parameters by rows, so a rank has whole blocks: the codes, and with them all numbers that follow, do not depend
-# on the number of ranks. (Tensor parallelism may cut rows; where the shard of a row is not a multiple of 256, blocks
-# end there, and rounding differs.)
+# [Note: blocks lie in rows] A block is 256 consecutive elements of one row; a row is one index of the first dim, with
+# all other dims flattened. FSDP shards parameters along the first dim, so a rank has whole blocks: neither the codes
+# nor the trained weights depend on the number of ranks. (Tensor parallelism may split rows; where a rank's part of a
+# row is not a multiple of 256, a block ends there, and rounding differs.)
 #
-# [Note: levels] The levels are dense where numbers are large and reach far down: seven decades for unsigned numbers,
-# six for signed ones, each decade with half as many levels as the one above it (Dettmers et al., 2022). The largest
-# level is 1 on both sides, so the largest number of a block is kept exactly; hence packing what was unpacked gives the
-# same codes and scales again, and a checkpoint in fp32 loses nothing.
+# [Note: levels] The levels cover many orders of magnitude, with more levels among large numbers: the smallest decade is
+# 1e-7 for unsigned numbers and 1e-6 for signed ones, and each decade has half as many levels as the next larger one
+# (Dettmers et al., 2022). The largest level is 1 (and -1), so the number with the largest magnitude in a block is
+# stored exactly. Hence packing an unpacked tensor gives the same codes and scales, and a checkpoint in fp32 loses
+# nothing.
 
 
 BLOCK = 256
 CHUNK_NUMBERS = 1 << 18
-"""Elements that are packed or unpacked at a time where the temporary memory must not grow with the tensor."""
+"""Elements that are packed or unpacked at a time to or from the host, so that temporary memory is bounded."""
 WORKSPACE_BYTES = 16 * CHUNK_NUMBERS
-"""The temporary memory that this takes."""
+"""The temporary memory, in bytes, for packing or unpacking that many elements."""
 
 
 class Levels(NamedTuple):
@@ -40,18 +42,19 @@ class Levels(NamedTuple):
     values: Tensor
     """256 levels."""
     bounds: Tensor
-    """The midpoints between neighbours, infinity last: a number's code is the count of smaller bounds."""
+    """The midpoints between neighbouring levels, and infinity: a number's code is the count of bounds below it."""
     first: Tensor
-    """For each value of an fp32 number's upper 16 bits, the lowest code of such numbers. A number has this code or the
-    next one: no two bounds share their upper 16 bits."""
+    """For each value of the upper 16 bits of an fp32 number, the lowest code of a number with these bits. A number has
+    this code or the next one, because no two bounds have the same upper 16 bits."""
     zero: int
     """The code of zero."""
     least: int
-    """The lowest code of a positive number: a second moment that is not zero must not become zero."""
+    """The lowest code that a positive number may get. 1 for unsigned numbers: a second moment that is not zero must not
+    be rounded to zero."""
 
 
 def make_levels(device: torch.device, *, signed: bool) -> Levels:
-    """Return the table for signed numbers in [-1, 1], or for unsigned numbers in [0, 1]."""
+    """Return the table of levels for signed numbers in [-1, 1], or for unsigned numbers in [0, 1]."""
     top = 6 if signed else 7
     positive: list[float] = []
     for decade in range(top, -1, -1):
@@ -78,16 +81,16 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """The size of codes and scales in bytes."""
         return self.codes.nbytes + self.scales.nbytes
 
     def rows(self, begin: int, end: int) -> Packed:
-        """A view of some rows."""
+        """Return a view of the rows from `begin` up to `end`."""
         return Packed(self.codes[begin:end], self.scales[begin:end], self.levels)
 
 
 def width_of(tensor: Tensor) -> int:
-    """Elements per row."""
+    """Return the number of elements per row; see [Note: blocks lie in rows]."""
     return 1 if tensor.ndim < 2 else tensor.shape[1:].numel()
 
 
@@ -99,7 +102,7 @@ def zeros(like: Tensor, levels: Levels) -> Packed:
 
 
 def pack_into(packed: Packed, tensor: Tensor) -> None:
-    """Overwrite `packed` with the nearest levels of `tensor`."""
+    """Pack `tensor` into `packed`: each element is rounded to the nearest level of its block."""
     codes, scales, levels = packed
     if tensor.numel() == 0:
         return
@@ -125,7 +128,10 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def unpack_on_host(packed: Packed, begin: int = 0, end: int | None = None) -> Tensor:
-    """`unpack` some rows into host memory, with `WORKSPACE_BYTES` of temporary memory on the device."""
+    """Unpack the rows from `begin` up to `end`, and return them as fp32 in host memory.
+
+    Takes `WORKSPACE_BYTES` of temporary memory on the device.
+    """
     packed = packed.rows(begin, len(packed.codes) if end is None else end)
     out = torch.empty(packed.codes.shape, dtype=torch.float32)
     for rows in _rows_at_once(packed):
@@ -134,7 +140,7 @@ def unpack_on_host(packed: Packed, begin: int = 0, end: int | None = None) -> Te
 
 
 def pack_from_host(packed: Packed, begin: int, tensor: Tensor) -> None:
-    """`pack_into` rows from `begin` on, from host memory, with as little temporary memory."""
+    """Pack `tensor`, in host memory, into the rows from `begin` on, with `WORKSPACE_BYTES` of temporary memory."""
     packed = packed.rows(begin, begin + len(tensor))
     for rows in _rows_at_once(packed):
         pack_into(packed.rows(rows.start, rows.stop), tensor[rows].to(packed.codes.device))
@@ -146,7 +152,7 @@ def _rows_at_once(packed: Packed) -> Iterator[slice]:
 
 
 def _nearest(numbers: Tensor, levels: Levels) -> Tensor:
-    """Return what `torch.bucketize` would, with two look-ups rather than eight."""
+    """Return the codes of fp32 numbers, as `torch.bucketize` would: two look-ups instead of a search of eight steps."""
     codes = levels.first.index_select(0, (numbers.view(torch.int32) >> 16).add_(2**15))
     return codes.add_(levels.bounds.index_select(0, codes) < numbers)
 
@@ -164,7 +170,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _pack(x, inside, codes, scales, bounds, at, block_at, least: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Store the nearest codes of one block, and its scale."""
+        """Pack the numbers `x` of one block: store their codes and the block's scale."""
         scale = tl.max(tl.where(inside, tl.abs(x), 0.0), 0)
         inverse = 1.0 / scale
         # A block of zeros, or with a subnormal scale, has no inverse.
@@ -203,7 +209,10 @@ if HAS_TRITON:
         rate,
         block: tl.constexpr,
     ):
-        """One program per block: its moments are unpacked, updated and packed without a pass through memory."""
+        """Update one block per program: unpack its moments, update them and the weights, and pack the moments again.
+
+        The unpacked moments are never stored in memory.
+        """
         block_at = tl.program_id(0).to(tl.int64)
         row = block_at // blocks
         column = (block_at % blocks) * block + tl.arange(0, block)
@@ -227,7 +236,7 @@ if HAS_TRITON:
 
 
 def is_fused(tensor: Tensor) -> bool:
-    """Whether the kernel supports this tensor."""
+    """Whether the Triton kernel updates this tensor."""
     return tensor.is_cuda and implementation("adam8bit", tensor) == "plait"
 
 
@@ -237,7 +246,10 @@ def _nothing(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, s
 
 @on_fake_tensors(_nothing, argument=1)
 def adam8bit_step_triton(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
-    """`adam8bit_step_plain` in one kernel; on fake tensors a plan sees the memory that it takes: none."""
+    """Do the update of `adam8bit_step_plain` in one kernel, which takes no temporary memory.
+
+    With fake tensors, nothing is done.
+    """
     assert weight.is_contiguous(), "tensors are contiguous"
     blocks = mean.scales.shape[1]
     beta1, beta2 = numbers.betas
@@ -272,9 +284,9 @@ def adam8bit_step_triton(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mea
 
 
 _PIECE = 1 << 18
-"""Elements whose moments are unpacked at a time on the CPU: they stay in the cache."""
+"""Elements whose moments are unpacked at a time on the CPU: few enough to stay in the cache."""
 _DEVICE_PIECE = 1 << 24
-"""The same on other devices, which need many elements to be busy."""
+"""The same on other devices, which need more elements to be busy."""
 
 
 def adam8bit_step(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
@@ -289,7 +301,10 @@ def adam8bit_step(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Pack
 
 @torch.no_grad()
 def adam8bit_step_plain(numbers: AdamNumbers, weight: Tensor, grad: Tensor, mean: Packed, square: Packed) -> None:
-    """Unpack, step, pack, in torch operations. The temporary memory does not grow with the tensor."""
+    """Do the update of `adam8bit_step` with torch operations: unpack some rows of the moments, update, pack again.
+
+    Temporary memory is bounded by the number of rows that are updated at a time, whatever the size of the tensor.
+    """
     on_host = weight.device.type == "cpu"
     step = adam_step if on_host else adam_step_plain
     rows = max(1, (_PIECE if on_host else _DEVICE_PIECE) // width_of(weight))

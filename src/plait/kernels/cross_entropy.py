@@ -1,7 +1,9 @@
-"""Cross-entropy over chunks of logits: one kernel reduces a row, and one overwrites its logits with their gradient.
+"""Cross-entropy kernels for chunks of logits (rows, columns): a row is a token, a column is a token of the vocabulary.
 
-Where a rank has a shard of the vocabulary, the ranks exchange the rows' sums in between, so these are two kernels. On
-fake tensors nothing is launched, so that a plan sees the memory that the kernels take.
+With all of the vocabulary on one rank, one kernel computes the losses and overwrites the logits with their gradient.
+Where the vocabulary is sharded over ranks, one kernel computes the statistics of each row, the ranks exchange these,
+and a second kernel overwrites the logits with their gradient. With fake tensors (`plait plan`) nothing is launched, but
+the same memory is allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _maximum_and_sum(logits, columns, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The largest logit of a row, and the sum of exponentials relative to it."""
+        """Return the largest logit of a row, and the sum of exp(logit - largest)."""
         # The running sum is relative to the running maximum, so that nothing overflows.
         maximum = float("-inf")
         total = 0.0
@@ -35,7 +37,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _store_grads(logits, label, log_total, columns, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Overwrite a row with its gradient: softmax less one at the label."""
+        """Overwrite a row of logits with its gradient: the softmax, minus 1 at the label."""
         for start in range(0, columns, block):
             at = start + tl.arange(0, block)
             x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32)
@@ -44,7 +46,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _loss_kernel(logits, labels, losses, columns, stride, ignored: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program per row."""
+        """Store the loss of each row, and overwrite its logits with their gradient; one program per row."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         label = tl.load(labels + row)
@@ -59,7 +61,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _statistics_kernel(logits, local_labels, maxima, sums, targets, columns, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program per row."""
+        """Store the largest logit, the sum of exp(logit - largest), and the label's logit; one program per row."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         local_label = tl.maximum(tl.load(local_labels + row), 0)
@@ -70,13 +72,13 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _grads_kernel(logits, local_labels, log_totals, columns, stride, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program per row."""
+        """Overwrite each row of logits with its gradient; one program per row."""
         row = tl.program_id(0).to(tl.int64)
         _store_grads(logits + row * stride, tl.load(local_labels + row), tl.load(log_totals + row), columns, block)
 
 
 def has_loss_kernels(logits: Tensor) -> bool:
-    """Whether the kernels of this file take such logits."""
+    """Whether the kernels of this file support these logits."""
     return logits.is_cuda and implementation("cross_entropy", logits) == "plait"
 
 
@@ -86,7 +88,7 @@ def _loss_and_grads_fake(logits: Tensor, labels: Tensor, ignore_index: int) -> t
 
 @on_fake_tensors(_loss_and_grads_fake)
 def loss_and_grads_triton(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row, and the gradient of the logits (rows, columns) in their memory."""
+    """Return the loss of each row, and `logits` (rows, columns), overwritten with their gradient."""
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = _block(columns)
@@ -104,7 +106,7 @@ def _row_statistics_fake(logits: Tensor, local_label: Tensor) -> tuple[Tensor, T
 
 @on_fake_tensors(_row_statistics_fake)
 def row_statistics_triton(logits: Tensor, local_label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row, in fp32: the largest logit, the sum of exponentials relative to it, the logit of `local_label`."""
+    """Return for each row, in fp32: the largest logit, the sum of exp(logit - largest), the logit at `local_label`."""
     rows, columns = logits.shape
     statistics = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     block = _block(columns)
@@ -129,7 +131,11 @@ def _logit_grads_fake(logits: Tensor, local_label: Tensor, log_total: Tensor) ->
 
 @on_fake_tensors(_logit_grads_fake)
 def logit_grads_triton(logits: Tensor, local_label: Tensor, log_total: Tensor) -> Tensor:
-    """Overwrite logits with their gradient, given the logarithm of the softmax denominator; -1 is not a label."""
+    """Overwrite logits with their gradient, and return them.
+
+    `log_total` is the logarithm of each row's softmax denominator. A `local_label` of -1 means that the label is not in
+    this rank's columns.
+    """
     rows, columns = logits.shape
     block = _block(columns)
     with torch.cuda.device(logits.device):
@@ -141,17 +147,17 @@ def _block(columns: int) -> int:
     return min(8192, int(triton.next_power_of_2(columns)))
 
 
-# The probabilities of all tokens of the vocabulary but the label, in 8 bits: the Triton form and the plain one.
+# The probabilities of all tokens of the vocabulary except the label's, in 8 bits: the kernel and its plain form.
 #
-# They are written as they are and transposed; see [Note: transposed in words of four bytes] in `fp8`. The logits are
-# read once for both, and nothing is written in 16 bits. Probabilities are bounded, so their scale is fixed, and no
-# reduction has to find the largest one.
+# The matrix of probabilities is stored twice, row by row and transposed; see [Note: transposed in words of four bytes]
+# in `fp8`. The logits are read once for both, and nothing is stored in 16 bits. A probability is at most 1, so the
+# scale is fixed, and no reduction has to find the largest one.
 
 
 PROB_SCALE = 2.0**15
-"""The scale of probabilities: 1 becomes 32,768, of at most 57,344 in e5m2. The smallest that is not zero is 2**-31."""
+"""The factor on probabilities: 1 becomes 32,768; the maximum of e5m2 is 57,344. The smallest nonzero one is 2**-31."""
 _TALL, _WIDE = 128, 64
-"""Rows and columns of a tile, as for other casts: both layouts are written in whole cache lines."""
+"""Rows and columns of a tile, as for other casts to 8 bits: both copies are stored in whole cache lines."""
 
 if HAS_TRITON:
     import triton
@@ -180,7 +186,7 @@ if HAS_TRITON:
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program per tile."""
+        """Compute and store one tile per program."""
         across = tl.cdiv(padded_width, wide)
         top = (tl.program_id(0) // across).to(tl.int64) * tall
         left = (tl.program_id(0) % across) * wide
@@ -213,9 +219,9 @@ def write_fp8_probs(
 ) -> None:
     """Write the softmax of `logits` (tokens, vocabulary), times `PROB_SCALE`, into `rows` and, transposed, `columns`.
 
-    It is zero at the labels; where a label is negative, the whole row is. `log_totals` are the logarithms of the rows'
-    sums of exponentials, fp32. `rows` may be wider than the vocabulary, and `columns`, which may be a view of a larger
-    matrix, wider than there are tokens: the rest becomes zero.
+    The label's entry of a row is set to zero; so is the whole row of a negative label. `log_totals` are the logarithms
+    of the rows' sums of exponentials, fp32. `rows` may have more columns than the vocabulary has tokens, and `columns`,
+    which may be a view of a larger matrix, more columns than there are tokens: further columns become zero.
     """
     if not has_fp8_kernels(logits):
         write_fp8_probs_plain(logits, labels, log_totals, rows, columns)
@@ -278,10 +284,11 @@ def write_fp8_probs_plain(
             target.copy_(F.pad(values, (0, target.shape[1] - values.shape[1])))
 
 
-# The gradients of the loss times the gradient that arrives at it, which lies on the device, in another dtype.
+# A tensor times a scalar tensor, in another dtype: scales the gradients that the loss saved by the gradient of the
+# loss, in the backward pass.
 #
-# torch's own product into another dtype casts element by element, at a third of the memory's speed. It is an operator,
-# so that a compiled backward pass can hold it.
+# torch.mul with `out=` in another dtype reaches a third of the memory bandwidth. `scaled` is a `torch.library`
+# operator, so that a compiled backward pass can contain it.
 
 
 _SCALED_BLOCK = 4096
@@ -299,7 +306,7 @@ if HAS_TRITON:
 def scaled_plain(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`scaled` in torch operations."""
     if x.dtype == torch.float32 and dtype != torch.float32:
-        # Rounded while it is written: an fp32 product would be as large again.
+        # Rounded while it is written: an fp32 product would take as much memory as `x`.
         return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
     return (x.float() * factor).to(dtype)
 
@@ -320,7 +327,7 @@ def _scaled_triton(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("plait::scaled", mutates_args=())
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x * factor` in `dtype`, of 16- or 32-bit numbers; computed in fp32 and rounded once."""
+    """Return `x * factor` in `dtype`, for `x` of 16 or 32 bits; computed in fp32 and rounded once."""
     x = x.contiguous()
     if implementation("scaled", x) == "torch":
         return scaled_plain(x, factor, dtype)

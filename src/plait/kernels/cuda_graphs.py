@@ -1,6 +1,6 @@
 """CUDA graphs: kernels are captured once and replayed with a single launch.
 
-What is captured must read and write the same tensors each time, and must not synchronize with the host.
+A captured function must read and write the same tensors at each replay, and must not synchronize with the host.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from functools import cache
 import torch
 
 ENOUGH = 8 << 30
-"""With so many bytes of free memory, a capture does not need the allocator's cached memory."""
+"""Bytes of free device memory from which on a capture does not need the allocator's cached memory."""
 
 
 def capture_graph(work: Callable[[], None], share_with: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
-    """Capture the kernels of `work` as a graph; none of them runs yet, and kernels in flight go on.
+    """Return a graph of the kernels that `work` launches. They are not run yet; kernels in flight are not waited for.
 
     `torch.cuda.graph` first synchronizes and empties the allocator's cache, which then has to be filled again; here
-    that is done only where memory is short. The graph uses the memory pool of `share_with`: graphs that share a pool
-    must not run at the same time.
+    that is done only where memory is short. With `share_with`, the graph uses the memory pool of that graph; graphs
+    that share a pool must not run at the same time.
     """
     if torch.cuda.mem_get_info()[0] < ENOUGH:
         torch.cuda.synchronize()
@@ -38,5 +38,5 @@ def capture_graph(work: Callable[[], None], share_with: torch.cuda.CUDAGraph | N
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """One stream for all captures: libraries such as cuBLAS allocate a workspace per stream."""
+    """Return the one stream for all captures on a device: cuBLAS and others allocate a workspace per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

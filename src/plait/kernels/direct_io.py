@@ -1,10 +1,10 @@
-"""Tensors in files: direct I/O with several requests in flight.
+"""Tensors in files: direct I/O with several requests at the same time.
 
 [Note: direct I/O from threads] Where the file system allows it (`O_DIRECT`), a request bypasses the page cache, so it
-takes no host memory and no copy. It must then consist of whole, aligned blocks. `preadv` and `pwritev` release the GIL,
-so a few threads keep a disk as busy as an asynchronous interface (libaio, io_uring) would, with nothing to compile and
-no minimum kernel version. A tensor that is not aligned is copied through an aligned buffer, one per thread, so memory
-is bounded by the number of threads.
+needs neither memory for the cache nor a copy. It must then consist of whole, aligned blocks. `preadv` and `pwritev`
+release the GIL, so a few threads keep a disk as busy as an asynchronous interface (libaio, io_uring) would, without a
+compiled extension or a minimum version of Linux. A tensor that is not aligned is copied through an aligned buffer; each
+thread has one, so their memory is bounded.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from plait.errors import TrainingError
 from plait.kernels.pinned import ALIGNMENT, host_empty, rounded
 
 IN_FLIGHT = 8
-"""Requests in flight."""
+"""The number of requests at the same time, and of threads."""
 REQUEST_BYTES = 1 << 20
 """A transfer is cut into requests of this size, so that a single large one keeps the disk busy too."""
 
-_DIRECT = getattr(os, "O_DIRECT", 0)  # both exist on Linux only; elsewhere the page cache and a named file serve
+_DIRECT = getattr(os, "O_DIRECT", 0)  # both exist on Linux only; elsewhere: page cache, and a named file
 _NAMELESS = getattr(os, "O_TMPFILE", 0)
 
 
 class FileTransfer:
-    """Tensor data on its way. The tensor must not be touched until `wait` returns."""
+    """A read or write of one tensor in progress. The tensor must be neither read nor written before `wait` returns."""
 
     def __init__(self, workers: list[Future[None]]) -> None:
         self._workers = workers
@@ -54,7 +54,7 @@ class FileTransfer:
 
 
 class FileQueue:
-    """The threads that move tensors between host memory and files. One serves any number of files."""
+    """The threads that copy tensors between host memory and files. Any number of files can share one."""
 
     def __init__(self, *, in_flight: int = IN_FLIGHT, request_bytes: int = REQUEST_BYTES) -> None:
         assert request_bytes % ALIGNMENT == 0, "requests are made of whole blocks"
@@ -64,11 +64,11 @@ class FileQueue:
         self._local = threading.local()
 
     def submit(self, work: Callable[[], None], *, times: int) -> list[Future[None]]:
-        """Run `work` in up to `times` threads, as they become free, in the order of the calls."""
+        """Run `work` in up to `times` threads, and return the futures. Earlier calls get free threads first."""
         return [self._threads.submit(work) for _ in range(min(times, self._in_flight))]
 
     def bounce(self, size: int) -> Tensor:
-        """This thread's aligned buffer."""
+        """Return the first `size` bytes of the calling thread's aligned buffer."""
         buffer: Tensor | None = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = host_empty(self.request_bytes, dtype=torch.uint8)
@@ -86,14 +86,14 @@ class FileQueue:
 
 
 class TensorFile:
-    """A file of fixed size that holds tensors at offsets of the caller's choice.
+    """A file of fixed size that holds tensors at offsets that the caller chooses.
 
     Offsets are multiples of `ALIGNMENT`, and a tensor occupies `rounded(bytes)`. The space is reserved when the file is
-    created, so a disk that is too small is found then and not in the middle of a run.
+    created: where the disk is too small, that raises a `TrainingError`, rather than a write in the middle of a run.
     """
 
     def __init__(self, queue: FileQueue, descriptor: int, size: int, where: str, buffered_because: str) -> None:
-        """Use `scratch` or `at` to create one."""
+        """Wrap an open file; call `scratch` or `at` instead, which open one."""
         self.size = size
         self.where = where
         self.buffered_because = buffered_because
@@ -103,13 +103,13 @@ class TensorFile:
 
     @classmethod
     def scratch(cls, queue: FileQueue, folder: Path, size: int) -> Self:
-        """Create a file without a name: its space is freed however the process ends."""
+        """Return a new file without a name; its space is freed when the process ends, even if it is killed."""
         folder.mkdir(parents=True, exist_ok=True)
         return cls._reserve(queue, _open_nameless(folder), folder, f"{folder}/(scratch)", size)
 
     @classmethod
     def at(cls, queue: FileQueue, path: Path, size: int) -> Self:
-        """Open or create the file `path`, extended to at least `size` bytes."""
+        """Open or create the file `path`, extend it to at least `size` bytes, and return it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         return cls._reserve(queue, os.open(path, os.O_RDWR | os.O_CREAT, 0o600), path.parent, str(path), size)
 
@@ -139,15 +139,15 @@ class TensorFile:
         return self._file
 
     def read_into(self, tensor: Tensor, at: int) -> FileTransfer:
-        """Fill a contiguous CPU tensor with the bytes from `at` on."""
+        """Start to fill a contiguous CPU tensor with the bytes of the file from `at` on; return the transfer."""
         return self._move(tensor, at, self._read)
 
     def write_from(self, tensor: Tensor, at: int) -> FileTransfer:
-        """Write a contiguous CPU tensor to the bytes from `at` on."""
+        """Start to write a contiguous CPU tensor to the bytes of the file from `at` on; return the transfer."""
         return self._move(tensor, at, self._write)
 
     def close(self) -> None:
-        """Close the file. Transfers must have ended."""
+        """Close the file. All transfers must have ended."""
         os.close(self._file)
 
     def _move(self, tensor: Tensor, at: int, request: Callable[[Tensor, int], None]) -> FileTransfer:
@@ -229,7 +229,7 @@ def _disk_full(where: str, size: int, free: int) -> TrainingError:
 
 
 def _allocate(descriptor: int, size: int) -> bool:
-    """Reserve space; returns False where the disk is full. Where space cannot be reserved, only set the length."""
+    """Reserve space; return False where the disk is full. If the file system cannot reserve, only set the length."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
@@ -256,7 +256,7 @@ def _open_nameless(folder: Path) -> int:
 
 
 def _make_direct(descriptor: int) -> str:
-    """Switch a file to direct I/O and try it on the first block; returns why that failed, or an empty string."""
+    """Switch a file to direct I/O and read its first block; return why that failed, or an empty string."""
     if not _DIRECT:
         return "this system has no direct I/O"
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

@@ -1,21 +1,24 @@
-"""Linear layers whose three matrix products take 8-bit inputs.
+"""Linear layers whose three matrix multiplications take 8-bit inputs.
 
-[Note: numbers in 8 bits] The 8-bit formats have few numbers in a narrow range, so a tensor is first scaled to that
-range (by its largest absolute value, "amax") and rounded; the product is divided by both scales. The optimizer and the
-other layers see 16-bit tensors.
+The three are: the output (input times weight), the input's gradient, and the weight's gradient.
+
+[Note: numbers in 8 bits] The 8-bit formats represent few numbers, in a narrow range. So a tensor is first multiplied by
+a *scale* that maps its largest absolute value (*amax*) to the largest number of the format, and then rounded; the
+result of the matrix multiplication is divided by the scales of both inputs. The optimizer and the other layers have
+16-bit tensors.
 
 - `tensorwise`: one scale per tensor. Activations and weights are e4m3, gradients, which vary more, e5m2.
-- `rowwise`: one scale per row that is reduced, so an outlier affects its own row only; all are e4m3. The backward pass
-  reduces other dims, so tensors are scaled again there.
+- `rowwise`: one scale for each row along the dim that the multiplication sums over, so an outlier affects its own row
+  only; all are e4m3. The backward pass sums over other dims, so tensors are scaled again there.
 
-[Note: layers of one input] Queries, keys and values have one input, and so do gate and up. It is cast once for all of
-them, and the transposed copy for the weights' gradients is made in the same pass: that copy is saved in place of the
-input, at half its size. In the backward pass the gradients of all outputs are concatenated, so one product gives the
-input's gradient, and one those of all weights. Hence such layers share one scale for their weights, and one for their
-gradients.
+[Note: layers of one input] Queries, keys and values have the same input, and so have gate and up. The input is cast
+once for all of them. The same kernel also stores the transposed 8-bit copy that the weights' gradients need; that copy
+is saved for the backward pass instead of the input, at half its size. In the backward pass the gradients of all outputs
+are concatenated, so one multiplication gives the input's gradient, and one the gradients of all weights. Hence such
+layers share one scale for their weights, and one for their gradients.
 
-For `rowwise`, and under `torch.compile`, which fuses them with their neighbours, the operations are written in torch,
-layer by layer.
+For `rowwise`, and under `torch.compile`, each layer is computed separately, with torch operations: the compiler fuses
+these with the operations before and after.
 """
 
 from __future__ import annotations
@@ -32,20 +35,22 @@ from plait.kernels.registry import implementation
 from plait.kernels.triton import HAS_TRITON, interprets, on_device_of
 from plait.torch_internals import scaled_mm
 
-# The Triton forms of `fp8_cast`: a tensor is read once for its amax, and once for both 8-bit copies.
+# The kernels of `fp8_cast`: one reads a tensor to compute its amax, a second reads it again and stores both 8-bit
+# copies, row by row and transposed.
 #
-# The second pass begins where the first one ended, in what the L2 cache still holds. With delayed scaling there is one
-# pass, which also records the amax; see [Note: scales of earlier steps].
+# The first kernel reads the tensor from its end to its beginning, so the second finds the beginning in the L2 cache.
+# With delayed scaling only the second runs, and also records the amax; see [Note: scales of earlier steps].
 #
-# [Note: transposed in words of four bytes] A tile is transposed through shared memory, which moves 4-byte words as fast
-# as single bytes. So a program loads every fourth row of its tile at a time, and the four bytes of such rows in one
-# column, which are neighbours in the transposed copy, become one word.
+# [Note: transposed in words of four bytes] A tile is transposed through shared memory, which moves a word of 4 bytes as
+# fast as a single byte. Four rows of a column are neighbours in the transposed copy. So a program loads its tile in
+# four steps (rows 0, 4, 8, …; then rows 1, 5, 9, …; and so on), joins the four bytes of each column into one word, and
+# transposes the words.
 
 
 AMAX_PROGRAMS = 256
-"""The most programs that reduce a tensor to its amax, two per SM; each stores the amax of its share."""
+"""The maximum of programs that compute the amax of one tensor, two per SM; each stores the amax of its part."""
 MOST_LAYERS = 4
-"""The most layers that are computed together; each has an amax from earlier steps."""
+"""The maximum of layers that are computed together; each has an amax from earlier steps."""
 READ = 16384
 """Elements that such a program reads at a time."""
 _TALL, _WIDE = 128, 64
@@ -57,12 +62,12 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def size_bits(value):  # type: ignore[no-untyped-def]
-        """The bits of absolute values as integers, in the order of the values; NaN is the largest."""
+        """Return the bits of the absolute values as integers, which compare like the values; NaN is the largest."""
         return tl.abs(value).to(tl.int32, bitcast=True)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _amax_kernel(x, amax, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The amax of every n-th block (n programs), from the last block to the first."""
+        """Store one amax per program: that of every n-th block (n programs), read from the last block to the first."""
         program = tl.program_id(0)
         blocks = tl.cdiv(count, block)
         at = tl.arange(0, block)
@@ -75,7 +80,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def scale_from(amax, count, smallest, limit, inverse, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The scale for these amax values; the first program stores its inverse."""
+        """Return the scale for the largest of `count` amax values; the first program stores its inverse."""
         at = tl.arange(0, block)
         candidates = tl.load(amax + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
         peak = tl.max(candidates, 0).to(tl.float32, bitcast=True)
@@ -87,7 +92,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def fitted(value, scale, limit, saturates: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Scale values; with `saturates`, finite values beyond the range are clamped, and others become NaN."""
+        """Return scaled values; with `saturates`, finite ones beyond the range are clamped, infinite ones become NaN."""
         scaled = value * scale
         if saturates:
             cut = tl.minimum(tl.maximum(scaled, -limit), limit)
@@ -96,7 +101,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def record_amax(bits, amax_bits, count: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Raise `count` recorded amax values to that of a tile, given as `size_bits`."""
+        """Replace each of `count` recorded amax values by that of a tile, if that is larger; all are `size_bits`."""
         if count > 0:
             largest = tl.max(tl.max(bits, 1), 0)
             for at in tl.static_range(count):
@@ -104,10 +109,10 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def pack_pair(first, second, like, by_hand: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Two values in the 8-bit dtype that `like` points to, in the lower half of a word, the first one lowest.
+        """Return a word whose lowest byte is `first` and whose next byte is `second`, in the 8-bit dtype of `like`.
 
-        `by_hand` is for Triton's interpreter. On a device, Triton 3.6 compiles these operations to other bytes where
-        the same values are also stored.
+        `by_hand` is for Triton's interpreter, which cannot run inline assembly. On a device the assembly is needed:
+        Triton 3.6 compiles the other operations to different bytes where the same values are also stored.
         """
         dtype: tl.constexpr = like.dtype.element_ty
         if by_hand:
@@ -137,7 +142,7 @@ if HAS_TRITON:
     def store_transposed(  # type: ignore[no-untyped-def]
         packed, columns, stride, top, left, height, width, quarter: tl.constexpr, wide: tl.constexpr
     ):
-        """Store a tile of words, transposed, at its place in `columns`, the transpose of a matrix (height, width)."""
+        """Store a tile of words, transposed, into its place in `columns`, the transpose of a matrix (height, width)."""
         corner = (columns + left.to(tl.int64) * stride + top).to(tl.pointer_type(tl.int32))
         down, right = tl.arange(0, quarter)[None, :], tl.arange(0, wide)[:, None]
         inside = (right < width - left) & (down < (height - top) // 4)
@@ -168,7 +173,10 @@ if HAS_TRITON:
         tall: tl.constexpr,
         wide: tl.constexpr,
     ):
-        """One program per tile: store it as it is and transposed; see [Note: transposed in words of four bytes]."""
+        """Cast one tile per program, and store it in `rows` and, transposed, in `columns`.
+
+        See [Note: transposed in words of four bytes].
+        """
         across = tl.cdiv(width, wide)
         top = (tl.program_id(0) // across).to(tl.int64) * tall
         left = (tl.program_id(0) % across) * wide
@@ -182,7 +190,7 @@ if HAS_TRITON:
             at = down + step
             inside = (at < below) & (right < width)
             value = tl.load(x + at * width + right, mask=inside, other=0.0).to(tl.float32)
-            # With the tensor's own scale, it exceeds the limit by at most its last bit, which rounding removes.
+            # With the tensor's own scale, a value exceeds the limit by its last bit at most, which rounding removes.
             scaled = fitted(value, scale, limit, saturates)
             seen = tl.maximum(seen, size_bits(value))
             if has_rows:
@@ -202,7 +210,7 @@ def _amax_fake(tensors: Sequence[Tensor]) -> Tensor:
 
 @on_fake_tensors(_amax_fake)
 def amax_triton(tensors: Sequence[Tensor]) -> Tensor:
-    """Partial amax values of these contiguous tensors, fp32; their maximum is the amax of all."""
+    """Return partial amax values of contiguous tensors, fp32; the maximum of these is the amax of all tensors."""
     counts = [programs_for(x.numel(), READ) for x in tensors]
     amax = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
     with on_device_of(amax):
@@ -212,14 +220,15 @@ def amax_triton(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def programs_for(numbers: int, block: int) -> int:
-    """The number of programs that reduce so many elements, a block at a time."""
+    """Return the number of programs that compute the amax of this many elements, each one block at a time."""
     return min(AMAX_PROGRAMS, max(1, -(-numbers // block)))
 
 
 def amax_slots(amax: Tensor) -> int:
-    """The block size for these amax values: one for those of earlier steps, and one for tensors of all sizes.
+    """Return the block size with which a kernel loads these amax values.
 
-    A kernel is compiled for each block size.
+    A kernel is compiled for each block size, so there are few: `MOST_LAYERS` for amax values of earlier steps, and one
+    that fits partial amax values of almost all tensors.
     """
     return MOST_LAYERS if len(amax) <= MOST_LAYERS else int(max(AMAX_PROGRAMS, triton.next_power_of_2(len(amax))))
 
@@ -253,10 +262,10 @@ def fp8_cast_triton(
     amax_bits: Tensor | None,
     saturates: bool,
 ) -> None:
-    """Cast a contiguous matrix to 8 bits into `rows` and, transposed, into `columns`, which may be views.
+    """Cast a contiguous matrix to 8 bits, and store it in `rows` and, transposed, in `columns`; both may be views.
 
-    `columns` may be wider than `x` is high: the rest becomes zero. `inverse` receives the inverse scale, and all
-    `amax_bits` are raised to the amax.
+    `columns` may have more columns than `x` has rows: the others become zero. The inverse scale is stored in `inverse`.
+    Each of `amax_bits` is replaced by the amax of `x` if that is larger.
     """
     height, width = x.shape
     target = rows if columns is None else columns
@@ -293,18 +302,18 @@ def fp8_cast_triton(
 
 # 8-bit matrices: their scale, and copies in row-major and column-major order.
 #
-# [Note: copies for three products] Both inputs of an 8-bit product must be contiguous along the reduced dim. Each
-# tensor takes part in two of the three products of a linear layer, which reduce different dims, so it is needed as it
-# is and transposed. Both copies are made in one pass.
+# [Note: copies for three products] Both inputs of an 8-bit multiplication must be contiguous along the dim that it sums
+# over. Each tensor is an input of two of the three multiplications of a linear layer, which sum over different dims, so
+# it is needed both as it is and transposed. One kernel stores both copies.
 
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 MULTIPLE = 16
-"""Both sizes of a matrix must be multiples of this."""
+"""The numbers of rows and columns of an 8-bit matrix must be multiples of this."""
 SMALLEST = 1e-12
-"""The smallest amax that a scale is computed for: a tensor of zeros has none."""
+"""A smaller amax is replaced by this one, so that a tensor of zeros has a finite scale."""
 
 
 class Fp8Matrix(NamedTuple):
@@ -319,23 +328,23 @@ class Fp8Matrix(NamedTuple):
 
 
 def has_fp8_kernels(x: Tensor) -> bool:
-    """Whether kernels cast such a tensor: Triton needs a device that has these dtypes."""
+    """Whether the kernels of this file can cast this tensor: its device must support the 8-bit dtypes."""
     return implementation("fp8_cast", x) == "plait"
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """The scale, fp32, that maps a tensor (with `dim`, each slice along it) to the range of `dtype`."""
+    """Return the scale, fp32, that maps a tensor (with `dim`, each slice along it) to the range of `dtype`."""
     return _scale(torch.linalg.vector_norm(x, float("inf"), dim=dim, keepdim=dim is not None).float(), dtype)
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scaled tensor in 8 bits, row-major; clamped, since values beyond the range would become NaN."""
+    """Return the scaled tensor in 8 bits, row-major; clamped, since values beyond the range would become NaN."""
     limit = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
 
 
 def amax_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Partial amax values of these tensors: their maximum is the amax of all; NaN where a tensor has one."""
+    """Return partial amax values of tensors, fp32; their maximum is the amax of all, or NaN if a tensor has NaN."""
     if has_fp8_kernels(tensors[0]):
         return amax_triton([x.contiguous() for x in tensors])
     return amax_plain(tensors)
@@ -357,10 +366,11 @@ def fp8_cast(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Fp8Matrix:
-    """Concatenate matrices along `dim` in 8 bits with one scale, for the `amax` from `amax_of`.
+    """Return matrices, concatenated along `dim`, in 8 bits with one scale: that for `amax`, from `amax_of`.
 
-    `saturates`: the amax is that of other tensors, and values beyond it are clamped. `amax_bits` (int32) are bits of
-    floats that are raised to the amax: one per matrix, or all to that of the only one.
+    `rows` and `columns` say which copies are needed. `saturates`: `amax` is from earlier steps, and values beyond it
+    are clamped. `amax_bits` (int32, the bits of fp32 values) are recorded amax values: each is replaced by the amax of
+    its matrix, if that is larger. There is one per matrix, or, for a single matrix, any number.
     """
     if not has_fp8_kernels(tensors[0]):
         return fp8_cast_plain(
@@ -414,7 +424,7 @@ def fp8_cast_plain(
 
 
 def record_amax_plain(tensors: Sequence[Tensor], amax_bits: Tensor) -> None:
-    """Raise recorded amax values, given as bits, to that of each tensor, or of the only one."""
+    """Replace each recorded amax, given as bits, by that of its tensor, or of the only tensor, if that is larger."""
     seen = amax_bits.view(torch.float32)
     seen.copy_(torch.maximum(seen, amax_plain(tensors)))
 
@@ -425,28 +435,29 @@ def _scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Delayed scaling: scales from the amax of earlier steps, so that a tensor is read once.
 #
-# [Note: scales of earlier steps] A tensor's own scale takes a pass before the one that casts it. But from one step to
-# the next, the amax of a layer's input, weight or gradient changes little. So a scale may come from the amax of a few
-# steps before, with some headroom; values beyond it are clamped. The kernel that casts records the amax in the same
-# pass, and `precision.fp8` keeps the history and computes the amax values for the next step. Within a step these do not
-# change: all micro-batches and recomputed forward passes have the same scales, and an amax recorded twice is the same.
+# [Note: scales of earlier steps] With its own scale, a tensor has to be read twice: for its amax, and to be cast. But
+# the amax of a layer's input, weight or gradient changes little from one step to the next. So a scale may come from the
+# amax of the last few steps, with some headroom; values beyond it are clamped. The kernel that casts a tensor records
+# its amax, and `precision.fp8` keeps the history and computes the amax values for the next step. They do not change
+# within a step: all micro-batches and recomputed forward passes have the same scales, and recording the amax of a
+# recomputed tensor again changes nothing.
 #
-# Every layer has an amax of its own. Layers that are computed together share the largest.
+# Every layer has an amax of its own. Layers that are computed together use the largest of theirs.
 
 
 INPUT, WEIGHT, GRADIENT = range(3)
-"""The operands of a layer's products."""
+"""The indices of the tensors that a layer multiplies: its input, its weight, and the gradient of its output."""
 FORMATS: tuple[torch.dtype, ...] = (E4M3, E4M3, E5M2)
-"""The dtype of each operand."""
+"""The 8-bit dtype of each of these."""
 
 
 class DelayedScales(NamedTuple):
-    """The amax values of some layers, from earlier steps and of this one: a row per operand, a column per layer."""
+    """The amax values of some layers: a row for each of `INPUT`, `WEIGHT` and `GRADIENT`, a column for each layer."""
 
     amax: Tensor | None = None
-    """The values that scales are computed from, fp32; None: every tensor's own."""
+    """The values of earlier steps, which scales are computed from, fp32; None: each tensor's own amax is used."""
     amax_bits: Tensor | None = None
-    """The bits of this step's amax values, int32; None: they are not recorded."""
+    """Where this step's amax values are recorded, as the bits of fp32 values, int32; None: they are not recorded."""
 
     @property
     def saturates(self) -> bool:
@@ -454,22 +465,22 @@ class DelayedScales(NamedTuple):
         return self.amax is not None
 
     def of_layers(self, start: int, stop: int) -> DelayedScales:
-        """The values of some of the layers."""
+        """Return the values of the layers from `start` up to `stop`."""
         amax, amax_bits = (None if values is None else values[:, start:stop] for values in self)
         return DelayedScales(amax, amax_bits)
 
     def amax_bits_of(self, operand: int) -> Tensor | None:
-        """Where the amax of this operand is recorded."""
+        """Return the row of `amax_bits` for this operand; None if no amax is recorded."""
         return None if self.amax_bits is None else self.amax_bits[operand]
 
     def amax_of(self, operand: int, tensors: Sequence[Tensor]) -> Tensor:
-        """The amax values that the scale of these tensors is computed from."""
+        """Return the amax values that the scale of these tensors is computed from."""
         return amax_of(tensors) if self.amax is None else self.amax[operand]
 
     def fp8_cast(
         self, operand: int, tensors: Sequence[Tensor], amax: Tensor, *, dim: int = 0, rows: bool, columns: bool
     ) -> Fp8Matrix:
-        """`fp8_cast` to the dtype of the operand, recording the amax."""
+        """Cast tensors by `fp8_cast` to the dtype of the operand, and record their amax."""
         return fp8_cast(
             tensors,
             amax,
@@ -487,9 +498,9 @@ CURRENT_SCALES = DelayedScales()
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, rowwise: bool, emulated: bool) -> Tensor:
-    """`F.linear` of 16-bit tensors with 8-bit products; in and out features are multiples of 16.
+    """Return `F.linear` of 16-bit tensors, computed in 8 bits; in and out features must be multiples of 16.
 
-    `emulated`: cast to 8 bits in the same way, multiplied in fp32. For devices without 8-bit products.
+    `emulated`: tensors are cast to 8 bits as usual, but multiplied in fp32, on devices that cannot multiply in 8 bits.
     """
     return fp8_linears(x, [weight], [bias], rowwise=rowwise, emulated=emulated)[0]
 
@@ -503,9 +514,9 @@ def fp8_linears(
     emulated: bool,
     earlier: DelayedScales = CURRENT_SCALES,
 ) -> tuple[Tensor, ...]:
-    """`fp8_linear` for layers that have one input; see [Note: layers of one input].
+    """Return `fp8_linear` for each of several layers of the same input; see [Note: layers of one input].
 
-    `earlier` has a column per layer, for `tensorwise` without `torch.compile`.
+    `earlier` has a column per layer. It is used for `tensorwise` without `torch.compile` only.
     """
     flat = x.flatten(0, -2)
     outputs: tuple[Tensor, ...]
@@ -521,9 +532,9 @@ def fp8_linears(
 def scaled_product(
     a: Tensor, b: Tensor, inverses: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool, emulated: bool
 ) -> Tensor:
-    """`a @ b`, in `dtype`, of 8-bit matrices with these inverse scales.
+    """Return `a @ b` in `dtype`, for 8-bit matrices with these inverse scales.
 
-    `a` is row-major, `b` column-major. `fast` accumulates with fewer bits.
+    `a` is row-major, `b` column-major. `fast` sums with fewer bits. `emulated` multiplies in fp32.
     """
     if not emulated:
         return scaled_mm(a, b, scale_a=inverses[0], scale_b=inverses[1], out_dtype=dtype, use_fast_accum=fast)
@@ -532,7 +543,7 @@ def scaled_product(
 
 
 class _Fp8Linears(torch.autograd.Function):
-    """The products of linear layers that have one input, with one scale per tensor."""
+    """Linear layers of the same input in 8 bits, with one scale per tensor."""
 
     @staticmethod
     def forward(
@@ -577,7 +588,7 @@ class _Fp8Linears(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of one linear layer, in operations that `torch.compile` can fuse."""
+    """One linear layer in 8 bits, in torch operations, which `torch.compile` can fuse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rowwise: bool, emulated: bool) -> Tensor:
@@ -619,5 +630,5 @@ def _product(
 
 
 def _by_column(x: Tensor) -> Tensor:
-    """The same matrix, column-major."""
+    """Return the same matrix in column-major order."""
     return x.t().contiguous().t()

@@ -1,4 +1,7 @@
-"""AdamW over many tensors, which also rounds the new weights: one launch on CUDA, a loop elsewhere."""
+"""AdamW over many tensors, which also stores rounded copies of the new weights.
+
+On CUDA, one kernel launch updates many tensors; elsewhere they are updated one after another.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,18 @@ from plait.kernels.registry import implementation
 from plait.kernels.triton import HAS_TRITON, on_device_of
 from plait.torch_internals import foreach_add_, foreach_sub_, fused_adamw_
 
-# The Triton form of `adam_many`: one launch over many tensors, by a table of their addresses.
+# The kernel of `adam_many`: one launch updates many tensors, whose addresses it reads from a table.
 #
-# A program updates one piece of one tensor. It reads the gradient, the fp32 weight and both moments, and writes the
-# weight, the moments and the rounded weight, in one pass over memory. Loss scale and `found_inf` are read on the
-# device, so the host does not wait for them.
+# An *entry* is a parameter with its gradient, its moments and its rounded copy. A program updates one *piece* of an
+# entry: it reads the gradient, the weight and both moments, and writes the weight, the moments and the rounded weight.
+# Every number is read and written once. Loss scale and `found_inf` are read on the device, so the host does not wait
+# for them.
 
 
 BLOCK = 1024
 """Elements that a program updates at a time."""
 PIECE = 8 * BLOCK
-"""Elements that a program updates, one block after another."""
+"""Elements that a program updates in all, one block after another."""
 WARPS = 4
 
 if HAS_TRITON:
@@ -35,7 +39,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _address(table, row, count, index, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The address of one of the tensors of an entry."""
+        """Return the address of tensor `row` of entry `index`, as a pointer."""
         address = tl.load(table + row * count + index).to(tl.pointer_type(dtype))
         if aligned:
             address = tl.multiple_of(address, 16)  # for vectorized accesses
@@ -65,7 +69,7 @@ if HAS_TRITON:
         blocks: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program per piece."""
+        """Update one piece per program."""
         piece = tl.program_id(0).to(tl.int64)
         index = tl.load(pieces + 2 * piece).to(tl.int64)
         begin = tl.load(pieces + 2 * piece + 1).to(tl.int64) * (blocks * block)
@@ -103,28 +107,28 @@ if HAS_TRITON:
 
 
 class LaunchGroup(NamedTuple):
-    """What the entries of one launch have in common."""
+    """The properties that all entries of one launch must share."""
 
     weight: torch.dtype
     grad: torch.dtype
     rounded: torch.dtype | None
     aligned: bool
-    """Whether all are aligned for vectorized accesses."""
+    """Whether addresses and lengths of all tensors are aligned for vectorized loads and stores."""
 
 
 class WeightPointers(NamedTuple):
-    """The tensors of one parameter: all of one shape, and dense in the same order."""
+    """An entry, the tensors of one parameter: all of one shape and memory layout, without gaps."""
 
     weight: Tensor
     grad: Tensor
     mean: Tensor
     square: Tensor
     rounded: Tensor | None
-    """Where the rounded new weight is also stored."""
+    """Receives the new weight, rounded to its dtype; None: there is no rounded copy."""
 
     @property
     def group(self) -> LaunchGroup:
-        """The launch that it belongs to."""
+        """The group of entries with which it can share a launch."""
         tensors = [self.weight, self.grad, self.mean, self.square, *([] if self.rounded is None else [self.rounded])]
         aligned = self.weight.numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         return LaunchGroup(
@@ -138,16 +142,16 @@ class Launch(NamedTuple):
     group: LaunchGroup
     lengths: list[int]
     chosen: Tensor | None
-    """The indices of its entries; None: all."""
+    """The indices of the entries that it updates; None: all."""
     table: Tensor
     pieces: Tensor
 
 
 class Tables:
-    """The launches that update a list of entries; tables stay on the device as long as no tensor moves.
+    """The launches that update a list of entries, and their tables of addresses on the device.
 
-    Whether one moved is checked in every step, and in one loop, since for a model of many small tensors this check is
-    most of an update.
+    The tables are built again only if the address of a tensor changed. That is checked in every step, in a single loop:
+    for a model of many small tensors, this check takes most of the time of an update.
     """
 
     def __init__(self) -> None:
@@ -155,7 +159,7 @@ class Tables:
         self._launches: list[Launch] = []
 
     def of(self, entries: Sequence[WeightPointers]) -> list[Launch]:
-        """One launch for each `LaunchGroup`."""
+        """Return one launch for each `LaunchGroup` among the entries."""
         seen: list[Any] = []
         for weight, grad, mean, square, rounded in entries:
             seen += (weight.data_ptr(), grad.data_ptr(), mean.data_ptr(), square.data_ptr(), grad.dtype, weight.numel())
@@ -194,7 +198,11 @@ def adam_many_triton(
     found_inf: Tensor | None,
     launch: Launch,
 ) -> None:
-    """Update the entries of one launch. `rates` are their learning rates and roots of second corrections, fp32."""
+    """Update the entries of one launch, by one kernel.
+
+    `kept` is the factor of decoupled weight decay, `decay` the weight decay that is added to gradients. `rates` are
+    those of `_rates` for the entries of this launch.
+    """
     group, lengths, _, table, pieces = launch
     if len(pieces) == 0:
         return  # a rank may have no shard of any of them
@@ -232,7 +240,7 @@ _TYPES: dict[torch.dtype, Any] = (
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device asynchronously."""
+    """Return a copy on the device, copied asynchronously; on a CPU, the tensor itself."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
@@ -246,11 +254,11 @@ def adam_many(
     found_inf: Tensor | None = None,
     tables: Tables,
 ) -> None:
-    """Update weights and moments in place and store the rounded weights.
+    """Update weights and moments in place, and store the rounded weights.
 
-    `steps` count the updates of each entry, on its device, and are incremented here; `numbers.step` is ignored.
-    Gradients are divided by `scale`; where `found_inf` is not 0, nothing changes. Both are read on the device. `tables`
-    caches the launches of one list of entries.
+    `steps` has a scalar tensor for each entry, on its device: the number of its updates, which is incremented here, and
+    used instead of `numbers.step`. Gradients are divided by `scale`; where `found_inf` is not 0, nothing changes. Both
+    are read on the device. `tables` caches the launches; it must be used for one list of entries only.
     """
     if not entries:
         return
@@ -269,7 +277,7 @@ def adam_many_plain(
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`adam_many` one tensor after another, in any precision, on any device; the host waits."""
+    """Do the update of `adam_many` one tensor after another, in any precision, on any device; the host waits for it."""
     if found_inf is not None and float(found_inf) != 0.0:
         return
     factor = 1.0 if scale is None else 1.0 / float(scale)
@@ -283,8 +291,8 @@ def adam_many_plain(
 
 
 def _rates(numbers: AdamNumbers, steps: Tensor) -> Tensor:
-    """For each entry, the learning rate over the first bias correction, and the root of the second."""
-    # In float64: in float32, 1 - 0.999 has four digits left.
+    """Return (2, entries), fp32: the learning rate divided by the first bias correction, and the root of the second."""
+    # In float64: in float32, 1 - 0.999 has only four correct digits.
     counts = steps.double()
     first = -torch.expm1(counts * log(numbers.betas[0])) if numbers.betas[0] > 0.0 else torch.ones_like(counts)
     second = -torch.expm1(counts * log(numbers.betas[1])) if numbers.betas[1] > 0.0 else torch.ones_like(counts)
@@ -299,7 +307,7 @@ def _update_fake(
     found_inf: Tensor | None,
     tables: Tables,
 ) -> None:
-    """torch's fused update, which moves as many bytes except for the rounded weights."""
+    """Call torch's fused update on fake tensors; it reads and writes as many bytes, except for the rounded weights."""
     fused_adamw_(
         [entry.weight for entry in entries],
         [entry.grad for entry in entries],

@@ -1,7 +1,8 @@
 """Linear layers that share an input, and a gated feed-forward, each as one autograd function.
 
-[Note: one input, several layers] Each layer contributes to the gradient of the input, and autograd adds these up: a
-pass over memory for each layer but one. Here the first product creates the gradient, and the others accumulate into it.
+[Note: one input, several layers] The input's gradient is a sum with one term per layer. Autograd computes each term as
+a tensor and adds them in separate kernels. Here the first matrix multiplication creates the gradient, and the others
+accumulate into it (`addmm_`), which saves these additions.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from plait.torch_internals import any_global_hook, compiled_call, is_hooked
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether calling a layer only multiplies with its weight: no bias, no hooks, no tensor subclass as weight."""
+    """Whether calling a layer only multiplies by its weight: no bias, no hooks, no tensor subclass as weight."""
     return type(layer) is nn.Linear and layer.bias is None and is_untouched(layer)
 
 
 def is_untouched(layer: nn.Linear) -> bool:
-    """Whether calling a layer is the `forward` of its class alone (no hooks, not compiled), with a plain weight."""
+    """Whether calling a layer runs only the `forward` of its class (no hooks, not compiled), with a plain weight."""
     changed = "forward" in vars(layer) or compiled_call(layer) is not None
     watched = is_hooked(layer) or changed or any_global_hook()
     return class_of(layer.weight) in (nn.Parameter, Tensor) and not watched
 
 
 def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """Apply each layer to `x`: in one autograd function if all are plain, else by calling each."""
+    """Return the output of each layer for `x`: by one autograd function if all are `is_plain`, else by calling each."""
     if all(map(is_plain, layers)):
         return linears(x, *(layer.weight for layer in layers))  # type: ignore[arg-type]
     return [layer(x) for layer in layers]
 
 
 def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """`F.linear(x, weight)` for each weight; see [Note: one input, several layers]."""
+    """Return `F.linear(x, weight)` for each weight; see [Note: one input, several layers]."""
     outputs: tuple[Tensor, ...] = _SharedInputLinears.apply(*as_autocast_would(x, *weights))  # type: ignore[no-untyped-call]
     return outputs
 
@@ -50,7 +51,7 @@ def linears_plain(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The inputs of a matrix product, in autocast's dtype where autocast is on."""
+    """Return the inputs of a matrix multiplication, cast to autocast's dtype where autocast is on."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -59,7 +60,7 @@ def as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _SharedInputLinears(torch.autograd.Function):
-    """Saves the input where a weight is trainable, and the weights where the input needs a gradient."""
+    """Linear layers of one input; saves the input if a weight is trainable, the weights if the input needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -89,12 +90,15 @@ class _SharedInputLinears(torch.autograd.Function):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """All tokens as rows of one matrix."""
+    """Return `x` as a matrix, with all dims but the last flattened."""
     return x.reshape(-1, x.shape[-1])
 
 
 def bypassed_layers(model: nn.Module) -> set[nn.Module]:
-    """The layers whose `forward` is not called, because their parent, which lists them in `together`, multiplies."""
+    """Return the layers whose `forward` is not called, because their parent multiplies by their weights itself.
+
+    Such a parent lists its layers in the class attribute `together`.
+    """
     bypassed: set[nn.Module] = set()
     for module in model.modules():
         for names in getattr(type(module), "together", ()):
@@ -103,20 +107,24 @@ def bypassed_layers(model: nn.Module) -> set[nn.Module]:
     return bypassed
 
 
-# A gated feed-forward that saves gate and up, and not their product.
+# A gated feed-forward. `gate` and `up` are the outputs of its first two layers; the *product* is the elementwise
+# silu(gate) * up, the input of its last layer. Gate and up are saved for the backward pass, the product is not.
 #
-# [Note: the product is computed again] The last layer needs silu(gate) * up for the gradient of its weight. The
-# backward pass reads gate and up anyway, so it computes the product again in the same pass, in the memory of the
-# gradient that it has just read. Saved activations shrink by the width of the feed-forward per token.
+# [Note: the product is computed again] The gradient of the last layer's weight needs the product. The backward pass
+# reads gate and up anyway, so the kernel that computes their gradients computes the product again, and stores it in
+# the memory of the product's gradient, which it has just read. That saves one activation of the feed-forward's width
+# per token.
 #
-# [Note: saved before multiplied] When torch recomputes activations, it stops as soon as all saved tensors are there
-# again, and it sees what a function saves when its forward ends. So what the backward pass needs is saved by
-# `_GatedInner`, before the last product, and `_GatedLast`, which multiplies, saves nothing: the product is not
-# recomputed. The gradient of the output flows from one to the other along `thread`, an expanded tensor of one element.
+# [Note: saved before multiplied] When torch recomputes activations (checkpointing), it stops as soon as all saved
+# tensors are recomputed, and it learns what an autograd function saves when its forward ends. So `_GatedInner`, which
+# computes the product, saves all that the backward pass needs, and `_GatedLast`, which does the last matrix
+# multiplication, saves nothing: that multiplication is not recomputed. `_GatedInner` computes the whole backward pass,
+# and needs the gradient of the output for it: `_GatedLast` passes it on as the gradient of `thread`, a tensor in the
+# shape of the output that takes the memory of one element.
 
 
 def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`; layers that are not `is_plain` are called."""
+    """Return `down(silu(gate(x)) * up(x))`; layers that are not `is_plain` are called."""
     g, u = apply_linears(x, (gate, up))
     if is_plain(down) and g.dtype == u.dtype:
         return gated_down(g, u, down.weight)  # type: ignore[arg-type]
@@ -124,7 +132,7 @@ def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> 
 
 
 def gated_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """`F.linear(silu(gate) * up, weight)`, of tensors of one dtype; saves its arguments only."""
+    """Return `F.linear(silu(gate) * up, weight)` for tensors of one dtype; saves only its arguments for backward."""
     gate, up, weight = as_autocast_would(gate.contiguous(), up.contiguous(), weight)
     thread, product = _GatedInner.apply(gate, up, weight)  # type: ignore[no-untyped-call]
     out: Tensor = _GatedLast.apply(thread, product, weight.detach())  # type: ignore[no-untyped-call]
@@ -137,7 +145,7 @@ def gated_down_plain(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 
 class _GatedInner(torch.autograd.Function):
-    """silu(gate) * up; its backward is that of `gated_down`. See [Note: saved before multiplied]."""
+    """The product; its backward pass is that of all of `gated_down`. See [Note: saved before multiplied]."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +173,7 @@ class _GatedInner(torch.autograd.Function):
 
 
 class _GatedLast(torch.autograd.Function):
-    """The last product; passes its gradient on unchanged."""
+    """The last matrix multiplication. Its backward pass returns the output's gradient unchanged, for `thread`."""
 
     @staticmethod
     def forward(ctx: Any, thread: Tensor, product: Tensor, weight: Tensor) -> Tensor:

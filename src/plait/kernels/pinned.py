@@ -17,15 +17,15 @@ from plait.errors import TrainingError
 from plait.fake_tensors import on_fake_tensors
 
 ALIGNMENT = 4096
-"""What addresses, lengths and file offsets of direct I/O are multiples of: enough for all common disks."""
+"""Addresses, lengths and file offsets of direct I/O are multiples of this; all common disks accept it."""
 _CLEAR_BYTES = 8 << 20
-"""Bytes whose pages a thread clears at a time."""
+"""Bytes of new memory that one thread faults in at a time."""
 _PROBE = 32 << 20
 """Bytes that are copied to measure a link."""
 
 
 def rounded(size: int) -> int:
-    """`size` rounded up to a multiple of `ALIGNMENT`."""
+    """Return `size` rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -49,8 +49,8 @@ def _to_next_block(buffer: Tensor) -> int:
 
 
 def _pinned(size: int) -> Tensor:
-    # An `mmap` of our own rather than torch's storage, which has no Python object of the same lifetime: it could be
-    # unpinned while it is in use.
+    # The memory is an `mmap`, whose Python object lives exactly as long as tensors use it, and which unpins it at its
+    # end. torch's own storage has no such object: its memory could be unpinned while it is in use.
     pages = _Pages(-1, rounded(size))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
@@ -62,9 +62,10 @@ def _pinned(size: int) -> Tensor:
 
 
 def _touch(buffer: Tensor) -> None:
-    """Fault in every page, in many threads: `cudaHostRegister` would have them cleared one after another.
+    """Write to every page, in many threads, so that Linux allocates and zeroes them in parallel, at about 1 GB/s each.
 
-    Linux clears about 1 GB/s per thread. torch would not parallelize an operation on so few elements.
+    Otherwise `cudaHostRegister` would have them zeroed one after another. The threads are Python's: torch would not
+    parallelize an operation on so few elements.
     """
     chunks = torch.split(buffer, _CLEAR_BYTES)
     if len(chunks) == 1:
@@ -78,8 +79,9 @@ def _touch(buffer: Tensor) -> None:
 class _Pages(mmap.mmap):
     """Anonymous memory that is registered with CUDA, and unregistered before it is unmapped.
 
-    [Note: unregistered before unmapped] Memory that is mapped later may have the same address, and CUDA would copy from
-    and to the old pages. The callback of a weak reference to the map would come too late.
+    [Note: unregistered before unmapped] If memory were unmapped while it is registered, later memory could get the same
+    address, and CUDA would copy from and to the old pages. So `__del__` unregisters it. The callback of a weak
+    reference to the map would run too late, after the memory is unmapped.
     """
 
     unpin: Callable[[], object] | None = None
@@ -105,7 +107,7 @@ def _pin(address: int, size: int) -> None:
 
 
 def link_gbps(device: torch.device) -> float:
-    """Measure the GB/s of copies from pinned memory to a CUDA device, in a few hundredths of a second."""
+    """Measure and return the GB/s of copies from pinned memory to a CUDA device; takes a few hundredths of a second."""
     there = torch.empty(_PROBE, dtype=torch.uint8, device=device)
     return copy_gbps(there, host_empty(_PROBE, dtype=torch.uint8, pinned=True), device, times=4)
 

@@ -32,20 +32,20 @@ class Operation(NamedTuple):
     """One row of the registry."""
 
     implementations: tuple[Implementation, ...]
-    """Those that there are, in order of preference."""
+    """The implementations that exist, in order of preference."""
     why: str
-    """The reason for the first one."""
+    """Why the first one is preferred."""
     capability: tuple[int, int] = (0, 0)
     """The CUDA compute capability that Plait's kernel needs."""
     excluded: tuple[torch.dtype, ...] = (torch.float64,)
-    """Dtypes that are left to torch."""
+    """Dtypes for which torch's implementation is used."""
 
 
 _BOTH: tuple[Implementation, ...] = ("plait", "torch")
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
     {
-        # Layers of a model, where strategy.kernels is auto and nothing is compiled.
+        # Layers of a model, used where strategy.kernels is auto and the model is not compiled.
         "rms_norm": Operation(
             _BOTH,
             "keeps its input and one number per row, and adds the residual's gradient while it writes its own. Alone "
@@ -111,7 +111,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
 
 
 def implementation(operation: str, tensor: Tensor) -> Implementation:
-    """Return the implementation of an operation for such a tensor; of a fake tensor, for its device."""
+    """Return the implementation of an operation for a tensor; a fake tensor is treated like one on its device."""
     row = OPERATIONS[operation]
     has_own = "plait" in row.implementations and tensor.dtype not in row.excluded
     return "plait" if has_own and has_kernels(tensor, row.capability) else "torch"
@@ -120,8 +120,9 @@ def implementation(operation: str, tensor: Tensor) -> Implementation:
 def choose_attention(kernel: str, device: torch.device) -> None:
     """Restrict torch's SDPA to one kernel (`strategy.attention`), or to "math" where that kernel cannot run.
 
-    For the whole process, as torch keeps it: recomputed activations must come from the same kernel. `auto` leaves the
-    choice to torch, which prefers cuDNN on Hopper and later, and FlashAttention before.
+    The restriction holds for the whole process (it is torch's global setting), so recomputed activations come from the
+    same kernel. `auto` leaves the choice to torch, which prefers cuDNN on Hopper and later, and FlashAttention before.
+    Raise a `ConfigError` for any other choice on a device without CUDA.
     """
     if kernel == "auto":
         return

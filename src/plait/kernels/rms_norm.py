@@ -1,4 +1,7 @@
-"""RMSNorm, optionally of a sum, in one kernel per direction; in torch operations where no kernel exists."""
+"""RMSNorm of a tensor, or of the sum of two: one kernel for the forward pass and one for the backward pass.
+
+Where the kernels cannot run, torch operations are used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from plait.kernels.triton import HAS_TRITON, on_device_of
 
 _PROGRAMS = 512
 """Programs of the backward pass over wide rows; each sums the weight's gradient over its rows. Narrow rows get more
-programs, since one program alone would not keep an SM busy."""
+programs, because few programs with little work would not keep an SM busy."""
 
 if HAS_TRITON:
     import triton
@@ -24,7 +27,7 @@ if HAS_TRITON:
     def _forward_kernel(  # type: ignore[no-untyped-def]
         x, residual, weight, total, out, scales, width, eps, has_residual: tl.constexpr, block: tl.constexpr
     ):
-        """One program per row."""
+        """Normalize one row of `x` per program or, with `has_residual`, of `x + residual`, stored in `total`."""
         row = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, block)
         inside = at < width
@@ -55,7 +58,10 @@ if HAS_TRITON:
         has_residual: tl.constexpr,
         block: tl.constexpr,
     ):
-        """One program for many rows, so that few partial sums of the weight's gradient remain."""
+        """Compute the gradients of the input and, partially summed, of the weight.
+
+        Each program sums the weight's gradient over many rows, so that few partial sums are left to add up.
+        """
         program = tl.program_id(0).to(tl.int64)
         at = tl.arange(0, block)
         inside = at < width
@@ -87,7 +93,7 @@ def _forward_fake(
 def forward_triton(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the sum with the residual, where there is one; its norm; and the scale of each row, fp32."""
+    """Return `x + residual` (None without a residual), its norm, and the factor that each row was scaled by, fp32."""
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     out, scales = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
     total = None if residual is None else torch.empty_like(x)
@@ -119,7 +125,7 @@ def _backward_fake(
 def backward_triton(
     x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the norm's input, with that of the sum added if there is one, and the weight's, fp32."""
+    """Return the gradients of the norm's input, to which `grad_total` is added if given, and of the weight, fp32."""
     rows, width = len(scales), x.shape[-1]
     grad_x = torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -148,11 +154,11 @@ def _warps(block: int) -> int:
 
 
 MAX_WIDTH = 32768
-"""A program holds a whole row."""
+"""The largest width that the kernels support: a program holds a whole row."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` divided by the root of its mean square along the last dim, times `weight`; in the dtype of `x`."""
+    """Return `x` divided by the root of its mean square along the last dim, times `weight`, in the dtype of `x`."""
     if not _is_fused(x):
         return rms_norm_plain(x, weight, eps)
     out: Tensor = _RMSNorm.apply(x, None, weight, eps, False)[1]  # type: ignore[no-untyped-call]
@@ -160,7 +166,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x` and its norm. The gradient of the `x` returned is added inside the kernel of the norm's gradient."""
+    """Return `x` and its norm. The kernel of the norm's backward pass also adds the gradient of the returned `x`."""
     if not _is_fused(x):
         return x, rms_norm_plain(x, weight, eps)
     same, out = _RMSNorm.apply(x, None, weight, eps, True)  # type: ignore[no-untyped-call]
@@ -168,7 +174,7 @@ def rms_norm_and_input(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of two tensors of one dtype, and its norm."""
+    """Return the sum of two tensors of one dtype, and the norm of the sum."""
     if not _is_fused(x) or x.dtype != y.dtype:
         total = x + y
         return total, rms_norm_plain(total, weight, eps)
@@ -177,7 +183,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in torch operations: computed in fp32 or wider, rounded at the end."""
+    """Do `rms_norm` with torch operations: computed in fp32 or wider, rounded at the end."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps).to(x.dtype)
 
@@ -187,7 +193,7 @@ def _is_fused(x: Tensor) -> bool:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Saves the norm's input, and one number per row."""
+    """The norm and, if `y` is given, the sum before it. Saves the norm's input, and one number per row."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys in one kernel per direction."""
+"""Rotary embedding of queries and keys: one kernel for both in the forward pass, and one in the backward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if HAS_TRITON:
         head_block: tl.constexpr,
         half_block: tl.constexpr,
     ):
-        """All heads of one token."""
+        """Rotate all heads of one token of `x`, and store them in `out`."""
         head = tl.arange(0, head_block)[:, None]
         at = tl.arange(0, half_block)[None, :]
         inside = (head < heads) & (at < half)
@@ -77,7 +77,7 @@ if HAS_TRITON:
         k_block: tl.constexpr,
         half_block: tl.constexpr,
     ):
-        """One program per token."""
+        """Rotate queries and keys, one program per token. `direction` is 1, or -1 for the backward pass."""
         program = tl.program_id(0).to(tl.int64)
         batch, token = program // tokens, program % tokens
         at = tl.arange(0, half_block)[None, :]
@@ -123,7 +123,7 @@ if HAS_TRITON:
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle, computed in fp32.
+    """Return `q` and `k` (batch, heads, tokens, head_dim) with each pair (i, i + head_dim / 2) rotated, in fp32.
 
     The tables are (batch or 1, tokens, at least head_dim / 2); only the first head_dim / 2 columns are used.
     """
@@ -134,7 +134,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def apply_rotary_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`apply_rotary` of one tensor, in torch operations."""
+    """Return one tensor, rotated as `apply_rotary` does, with torch operations."""
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     c, s = cos[:, None, :, :half].to(wide), sin[:, None, :, :half].to(wide)
@@ -143,7 +143,7 @@ def apply_rotary_plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The backward pass rotates the other way, so only the tables are saved."""
+    """Rotates queries and keys. The backward pass rotates by the negative angle, so only the tables are saved."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

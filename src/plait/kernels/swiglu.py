@@ -1,4 +1,4 @@
-"""silu(gate) * up in one kernel per direction; only the inputs are saved."""
+"""silu(gate) * up: one kernel for the forward pass, one for the backward pass, which recomputes it from its inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ if HAS_TRITON:
     def _backward_kernel(  # type: ignore[no-untyped-def]
         gate, up, grad, grad_gate, grad_up, out, count, has_out: tl.constexpr, block: tl.constexpr
     ):
-        """`out` may be `grad`: a program has loaded its elements before it stores."""
+        """Store the gradients of gate and up and, with `has_out`, silu(gate) * up into `out`.
+
+        `out` may be the same tensor as `grad`: a program loads all its elements before it stores any.
+        """
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         inside = at < count
         g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +48,7 @@ if HAS_TRITON:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, of tensors of one shape and dtype."""
+    """Return `silu(gate) * up` for tensors of one shape and dtype."""
     if not _is_fused(gate, up):
         return swiglu_plain(gate, up)
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
@@ -76,7 +79,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def product_of(gate: Tensor, up: Tensor) -> Tensor:
-    """The forward pass without autograd, of contiguous tensors."""
+    """Return `silu(gate) * up` for contiguous tensors, without autograd."""
     if not _is_fused(gate, up):
         return swiglu_plain(gate, up)
     return _product_triton(gate, up)
@@ -95,7 +98,10 @@ def _product_triton(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def slopes_of(gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of gate and up, of contiguous tensors; with `again` also the product, which may overwrite grad."""
+    """Return the gradients of gate and up and, with `again`, `silu(gate) * up` (else None), for contiguous tensors.
+
+    `grad` is the gradient of `silu(gate) * up`; with `again`, the result may be stored in its memory.
+    """
     if not _is_fused(gate, up):
         return slopes_plain(gate, up, grad, again=again)
     return _slopes_triton(gate, up, grad, again)

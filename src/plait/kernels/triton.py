@@ -1,7 +1,8 @@
-"""Whether Triton is installed, and which tensors its kernels take.
+"""Whether Triton is installed, and on which tensors its kernels can run.
 
-Each kernel has a plain form in torch operations. Kernels run on CUDA; elsewhere the plain form does, unless Triton's
-interpreter is on (`TRITON_INTERPRET=1`), which executes kernels on the CPU, for tests.
+Each kernel has a plain form: a function that computes the same with torch operations. Kernels run on CUDA. Elsewhere
+the plain form runs, unless Triton's interpreter is on (`TRITON_INTERPRET=1`), which executes kernels on the CPU, for
+tests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _would_have_kernels(tensor: Tensor, capability: tuple[int, int] = (0, 0)) ->
 
 @on_fake_tensors(_would_have_kernels)
 def has_kernels(tensor: Tensor, capability: tuple[int, int] = (0, 0)) -> bool:
-    """Whether kernels that need a compute capability can run on a tensor; of a fake tensor, on its device."""
+    """Whether kernels that need this CUDA compute capability can run on a tensor; for a fake one, if it is on CUDA."""
     if not tensor.is_cuda:
         return interprets()
     return HAS_TRITON and (capability == (0, 0) or torch.cuda.get_device_capability(tensor.device) >= capability)
@@ -41,5 +42,5 @@ def interprets() -> bool:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which kernels are launched on the device of a tensor."""
+    """Return a context in which kernels are launched on the device of a tensor."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
