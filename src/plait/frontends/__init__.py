@@ -1,4 +1,4 @@
-"""Other frameworks' words, translated into a run description and run by Plait's own engine."""
+"""Front ends: APIs and configurations of other frameworks, translated into run descriptions of Plait's engine."""
 
 from typing import TYPE_CHECKING
 

@@ -58,7 +58,8 @@ class Accelerator(Processes):
     """Accelerate's Accelerator; Plait's engine parallelizes the models that it prepares.
 
     Arguments are Accelerate's. `config_file` is an `accelerate` YAML; `sections` are sections of a run description
-    that override everything else (`sections={"strategy": "zero3"}`). `key_report` has the outcome of every key.
+    that override everything else (`sections={"strategy": "zero3"}`). `key_report` says for every key of the given
+    configuration whether Plait honours, translates, ignores or refuses it.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Accelerator(Processes):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Whether there are several ranks, and whether each has the full model."""
+        """`NO` for one rank, `FSDP` if anything is sharded (ZeRO stage above 0), else the `MULTI_…` of the device."""
         if not self.use_distributed:
             return DistributedType.NO
         if self.config.strategy.stage > 0:
@@ -153,18 +154,18 @@ class Accelerator(Processes):
 
     @property
     def split_batches(self) -> bool:
-        """Whether the batch size of a loader is that of all ranks together."""
+        """Whether the batch size of a loader counts the samples of all ranks together, not of each rank."""
         return bool(self.dataloader_config.split_batches)
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round of batches is filled up."""
+        """Whether ranks without a last batch repeat samples, so that all ranks have equally many batches."""
         return bool(self.dataloader_config.even_batches)
 
     # ---- what is prepared
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models, optimizers, loaders and schedulers, in any order and number; returns them in that order.
+        """Prepare models, optimizers, loaders and schedulers, in any order and number; return them in that order.
 
         Anything else is returned unchanged. `device_placement` says for each loader whether its batches are moved to
         the device.
@@ -189,7 +190,7 @@ class Accelerator(Processes):
         return results if len(results) > 1 else results[0]
 
     def prepare_model(self, model: nn.Module, **_: Any) -> nn.Module:
-        """Return a model on the device. It is parallelized when its optimizer is prepared, and only runs until then."""
+        """Return a model on the device. Until its optimizer is prepared, it is not parallelized, nor can it train."""
         prepared = self._wrapped(model)
         prepared.to_device()
         return prepared
@@ -202,7 +203,7 @@ class Accelerator(Processes):
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer | DummyOptim, **_: Any) -> Optimizer:
-        """Return an optimizer on an engine, which parallelizes the models whose parameters it has."""
+        """Return an optimizer with an engine, which parallelizes the models whose parameters the optimizer has."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         if isinstance(optimizer, DummyOptim):
@@ -243,7 +244,7 @@ class Accelerator(Processes):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Any = None,
     ) -> PreparedLoader:
-        """Return a loader of this rank's share of the batches."""
+        """Return a loader that yields this rank's part of the batches."""
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         if slice_fn_for_dispatch is not None:
@@ -296,7 +297,7 @@ class Accelerator(Processes):
         return model.module if isinstance(model, PreparedModel) else model
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Release everything that was prepared; returns as many Nones as `objects`."""
+        """Release everything that was prepared. Return a None for each of `objects`."""
         for model in self._models:
             model.engine = None
         for prepared in (self._models, self._optimizers, self._schedulers, self._dataloaders):
@@ -312,7 +313,7 @@ class Accelerator(Processes):
     # ---- checkpoints
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects too; they need `state_dict` and `load_state_dict`."""
+        """Let `save_state` and `load_state` include these objects; they need `state_dict` and `load_state_dict`."""
         unfit = [obj for obj in objects if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))]
         if unfit:
             names = ", ".join(type(obj).__name__ for obj in unfit)
@@ -320,12 +321,12 @@ class Accelerator(Processes):
         self._custom_objects.extend(objects)
 
     def save_state(self, output_dir: str | Path | None = None, **_: Any) -> str:
-        """Write everything prepared or registered as a Plait checkpoint; returns its folder."""
+        """Write everything that was prepared or registered to a Plait checkpoint; return its folder."""
         folder = state_files.next_folder(self.project_configuration, output_dir, self.world)
         state_files.save(self._prepared_objects(), folder)
         if self._save_hooks:
-            # As in Accelerate, hooks remove from this list what they have saved, and sharded models are not in it. Here
-            # everything is saved, whatever they remove.
+            # As in Accelerate, hooks get a list of weights without those of sharded models, and may remove the
+            # weights that they have saved themselves. Here this has no effect: everything is saved already.
             weights = [
                 state_files.full_weights(model, self.world)
                 for model in self._models
@@ -387,7 +388,8 @@ class Accelerator(Processes):
     def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int | None = None) -> PreparedLoader:
         """Return a loader of the current pass without its first batches.
 
-        Without a number: without those that the loaded state had seen, on whatever number of ranks it was saved.
+        Without `num_batches`, skip the batches that had been read when the loaded state was saved, also if that was on
+        another number of ranks.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -395,17 +397,17 @@ class Accelerator(Processes):
 
     @property
     def project_dir(self) -> str | Path | None:
-        """Where the script writes."""
+        """The folder that the script writes to."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | Path | None:
-        """Where trackers write."""
+        """The folder that trackers write to."""
         return self.project_configuration.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """How many checkpoints were saved."""
+        """The number of checkpoints that were saved."""
         return self.project_configuration.iteration
 
     def init_trackers(
@@ -414,7 +416,7 @@ class Accelerator(Processes):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open the trackers of `log_with`. `init_kwargs["wandb"]` goes to `wandb.init`."""
+        """Open the trackers of `log_with`. `init_kwargs["wandb"]` has arguments of `wandb.init`."""
         self._trackers.start(project_name, config, init_kwargs or {})
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
@@ -438,7 +440,7 @@ class Accelerator(Processes):
     # ---- one step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward through the mean loss of one micro-batch, divided by `gradient_accumulation_steps`."""
+        """Run backward from the mean loss of one micro-batch, divided by `gradient_accumulation_steps`."""
         models = [model for model in self._models if model.engine is not None and model.in_graph]
         engines = list({id(model.engine): model.engine for model in models if model.engine is not None}.values())
         if not engines:
@@ -456,7 +458,7 @@ class Accelerator(Processes):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch. Optimizers step after `gradient_accumulation_steps` of them, and after the loader's last."""
+        """A block for one micro-batch. Optimizers step every `gradient_accumulation_steps` blocks and on the last."""
         self.gradient_state.advance()
         with ExitStack() as stack:
             for model in models:
@@ -465,7 +467,7 @@ class Accelerator(Processes):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Inside, gradients accumulate on this rank; the next backward pass outside sums them over ranks."""
+        """Inside, gradients accumulate on this rank; the next backward pass outside reduces them over ranks."""
         models = [prepared for prepared in self._models if prepared is model or prepared.module is model]
         before = [prepared.syncs for prepared in models]
         for prepared in models:
@@ -477,9 +479,9 @@ class Accelerator(Processes):
                 prepared.syncs = value
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the global norm in the next step; returns the norm before clipping, as a tensor on the device.
+        """Clip the global gradient norm in the next step; return the norm before clipping, as a tensor on the device.
 
-        Does nothing, and returns None, while gradients accumulate.
+        Do nothing, and return None, on micro-batches that do not complete a step.
         """
         if norm_type != 2:
             raise TrainingError(f"clip_grad_norm_ supports the 2-norm only, not norm_type={norm_type}")
@@ -489,7 +491,7 @@ class Accelerator(Processes):
         return None if engine is None else engine.clip_grad_norm(float(max_norm))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each gradient element in the next step."""
+        """Clip each element of the gradients to ±`clip_value` in the next step."""
         engine = self._engine_of(parameters) if self.sync_gradients else None
         if engine is not None:
             engine.clip_grad_value(clip_value)
@@ -540,7 +542,7 @@ class Accelerator(Processes):
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self._dtype, "no") if self._dtype else "no"
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context for computations outside the model, in the precision of the run."""
+        """Return torch's autocast context in the precision of the run, for computations outside the model."""
         handler = autocast_handler or self._autocast
         if self._dtype is None or not handler.enabled:
             return nullcontext()
@@ -561,20 +563,20 @@ class Accelerator(Processes):
         return self._gatherer.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return the same, without the samples that were repeated to fill the last batches."""
+        """Return what `gather` does, without the samples that were repeated to fill the last batches."""
         return self._gatherer.gather_for_metrics(input_data, self.gradient_state, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean over all ranks."""
+        """Return the sum or mean of tensors over all ranks, times `scale`."""
         return self._gatherer.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Return tensors padded to the longest of all ranks."""
+        """Return tensors padded along `dim` to the size of the largest of all ranks."""
         return self._gatherer.pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Inside, `even_batches` decides whether loaders give every rank equally many batches.
+        """Inside the block, `even_batches` decides whether loaders give every rank equally many batches.
 
         Ranks must call backward equally often, whatever the strategy, so `even_batches=False` is for evaluation only.
         """

@@ -1,4 +1,4 @@
-"""An `accelerate` YAML as a run description of Plait, with a report on every key. Imports no torch."""
+"""Translates an `accelerate` YAML into a run description, with a report on every key. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plait.errors import ConfigError, Problem
 from plait.frontends import KeyEntry, KeyReader, TranslatedSettings, Translation, honoured, mapped, refused, unneeded
 from plait.launch import Machines
 
-# Values as people write them in YAML.
+# Readers of values: bool, numbers and choices in any of the spellings that Accelerate accepts.
 
 
 class AccelerateSettings(TranslatedSettings):
-    """A translation under way that reads values as Accelerate does; a value that it cannot read is a problem."""
+    """The state of one translation. Reads values as Accelerate does; a value that it cannot read is a problem."""
 
     def section(self, key: str, value: Any) -> Mapping[str, Any] | None:
-        """Return a value that is a section; None, with the outcome recorded, where it is empty or not a section."""
+        """Return `value` if it is a section (a mapping); else None, with the outcome recorded: empty, or a problem."""
         if not value:
             self.unneeded(key, value, "empty")
         elif isinstance(value, Mapping):
@@ -30,7 +30,7 @@ class AccelerateSettings(TranslatedSettings):
         return None
 
     def flag(self, key: str, value: Any) -> bool:
-        """Return a switch as a bool: true and false, or the spellings of YAML and the command line."""
+        """Return a switch as a bool, from any spelling of true and false (`yes`, `"1"`); anything else is a problem."""
         if _is_off(value):
             return False
         if str(value).lower() not in ("true", "yes", "1"):
@@ -49,7 +49,7 @@ class AccelerateSettings(TranslatedSettings):
         return number
 
     def choice(self, key: str, value: Any, choices: Sequence[str]) -> str | None:
-        """Return the one of `choices` that a value is, in any case; None, with a problem recorded, for any other."""
+        """Return the one of `choices` that equals the value, ignoring case; None, with a problem, if none does."""
         match = next((choice for choice in choices if choice.lower() == str(value).lower()), None)
         if match is None:
             self.wrong(key, f"{show(value)} is not known", choose(value, choices, "value"))
@@ -64,7 +64,7 @@ def _is_off(value: Any) -> bool:
 
 
 def refused_if_on(remedy: str) -> Reader:
-    """A reader for what Plait does not have: unneeded while it is off, refused otherwise."""
+    """Return a reader for a feature that Plait lacks: the key is unneeded while it is off, refused otherwise."""
 
     def read(settings: AccelerateSettings, key: str, value: Any) -> None:
         if value in ([], {}) or _is_off(value):
@@ -79,7 +79,7 @@ def refused_if_on(remedy: str) -> Reader:
 
 
 def section(readers: Mapping[str, Reader]) -> Reader:
-    """A reader for a section with these keys."""
+    """Return a reader for a section with these keys."""
 
     def read(settings: AccelerateSettings, key: str, value: Any) -> None:
         if (section := settings.section(key, value)) is not None:
@@ -108,7 +108,7 @@ def _switch(path: str, on: Any = True, off: Any = False) -> Reader:
 
 
 def _when_on(values: Mapping[str, Any], reader: Reader) -> Reader:
-    """A reader for a switch that sets these values when it is on; `reader` records the outcome then."""
+    """Return a reader for a switch: when on, it sets these values, and `reader` records the outcome."""
 
     def read(settings: AccelerateSettings, key: str, value: Any) -> None:
         if not settings.flag(key, value):
@@ -224,7 +224,7 @@ def read_deepspeed(settings: AccelerateSettings, key: str, value: Any) -> None:
 
 
 def deepspeed_config(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the DeepSpeed configuration that Accelerate makes of these keys."""
+    """Return the DeepSpeed configuration that Accelerate builds from these keys."""
     zero: dict[str, Any] = {"stage": _number(value.get("zero_stage", 2))}
     for role in ("optimizer", "param"):
         device = value.get(f"offload_{role}_device")
@@ -240,7 +240,7 @@ def deepspeed_config(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that was written as text; any other value as it is, for DeepSpeed's translation to judge."""
+    """Return the number that a text holds; any other value unchanged, which DeepSpeed's translation then checks."""
     try:
         return float(value) if "." in value else int(value)
     except (TypeError, ValueError):
@@ -250,7 +250,7 @@ def _number(value: Any) -> Any:
 def _copy_outcomes(
     settings: AccelerateSettings, key: str, value: Mapping[str, Any], entries: Mapping[str, KeyEntry]
 ) -> None:
-    """Record for each key the outcome of the DeepSpeed key that it stands for."""
+    """Record for each key of the section the outcome of the DeepSpeed key that it sets."""
     for name, theirs in _DEEPSPEED_KEYS.items():
         if name not in value:
             continue
@@ -292,7 +292,7 @@ def set_precision(settings: AccelerateSettings, key: str, value: str) -> None:
 
 
 def _read_with_the_section(settings: AccelerateSettings, key: str, value: Any) -> None:
-    """Read nothing: `_copy_outcomes` records the outcome."""
+    """Do nothing: this key is read together with its section, and `_copy_outcomes` records its outcome."""
 
 
 _LAUNCHING = (
@@ -376,7 +376,7 @@ read_mpirun = section(
     }
 )
 
-# `fsdp_config` of Accelerate, of FSDP 1 and 2.
+# The section `fsdp_config`, for FSDP 1 and 2.
 
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -386,14 +386,14 @@ _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
 def read_fsdp(settings: AccelerateSettings, key: str, value: Any) -> None:
-    """Read the section; the default strategy is FULL_SHARD, as in Accelerate."""
+    """Read the section `fsdp_config`; the default strategy is FULL_SHARD, as in Accelerate."""
     if settings.section(key, value) is None:
         return
     if settings.get("strategy.zero") is None:
         settings.set("strategy.sharding", "FULL_SHARD")
     settings.read(value, FSDP_READERS, key)
     if settings.get("strategy.sharding") not in ("FULL_SHARD", "HYBRID_SHARD"):
-        settings.drop("strategy.offload.params")  # whole parameters stay where they compute
+        settings.drop("strategy.offload.params")  # parameters that are not sharded cannot be offloaded
     policy = str(value.get("fsdp_auto_wrap_policy", "")).upper()
     if policy == "SIZE_BASED_WRAP" and settings.get("strategy.wrap.min_params") is None:
         settings.wrong(
@@ -507,8 +507,8 @@ _SECTION_OF = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON
 def translate(source: str | Path | Mapping[str, Any]) -> Translation:
     """Return the run description that an Accelerate configuration asks for, and the outcome of each of its keys.
 
-    Raises `ConfigError` for keys and values that Accelerate itself does not know. What Plait does not support is
-    recorded as refused; `report.raise_refusals()` raises it.
+    Raise `ConfigError` for keys and values that Accelerate itself does not know. Keys that Plait does not support are
+    recorded as refused; `report.raise_refusals()` raises an error for them.
     """
     config = read(source)
     settings = AccelerateSettings()
@@ -528,7 +528,7 @@ def translate(source: str | Path | Mapping[str, Any]) -> Translation:
 
 
 def _compare_precision(settings: AccelerateSettings, config: Mapping[str, Any]) -> None:
-    """Refuse a DeepSpeed file that switches `mixed_precision` off: Accelerate would silently train in fp32."""
+    """Record a problem if the DeepSpeed file disables `mixed_precision`: Accelerate would silently use fp32."""
     asked, section = str(config.get("mixed_precision")).lower(), config.get("deepspeed_config")
     file = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if asked not in ("fp16", "bf16") or file in (None, "none"):
@@ -555,7 +555,7 @@ def processes(config: Mapping[str, Any]) -> int | None:
 def machines(config: Mapping[str, Any]) -> Machines | None:
     """Return the machines of a multi-node configuration; None for one machine.
 
-    Raises `ConfigError` where the nodes could not find each other.
+    Raise `ConfigError` if it lacks what the nodes need to find each other.
     """
     problems = [
         Problem(key, f"{value!r}: `plait train` starts ranks on this machine only", remedy)
@@ -592,7 +592,7 @@ def _machine_count(config: Mapping[str, Any]) -> int:
 
 
 def _elsewhere(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield keys that name other machines, with value and remedy: Accelerate starts processes there itself."""
+    """Yield (key, value, remedy) for keys that name hosts on which Accelerate itself would start processes."""
     for section, key in (("deepspeed_config", "deepspeed_hostfile"), ("mpirun_config", "mpirun_hostfile")):
         named = config.get(section)
         hostfile = named.get(key) if isinstance(named, Mapping) else None
@@ -714,10 +714,10 @@ READERS: dict[str, Reader] = {
         ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), _TPU
     ),
     **dict.fromkeys(("command_file", "commands"), _TPU),
-    # of older versions
+    # keys of older versions
     "fp16": _when_on({"precision.compute": "fp16"}, mapped("precision.compute: fp16; now mixed_precision: fp16")),
     "dynamo_backend": lambda settings, key, value: read_dynamo(settings, key, {"dynamo_backend": value}),
-    # of the other compute environment
+    # keys of the compute environment AMAZON_SAGEMAKER
     **dict.fromkeys(
         (
             "ec2_instance_type",

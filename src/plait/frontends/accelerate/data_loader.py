@@ -30,7 +30,7 @@ from plait.frontends.accelerate.utils.operations import concatenate, find_batch_
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Which batches, or pieces of batches, a rank takes."""
+    """Which batches, or pieces of batches, one rank reads; see [Note: which rank reads which batch]."""
 
     rank: int
     ranks: int
@@ -42,7 +42,7 @@ class BatchShare:
 
 
 class ShareSampler(BatchSampler):
-    """Yields the batches of indices that one rank takes."""
+    """Yields the batches of indices that one rank reads."""
 
     def __init__(self, sampler: Any, share: BatchShare) -> None:
         # Without super().__init__: the given sampler may be any object with batches.
@@ -178,9 +178,9 @@ class RecordedSampler(RandomSampler):
         count = sampler_num_samples(sampler)
         super().__init__(sampler.data_source, replacement=sampler.replacement, num_samples=count)
         self.order: torch.Tensor | None = None
-        """Generator state at the beginning of the pass."""
+        """State of torch's generator at the beginning of the pass, from which its order was drawn."""
         self.repeat_from: torch.Tensor | None = None
-        """Generator state that the next pass starts with, if it repeats one."""
+        """The generator state to begin the next pass with; None unless it repeats the order of a saved pass."""
 
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator()
@@ -213,7 +213,7 @@ class SkippingSampler(BatchSampler):
 
 
 def step_count(steps: Any) -> int:
-    """Return the number of micro-batches per step; raises for anything but a whole number from 1."""
+    """Return `steps`, the micro-batches per step; raise `ConfigError` if it is not a whole number from 1."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         message = f"{steps!r} is not a number of micro-batches"
         raise ConfigError(Problem("gradient_accumulation_steps", message, "Write a whole number, 1 or more."))
@@ -227,9 +227,9 @@ class GradientState:
     num_steps: int = 1
     """Micro-batches per step."""
     adjust_scheduler: bool = True
-    """Count scheduler steps on micro-batches that do not step, so that torch does not warn."""
+    """Whether micro-batches without an optimizer step count as scheduler steps, so that torch does not warn."""
     sync_with_dataloader: bool = True
-    """A loader's last batch completes a step, however many micro-batches it has."""
+    """Whether a loader's last batch completes a step, even if the step then has fewer micro-batches."""
     sync_each_batch: bool = False
     sync_gradients: bool = True
     """Whether the gradients of the current micro-batch complete a step."""
@@ -271,7 +271,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The arguments of the plugin."""
+        """The values of the `GradientAccumulationPlugin`, by argument."""
         names = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
         return {name: getattr(self, name) for name in names}
 
@@ -300,7 +300,7 @@ class Delivery:
     """Device that batches are moved to; None: they are not moved."""
     non_blocking: bool = False
     dispatch: bool = False
-    """Rank 0 reads the data and sends it to all ranks."""
+    """Whether rank 0 alone reads the data and sends it to all ranks."""
     skip: int = 0
     """Batches to skip at the beginning of a pass."""
 
@@ -315,7 +315,7 @@ class PreparedLoader(DataLoader[Any]):
         self.remainder = -1
         """Samples in the last round of batches that are not repetitions; -1 if unknown."""
         self.iteration = 0
-        """Complete passes."""
+        """The number of passes that are complete."""
         self.position = 0
         """Rounds of batches of this pass that were yielded."""
         self.resume_at = 0
@@ -323,9 +323,9 @@ class PreparedLoader(DataLoader[Any]):
         self._order: Tensor | None = None
         """Generator state of the sampler at the beginning of this pass."""
         self._repeats_order = False
-        """Whether the next pass repeats that order."""
+        """Whether the next pass repeats the order that `_order` gives."""
         self._origin: PreparedLoader | None = None
-        """The loader of the whole pass, if this one skips its beginning."""
+        """The loader that this one was made of, if it skips the first batches of its pass."""
         self._world, self._gradients = world, gradients
         given = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
         if given["num_workers"] == 0:
@@ -356,12 +356,12 @@ class PreparedLoader(DataLoader[Any]):
         self._begin()
         random_state = torch.get_rng_state()
         batches = self._dispatched() if self.delivery.dispatch else super().__iter__()
-        if resumes:  # torch draws a seed for workers, which the resumed pass has already drawn
+        if resumes:  # creating the iterator draws a seed for workers; the saved state already includes that draw
             torch.set_rng_state(random_state)
         current = next(batches, None)
         try:
             while current is not None:
-                following = next(batches, None)  # read one ahead, to know which is the last
+                following = next(batches, None)  # read one batch ahead, to know whether the current one is the last
                 self.end_of_dataloader = following is None
                 self.position += 1
                 if self.position > self.delivery.skip or not self._reads_to_skip:
@@ -522,7 +522,7 @@ def choose_delivery(
 
 
 def seed_sampler(loader: DataLoader[Any], *, ranks: int, seedable: bool, data_seed: int | None) -> None:
-    """Make all ranks shuffle alike: by seed and epoch, or with a generator of equal state."""
+    """Replace the loader's random sampler, or give it a generator, so that all ranks shuffle in the same order."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if not isinstance(sampler, RandomSampler) or isinstance(loader.dataset, IterableDataset):
         return
@@ -534,7 +534,7 @@ def seed_sampler(loader: DataLoader[Any], *, ranks: int, seedable: bool, data_se
     elif ranks == 1:
         loader.batch_sampler.sampler = RecordedSampler(sampler)  # type: ignore[union-attr]
     else:
-        # Separate, so that shuffling does not change the random numbers of dropout.
+        # A separate generator, so that shuffling does not change the random numbers of dropout.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
 

@@ -1,4 +1,4 @@
-"""`accelerate.logging`: a logger that logs once, not once per rank."""
+"""`accelerate.logging`: a logger that logs on the main process, not on every rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """Logs on the main process only, unless `main_process_only=False`; with `in_order=True` rank after rank."""
+    """Logs on the main process only, unless `main_process_only=False`; with `in_order=True`, rank by rank."""
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log, if this process is to."""
+        """Log a message, if `main_process_only` and `in_order` let this process do so."""
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return

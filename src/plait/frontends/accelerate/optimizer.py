@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class PreparedOptimizer(Optimizer):
-    """The user's optimizer on its engine. `step` and `zero_grad` do nothing while gradients accumulate."""
+    """The user's optimizer, stepped by an engine. `step` and `zero_grad` do nothing while gradients accumulate."""
 
     def __init__(self, optimizer: Optimizer, models: Sequence[PreparedModel], gradients: GradientState) -> None:
-        # Without super().__init__: groups and states are those of the user's optimizer, so that schedulers change them.
+        # Without super().__init__: schedulers must change the groups of the user's optimizer, so they are not copied.
         self.optimizer = optimizer
         self.models = list(models)
         self.last: StepResult | None = None
@@ -30,7 +30,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def engine(self) -> LoopEngine:
-        """The engine that steps."""
+        """The engine that updates the weights."""
         engine = self.models[0].engine
         assert engine is not None
         return engine
@@ -63,7 +63,7 @@ class PreparedOptimizer(Optimizer):
             model.in_graph = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients. After a step there are none."""
+        """Discard the gradients, if there are any: a step has already cleared them."""
         if self._gradients.sync_gradients and self.engine.pending:
             self.engine.discard()
 
@@ -74,14 +74,15 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step was skipped while fp16 searches for a loss scale.
+        """Whether the last step was skipped in fp16, because the loss scale was too high.
 
-        In other dtypes a skipped step counts, as with Accelerate and in the engine, and nothing waits for the device.
+        False in other dtypes, without reading the result from the device: there, schedulers also count skipped steps,
+        as with Accelerate.
         """
         return self.engine.scaler is not None and self.step_was_skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, in torch's form; `save_state` writes the full state."""
+        """Return the `state_dict` of the user's optimizer: this rank's shard. `save_state` writes the full state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

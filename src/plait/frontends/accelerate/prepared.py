@@ -19,9 +19,9 @@ from plait.errors import ModelError, TrainingError
 
 
 class PreparedModel(nn.Module):
-    """A model on its engine. Called like the model; `module` is the model itself.
+    """The wrapper of a model that `prepare` returns. It is called like the model; `module` is the model itself.
 
-    Its engine is created with its optimizer: until then it runs, but does not train.
+    Its engine is created when its optimizer is prepared; until then it can be called, but not trained.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -38,7 +38,7 @@ class PreparedModel(nn.Module):
         self._params = _identities(module)
 
     def to_device(self) -> None:
-        """Move the model to the device, unless it has an engine, or is on the meta device and waits for one."""
+        """Move the model to the device, unless it has an engine or is on the meta device, waiting for one."""
         if self.engine is None and not any(param.is_meta for param in self.module.parameters()):
             self.module.to(self._device)
 
@@ -46,11 +46,11 @@ class PreparedModel(nn.Module):
         """Attach the engine; `index`: which of the engine's models this is, if it has several."""
         self.engine, self._index = engine, index
         self._params.update(_identities(self.module))
-        with engine.sharded_params_registered():  # as it is between the backward pass and the step
+        with engine.sharded_params_registered():  # which the module has between the backward pass and the step
             self._params.update(_identities(self.module))
 
     def owns(self, params: Sequence[Tensor]) -> bool:
-        """Whether one of the parameters is this model's, now or before it was prepared."""
+        """Whether one of the parameters belongs to this model, or did before an engine replaced its parameters."""
         references = ((self._params.get(id(param)), param) for param in params)
         return any(reference is not None and reference() is param for reference, param in references)
 
@@ -72,7 +72,7 @@ class PreparedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # while it is being copied
+            if name == "module":  # `__getattr__` during a copy, before `module` is set
                 raise
             return getattr(self.module, name)  # `model.config`, `model.generate`: as without a wrapper
 
@@ -87,12 +87,12 @@ def in_fp32(value: Any) -> Any:
 
 
 def apply(function: Any, value: Any) -> Any:
-    """Apply a function to the tensors in nested lists, tuples and mappings, which keep their types."""
+    """Return nested lists, tuples and mappings, of the same types, with a function applied to their tensors."""
     return apply_to_all(lambda item: function(item) if isinstance(item, Tensor) else item, value)
 
 
 def apply_to_all(function: Any, value: Any) -> Any:
-    """Apply a function to every leaf of nested lists, tuples and mappings, which keep their types."""
+    """Return nested lists, tuples and mappings, of the same types, with a function applied to every leaf."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(apply_to_all(function, item) for item in value))
     if isinstance(value, (list, tuple)):
@@ -106,7 +106,7 @@ def apply_to_all(function: Any, value: Any) -> Any:
 
 
 class Gatherer:
-    """Collectives over the data-parallel ranks; of ranks with the same data, one counts."""
+    """Collectives over the data-parallel ranks; of ranks that read the same data, only one contributes."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -136,7 +136,7 @@ class Gatherer:
     def gather_for_metrics(self, value: Any, gradients: Any, *, as_objects: bool) -> Any:
         """Return the values of all ranks, without the samples that were repeated to fill the last batches.
 
-        `gradients` knows whether these batches are the last, and how many of their samples are not repetitions.
+        `gradients` (a `GradientState`) says whether these batches are the last, and how many samples are not repeated.
         """
         objects = as_objects or not has_only_tensors(value)
         data = self.gather_objects(value) if objects else self.gather(value)
@@ -243,7 +243,7 @@ def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
                 "adapters on column-parallel layers (q_proj, k_proj, v_proj, gate_proj, up_proj), or set layout.tp: 1"
             )
         parent = path.rpartition(".")[0]
-        plan[parent] = "region"  # the plan cannot infer it, because adapters hide its layers
+        plan[parent] = "region"  # must be written out: it cannot be inferred from layers that are inside adapters
         if style in _HEAD_STYLES:
             attentions.add(parent)
         plan[f"{path}.base_layer"] = "colwise"
@@ -251,7 +251,8 @@ def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
             for adapter in getattr(layer, matrix, {}):
                 plan[f"{path}.{matrix}.{adapter}"] = inner
     _refuse_uneven(attentions, model, ranks)
-    # Heads are found by their sibling layers, which adapters hide; where they divide evenly, colwise is the same.
+    # A head style finds its module's sibling layers by name, which adapters change. `colwise` shards it alike if the
+    # heads divide evenly.
     inside = {name for name, style in plan.items() if style in _HEAD_STYLES and name.rpartition(".")[0] in attentions}
     return {name: "colwise" if name in inside else style for name, style in plan.items()}
 
@@ -269,7 +270,8 @@ def _refuse_uneven(attentions: set[str], model: nn.Module, ranks: int) -> None:
 def backward(engines: Sequence[LoopEngine], loss: Tensor, *, last: Sequence[bool], **kwargs: Any) -> None:
     """Run one backward pass through a loss to which several models may have contributed.
 
-    The loss is this rank's mean over a micro-batch; `last` says for each engine whether a step may follow.
+    The loss is this rank's mean over a micro-batch; `last` says for each engine whether this backward pass
+    completes the gradients of a step.
     """
     if loss.ndim != 0:
         raise TrainingError(f"backward needs a scalar loss, not a tensor of shape {tuple(loss.shape)}: take its mean")
@@ -298,7 +300,7 @@ def build_engine(
     *,
     replicate_vocabulary: bool = True,
 ) -> LoopEngine:
-    """Return an engine that trains a model with its optimizer; leaves the random state as it was.
+    """Return an engine that trains a model with its optimizer. The random state is the same afterwards.
 
     `replicate_vocabulary`: see `with_plan`.
     """
@@ -306,13 +308,13 @@ def build_engine(
     config = with_plan(config, model, replicate_vocabulary=replicate_vocabulary)
     engine = prepare_native(Preparation(config, world, model=model, optimizer=optimizer, log=log), LoopEngine)
     if config.strategy.stage < 3:
-        engine.keep_unsharded()  # as with replicas: the main process alone may save or call the model
+        engine.keep_unsharded()  # so that one rank alone may save or call the model, as with replicas
     restore_rng_state(state, world.device)
     return engine
 
 
 class JointModels(nn.Module):
-    """Several models of one optimizer as one module; a call names the model by its index."""
+    """One module of several models that share an optimizer; the first argument of a call is the model's index."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()

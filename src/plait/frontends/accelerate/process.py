@@ -1,4 +1,4 @@
-"""`PartialState`: rank and number of processes, and functions that only some of them run."""
+"""`PartialState`: rank and number of processes, and decorators for functions that only some of them run."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ class Processes:
         return self.world.size > 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         self.world.barrier()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per host."""
+        """Print on the first process of each host only."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process goes through the block before the others."""
+        """A block that the main process runs before the others."""
         yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each host goes through the block before its others."""
+        """A block that the first process of each host runs before the others of that host."""
         yield from self._first(self.is_local_main_process)
 
     def _first(self, goes_first: bool) -> Iterator[None]:
@@ -103,20 +103,23 @@ class Processes:
         return _only(self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Return a function that only one process runs."""
+        """Return a function that only process `process_index` runs (default: 0)."""
         if function is None:
             return lambda decorated: self.on_process(decorated, process_index)
         return _only(self.process_index == (process_index or 0), function)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
-        """Return a function that only one process of each host runs."""
+        """Return a function that only process `local_process_index` of each host runs (default: 0)."""
         if function is None:
             return lambda decorated: self.on_local_process(decorated, local_process_index)
         return _only(self.local_process_index == (local_process_index or 0), function)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's share of a list, tuple, mapping of lists or tensor; padding repeats the last entry."""
+        """Yield this process's part of a list, tuple, mapping of lists or tensor.
+
+        With `apply_padding`, shorter parts repeat their last entry, so that all have the same length.
+        """
         yield self._share(inputs, apply_padding)
 
     def _share(self, inputs: Any, padded: bool) -> Any:
@@ -141,7 +144,7 @@ class Processes:
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has set its flag; clears it. Every process must call it."""
+        """Return whether any process has called `set_trigger`; clear the flag. Every process must call it."""
         raised = self.world.any(self._triggered)
         if raised:
             self._triggered = False

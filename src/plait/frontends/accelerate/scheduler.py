@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PreparedScheduler:
-    """The user's scheduler: steps with the optimizer, once for each batch of the original loader."""
+    """The user's scheduler. Each optimizer step makes `times` scheduler steps: one per rank with batches of its own."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class PreparedScheduler:
         if any(optimizer.overflowed for optimizer in self.optimizers):
             return
         for _ in range(self._times):
-            # OneCycleLR raises beyond its end, where an incomplete last batch would take it.
+            # OneCycleLR raises after `total_steps`, which steps for an incomplete last round of batches would exceed.
             done = schedule_steps(self.scheduler) or 0
             if done <= getattr(self.scheduler, "total_steps", done):
                 self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # while it is being unpickled
+        if name == "scheduler":  # during unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

@@ -1,4 +1,4 @@
-"""The run description that the arguments of an `Accelerator` stand for."""
+"""Translates the arguments of an `Accelerator` into a run description."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from plait.frontends.accelerate.utils.dataclasses import (
 )
 
 _BUILT_BY_SCRIPT = ("optim", "schedule")
-"""Sections that the script builds itself, from a DeepSpeed configuration: see `DummyOptim`."""
+"""Sections that are not used: the script builds its optimizer and scheduler, or passes a `DummyOptim`."""
 _HANDLERS = (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -48,7 +48,7 @@ def build_config(
 ) -> tuple[RunConfig, KeyReport]:
     """Return the run description, and the report on every key of the file and the plugins.
 
-    A plugin overrides the file; `sections`, keys of Plait itself, override both.
+    A plugin overrides the file; `sections`, which are sections of a run description, override both.
     """
     given: dict[str, Any] = dict(read(file)) if file is not None else {}
     _refuse_unknown("kwargs_handlers", handlers, _HANDLERS)
@@ -88,8 +88,8 @@ _REQUESTS = {
 def arguments_of_launcher(variables: Mapping[str, str], *, configured: bool) -> dict[str, Any]:
     """Return the arguments of an `Accelerator` that `accelerate launch` passes in environment variables.
 
-    Single values are taken. Whole sections, which have a variable for each key, are refused, unless the script itself
-    has `configured` the strategy.
+    Single values, such as the precision, are returned. Features with a section of their own (FSDP, DeepSpeed, …)
+    raise `ConfigError`, unless `configured`: the script itself sets the strategy.
     """
     requests = [text for name, text in _REQUESTS.items() if variables.get(name, "").lower() in ("true", "1", "yes")]
     if variables.get("DYNAMO_BACKEND", "no").lower() != "no":
@@ -109,7 +109,7 @@ def arguments_of_launcher(variables: Mapping[str, str], *, configured: bool) -> 
 
 
 def deepspeed_plugin_of(file: str | Path | None) -> DeepSpeedPlugin | None:
-    """Return the plugin that Accelerate makes of a file with `distributed_type: DEEPSPEED`; None for other files."""
+    """Return the plugin that Accelerate builds from a file with `distributed_type: DEEPSPEED`; None for other files."""
     config = read(file) if file is not None else {}
     if config.get("distributed_type") != "DEEPSPEED":
         return None
@@ -121,7 +121,7 @@ def deepspeed_plugin_of(file: str | Path | None) -> DeepSpeedPlugin | None:
 
 
 def _sections_of_a_loop(translation: Translation) -> dict[str, Any]:
-    """Return the sections that apply to a user's own loop; the others are recorded as unneeded."""
+    """Return the sections that apply to a user's own training loop; record the others as unneeded."""
     for section in _RUNNER_SECTIONS & translation.sections.keys():
         text = "the script itself logs and saves"
         translation.report.add(KeyOutcome.UNNEEDED, f"(section {section})", translation.sections[section], text)
@@ -133,7 +133,7 @@ def _sections_of_a_loop(translation: Translation) -> dict[str, Any]:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both mappings merged, `other` over `one`; the shorthand of a section replaces the section."""
+    """Return both mappings merged, section by section; where they differ, the value of `other` is used."""
     result = dict(one)
     for key, value in other.items():
         inner = result.get(key)
@@ -148,7 +148,7 @@ def _compute(sections: Mapping[str, Any]) -> Any:
 
 
 def _scaler(kwargs: GradScalerKwargs) -> dict[str, Any]:
-    """Return the section `precision.scaler` that stands for torch's GradScaler."""
+    """Return the section `precision.scaler` for the arguments of torch's GradScaler."""
     power = math.log2(kwargs.init_scale)
     problems = []
     if not power.is_integer():

@@ -11,7 +11,7 @@ from plait.frontends.accelerate.utils.dataclasses import DistributedType
 
 __all__ = ["AcceleratorState", "DistributedType", "PartialState", "is_initialized", "remember"]
 
-# For scripts that have no reference to their accelerator. Plait itself does not use it.
+# The latest accelerator, for scripts that have no reference to it. Plait itself does not use it.
 _LATEST: list[weakref.ref[Any]] = []
 
 
@@ -21,12 +21,12 @@ def remember(accelerator: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether there is an `Accelerator`."""
+    """Whether an `Accelerator` exists in this process."""
     return bool(_LATEST) and _LATEST[0]() is not None
 
 
 class AcceleratorState:
-    """`AcceleratorState()` returns the latest `Accelerator`, which has all attributes of the state."""
+    """Calling it returns the latest `Accelerator`, which has all attributes of Accelerate's `AcceleratorState`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return the accelerator that was created last."""

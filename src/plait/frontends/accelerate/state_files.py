@@ -1,7 +1,7 @@
 """`save_state` and `load_state`: a Plait checkpoint, which loads under any strategy and on any number of ranks.
 
-The first engine's tensors have the names that a run's would have. The others, and the state of schedulers, loaders and
-registered objects, are stored where a run has the state of its hooks.
+The first engine's tensors have the same names as in the checkpoint of a `plait train` run. Tensors of other engines,
+and the state of schedulers, loaders and registered objects, are stored as the state of a hook.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from plait.frontends.accelerate.optimizer import PreparedOptimizer
 from plait.frontends.accelerate.prepared import PreparedModel
 from plait.frontends.accelerate.utils.dataclasses import ProjectConfiguration
 
-# State dictionaries as JSON and tensors, without pickle: loading a checkpoint runs no code of it.
+# State dictionaries are stored as JSON and tensors, not with pickle: loading a checkpoint cannot run code from it.
 
 
 _MARK = "__plait__"
 
 
 def pack(value: Any, tensors: MutableMapping[str, Tensor], path: str) -> Any:
-    """Return `value` as JSON; its tensors are added to `tensors` under their paths."""
+    """Return `value` as a JSON value; add its tensors to `tensors`, named by `path` and their keys."""
     if isinstance(value, np.ndarray):
         return {_MARK: "array", "name": pack(torch.from_numpy(value.copy()), tensors, path)["name"]}
     if isinstance(value, Tensor):
@@ -66,7 +66,7 @@ def pack(value: Any, tensors: MutableMapping[str, Tensor], path: str) -> Any:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that `pack` was given."""
+    """Return the original value of what `pack` returned."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -93,7 +93,7 @@ PLACED = frozenset({"params", "param_names", "fused", "foreach"})
 
 @dataclass(frozen=True, slots=True)
 class PreparedObjects:
-    """Everything that a script has prepared or registered, and a checkpoint holds."""
+    """Everything that a script has prepared or registered: the content of a checkpoint."""
 
     config: RunConfig
     world: World
@@ -143,7 +143,7 @@ def _save(prepared: PreparedObjects, folder: Path) -> None:
 def load(prepared: PreparedObjects, folder: Path) -> None:
     """Load a checkpoint. Every rank must call it."""
     world = prepared.world
-    on_main(world, lambda: _opened(folder).manifest.step)  # one rank reports what is wrong
+    on_main(world, lambda: _opened(folder).manifest.step)  # so that only one rank reports an invalid checkpoint
     checkpoint = _opened(folder)
     state = checkpoint.manifest.state
     packed = state["hooks"][_HOOK]
@@ -180,24 +180,24 @@ def _opened(folder: Path) -> Checkpoint:
 
 
 def _stored_name(index: int, name: str) -> str:
-    """Return the name in a checkpoint: the first engine's tensors have the names of a run's."""
+    """Return the name of an engine's tensor in a checkpoint; for the first engine, the same as in a run's."""
     return name if index == 0 else f"hook.engine{index}.{name}"
 
 
 def _config(prepared: PreparedObjects) -> dict[str, Any]:
     config = to_dict(prepared.config)
-    if prepared.optimizers:  # the optimizer of the script, not of the section
+    if prepared.optimizers:  # name the script's optimizer, not the one of the section
         config["optim"] = {"type": type(prepared.optimizers[0].optimizer).__name__}
     return config
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise if the folder holds anything but a checkpoint, which would be replaced."""
+    """Raise `CheckpointError` if the folder has files but no checkpoint: saving would replace them."""
     if folder.exists() and not (folder / "manifest.json").exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} already holds other files; give the checkpoint a folder of its own")
 
 
-# ---- what is neither a model nor optimizer state
+# ---- state of schedulers, loaders, random generators and registered objects
 
 
 def _pack_objects(prepared: PreparedObjects) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -270,7 +270,7 @@ _NAMED = re.compile(r"checkpoint_(\d+)")
 
 
 class Removable:
-    """Adds a hook to a list; `remove` takes it out."""
+    """The handle of a registered hook: adds it to a list; `remove` removes it."""
 
     def __init__(self, hooks: list[Any], hook: Any) -> None:
         self._hooks, self._hook = hooks, hook
@@ -293,7 +293,7 @@ def full_weights(model: nn.Module, world: World, *, trained_only: bool = False) 
     module = model.module if isinstance(model, PreparedModel) else model
     values = module.state_dict(
         keep_vars=True
-    )  # first: it frees unsharded parameters that a call past the engine has left
+    )  # first: it reshards parameters that were unsharded by calling the module directly
     updated: dict[int, Tensor] = {}
     if isinstance(model, PreparedModel) and model.engine is not None:
         tensors = model.engine.state_tensors()
@@ -343,7 +343,7 @@ def write(state: dict[str, Tensor], folder: Path, limit: int | str, *, safe: boo
 
 
 def write_object(value: Any, path: Path, *, safe: bool) -> None:
-    """Write one file."""
+    """Write an object to a file: with safetensors if `safe`, else with `torch.save`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if safe:
         from safetensors.torch import save_file
@@ -366,7 +366,7 @@ def _size(limit: int | str) -> int:
 
 
 def next_folder(project: ProjectConfiguration, given: str | Path | None, world: World) -> Path:
-    """Return the folder to save to: the given one, or the project's next, after removing its oldest."""
+    """Return the folder to save to: the given one, or the project's next; remove its oldest beyond `total_limit`."""
     if not project.automatic_checkpoint_naming:
         if given is None:
             raise ConfigError(Problem("output_dir", "save_state needs a folder", "Pass output_dir."))

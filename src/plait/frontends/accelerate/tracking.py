@@ -1,4 +1,4 @@
-"""`init_trackers`, `log`, `end_training`: Plait's log sinks (TensorBoard, wandb, files), and the user's trackers."""
+"""Trackers of `init_trackers` and `log`: Plait's log sinks (TensorBoard, wandb, files), and the user's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SINKS = ("jsonl", "csv", "tensorboard", "wandb", "html")
 
 
 def choose_trackers(log_with: Any) -> tuple[list[str], list[Any]]:
-    """Return the names of sinks, and the user's trackers, in `log_with`."""
+    """Return the names of sinks in `log_with`, and the user's own trackers in it."""
     wanted = log_with if isinstance(log_with, Sequence) and not isinstance(log_with, str) else [log_with]
     names: list[str] = []
     trackers = []
@@ -38,7 +38,7 @@ def choose_trackers(log_with: Any) -> tuple[list[str], list[Any]]:
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a tracker's method: only the main process runs it, unless the tracker's `main_process_only` is False."""
+    """Return a tracker's method that only the main process runs, unless the tracker's `main_process_only` is False."""
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ _NEEDED = ("name", "requires_logging_directory", "tracker")
 
 @dataclass(frozen=True, slots=True)
 class SinkTracker:
-    """One of Plait's sinks with the attributes of a tracker."""
+    """One of Plait's sinks, with the attributes of Accelerate's trackers."""
 
     name: str
     sink: Any
@@ -117,7 +117,7 @@ class Trackers:
         """The step number for values that are logged without one."""
 
     def start(self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
-        """Open the sinks, and log the script's configuration. `options` are for trackers by their name."""
+        """Open the trackers, and log the script's configuration. `options`: `init_kwargs`, by tracker name."""
         given = [name for name in self._names if name != "wandb" and options.get(name)]
         if given:
             message = f"{', '.join(given)}: Plait's sinks have no such options"

@@ -1,4 +1,4 @@
-"""`accelerate.utils`: its functions and classes, in modules of Accelerate's names. Loaded on first use."""
+"""`accelerate.utils`: its functions and classes, in modules named as in Accelerate. Loaded on first use."""
 
 from typing import TYPE_CHECKING
 

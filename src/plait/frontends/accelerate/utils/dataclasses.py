@@ -1,6 +1,6 @@
 """`accelerate.utils.dataclasses`: plugins, handlers, and the enums of their values.
 
-A plugin's `as_config` returns the keys that an `accelerate` YAML would have, so that both are translated alike.
+A plugin's `as_config` returns the same keys as an `accelerate` YAML, so one translation serves both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DistributedType(StrEnum):
     FSDP = "FSDP"
     """Weights, gradients or optimizer states are sharded, however that was configured."""
     DEEPSPEED = "DEEPSPEED"
-    """Never returned: what scripts do with DeepSpeed's engine would fail without it."""
+    """Never returned: scripts would then use DeepSpeed's engine, which is not there."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class GradientAccumulationPlugin:
 
 @dataclass
 class DataLoaderConfiguration:
-    """How the batches of loaders are shared between ranks."""
+    """How the batches of loaders are divided between ranks."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -118,7 +118,7 @@ class FullyShardedDataParallelPlugin:
         return {"distributed_type": "FSDP", "fsdp_config": section}
 
     def precision(self) -> dict[str, str]:
-        """Return the section `precision` that the mixed-precision policy stands for."""
+        """Return the section `precision` for the mixed-precision policy."""
         policy = self.mixed_precision_policy
         if policy is None:
             return {}
@@ -137,7 +137,7 @@ _POLICIES = {
 
 
 def _plain_value(value: Any) -> Any:
-    """Return the YAML value for an object of torch."""
+    """Return the YAML value for a policy, function or enum member of torch."""
     name = getattr(getattr(value, "func", value), "__name__", None)  # partial(size_based_auto_wrap_policy, …)
     if name in _POLICIES:
         return _POLICIES[name]
@@ -145,13 +145,13 @@ def _plain_value(value: Any) -> Any:
         return bool(value.offload_params)
     if type(value).__name__ == "CPUOffloadPolicy":
         return True
-    name = getattr(value, "name", value)  # an enum's
+    name = getattr(value, "name", value)  # an enum member's name
     return name.lstrip("_") if isinstance(name, str) and name.lstrip("_") in SHARDING else name
 
 
 @dataclass
 class DeepSpeedPlugin:
-    """DeepSpeed's settings, from its configuration or from these arguments."""
+    """Settings of DeepSpeed: a configuration (`hf_ds_config`), or single arguments."""
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | None = None
@@ -201,7 +201,7 @@ class ParallelismConfig:
 
 @dataclass
 class TorchDynamoPlugin:
-    """`torch.compile`."""
+    """Options of `torch.compile`."""
 
     backend: str = "no"
     mode: str | None = None
@@ -263,7 +263,7 @@ class DistributedDataParallelKwargs:
 
 @dataclass
 class GradScalerKwargs:
-    """The fp16 loss scaler."""
+    """Options of the fp16 loss scaler."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -342,7 +342,7 @@ class ProfileKwargs:
             profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
 
 
-# The values of some arguments.
+# Enums of the values of some arguments.
 
 
 class _ListedEnum(StrEnum):

@@ -59,7 +59,10 @@ def make_optimizer(recipe: Recipe, dummy: DummyOptim, model: nn.Module) -> Optim
 
 
 def make_scheduler(recipe: Recipe, dummy: DummyScheduler, optimizer: Optimizer, *, ranks: int) -> Any:
-    """Return the scheduler of the DeepSpeed configuration; `total_num_steps` counts the batches of `ranks` ranks."""
+    """Return the scheduler of the DeepSpeed configuration.
+
+    `total_num_steps` is the number of batches of the original loader; each step reads `ranks` of them.
+    """
     if dummy.lr_scheduler_callable is not None:
         return dummy.lr_scheduler_callable(optimizer)
     if not recipe.has_schedule:

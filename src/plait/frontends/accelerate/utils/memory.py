@@ -19,9 +19,9 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Function:
-    """Call a function with a batch size as its first argument, with nine tenths of it whenever memory runs out.
+    """Decorate a function whose first argument is a batch size, to call it with a smaller one whenever memory runs out.
 
-    `reduce_batch_size_fn` returns the next size instead. Errors that are not about memory are raised.
+    The next size is 0.9 times the last, or what `reduce_batch_size_fn` returns. Other errors are raised.
     """
     if function is None:
         return partial(
@@ -41,7 +41,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not _is_about_memory(error):
                     raise
-            # Outside the handler: the error keeps the locals of the function alive.
+            # Outside the `except` block: there, the error would still reference the locals of the function.
             clear_device_cache(garbage_collection=True)
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise TrainingError(
@@ -60,7 +60,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Free the memory of objects; returns as many Nones: `a, b = release_memory(a, b)`."""
+    """Drop these references and free cached memory; return a None for each: `a, b = release_memory(a, b)`."""
     count = len(objects)
     del objects
     clear_device_cache(garbage_collection=True)

@@ -25,13 +25,13 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace every rank's objects by those of one rank; returns the list."""
+    """Replace every rank's objects by those of one rank, in place; return the list."""
     if dist.is_initialized():
         dist.broadcast_object_list(object_list, src=from_process)
     return object_list
 
 
-# ---- tensors of all ranks; unlike here, an `Accelerator` counts one of the ranks with the same data
+# ---- tensors of all ranks. An `Accelerator` uses only one of several ranks that read the same data; these use all.
 
 
 def gather(tensor: Any) -> Any:
@@ -45,12 +45,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Return nested tensors, each padded to the longest of all ranks."""
+    """Return nested tensors, each padded along `dim` to the size of the largest of all ranks."""
     return _all_ranks().pad(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite nested tensors with those of one rank; returns them."""
+    """Overwrite nested tensors with those of one rank; return them."""
 
     def one(item: Tensor) -> Tensor:
         if dist.is_initialized():
@@ -74,7 +74,7 @@ def send_to_device(
     return apply(lambda item: item.to(device, non_blocking=non_blocking), tensor)
 
 
-# ---- on this rank alone
+# ---- tensors of this rank
 
 
 def recursively_apply(
@@ -85,7 +85,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply `func(leaf, *args, **kwargs)` to every tensor, or leaf that `test_type` accepts, of nested values."""
+    """Return nested values with `func(leaf, *args, **kwargs)` in place of each leaf that `test_type` accepts."""
 
     def one(item: Any) -> Any:
         if test_type(item):
@@ -113,7 +113,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate equally nested tensors."""
+    """Return equally nested tensors, concatenated along `dim`."""
     first = data[0]
     if isinstance(first, Mapping):
         joined = {key: concatenate([item[key] for item in data], dim) for key in first}
@@ -143,7 +143,7 @@ def _all_ranks() -> Gatherer:
 
 @cache
 def _gatherer(rank: int, size: int) -> Gatherer:
-    """Created once over the existing process group: opening a new world each time would take over the heartbeat."""
+    """Return a gatherer over the existing process group, cached: each new `World` would replace the heartbeat."""
     device = torch.device("cuda" if size > 1 and dist.get_backend() == "nccl" else "cpu")
     layout = Layout(dp_replicate=size)
     mesh = make_mesh(layout, device) if size > 1 else None

@@ -22,7 +22,7 @@ def wait_for_everyone() -> None:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the model without the wrappers of `prepare`, of torch, and if asked of `torch.compile`."""
+    """Return the model without its wrappers: of `prepare`, DP, DDP, and unless kept of `torch.compile`."""
     while isinstance(model, (PreparedModel, nn.DataParallel, nn.parallel.DistributedDataParallel)):
         model = model.module
     if not keep_torch_compile and is_compiled_module(model):

@@ -25,7 +25,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Set the random state of every rank to that of rank 0: of torch, of CUDA, or of a generator."""
+    """Copy rank 0's random state to every rank: `rng_type` is `torch`, `cuda` or `generator`."""
     name = str(getattr(rng_type, "value", rng_type))
     if name not in ("torch", "cuda", "generator"):
         raise TrainingError(f"rng_type {name!r} is not supported: write torch, cuda or generator")
@@ -43,6 +43,6 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Synchronize several random states."""
+    """Call `synchronize_rng_state` for each type."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator=generator)

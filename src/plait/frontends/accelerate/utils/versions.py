@@ -18,7 +18,7 @@ _OPERATIONS = {
 
 
 def compare_versions(library_or_version: object, operation: str, requirement_version: str) -> bool:
-    """Compare a `Version`, or that of a package by its name, as in `compare_versions("torch", ">=", "2.4")`."""
+    """Return whether a `Version`, or the version of a package, satisfies `compare_versions("torch", ">=", "2.4")`."""
     if operation not in _OPERATIONS:
         raise ValueError(f"{operation!r} compares nothing: write one of {', '.join(_OPERATIONS)}")
     given = library_or_version
@@ -27,5 +27,5 @@ def compare_versions(library_or_version: object, operation: str, requirement_ver
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare torch's version."""
+    """Return whether torch's version satisfies `is_torch_version(">=", "2.4")`."""
     return compare_versions("torch", operation, version)
