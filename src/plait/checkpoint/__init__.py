@@ -1,4 +1,4 @@
-"""Checkpoints: logical names and global shapes on disk, any sharding in memory."""
+"""Checkpoints: files store tensors by name and global shape, so a run with any sharding can load them."""
 
 from typing import TYPE_CHECKING
 

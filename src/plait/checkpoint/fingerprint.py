@@ -14,13 +14,14 @@ from plait.distributed import Channel
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 22
 _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
-"""Odd numbers with their bits well spread, as signed 64-bit integers."""
+"""Odd multipliers of a 64-bit hash, as signed integers: one changed bit of a value changes many bits of the hash."""
 
 
 def fingerprint(pieces: Sequence[HeldPiece], channel: Channel) -> str:
     """Return the hash of all tensors of all ranks; each piece must be in the `pieces` of one rank only. Collective.
 
-    Every element adds a number made of its bits and its index in the whole tensor, so the order of adding is free.
+    The hash is a sum over elements, of numbers that depend on an element's bits, its index in the whole tensor and the
+    tensor's name. So the order in which ranks add their elements does not matter.
     """
     total = 0
     for held in pieces:
@@ -30,7 +31,7 @@ def fingerprint(pieces: Sequence[HeldPiece], channel: Channel) -> str:
 
 
 def _sum(held: HeldPiece, seed: int) -> int:
-    """Return the sum over one piece, computed in chunks to bound the memory."""
+    """Return the sum of the elements' numbers over one piece, computed in chunks to bound the memory."""
     piece, flat = held.piece, held.tensor.reshape(-1)
     strides = [math.prod(piece.whole[dim + 1 :]) for dim in range(len(piece.whole))]
     total = 0

@@ -35,7 +35,7 @@ class CheckpointFolder:
         return sorted(checkpoints, key=lambda path: (saved_at(path), path.name))
 
     def newest(self, before: int | None = None) -> Path | None:
-        """Return the newest complete checkpoint, of step `before` or earlier where that is given.
+        """Return the newest complete checkpoint, of step `before` or earlier if that is given; None if there is none.
 
         Links are not followed: the process may have been killed before it moved them.
         """
@@ -43,7 +43,7 @@ class CheckpointFolder:
         return complete[-1] if complete else None
 
     def find(self, wanted: str) -> Path | None:
-        """Return the newest checkpoint of this run for `auto`; else `wanted`, or the newest checkpoint inside it."""
+        """Return the newest checkpoint of this run (or None) for `auto`; else `wanted`, or the newest one inside it."""
         if wanted == "auto":
             return self.newest()
         path = Path(wanted)
@@ -88,7 +88,7 @@ class CheckpointFolder:
             if is_complete(path) and not is_complete(home):
                 os.replace(path, home)
         for path in self.root.glob(".*"):
-            # Links that were to become `latest` or `best`, and the files of `find_disks`.
+            # A new link before it is renamed to `latest` or `best`, or a file of `ranks.find_disks`.
             if path.is_symlink() or path.name.startswith(".seen-"):
                 path.unlink(missing_ok=True)
         for path in list(self.root.iterdir()):
@@ -102,7 +102,8 @@ class CheckpointFolder:
 def remove_checkpoint(path: Path) -> None:
     """Remove a complete checkpoint; a folder without a manifest is left alone.
 
-    The manifest goes first: without it the folder is not a checkpoint, so that a kill leaves no half of one.
+    The manifest is deleted first: without it the folder does not count as a checkpoint, so a kill in between cannot
+    leave a partly deleted checkpoint that looks complete.
     """
     if (path / MANIFEST_NAME).exists():
         (path / MANIFEST_NAME).unlink()

@@ -1,4 +1,4 @@
-"""Read a checkpoint into tensors of any sharding."""
+"""Read a checkpoint into a run's tensors, whose sharding may differ from that of the run that saved it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Mismatch(NamedTuple):
 
 
 def mismatches(index: Index, shapes: Mapping[str, tuple[int, ...]], ignore: Iterable[str] = ()) -> list[Mismatch]:
-    """Return every tensor that is on one side only or has two shapes; `shapes` are those of the model.
+    """Return every tensor that only the checkpoint or only the model has, or whose shapes there differ.
 
-    Entries of the checkpoint whose names start with one of `ignore` may be left unread.
+    `shapes` are those of the model. Entries of the checkpoint whose names start with one of `ignore` are not reported.
     """
     rows = []
     starts = tuple(ignore)
@@ -86,11 +86,11 @@ class LoadRegion(NamedTuple):
 
 
 Fetch = Callable[[list[LoadRegion]], AbstractContextManager[Mapping[str, Path]]]
-"""Provides the files that are needed and not in the checkpoint's folder: their paths, by name."""
+"""Copies the files that the regions need and that this node lacks; the context yields their paths by file name."""
 
 
 def nothing_to_fetch(regions: list[LoadRegion]) -> AbstractContextManager[Mapping[str, Path]]:
-    """Fetch no file: all of them are in the checkpoint's folder."""
+    """Return a context that yields no files: all of them are in the checkpoint's folder."""
     return nullcontext({})
 
 
@@ -107,7 +107,7 @@ def load_into(
 
     Strict: every name must be on both sides, with the same shape. Entries of the checkpoint whose names start
     with one of `ignore` may be left unread; a tensor that matches one of the patterns of `partial` may differ, and
-    is then left unchanged. Returns the mismatches that those patterns allowed. If one rank finds damage, all raise.
+    is then left unchanged. Return the mismatches that those patterns allowed. If one rank finds damage, all raise.
     """
     left_out = check_shapes(checkpoint, _shapes(tensors, world), ignore=ignore, partial=partial)
     skipped = {row.name for row in left_out}
@@ -229,7 +229,7 @@ def _copy(reader: PieceReader, region: LoadRegion) -> str | None:
 
 
 def _read_deferred(reader: PieceReader, index: Index, held: HeldPiece) -> str | None:
-    """Read a tensor that training holds in another form, and hand it over; returns what is wrong, if anything."""
+    """Read the rows of a deferred tensor and store them; return what is wrong with the file, None if nothing is."""
     assert held.deferred is not None
     for rows in held.rows_at_once():
         strip = held.piece.rows(rows.start, rows.stop)

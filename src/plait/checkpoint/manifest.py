@@ -32,10 +32,10 @@ class StoredPiece(NamedTuple):
     begin: int
     """Byte of the file at which it starts."""
     start: tuple[int, ...]
-    """Index, in the whole tensor, of its first element."""
+    """Index of the piece's first element in the whole tensor."""
     shape: tuple[int, ...]
     digests: tuple[str, ...]
-    """One for each block; see `tensorfile.BLOCK`."""
+    """The digest of each block of `tensorfile.BLOCK` bytes."""
 
 
 class TensorRecord(NamedTuple):
@@ -81,10 +81,10 @@ class Index:
 
     @classmethod
     def parse(cls, content: bytes, sizes: Mapping[str, int]) -> Index:
-        """Read the file's content; `sizes` are those of the other files. Raises `ValueError` where it is malformed.
+        """Return the index in the file's content, or raise `ValueError` if it is malformed.
 
-        The pieces of each tensor must cover it exactly, and each piece must lie within one of the files:
-        see [Note: pieces that do not fit together].
+        `sizes` are those of the other files. The pieces of each tensor must cover it exactly, and each piece must lie
+        within one of the files: see [Note: pieces that do not fit together].
         """
         match parse_json(content):
             case {"tensors": dict(tensors)}:
@@ -160,8 +160,8 @@ def _are_lengths(values: Sequence[Any]) -> bool:
 # [Note: pieces that do not fit together]
 # Digests prove that bytes are what was written, not that they belong to this place of this tensor: an index whose
 # pieces overlap, leave a gap or point at the bytes of another tensor would be loaded without an error. So the index is
-# checked when it is read: cut along one dimension after the other, every element of a tensor must be in one piece. And
-# when a file is opened, its own header must name the same tensors with the same shapes at the same bytes.
+# checked when it is read: every element of a tensor must be in exactly one piece. And when a file is opened, its own
+# header must name the same tensors with the same shapes at the same bytes.
 def coverage_problem(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
     """Return why slices (first index, shape) do not cover a tensor exactly once; None where they do."""
     if 0 in whole:
@@ -192,12 +192,12 @@ class FileRecord:
 
     bytes: int
     digest: str
-    """Of a safetensors file: of its header, as the blocks have their own. Of any other: of all of it."""
+    """The digest of a safetensors file's header (its blocks have their own), or of all bytes of any other file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of `manifest.json`. A folder with it is a complete checkpoint; without it, it does not count."""
+    """The content of `manifest.json`. A folder that has it is a complete checkpoint; one without it is ignored."""
 
     step: int
     world_size: int
@@ -206,7 +206,7 @@ class Manifest:
     """Everything other than tensors: counters, schedule, data position, hook state, config."""
     versions: dict[str, str]
     saved_at: float
-    """Seconds since 1970 (`save_time`): the checkpoint saved later counts as newer, whatever its step."""
+    """Seconds since 1970, see `save_time`. The newest checkpoint is that with the latest time, not the highest step."""
     format: int = FORMAT
 
     @property
@@ -215,8 +215,8 @@ class Manifest:
         return sum(record.bytes for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write it with a digest of its own, and sync it to the disk."""
-        content = json.loads(json.dumps(asdict(self)))  # as a reader will see it: texts as keys, lists for tuples
+        """Write the manifest with a digest of its content, and sync it to the disk."""
+        content = json.loads(json.dumps(asdict(self)))  # as a reader gets it: keys are strings, tuples are lists
         write_text(folder / MANIFEST_NAME, json.dumps({**content, "digest": _digest(content)}, indent=1))
 
 
@@ -235,7 +235,7 @@ def is_outside(folder: Path, name: str) -> bool:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has a manifest. A folder that cannot be read is an error, as its content is unknown."""
+    """Return whether a folder has a manifest. Raise if the folder cannot be read, as its content is then unknown."""
     try:
         return (folder / MANIFEST_NAME).exists()
     except OSError as error:
@@ -245,7 +245,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint folder."""
+    """Return the manifest of a checkpoint folder. Raise `CheckpointError` if it is missing or damaged."""
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint at {folder}: no such folder")
@@ -267,7 +267,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the manifest and the index of a checkpoint; its tensors stay on the disk."""
+    """Return a checkpoint with its manifest and its index; tensors are not read."""
     manifest = read_manifest(folder)
     path = folder / INDEX_NAME
     if out := [name for name in (MANIFEST_NAME, INDEX_NAME) if is_outside(folder, name)]:
@@ -286,7 +286,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _manifest(raw: dict[str, Any]) -> Manifest:
-    """Build the manifest from parsed JSON. Raises `ValueError` where a field is invalid."""
+    """Return the manifest in parsed JSON, or raise `ValueError` if a field is invalid."""
     files = {name: FileRecord(**record) for name, record in raw.pop("files").items()}
     for name, record in files.items():
         if name in ("", ".", "..", MANIFEST_NAME) or any(sign in name for sign in "/\\\0"):
@@ -330,11 +330,11 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "config.optim.type": lambda value: value is None or isinstance(value, str),
     "frozen.names": lambda value: value is None or (isinstance(value, list) and all(isinstance(n, str) for n in value)),
 }
-"""Types that every reader relies on; each key may be absent, and is then checked where it is needed."""
+"""A check of the type of each key that readers use; absent keys are not checked here, but where they are needed."""
 
 
 def _at(state: dict[str, Any], key: str) -> Any:
-    """Return the value under a dotted key, whose sections were checked before it."""
+    """Return the value at a dotted key; the sections above it must have been checked."""
     *sections, name = key.split(".")
     for section in sections:
         state = state.get(section) or {}
@@ -342,7 +342,7 @@ def _at(state: dict[str, Any], key: str) -> Any:
 
 
 def saved_at(folder: Path) -> float:
-    """Return when a checkpoint was saved; of a damaged or unreadable one, the time of its file."""
+    """Return when a checkpoint was saved, or the time of its manifest file if that is damaged or cannot be read."""
     path = folder / MANIFEST_NAME
     try:
         return float(parse_json(path.read_bytes())["saved_at"])
@@ -353,7 +353,8 @@ def saved_at(folder: Path) -> float:
 def save_time(root: Path) -> float:
     """Return the time now, but later than that of every checkpoint in the folder.
 
-    A clock that was set back, or another host's, would otherwise make the new one the oldest, which is removed first.
+    Otherwise, if the clock was set back or another host's clock is ahead, the new checkpoint would count as the oldest,
+    and would be removed first.
     """
     last = max((saved_at(path.parent) for path in root.glob(f"step-*/{MANIFEST_NAME}")), default=0.0)
     return max(time.time(), math.nextafter(last, math.inf))

@@ -1,6 +1,6 @@
-"""Host memory that saving and loading take beside the state itself, computed beforehand for the memory plan.
+"""Host memory that saving and loading use beyond the state itself, computed beforehand for the memory plan.
 
-Saving and loading take their thread counts from here, and the buffers that are counted are theirs.
+`save.py` and `load.py` use the thread counts of this file, so the buffers counted here are those that they allocate.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from plait.checkpoint.tensorfile import BLOCK
 from plait.distributed import is_sharded, to_local
 
 WRITERS = 4
-"""Threads of a rank where there are cores for them: one waits for the disk while another computes digests."""
+"""Writing threads of a rank, if it has as many cores: one waits for the disk while another computes digests."""
 READERS = 8
 
 
 class SavedTensor(NamedTuple):
-    """The facts of a tensor that decide how much memory saving and loading it take."""
+    """The properties of a tensor that decide how much memory it takes to save and to load it."""
 
     bytes: float
-    """Of this rank's shard."""
+    """Size of this rank's shard."""
     holders: int
     """Ranks that hold the same shard, of which one writes it."""
     on_device: bool = False
@@ -39,7 +39,7 @@ class CheckpointMemory(NamedTuple):
     written: float
     """The bytes that this rank writes."""
     copied: float
-    """The copy of these, which a save in the background makes and keeps."""
+    """Size of the copy of these bytes that a save in the background makes; it is kept for the next save."""
     writing: float
     """Buffers for blocks on their way from a device to a file."""
     reading: float
@@ -47,12 +47,12 @@ class CheckpointMemory(NamedTuple):
 
 
 def thread_count(most: int, *, cores: int, ranks: int) -> int:
-    """Return how many threads each rank uses, at most `most`, on a host with so many cores and ranks."""
+    """Return how many threads each rank uses, at most `most`, on a host with `cores` cores and `ranks` ranks."""
     return max(1, min(most, cores // ranks))
 
 
 def saved_tensor(tensor: Tensor, ranks: int) -> SavedTensor:
-    """Describe a tensor that `ranks` ranks have whole or sharded."""
+    """Return the properties of a tensor that `ranks` ranks hold, each all of it or a shard."""
     local = to_local(tensor.detach())
     shards = 1
     if is_sharded(tensor):
@@ -62,10 +62,11 @@ def saved_tensor(tensor: Tensor, ranks: int) -> SavedTensor:
 
 
 def checkpoint_memory(tensors: Sequence[SavedTensor], *, cores: int, ranks: int, background: bool) -> CheckpointMemory:
-    """Return the memory that saving and loading these tensors take on a host with so many cores and ranks.
+    """Return the memory that one rank uses to save and load these tensors, on a host with `cores` cores.
 
-    Of what several ranks hold each writes about as much as any other, see `pieces.assign_writes`. What is read was
-    written by ranks that held the same parts: other parts have to be cut out, which takes `reading` on any device.
+    Ranks that hold the same shard are assumed to write equal parts of it, see `pieces.assign_writes`. The checkpoint is
+    assumed to have the same sharding as this run. If it has another, slices are copied out of larger reads, and CPU
+    tensors take a buffer (`reading`) too.
     """
     written = sum(tensor.bytes / tensor.holders for tensor in tensors)
     copied = (

@@ -1,4 +1,4 @@
-"""Checkpoints of `checkpoint.node_local`: each node has the files of its ranks, and fetches others where needed."""
+"""Checkpoints of `checkpoint.node_local`: each node stores the files of its ranks, and fetches others if needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NodeLocalCheckpoint:
 
     @cached_property
     def _head_ends(self) -> dict[str, int]:
-        """The byte at which the header of each file ends and its first tensor begins."""
+        """Return by file name the byte at which the header ends and the first tensor begins."""
         head_ends: dict[str, int] = {}
         for record in self.checkpoint.index.tensors.values():
             for stored in record.pieces:
@@ -50,7 +50,10 @@ class NodeLocalCheckpoint:
 
     @contextmanager
     def fetch(self, regions: list[LoadRegion]) -> Iterator[Mapping[str, Path]]:
-        """Copy the bytes that this rank needs and its node lacks from a node that has them; see `load.Fetch`."""
+        """Copy the bytes that this rank needs from other nodes, if its node lacks them; yield the paths of the copies.
+
+        See `load.Fetch`. Collective.
+        """
         folder, rank = self.checkpoint.folder, self.channel.rank
         sizes = {name: record.bytes for name, record in self.checkpoint.manifest.files.items()}
         absent = [region for region in regions if not _is_whole(folder / region.stored.file, sizes)]
@@ -66,7 +69,7 @@ class NodeLocalCheckpoint:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _exchange(self, missing: list[tuple[str, int, int]], scratch: Path) -> None:
-        # All ranks iterate over the same list, so that every send has its receive.
+        # All ranks iterate over the same list, so that every send has a matching receive.
         buffer = torch.empty(BLOCK, dtype=torch.uint8)
         for target, wanted in enumerate(self.channel.all_gather(missing)):
             for name, begin, end in wanted:
@@ -85,7 +88,10 @@ class NodeLocalCheckpoint:
 def find_node_local(
     folder: CheckpointFolder, wanted: str, channel: Channel, disks: Disks
 ) -> NodeLocalCheckpoint | None:
-    """Return the newest checkpoint of which the nodes together have every file. Collective."""
+    """Return the newest checkpoint whose files are all present, each on some node. Collective.
+
+    If no node has any checkpoint, return None for `auto`. Raise `CheckpointError` in all other cases.
+    """
     copies = channel.all_gather(_copies(folder, wanted) if disks.is_lead else {})
     manifests = {name: saved.manifest for copy in copies for name, saved in copy.items()}
     if not manifests:
@@ -103,7 +109,7 @@ def find_node_local(
         lacking[name] = sorted(manifest.files.keys() - owners.keys())
         if lacking[name]:
             continue
-        # A rank's own folder has the same name as the others', under its own root, whether or not it exists.
+        # A checkpoint has the same folder name on every node, but the path above it may differ.
         paths = {path.name: path for path in folder.candidates(wanted)} if disks.is_lead else {}
         path = paths.get(name, folder.path_of(manifest.step))
         opened = _open_at(owners[INDEX_NAME], path, channel)
@@ -114,7 +120,7 @@ def find_node_local(
 
 
 def _open_at(home: int, path: Path, channel: Channel) -> Checkpoint:
-    """Return the checkpoint as opened by the rank `home`, which has its index. Collective."""
+    """Return on all ranks the checkpoint that rank `home` opens: its node has the index. Collective."""
     open_it = partial(open_checkpoint, path) if channel.rank == home else None
     opened = collective_call(channel, open_it, "the checkpoint cannot be opened")
     checkpoint: Checkpoint = channel.all_gather(opened)[home]
@@ -147,7 +153,7 @@ def _range(region: LoadRegion) -> tuple[str, int, int]:
 def _read_range(path: Path, at: int, into: torch.Tensor) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
-        read_all(file, view_bytes(into), at)  # the receiving rank verifies it
+        read_all(file, view_bytes(into), at)  # the receiving rank compares it with its digest
     finally:
         os.close(file)
 

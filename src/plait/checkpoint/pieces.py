@@ -13,14 +13,14 @@ from plait.checkpoint.tensorfile import BLOCK
 from plait.distributed import Channel, is_sharded
 
 STRIP = 4 * BLOCK
-"""Bytes that are converted at once of a tensor that is made or read a few rows at a time."""
+"""Size of a strip: the rows of a deferred tensor that are converted at a time; see [Note: a few rows at a time]."""
 
 
 # Tensors of a checkpoint that training holds in another form, such as moments in 8 bits.
 #
-# [Note: a few rows at a time] A whole tensor in the dtype of the checkpoint would take several times the memory that
-# the packed form saves. So some rows are unpacked, written and freed, and rows that are read are packed before the
-# next ones; as many at a time as there are threads.
+# [Note: a few rows at a time] Converting a whole tensor to the dtype of the checkpoint would take several times the
+# memory that the packed form saves. So a thread that writes unpacks one strip of rows, writes it and frees it before
+# the next one, and a thread that reads packs each strip before it reads the next one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class DeferredTensor:
     """A tensor of the same shape and the same sharding; its values and dtype are not used."""
     dtype: torch.dtype
     make_rows: Callable[[int, int], Tensor]
-    """Returns the rows from `begin` to `end` of this rank's shard, on the host."""
+    """`make_rows(begin, end)` returns these rows of this rank's shard, unpacked, on the host."""
     store_rows: Callable[[int, Tensor], None]
-    """Stores rows of this rank's shard, from row `begin` on."""
+    """`store_rows(begin, rows)` packs `rows` and stores them in this rank's shard, from row `begin` on."""
 
     @property
     def shape(self) -> torch.Size:
@@ -42,11 +42,11 @@ class DeferredTensor:
 
 
 Entry = Tensor | DeferredTensor
-"""What is saved under one name of a checkpoint."""
+"""A tensor to save or load, as the run holds it."""
 
 
 class Piece(NamedTuple):
-    """A slice of a tensor, described so that it is cheap to send between ranks."""
+    """A slice of a tensor: its position and shape, without values, so that it is cheap to send between ranks."""
 
     name: str
     dtype: torch.dtype
@@ -56,11 +56,11 @@ class Piece(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a file: the tensor's own where the piece is all of it, else with its first index."""
+        """Its name in a file: the tensor's name, followed by `@` and the first index if it is not the whole tensor."""
         return self.name if self.shape == self.whole else f"{self.name}@{','.join(map(str, self.start))}"
 
     def rows(self, begin: int, end: int) -> Piece:
-        """Return the piece of its rows `begin` to `end`."""
+        """Return the part of this piece from row `begin` to `end`."""
         start, shape = self.start, self.shape
         return self._replace(start=(start[0] + begin, *start[1:]), shape=(end - begin, *shape[1:]))
 
@@ -76,11 +76,11 @@ class HeldPiece:
 
     piece: Piece
     tensor: Tensor
-    """On the meta device where there is a `deferred`."""
+    """Without values (on the meta device) if `deferred` is set."""
     deferred: DeferredTensor | None = None
 
     def strips(self) -> Iterator[Tensor]:
-        """Yield its values, some rows after others; see [Note: a few rows at a time]."""
+        """Yield its values in strips of rows, see [Note: a few rows at a time]; all at once unless it is deferred."""
         if self.deferred is None:
             yield self.tensor
             return
@@ -95,13 +95,13 @@ class HeldPiece:
 
 
 def held_pieces(entries: Mapping[str, Entry]) -> list[HeldPiece]:
-    """Return what this rank holds of each tensor; a rank without a shard of a tensor holds no piece of it."""
+    """Return the pieces that this rank holds; there is none for a tensor of which it has no shard."""
     tensors = {name: entry.like if isinstance(entry, DeferredTensor) else entry for name, entry in entries.items()}
     return [_with_deferred(held, entries[held.piece.name]) for held in _pieces_of(tensors)]
 
 
 def _with_deferred(held: HeldPiece, entry: Entry) -> HeldPiece:
-    """Return the piece, of a deferred tensor the same piece with that in place of its values."""
+    """Return the piece; if `entry` is deferred, with the checkpoint's dtype and `deferred` set in place of values."""
     if isinstance(entry, Tensor):
         return held
     piece = held.piece._replace(dtype=entry.dtype)
@@ -144,7 +144,7 @@ def _shards_of(tensors: Mapping[str, Tensor]) -> list[HeldPiece]:
 
 
 class WriteAssignment:
-    """Decides which rank writes a piece that several ranks hold; kept while the pieces stay the same."""
+    """Decides which rank writes a piece that several ranks hold. It is reused while the pieces do not change."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -190,12 +190,12 @@ def assign_writes(held: Sequence[Sequence[Piece]]) -> list[list[int]]:
 
 
 def copy_bytes(size: float, *, pinned: bool) -> float:
-    """Return the memory of a copy of so many bytes: torch pins powers of two."""
+    """Return the bytes that a copy of `size` bytes takes: torch rounds pinned memory up to a power of two."""
     return 1 << (int(size) - 1).bit_length() if pinned and size else size
 
 
 class Staging:
-    """Host buffers that are allocated at the first copy and reused for the next: as much as this rank writes.
+    """Host buffers for the pieces that this rank writes, allocated at the first copy and reused for later ones.
 
     Buffers for tensors on a GPU are pinned, so that copies run at the full speed of the bus.
     """
@@ -204,7 +204,7 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, pieces: Sequence[HeldPiece]) -> list[HeldPiece]:
-        """Return the same pieces in host memory. After that the originals may change."""
+        """Copy the pieces to host memory, and return the copies. When this returns, the originals may change."""
         device = None
         copies = []
         for held in pieces:

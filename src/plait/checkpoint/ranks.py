@@ -1,4 +1,4 @@
-"""Collective work on files: if one rank fails, all raise the same error; and which ranks see the same folder."""
+"""Work on files by all ranks, where one failure raises on all of them; and which ranks see the same folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 def collective_call(channel: Channel, action: Callable[[], T] | None, what: str) -> T | None:
     """Call `action` and return its result; None on ranks that pass no action. Collective.
 
-    If it fails on one rank, every rank raises a `CheckpointError`: `what` failed, and the reasons of all ranks, with a
-    traceback unless the cause is the disk or the user.
+    If it fails on any rank, every rank raises the same `CheckpointError`: its message is `what`, then the errors of the
+    failed ranks, with a traceback unless that is an `OSError` or a `PlaitError`.
     """
     result, failure = None, None
     try:
@@ -43,9 +43,9 @@ class Disks:
     """Of the ranks that see the same folder, one leads: it makes, renames and removes the files and folders there."""
 
     lead: int
-    """The leading rank of this rank's folder."""
+    """The rank that leads those that see this rank's folder."""
     leads: tuple[int, ...]
-    """All of them; one where the file system is shared."""
+    """The leading ranks of all folders; only one if the file system is shared."""
     rank: int
 
     @property
@@ -60,9 +60,9 @@ class Disks:
 
 
 def find_disks(root: Path, channel: Channel, ranks: Ranks, *, node_local: bool) -> Disks:
-    """Find out which ranks share the folder, by a file that each node makes and the others look for. Collective.
+    """Return which ranks share the folder, found with a file that each node makes and the others look for. Collective.
 
-    Without `node_local`, folders that are not shared are an error.
+    Without `node_local`, raise a `CheckpointError` if not all ranks see the same folder.
     """
     if ranks.local_size == ranks.size:  # one machine, one file system
         return Disks(0, (0,), channel.rank)

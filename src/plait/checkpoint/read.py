@@ -25,9 +25,9 @@ from plait.checkpoint.tensorfile import (
 )
 
 _GROUP = 4 * BLOCK
-"""Bytes read at once where a slice has to be copied out of them."""
+"""Bytes read at a time into a buffer, if a slice has to be copied out of them."""
 READ_BUFFER = _GROUP + 2 * BLOCK
-"""Bytes of the buffer for that, one per thread: with the rest of the blocks in which it begins and ends."""
+"""Size of that buffer, one per thread: whole blocks are read, so there may be one more at either end."""
 
 
 class DamagedError(Exception):
@@ -45,7 +45,7 @@ class RowRange:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """The first byte of the piece that is needed, and the end."""
+        """The range of bytes of the piece that is needed: first byte, and end (exclusive)."""
         return self.first_row * self.row_bytes, self.end_row * self.row_bytes
 
 
@@ -61,9 +61,9 @@ class PieceReader:
     def __init__(
         self, folder: Path, elsewhere: Mapping[str, Path] | None = None, checkpoint: Checkpoint | None = None
     ) -> None:
-        """`elsewhere`: files that are not in the folder, by name.
+        """`elsewhere`: paths of files that are not in the folder, by file name.
 
-        With a `checkpoint`, the header of each file that is opened is compared with its manifest and its index.
+        With a `checkpoint`, the header of each file is compared with the manifest and the index when it is opened.
         """
         self._folder = folder
         self._elsewhere = elsewhere or {}
@@ -76,7 +76,7 @@ class PieceReader:
     def copy(
         self, stored: StoredPiece, dtype: torch.dtype, low: Sequence[int], high: Sequence[int], target: Tensor
     ) -> None:
-        """Copy the slice from `low` to `high`, in the piece's own indices, into a tensor of its shape."""
+        """Copy the slice from index `low` to `high` of the piece into `target`, which has the slice's shape."""
         span = RowRange(stored, dtype.itemsize, low, high)
         if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype and span.whole_rows:
             self._read_direct(stored, span.bytes, _size(stored, dtype), as_bytes(target))
@@ -94,7 +94,7 @@ class PieceReader:
             target[first - span.first_row : last - span.first_row].copy_(group[(slice(None), *inner)])
 
     def _read_direct(self, stored: StoredPiece, wanted: tuple[int, int], size: int, target: memoryview) -> None:
-        """Read whole blocks straight into the target, and the first and the last through a buffer."""
+        """Read whole blocks straight into the target; if the first or last one is needed in part, through a buffer."""
         begin, end = wanted
         for block in range(begin // BLOCK * BLOCK, end, BLOCK):
             block_end = min(block + BLOCK, size)
@@ -120,7 +120,7 @@ class PieceReader:
         return buffer[begin - low : end - low]
 
     def check(self, stored: StoredPiece, dtype: torch.dtype) -> None:
-        """Read a whole piece and compare it with its digests."""
+        """Read a whole piece and raise `DamagedError` if a block differs from its digest."""
         size = _size(stored, dtype)
         buffer = memoryview(bytearray(min(BLOCK, size)))
         for block in range(0, size, BLOCK):
@@ -164,7 +164,7 @@ class PieceReader:
             return self._files[name]
 
     def _compare_header(self, checkpoint: Checkpoint, name: str, file: int) -> None:
-        """Refuse a file whose header is not what was written, or names other tensors than the index."""
+        """Raise `DamagedError` if a file's header is not as written, or lists other tensors than the index."""
         path, record = self._path(name), checkpoint.manifest.files[name]
         try:
             header = read_header(file)
@@ -205,7 +205,7 @@ def _size(stored: StoredPiece, dtype: torch.dtype) -> int:
 
 
 def try_to_read(read: Callable[..., None], *given: Any) -> str | None:
-    """Call `read`; returns what is wrong with the file, if anything."""
+    """Call `read(*given)`; return what is wrong with the file, None if nothing is."""
     try:
         read(*given)
     except DamagedError as error:

@@ -46,9 +46,9 @@ class Saved:
 class CheckpointWriter:
     """Writes the checkpoints of one run, one at a time. Collective: every rank calls its methods in the same order.
 
-    Everything is written to a hidden folder beside the target and synced, gets its manifest, and is then renamed. If
-    one rank fails, all raise, and the earlier checkpoints are untouched. With `background`, `save` returns once this
-    rank's pieces are copied; the outcome comes from `poll` or `wait`.
+    All ranks write and sync their files in a hidden folder beside the target; then the manifest is written there, and
+    the folder is renamed to the target. If one rank fails, all raise, and earlier checkpoints are untouched. With
+    `background`, `save` returns once this rank's pieces are copied to host memory; `poll` or `wait` give the outcome.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class CheckpointWriter:
         reopen: bool = False,
         storage: StoredCheckpoints | None = None,
     ) -> None:
-        """`reopen`: read every file again after writing, and compare; `storage`: where copies are kept."""
+        """`reopen`: read every file again and compare it with what was written; `storage`: where copies are kept."""
         self._storage = storage
         self._root = root
         self._world = world
         self._node_local = node_local
         self._reopen = reopen
-        # Files travel between nodes as tensors of the host, which not every backend carries.
+        # With `node_local`, files are sent between nodes as CPU tensors, which not every backend (NCCL) can send.
         self.channel = Channel(world, new_group=background or node_local)
         self._shares = WriteAssignment(self.channel)
         self._staging = Staging() if background else None
@@ -91,9 +91,9 @@ class CheckpointWriter:
         step: int,
         tidy: Callable[[], None] | None = None,
     ) -> Saved | None:
-        """Write a checkpoint; returns None while it is written in the background.
+        """Write a checkpoint and return the outcome; with `background`, return None while it is written.
 
-        `tidy` is called once it is complete, on one rank of each folder.
+        `tidy` is called when it is complete, on one rank of each folder.
         """
         assert self._thread is None, "wait for the one before"
         start = time.perf_counter()
@@ -123,17 +123,17 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written, or its outcome has not been read."""
+        """Whether a save in the background still runs, or its outcome was not returned by `poll` or `wait` yet."""
         return self._thread is not None
 
     def poll(self) -> Saved | None:
-        """Return the outcome of a save in the background if it is complete, else None."""
+        """Return the outcome of a save in the background if it has ended, else None. Raise the error if it failed."""
         if self._thread is None or self._thread.is_alive():
             return None
         return self.wait()
 
     def wait(self) -> Saved | None:
-        """Wait for a save in the background and return its outcome; None if there was none."""
+        """Wait for a save in the background and return its outcome, or raise its error; None if there was no save."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -154,7 +154,7 @@ class CheckpointWriter:
 def save_checkpoint(
     target: Path, tensors: Mapping[str, Entry], state: Mapping[str, Any], *, step: int, world: World
 ) -> int:
-    """Write one checkpoint and wait for it; returns its size in bytes. Collective."""
+    """Write one checkpoint and return its size in bytes. Collective."""
     saved = CheckpointWriter(target.parent, world).save(target, tensors, state, step=step)
     assert saved is not None
     return saved.bytes
@@ -168,7 +168,7 @@ def write_single_process(
     *,
     step: int,
 ) -> int:
-    """Write a checkpoint from one process, of tensors that are read one after another; returns its size."""
+    """Write a checkpoint from one process and return its size in bytes; `read(name)` returns one tensor at a time."""
     staging = target.with_name(f".{target.name}.tmp")
     try:
         pieces = [
@@ -212,7 +212,7 @@ class _SaveJob:
     tidy: Callable[[], None] | None
 
     def run(self, mine: Sequence[HeldPiece], *, threads: int) -> int:
-        """Write this rank's file and complete the checkpoint with the other ranks; returns its size."""
+        """Write this rank's file and complete the checkpoint with the other ranks; return its size in bytes."""
         channel, staging = self.channel, self.target.with_name(f".{self.target.name}.tmp")
         try:
             needed = sum(held.piece.bytes for held in mine)
@@ -239,7 +239,7 @@ class _SaveJob:
         return _make_manifest(self.target, files, self.state, step=self.step, world_size=self.world_size)
 
     def _copy_to(self, storage: StoredCheckpoints) -> None:
-        """Put the checkpoint into a storage; see [Note: local first], `plait.checkpoint.storage`."""
+        """Copy the checkpoint to a storage; see [Note: local first] in `plait.checkpoint.storage`."""
         text = f"{self.target} is saved, but could not be copied to `checkpoint.storage`"
         for action, is_mine in (
             (storage.clear, self.channel.rank == 0),
@@ -269,7 +269,7 @@ def _read_strips(read: Callable[[str], Tensor], piece: Piece) -> list[Tensor]:
 
 
 PieceStrips = tuple[Piece, Callable[[], Iterable[Tensor]]]
-"""A piece, and what returns its values, some rows after others."""
+"""A piece, and a function that yields its values in strips of rows."""
 
 
 def _write_rank_file(path: Path, tensors: Sequence[PieceStrips], *, threads: int = 1) -> _RankFile:
@@ -289,7 +289,7 @@ def _write_rank_file(path: Path, tensors: Sequence[PieceStrips], *, threads: int
 
 
 def _verify_rank_file(path: Path, written: _RankFile) -> None:
-    """Read a file again and compare names, shapes and every block with what was written."""
+    """Read a file again; raise if its names, shapes or any block differ from what was written."""
     slots = read_slots(path)
     wanted = {piece.key: (piece.dtype, piece.shape) for piece, _ in written.pieces}
     if {key: (slot.dtype, slot.shape) for key, slot in slots.items()} != wanted:
@@ -351,7 +351,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
+    """Call fsync for a file, or for a folder, so that the names in it survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,10 +1,10 @@
 """Copies of checkpoints outside the `work_dir`: in a folder, an object store, anything that holds files.
 
 [Note: local first]
-A checkpoint is written to the `work_dir` as always, and then copied: so there is one format and one code path for
-saving and loading, training does not wait for the storage (with `checkpoint.async_save`), and features that object
-stores lack (renaming, syncing, writing at an offset) are not needed. The manifest is copied last and deleted first: in
-a storage too, a folder with a manifest is a complete checkpoint, and one without it does not count.
+A checkpoint is first written to the `work_dir`, as without a storage, and then copied. So there is one format and one
+code path for saving and loading; training does not wait for the storage (with `checkpoint.async_save`); and features
+that object stores lack (renaming, syncing, writing at an offset) are not needed. The manifest is copied last and
+deleted first: in a storage too, a folder with a manifest is a complete checkpoint, and one without it is ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _MANIFEST = re.compile(rf"(step-\d+)/{re.escape(MANIFEST_NAME)}$")
 class Storage(Protocol):
     """The interface of a `checkpoint.storage`. File names are relative, with slashes: `step-00000010/index.json`.
 
-    It belongs to one run. Constructed on every rank, called on the first rank of each file system; may raise anything.
+    An object serves one run. Every rank constructs one, but only the first rank of each file system calls its methods.
+    They may raise any exception.
     A storage that renames folders atomically has `atomic_rename = True` and a method `rename(old, new)`.
     """
 
@@ -87,12 +88,12 @@ class FolderStorage:
 
 
 def folder_storage(config: FolderStorageConfig) -> FolderStorage:
-    """Build the storage of a `checkpoint.storage` section of type `folder`."""
+    """Return the storage for a `checkpoint.storage` section of type `folder`."""
     return FolderStorage(Path(config.path))
 
 
 def build_storage(config: StorageConfig | None, folder: CheckpointFolder) -> StoredCheckpoints | None:
-    """Build what `checkpoint.storage` names, for the checkpoints of `folder`; None where the section is absent."""
+    """Return the storage of `checkpoint.storage`, for the checkpoints of `folder`; None without that section."""
     if config is None:
         return None
     storage = build(config, _KEY, accepts=Storage)
@@ -116,22 +117,22 @@ class StoredCheckpoints:
         self._name = name
         self._renames = bool(getattr(storage, "atomic_rename", False))
 
-    # ---- writing: `clear` on one rank, `put` on the first of each file system, `seal` on one rank
+    # ---- writing, in this order: one rank calls `clear`, the first rank of each file system `put`, one rank `seal`
 
     def clear(self, target: Path) -> None:
-        """Remove the files of an earlier checkpoint of this name, and those of an interrupted copy."""
+        """Remove the files of an earlier checkpoint of this name, and of an interrupted copy."""
         self._remove(self._write_folder(target))
         if not self._renames:
             self._remove(target.name)
 
     def put(self, target: Path) -> None:
-        """Copy the files of this file system, except the manifest."""
+        """Copy the files that this rank's file system has, except the manifest."""
         for path in sorted(target.iterdir()):
             if path.name != MANIFEST_NAME:
                 self._storage.write(f"{self._write_folder(target)}/{path.name}", path)
 
     def seal(self, target: Path) -> None:
-        """Copy the manifest once all other files are there; it makes the copy complete."""
+        """Copy the manifest, which makes the copy complete. Raise `CheckpointError` if any other file is missing."""
         folder = self._write_folder(target)
         there = set(self._storage.names(f"{folder}/"))
         lacking = [name for name in read_manifest(target).files if f"{folder}/{name}" not in there]
@@ -162,7 +163,7 @@ class StoredCheckpoints:
             self._storage.delete(file)
 
     def _complete(self) -> dict[str, float]:
-        """Return the complete checkpoints in the storage, and when each was saved."""
+        """Return by name when each complete checkpoint in the storage was saved."""
         saved_times = {}
         with TemporaryDirectory() as folder:
             for file in list(self._storage.names("step-")):
@@ -174,13 +175,14 @@ class StoredCheckpoints:
     # ---- reading, on the first rank of each file system
 
     def newest(self) -> str | None:
-        """Return the name of the checkpoint that was saved last."""
+        """Return the name of the checkpoint that was saved last; None if the storage has none."""
         return _newest(self._translate_errors(self._complete))
 
     def fetch(self, wanted: str) -> str:
         """Copy the checkpoint that `checkpoint.resume` names to the folder of the run, if only the storage has it.
 
-        Returns its name there. For `auto` that is the newest, where the folder has none as new.
+        Return its path there, or `wanted` itself if that is an existing path or the storage does not have it. For
+        `auto`, copy the newest checkpoint of the storage if the folder has none as new, and return `auto`.
         """
         complete = self._translate_errors(self._complete)
         if wanted == "auto":

@@ -1,7 +1,7 @@
 """One safetensors file, written straight from tensors and read in slices, with a digest of every block.
 
-The files are ordinary safetensors: any reader of that format opens them. What the library does not do is write a
-file larger than memory piece by piece, or say which of its bytes are damaged.
+The files are ordinary safetensors: any reader of that format opens them. The `safetensors` library is not used, because
+it cannot write a file larger than memory piece by piece, and cannot tell which bytes of a file are damaged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 BLOCK = 16 << 20
-"""Bytes under one digest, so that a slice of a tensor is read and verified without reading the rest."""
+"""Bytes that one digest covers. Digests per block allow a slice to be verified without reading the whole tensor."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -40,7 +40,7 @@ _DTYPE_NAMES = {
     torch.complex64: "C64",
 }
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-"""The dtypes of safetensors, by its names for them."""
+"""The dtypes that safetensors has, by their names in that format."""
 
 
 class Slot(NamedTuple):
@@ -75,7 +75,7 @@ def make_header(
 
 
 def read_header(file: int) -> bytes:
-    """Return the header of an open safetensors file: the 8 bytes of its length, and its JSON. Raises `ValueError`."""
+    """Return the header of an open safetensors file: 8 bytes for its length, and its JSON. Or raise `ValueError`."""
     size = os.fstat(file).st_size
     length = os.pread(file, 8, 0)
     count = int.from_bytes(length, "little")
@@ -90,8 +90,8 @@ def read_header(file: int) -> bytes:
 def slots_in(header: bytes, size: int) -> dict[str, Slot]:
     """Return the positions of the tensors in a file of `size` bytes that begins with this header.
 
-    Raises `ValueError` unless the tensors fill the file from the end of the header to its own end, each with as many
-    bytes as its shape and dtype take, without overlap.
+    Raise `ValueError` unless the tensors fill the file from the end of the header to the end of the file without
+    overlap, each with as many bytes as its shape and dtype require.
     """
     try:
         fields = json.loads(header[8:], object_pairs_hook=_once)
@@ -114,7 +114,7 @@ def slots_in(header: bytes, size: int) -> dict[str, Slot]:
 
 
 def read_slots(path: Path) -> dict[str, Slot]:
-    """Return the positions of the tensors of a safetensors file. Raises `ValueError` where it is malformed."""
+    """Return the positions of the tensors of a safetensors file. Raise `ValueError` if it is malformed."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         return slots_in(read_header(file), os.fstat(file).st_size)
@@ -189,11 +189,11 @@ class TensorFileWriter:
             raise
 
     def write(self, key: str, tensor: Tensor) -> list[str]:
-        """Write one tensor, from any device; returns the digests of its blocks."""
+        """Write one tensor, from any device, and return the digests of its blocks."""
         return self.write_strips(key, [tensor])
 
     def write_strips(self, key: str, strips: Iterable[Tensor]) -> list[str]:
-        """Write one tensor that comes in strips, some rows after others; returns the digests of its blocks."""
+        """Write one tensor, given as strips of consecutive rows, and return the digests of its blocks."""
         slot = self.slots[key]
         digests = []
         at = slot.begin
@@ -206,7 +206,7 @@ class TensorFileWriter:
 
     def _blocks(self, key: str, slot: Slot, strips: Iterable[Tensor]) -> Iterator[memoryview]:
         left = slot.bytes
-        begun = torch.empty(0, dtype=torch.uint8)  # of a block that ends in a later strip
+        begun = torch.empty(0, dtype=torch.uint8)  # the first bytes of a block that ends in a later strip
         for strip in strips:
             assert strip.dtype == slot.dtype, f"{key}: {strip.dtype}, not {slot.dtype}"
             assert tuple(strip.shape[1:]) == slot.shape[1:], f"{key}: rows of {tuple(strip.shape)}, not {slot.shape}"
@@ -224,10 +224,10 @@ class TensorFileWriter:
                     left -= size
                     yield view_bytes(begun)
                     begun = begun[:0].clone()
-            del strip, flat, chunk  # or two strips would be held
+            del strip, flat, chunk  # otherwise two strips would be in memory
 
     def _on_host(self, block: Tensor) -> Tensor:
-        """Copy a block from the device to a pinned buffer, one per thread: memory does not grow with the file."""
+        """Return a copy of a block in a pinned buffer, one per thread, so that memory does not grow with the file."""
         buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
         if buffer is None:
             buffer = self._thread_local.buffer = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
@@ -262,7 +262,7 @@ def write_all(file: int, data: memoryview, at: int) -> None:
 
 
 def read_all(file: int, into: memoryview, at: int) -> bool:
-    """Fill `into` from an offset of the file; returns whether the file was long enough."""
+    """Fill `into` from an offset of the file; return whether the file was long enough."""
     while len(into):
         count = os.preadv(file, [into], at)
         if count == 0:

@@ -31,7 +31,7 @@ WRITERS: Mapping[str, str] = MappingProxyType(
         "deepspeed": "plait.checkpoint.convert.deepspeed:write_deepspeed",
     }
 )
-"""The writer of each format, loaded as a user's own is; each returns the bytes that it wrote."""
+"""The writer of each format as `module:name`, loaded like a user's; each returns the number of bytes it wrote."""
 
 _KEY = "--to"
 
@@ -51,7 +51,7 @@ class Writer(Protocol):
     """A user-provided writer for `plait convert --to`: a function that writes another format."""
 
     def __call__(self, source: Source, target: Path, /) -> None:
-        """Write the source to a file or folder at `target`, which is renamed once this has returned."""
+        """Write the source to a file or folder at `target`, a temporary path; the caller renames it afterwards."""
 
 
 def _write_with(writer: str, source: Source, staging: Path) -> int:
@@ -65,12 +65,12 @@ def _write_with(writer: str, source: Source, staging: Path) -> int:
 
 
 def write_plait(source: Source, target: Path) -> int:
-    """Write a Plait checkpoint; returns its size."""
+    """Write a Plait checkpoint and return its size in bytes."""
     return write_single_process(target, source.entries, source.read, source.state, step=steps(source))
 
 
 def select_for(source: Source, to: Format | str, *, optimizer: bool) -> Source:
-    """Return the part of a source that a format takes; `optimizer` is used for `torch` alone."""
+    """Return the part of a source that is written in format `to`; only for `torch` does that depend on `optimizer`."""
     if not any(name.startswith("model.") for name in source.entries):
         raise CheckpointError(f"{source.path} holds no weights: there is nothing to convert")
     if to == "hf":
@@ -90,9 +90,9 @@ def convert(
     optimizer: bool = False,
     overwrite: bool = False,
 ) -> ConversionResult:
-    """Write all of a source (see `select_for`) in another format, one tensor after another; all or nothing.
+    """Write all of a source (see `select_for`) in another format, one tensor after another. Return what was written.
 
-    `to` may name a user-provided `Writer`. `description` is needed for `hf` alone.
+    If it fails, the target is as before. `to` may name a user-provided `Writer`. Only `hf` needs a `description`.
     """
     assert to != "hf" or description is not None
     needed = sum(entry.bytes for entry in source.entries.values())
@@ -109,11 +109,11 @@ def convert(
 
 
 def steps(source: Source) -> int:
-    """Return the number of optimizer steps of a checkpoint; 0 where it is not stored."""
+    """Return the number of optimizer steps of a checkpoint; 0 if it is not stored."""
     return int((source.state.get("engine") or {}).get("steps") or 0)
 
 
-# The target: complete under its name, or absent.
+# Writing a target so that it is either complete or absent.
 
 
 @contextmanager

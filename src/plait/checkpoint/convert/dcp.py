@@ -19,11 +19,11 @@ from plait.checkpoint.manifest import coverage_problem
 from plait.config import is_below, read_json_object
 from plait.errors import CheckpointError
 
-# A restricted unpickler: it makes only classes that the caller names, and calls nothing else.
+# A restricted unpickler: it builds only objects of classes that the caller names, and calls nothing else.
 
 
 Known = Callable[[str, str], Any]
-"""Takes a module and a name, and returns the stand-in for it, or None where it is unknown."""
+"""Maps a class in a pickle (module, name) to the class that is built instead; None if the class is unknown."""
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
@@ -42,7 +42,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def unpickle(path: Path, known: Known) -> Any:
-    """Return the object in a pickle; a name that `known` does not know or a damaged file is a `CheckpointError`."""
+    """Return the object in a pickle. Raise `CheckpointError` if it is damaged, or `known` returns None for a class."""
     try:
         with path.open("rb") as file:
             return _RestrictedUnpickler(file, known, path).load()
@@ -82,18 +82,18 @@ _CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
-    # Megatron stores the save plans of its ranks, for the next save.
+    # Megatron also stores the save plans of its ranks, to reuse them at the next save.
     f"{_DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
 }
-"""The classes that torch's writer pickles into `.metadata`; their contents are read, the classes are not imported."""
+"""The classes of objects that torch pickles into `.metadata`. They are built as `InertObject`, and never imported."""
 
 
 class _Index(InertObject):
     """A key of the chunk table (`MetadataIndex`): the name of a tensor, and the offset of a chunk in it."""
 
     fqn: str = ""
-    offset: Sequence[int] | None = None  # absent in the file where it is None
+    offset: Sequence[int] | None = None  # the file omits it if it is None
 
     def _key(self) -> tuple[str, tuple[int, ...] | None]:
         return self.fqn, None if self.offset is None else tuple(self.offset)
@@ -158,7 +158,7 @@ class Chunks:
 
     @property
     def files(self) -> int:
-        """How many files it has."""
+        """The number of files of the folder."""
         return len({info.relative_path for info in self._locations.values()})
 
     def _missing_files(self) -> None:
@@ -169,7 +169,7 @@ class Chunks:
             raise CheckpointError(f"{self._path} lacks {len(lost)} of its {len(wanted)} files: {shown}; copy them too")
 
     def read(self, stored: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return a whole tensor, or the part at an index of its first dimensions; one chunk is in memory at a time."""
+        """Return a whole tensor, or its part at `index` in the first dimensions; one chunk is in memory at a time."""
         entry, chunks = self.tensors[stored], self._records[stored].chunks
         if not index and len(chunks) == 1 and torch.Size(chunks[0].sizes) == entry.shape:
             return self._chunk(stored, chunks[0], entry)
@@ -197,7 +197,7 @@ class Chunks:
         return tensor.detach()
 
     def value(self, stored: str) -> Any:
-        """Return a value other than a tensor; None where it is absent."""
+        """Return a value other than a tensor; None if it is absent."""
         info = self._locations.get((stored, None))
         if info is None or hasattr(self._records.get(stored), "chunks"):
             return None
@@ -212,12 +212,12 @@ class Chunks:
             with path.open("rb") as file:
                 section = io.BufferedReader(_FileSection(file, info.offset, info.length))
                 return torch.load(section, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises whatever the unpickler and the archive reader did
+        except Exception as error:  # torch passes on any exception of the unpickler and the archive reader
             raise refusal(path, error, stored) from error
 
 
 def _check_chunks(name: str, record: Any) -> None:
-    """Refuse chunks that do not cover their tensor exactly. [Note: pieces that do not fit together]"""
+    """Raise an error unless the chunks cover their tensor exactly. [Note: pieces that do not fit together]"""
     whole = tuple(record.size)
     pieces = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in record.chunks]
     for start, shape in pieces:
@@ -319,7 +319,7 @@ class DcpSource(Source):
 
 
 def _ours(names: Mapping[str, str | None]) -> dict[str, str]:
-    """Map Plait's names to the stored ones."""
+    """Return the stored name for each of Plait's names."""
     known = {stored: name for stored, name in names.items() if name is not None}
     model = {stored: name for stored, name in known.items() if name.startswith("model.")}
     optim = {stored: name for stored, name in known.items() if name.startswith("optim.")}
@@ -327,7 +327,7 @@ def _ours(names: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _old_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest that Plait wrote beside such a checkpoint (format 1)."""
+    """Return the manifest that Plait wrote to a DCP folder (checkpoints of format 1); None if there is none."""
     file = path / "manifest.json"
     if not file.is_file():
         return None

@@ -35,17 +35,17 @@ class Files:
     folder: Path
     """The folder of the tag."""
     models: dict[int, Path]
-    """Model states: of every rank at stage 3, else of rank 0."""
+    """Model-states files by rank: of every rank at stage 3, else only of rank 0."""
     shards: dict[int, Path]
-    """Optimizer states of ZeRO."""
+    """Files with the ZeRO optimizer state, by rank."""
 
     @property
     def universal(self) -> Path | None:
-        """The folder of unsharded parameters, in a universal checkpoint."""
+        """The folder of unsharded parameters of a universal checkpoint; None in others."""
         return self.folder / "zero" if (self.folder / "zero").is_dir() else None
 
     def of_ranks(self, files: dict[int, Path], count: int, what: str) -> list[Path]:
-        """Return one file for each of `count` ranks; a missing one is an error that names it."""
+        """Return one file for each of `count` ranks; raise an error that names a missing one."""
         missing = [rank for rank in range(count) if rank not in files]
         if missing or len(files) != count:
             names = ", ".join(path.name for path in list(files.values())[:8]) or "none"
@@ -57,14 +57,14 @@ class Files:
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint of DeepSpeed, or like the folder of several."""
+    """Return whether a folder looks like a checkpoint of DeepSpeed, or like a folder of several."""
     if not path.is_dir():
         return False
     return any((path / name).is_file() for name in _POINTERS) or any(_MODEL.fullmatch(p.name) for p in path.iterdir())
 
 
 def find_files(path: Path) -> Files:
-    """Return the files of the checkpoint at `path`: the folder of a tag, or the folder above with `latest` in it."""
+    """Return the files of the checkpoint at `path`: a tag's folder, or one whose file `latest` names a tag."""
     folder = _tag_of(path) or path
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; name the one with `latest` in it, or the folder of a tag")
@@ -123,7 +123,7 @@ def _refuse_parallel(file: Path) -> None:
 
 
 class DeepSpeedEntry(NamedTuple):
-    """One tensor: its shape and dtype, and how it is assembled when it is read."""
+    """One tensor: its shape and dtype, and the function that reads and assembles it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -131,19 +131,19 @@ class DeepSpeedEntry(NamedTuple):
 
 
 DeepSpeedEntries = dict[str, DeepSpeedEntry]
-"""By the names of a `Source`: `model.<parameter>`, `optim.<parameter>.<key>`."""
+"""Entries by the names of a `Source`: `model.<parameter>`, `optim.<parameter>.<key>`."""
 
 Cuts = Callable[[], Iterable[tuple[int, int, int]]]
-"""The pieces of one parameter in order: (rank, first element, number of elements)."""
+"""Returns where a parameter's elements lie, in order: (rank, first element in its flat tensor, number of elements)."""
 
 
 def whole(tensor: PickledTensor) -> DeepSpeedEntry:
-    """Return the entry of a tensor that is whole in one file."""
+    """Return the entry of a tensor that one file holds unsharded."""
     return DeepSpeedEntry(tensor.shape, tensor.dtype, tensor.read)
 
 
 def number(value: Any) -> DeepSpeedEntry | None:
-    """Return the entry of a scalar state, as torch's optimizers keep it; None for another value."""
+    """Return the entry of a scalar of the optimizer state, as a 0-dimensional tensor; None if it is not a scalar."""
     if isinstance(value, PickledTensor) and value.numel == 1:
         return DeepSpeedEntry(torch.Size(), value.dtype, lambda: value.read().reshape(()))
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -152,7 +152,7 @@ def number(value: Any) -> DeepSpeedEntry | None:
 
 
 def joined(name: str, shape: torch.Size, flats: Sequence[PickledTensor], cuts: Cuts) -> DeepSpeedEntry:
-    """Return the entry of a tensor whose pieces lie in the flat tensors of several ranks; only these are read."""
+    """Return the entry of a tensor whose pieces lie in the flat tensors of all ranks; only the pieces are read."""
 
     def read() -> Tensor:
         pieces = list(cuts())
@@ -180,9 +180,10 @@ def flat_group(
     step: Any,
     cuts: Cuts,
 ) -> DeepSpeedEntries:
-    """Return the entries of a parameter and its optimizer state, cut alike from one flat tensor of each rank.
+    """Return the entries of a parameter and its optimizer state, which lie at the same places of flat tensors.
 
-    `states` are the ranks' optimizer states of that tensor; `step` is used where these have none.
+    `masters` are the ranks' flat fp32 weights, `states` their optimizer states for these; `step` is the step count if
+    `states` have none.
     """
     entries = {f"model.{name}": joined(f"model.{name}", shape, masters, cuts)}
     for key, first in states[0].items():
@@ -205,20 +206,20 @@ def flat_group(
 
 
 Pickled = Mapping[str, Any]
-"""The content of a file of a checkpoint."""
+"""The unpickled content of one file of a checkpoint."""
 
 
 def stage_1_and_2(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
-    """Return the trained parameters of stages 1 and 2.
+    """Return the trained parameters of stages 1 and 2 with their optimizer state.
 
     All parameters of a group are concatenated in a flat tensor, which is partitioned evenly over the ranks: a boundary
-    may be in the middle of a parameter. The padding at the end is not in the last rank's partition.
+    may be in the middle of a parameter. The padding at the end is not stored in the last rank's partition.
 
     [Note: addresses that are not trusted]
     Every rank also stores where in its partition each parameter lies (`param_slice_mappings`). With
-    `round_robin_gradients` these addresses have another order than the tensors: DeepSpeed 0.19.8 then returns
-    scrambled values from `safe_get_full_fp32_param`, and `ds_to_universal` writes them. The order of `param_shapes` is
-    right in all cases.
+    `round_robin_gradients` these addresses are in another order than the tensors: DeepSpeed 0.19.8 then returns
+    scrambled values from `safe_get_full_fp32_param`, and `ds_to_universal` writes scrambled values. So the addresses
+    are not used: the order of `param_shapes` is right in all cases.
     """
     entries: DeepSpeedEntries = {}
     paddings = shards[0].get("param_alignment_paddings")
@@ -242,7 +243,7 @@ def _state_of_group(shard: Pickled, group: int) -> Mapping[str, Any]:
         groups = base.get("param_groups")
         state = base["state"].get(groups[group]["params"][0], {}) if groups else {}
     else:
-        state = base[group]  # an elastic checkpoint: a list, without the padding
+        state = base[group]  # an elastic checkpoint: one state per group, without padding
     return state if isinstance(state, Mapping) else {}
 
 
@@ -253,7 +254,7 @@ def _step_of_group(shard: Pickled, group: int) -> Any:
 
 
 def _across(begin: int, end: int, length: int) -> Cuts:
-    """Return the pieces from element `begin` to `end` of partitions that have `length` elements each."""
+    """Return the `Cuts` of elements `begin` to `end` of a flat tensor that is split into partitions of `length`."""
 
     def cuts() -> Iterator[tuple[int, int, int]]:
         at = begin
@@ -267,7 +268,7 @@ def _across(begin: int, end: int, length: int) -> Cuts:
 
 
 def stage_3(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
-    """Return the trained parameters of stage 3: each one is partitioned evenly over the ranks and padded."""
+    """Return the trained parameters of stage 3. Each is padded and split evenly over ranks."""
     entries: DeepSpeedEntries = {}
     for group, shapes in enumerate(model["param_shapes"]):
         masters = [shard["fp32_flat_groups"][group] for shard in shards]
@@ -297,7 +298,7 @@ def _state_of_subgroup(shard: Pickled, index: int) -> Mapping[str, Any]:
 
 
 def evenly(begin: int, size: int, share: int, ranks: int) -> Cuts:
-    """Return the pieces where every rank has `share` elements from `begin` on, `size` in total."""
+    """Return the `Cuts` of a parameter of `size` elements, of which each rank has `share` at its element `begin`."""
 
     def cuts() -> Iterator[tuple[int, int, int]]:
         for rank in range(ranks):
@@ -306,7 +307,7 @@ def evenly(begin: int, size: int, share: int, ranks: int) -> Cuts:
     return cuts
 
 
-# A model-states file: the model's own copy of its weights, and facts about the run.
+# A model-states file: the weights in the model's own dtype, and settings of the run.
 
 
 def module_of(model: Pickled) -> dict[str, PickledTensor]:
@@ -315,7 +316,7 @@ def module_of(model: Pickled) -> dict[str, PickledTensor]:
 
 
 def tied_of(model: Pickled) -> dict[str, str]:
-    """Return the tied parameters: names of the same parameter as an earlier name."""
+    """Return the tied parameters: each later name of a parameter → its first name."""
     shared = model.get("shared_params")
     if shared is not None:
         return dict(shared)
@@ -329,7 +330,7 @@ def tied_of(model: Pickled) -> dict[str, str]:
 
 
 def shapes_of(model: Pickled) -> dict[str, torch.Size]:
-    """Return the shapes of the trained parameters, where ZeRO stored them."""
+    """Return the shapes of the trained parameters, if ZeRO stored them."""
     return {name: torch.Size(shape) for group in model.get("param_shapes") or () for name, shape in group.items()}
 
 
@@ -388,10 +389,10 @@ def scaler_of(optimizer: Any) -> dict[str, float] | None:
 #
 # [Note: whose state is it]
 # At stage 0 DeepSpeed saves `optimizer.state_dict()`, which numbers the parameters in the order in which the optimizer
-# was given them, group after group; the names are not stored. Optimizers are given parameters in the model's order,
-# except that several groups divide it. So a number is matched with a name where that leaves one possibility: in 16-bit
-# runs the fp32 weights must round to the model's, otherwise the model must have as many parameters of a shape as one
-# group. If several possibilities are left, it is an error, and the caller has to pass the order.
+# was given them, group after group; the names are not stored. Within a group, parameters are in the model's order, but
+# it is not stored which parameters a group has. So a number is matched with a name only if there is one possibility: in
+# 16-bit runs, the name whose weights are the rounded fp32 weights; otherwise, if all parameters of a shape are in one
+# group. If several possibilities are left, an error is raised, and the caller has to pass the order.
 
 
 def stage_0(model: Pickled, order: Sequence[str] | None) -> DeepSpeedEntries:
@@ -525,7 +526,7 @@ def _flat(
 def _rounds_to(flat: PickledTensor, begin: int, tensor: PickledTensor) -> bool:
     if begin + tensor.numel > flat.numel:
         return False
-    for count in (min(64, tensor.numel), tensor.numel):  # most of those that differ do so at the beginning
+    for count in (min(64, tensor.numel), tensor.numel):  # tensors that differ mostly do so in their first elements
         value = torch.empty(count, dtype=flat.dtype)
         flat.fill(value, begin)
         if not torch.equal(value.to(tensor.dtype), tensor.read().reshape(-1)[:count]):
@@ -537,13 +538,13 @@ def _rounds_to(flat: PickledTensor, begin: int, tensor: PickledTensor) -> bool:
 
 
 FRESH = "plait_fresh"
-"""Marks a state of zeros, of a parameter that has not been trained, in case DeepSpeed trains it."""
+"""Key that marks states of zeros, written for parameters that have no state, in case DeepSpeed trains them."""
 
 
 def universal(folder: Path, model: Pickled, common: Any, besides: Container[str]) -> DeepSpeedEntries:
-    """Return the entries in the folder `zero`, except `besides`, which the model-states file has in better precision.
+    """Return the entries in the folder `zero`, except those in `besides`, which come from the model-states file.
 
-    `common` is the state of the optimizer as a whole.
+    `common` is the part of the optimizer state that is not per parameter.
     """
     shapes, tied = shapes_of(model), tied_of(model)
     there = [path.name for path in sorted(folder.iterdir()) if path.is_dir() and (path / "fp32.pt").is_file()]
@@ -578,7 +579,7 @@ def _tensor(path: Path, shape: torch.Size | None) -> DeepSpeedEntry | None:
         return whole(tensor)
     if tensor.numel != shape.numel():
         raise CheckpointError(f"{path} has {tensor.numel} elements; the parameter has the shape {tuple(shape)}")
-    # From stage 3 they come flat.
+    # Checkpoints that were converted from stage 3 hold flat tensors.
     return DeepSpeedEntry(shape, tensor.dtype, lambda: tensor.read().reshape(shape))
 
 
@@ -596,11 +597,11 @@ def _step(path: Path, common: Any) -> DeepSpeedEntry | None:
 class DeepSpeedSource(Source):
     """A checkpoint of DeepSpeed's `save_checkpoint`, of any stage and number of ranks, or of `ds_to_universal`.
 
-    Weights are the fp32 master weights; buffers and frozen parameters have none, and come as the model has them. A
-    parameter with two names appears under the first, and `state["tied"]` has the others.
+    Weights are the fp32 master weights; buffers and frozen parameters have none, and keep the model's dtype. A
+    parameter with several names appears under the first; `state["tied"]` maps the others to it.
 
     DeepSpeed need not be installed, and nothing in the files is executed. [Note: inert objects]
-    `order` is for stage 0 alone. [Note: whose state is it]
+    `order` is used at stage 0 only. [Note: whose state is it]
     """
 
     kind = "deepspeed"
@@ -650,7 +651,7 @@ def _open(files: Files, model: Pickled, order: Sequence[str] | None) -> tuple[De
     if files.universal is not None:
         optimizer_state = files.universal / "optimizer_state.pt"
         common = open_file(optimizer_state) if optimizer_state.is_file() else None
-        # What is not trained is there too, but in fp32; the model-states file has it in its own precision.
+        # The folder also holds untrained tensors, but in fp32; the model-states file has them in their own dtype.
         models = [open_file(files.models[rank]) for rank in sorted(files.models)]
         rest = untrained(models, {f"model.{name}" for name in shapes_of(model)})
         entries = universal(files.universal, model, common, rest)
@@ -682,7 +683,7 @@ def _ranks(optimizer: Pickled) -> int:
 
 
 def _number(value: Any) -> int | None:
-    """Return the number of a pickled enum member, which is the argument it was to be made from."""
+    """Return the value of a pickled enum member (the argument that its class is called with), or a number as it is."""
     number = value.args[0] if isinstance(value, Inert) and value.args else value
     return number if isinstance(number, int) else None
 
@@ -697,24 +698,24 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write_deepspeed(source: Source, target: Path) -> int:
-    """Write weights and optimizer state to the folder `target`, one tensor after another; returns its size.
+    """Write weights and optimizer state to the folder `target`, one tensor after another; return its size in bytes.
 
     DeepSpeed resumes from it with `engine.load_checkpoint(target)`, at stages 1, 2 and 3 and on any number of
     data-parallel ranks, if the `ds_config` says `"checkpoint": {"load_universal": true}`. Then:
 
     - Learning rates, weight decay and the rest of the optimizer's settings are those of the `ds_config`: none are
       in the folder. One of DeepSpeed's own schedulers continues at the right step; its rate for the first step has
-      to be asked for: `engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)`. With a scheduler of
+      to be set by a call: `engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration)`. With a scheduler of
       torch, pass `load_lr_scheduler_states=False`. An fp16 run starts with the loss scale of the `ds_config`.
-    - At stage 3 DeepSpeed reads the moments of Adam and no others, and gives one and the same `step` to all groups.
-      Its own Adam takes that; with an optimizer of torch make them tensors, one each:
+    - At stage 3 DeepSpeed reads the moments of Adam and no others, and sets all groups' `step` to one number. Its own
+      Adam accepts that; an optimizer of torch needs a tensor for each parameter:
       `for state in engine.optimizer.optimizer.state.values(): state["step"] = torch.tensor(float(state["step"]))`.
     - DeepSpeed does not restore buffers and frozen parameters from a universal folder, and at stage 0 cannot load one
-      at all. Everything is there, though, for the model to be given before `deepspeed.initialize`:
+      at all. But the folder has all tensors, to be loaded into the model before `deepspeed.initialize`:
       `{f.parent.name: torch.load(f)["param"] for f in Path(target).glob("*/zero/*/fp32.pt")}` is its state dict.
-      Instead of stage 0 take stage 1, which updates alike.
+      Instead of stage 0 use stage 1, whose updates are the same.
 
-    A source without optimizer state is one whose optimizer has not made a step: it starts with zeros.
+    If the source has no optimizer state, zeros are written, as before the first step.
     """
     plan = _Plan(source)
     needed = sum(entry.bytes for entry in source.entries.values())
@@ -727,7 +728,7 @@ def write_deepspeed(source: Source, target: Path) -> int:
 
 
 class _Plan:
-    """The entries of a source by parameter, checked for what DeepSpeed supports."""
+    """The entries of a source, grouped by parameter. Raises an error for entries that DeepSpeed does not support."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -778,7 +779,7 @@ class _Plan:
                 if key != "step":
                     yield key, {"param": _alone(self.source.read(f"optim.{name}.{key}").float())}
         elif tensor.is_floating_point():
-            # Frozen, a buffer, or without a gradient so far: only the loading run knows. Expanded zeros take no space.
+            # Frozen, a buffer, or no gradient so far: the source does not say which. Expanded zeros use no memory.
             for key in _MOMENTS:
                 yield key, {"param": torch.zeros(()).expand(tensor.shape), FRESH: True}
         if tensor.is_floating_point():
@@ -786,7 +787,7 @@ class _Plan:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the tensor without the rest of a storage that it is a view of, which torch.save would write too."""
+    """Return the tensor, copied if it is a view of a larger storage: torch.save would write the whole storage."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -803,10 +804,10 @@ def _write(plan: _Plan, folder: Path) -> None:
 
 
 def _common(plan: _Plan) -> Mapping[str, Any]:
-    """Return what DeepSpeed reads of the optimizer as a whole.
+    """Return the part of the optimizer state that is not per parameter, as DeepSpeed reads it.
 
-    Settings in `param_groups` would overwrite those of the optimizer's groups (at stage 3 the first group's all of
-    them), so they are empty; there are enough groups for any division of the parameters.
+    Settings in `param_groups` would overwrite those of the optimizer's groups (at stage 3 those of the first group
+    would overwrite all groups), so the groups are empty. There are as many as any division of the parameters needs.
     """
     return {
         "param_groups": [{} for _ in plan.weights],

@@ -38,13 +38,13 @@ OPENERS: Mapping[str, str] = MappingProxyType(
         "state dict": "plait.checkpoint.convert.torchfile:StateDictSource",
     }
 )
-"""The readers of the formats that Plait knows, loaded in the same way as a user's own reader."""
+"""The reader of each format that Plait knows, as `module:name`, loaded like a user's reader."""
 _KEY = "--from"
 _TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".th")
 
 
 def open_source(path: Path, reader: str | None = None) -> Source:
-    """Open a checkpoint in any format; raises `CheckpointError` where the path does not hold one.
+    """Open a checkpoint in any format. Raise `CheckpointError` if the path does not hold one.
 
     `reader` names a user-provided reader for it; see `Reader`.
     """
@@ -73,7 +73,7 @@ class Reader(Protocol):
     """A user-provided reader for `plait convert --from`: a function or class that opens a file or folder."""
 
     def __call__(self, path: Path, /) -> Source | Mapping[str, Tensor]:
-        """Return a `Source`, which reads one tensor after another, or, for weights alone, all tensors by name."""
+        """Return a `Source`, which reads one tensor at a time; or a mapping of all weights by name."""
 
 
 class MappingSource(Source):
@@ -111,7 +111,7 @@ def kind_of(path: Path) -> str | None:
     if is_megatron(path):
         return "megatron"  # checked first, as its files may be DCP
     if (path / METADATA).is_file():
-        return "dcp"  # Plait's format 1 among them
+        return "dcp"  # also Plait's own checkpoints of format 1
     if (path / MANIFEST).is_file():
         return "plait"
     if is_huggingface(path):

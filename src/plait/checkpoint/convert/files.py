@@ -1,7 +1,7 @@
 """Tensors in one file, by name, read one at a time into memory of their own.
 
-Files are read, not memory-mapped: pages of a mapped file count as the process's memory until another process needs it,
-so a conversion would appear to hold, and under a memory limit would hold, everything that it has read.
+Files are read, not memory-mapped: pages of a mapped file count as memory of the process until the kernel evicts them,
+so the memory of a conversion would appear to grow with every tensor that it reads, also against a memory limit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from plait.errors import CheckpointError
 
 # A file of `torch.save`, opened without executing code in it and without reading its tensors.
 #
-# The unpickler knows containers, and tensors by their position. A plain state dict needs nothing else, so a file that
-# asks for more is refused there (`strict`).
+# The unpickler builds containers, and for each tensor its position in the file. A plain state dict needs nothing else,
+# so with `strict` a file that names any other class or function is refused.
 #
 # [Note: inert objects]
 # DeepSpeed pickles its own objects beside the tensors: loss scalers, enums, addresses of fragments. `torch.load` would
-# either import and build them, which executes whatever a file names, or refuse the file. Here every class or function
-# that is not known is replaced by a class that only stores its arguments. So a file opens without the packages that
+# either import and build them, which executes whatever a file names, or refuse the file. Here every unknown class or
+# function is replaced by a class that only stores its arguments. So a file can be opened without the packages that
 # wrote it, and a file that names `os.system` gets an object that does nothing.
 
 
@@ -45,7 +45,7 @@ class Inert:
     state: Any = None
 
     def __new__(cls, *args: Any, **_: Any) -> Self:
-        """Pickle may make an object in two ways, and only one of them calls `__init__`."""
+        """Return an object that stores its arguments. Done here, as pickle may build an object without `__init__`."""
         self = super().__new__(cls)
         self.args = args
         return self
@@ -75,14 +75,14 @@ class Inert:
 
 
 def field(thing: Any, key: str, default: Any = None) -> Any:
-    """Return an attribute of an inert object."""
+    """Return an attribute of an inert object; `default` if it has none of this name."""
     state = thing.state if isinstance(thing, Inert) else None
     return state.get(key, default) if isinstance(state, dict) else default
 
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor, by its position in a file."""
+    """The position, shape and dtype of a tensor in a file."""
 
     path: Path
     begin: int
@@ -93,18 +93,18 @@ class PickledTensor:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return self.shape.numel()
 
     def read(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         flat = torch.empty(reach if self.numel else 0, dtype=self.dtype)
         self.fill(flat, 0)
         return flat.as_strided(self.shape, self.stride).contiguous()
 
     def fill(self, into: Tensor, start: int) -> None:
-        """Fill the flat tensor `into` with elements, beginning with number `start` of the storage."""
+        """Read into the flat tensor `into` as many elements as it has, from element `start` on."""
         if into.numel() == 0:
             return
         try:
@@ -151,7 +151,7 @@ _CONTAINERS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch.torch_version", "TorchVersion"): str,
-    # Named as the type of a tensor, and never made here.
+    # Pickles name it as the type of a tensor; it is never built.
     ("torch", "Tensor"): Inert,
     ("torch.nn.parameter", "Parameter"): Inert,
     ("torch.nn.parameter", "Buffer"): Inert,
@@ -218,12 +218,12 @@ def _call_inner(function: Any, _type: Any, args: tuple[Any, ...], _state: Any) -
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """Decode bytes as `torch.save` pickles them."""
+    """Return bytes that were pickled as text, the way `torch.save` pickles them."""
     return text.encode(encoding)
 
 
 def asks_for(path: Path, what: str) -> CheckpointError:
-    """Return the error for a file that names something to import or call."""
+    """Return the error for a file that names a class or function to import or call."""
     return CheckpointError(
         f"{path} asks for {what}, but no code from a checkpoint is executed. If you trust the file, load it with the "
         "program that wrote it, and save its state dict alone"
@@ -251,7 +251,7 @@ def open_file(path: Path, *, strict: bool = False) -> Any:
             return _Unpickler(archive.read(records["data.pkl"]), path, offsets, strict=strict).load()
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle may fail in any way
+    except Exception as error:  # a damaged pickle may raise any exception
         raise CheckpointError(_unreadable(path, error)) from error
 
 
@@ -321,7 +321,7 @@ def read_file_tensor(tensor: FileTensor) -> Tensor:
 
 
 def load_values(path: Path) -> Any:
-    """Load a file of `torch.save` with numbers, texts and tensors. One that names code to run is refused.
+    """Return the content of a file of `torch.save` with numbers, texts and tensors. Refuse one that names code to run.
 
     The format before torch 1.6, which is not a zip archive, can only be loaded in this way.
     """
@@ -329,12 +329,12 @@ def load_values(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # torch raises whatever the unpickler did
+    except Exception as error:  # torch passes on any exception of the unpickler
         raise refusal(path, error) from error
 
 
 def refusal(path: Path, error: Exception, what: str = "it") -> CheckpointError:
-    """Return the error for a file, or an entry `what` of it, that torch did not load."""
+    """Return the error for a file that torch refused to load, or of which it refused the entry `what`."""
     match = re.search(r"GLOBAL (\S+)", str(error))
     if match:
         return asks_for(path, match[1])
@@ -354,7 +354,7 @@ def tensors_in(content: Any) -> list[FileTensor]:
 
 
 def read_bytes(file: int, begin: int, entry: TensorEntry, path: Path) -> Tensor:
-    """Read a tensor whose bytes lie in a file from `begin` on."""
+    """Return a tensor whose bytes lie in a file from `begin` on. Raise `CheckpointError` if the file is too short."""
     if begin < 0 or begin + entry.bytes > os.fstat(file).st_size:  # checked before memory is allocated
         raise CheckpointError(f"{path} is truncated: it ends before byte {begin + entry.bytes}; copy it again")
     tensor = torch.empty(entry.shape, dtype=entry.dtype)

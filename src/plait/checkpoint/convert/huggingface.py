@@ -1,4 +1,4 @@
-"""Folders of `transformers`: `config.json`, weights in safetensors files, an index where there are several."""
+"""Folders of `transformers`: `config.json`, weights in safetensors files, and an index if there are several files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a model other than its weights and its `config.json`."""
+"""Names of the files of a model other than its weights and its `config.json`."""
 
 
 def is_huggingface(folder: Path) -> bool:
@@ -101,7 +101,7 @@ def read_description(folder: Path) -> dict[str, Any] | None:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
+    """Return the path of the file of each tensor, by tensor name."""
     for name in (INDEX, OLD_INDEX):
         index = folder / name
         if index.is_file():
@@ -133,18 +133,18 @@ class Description:
     config: Mapping[str, Any]
     """The contents of `config.json`; the dtype is added when the weights are written."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Files to copy, by their new name."""
+    """Paths of files to copy, by their new name."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Files to write, by name."""
+    """Contents of files to write, by file name."""
 
 
 def companions(folder: Path) -> dict[str, Path]:
-    """Return the files of a model in a folder, other than weights and config."""
+    """Return the paths of the files in a folder that `COMPANIONS` names, by name."""
     return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
 
 
 def write_huggingface(source: Source, target: Path, description: Description, *, shard_size: int) -> int:
-    """Write the `model.` entries as a `transformers` folder; returns its size. One tensor is in memory at a time."""
+    """Write the `model.` entries as a `transformers` folder, one tensor at a time; return its size."""
     entries = {name.removeprefix("model."): e for name, e in source.entries.items() if name.startswith("model.")}
     odd = [name for name, entry in entries.items() if entry.dtype not in DTYPES.values()]
     if odd:
@@ -173,13 +173,13 @@ def write_huggingface(source: Source, target: Path, description: Description, *,
     for name, text in description.texts.items():
         (target / name).write_text(text, encoding="utf-8")
     config = {key: value for key, value in description.config.items() if key not in ("dtype", "torch_dtype")}
-    # Under the name that all versions of transformers read.
+    # All versions of transformers read the dtype under this name.
     _write_json(target / CONFIG, {**config, "torch_dtype": _main_dtype(entries)})
     return sum(file.stat().st_size for file in target.iterdir())
 
 
 def _main_dtype(entries: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype of most of the weights."""
+    """Return the dtype that most of the weights have."""
     sizes: dict[torch.dtype, int] = {}
     for entry in entries.values():
         if entry.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Megatron checkpoints, opened as the model of `transformers` that computes the same."""
+"""Megatron checkpoints, opened under the tensor names of the `transformers` model that computes the same."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from plait.errors import CheckpointError
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Names the newest iteration of a folder."""
+"""The file that names the newest iteration of a folder."""
 BACKEND = "metadata.json"
-"""Names the format of an iteration of distributed files."""
+"""The file that names the format of an iteration's distributed files."""
 RANK_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d+)((?:_\d+)*)")
 
 Coordinates = tuple[int, ...]
-"""The coordinates in the name of a rank's folder: tensor, then pipeline and expert where their size is above 1."""
+"""A rank's coordinates, as in its folder's name: tensor, then pipeline and expert if their size is above 1."""
 
 
 def is_megatron(path: Path) -> bool:
@@ -57,7 +57,7 @@ def rank_files(path: Path) -> dict[Coordinates, Path]:
 
 
 def check_backend(path: Path) -> None:
-    """Refuse distributed files of a format other than torch's."""
+    """Raise an error unless the distributed files have torch's format."""
     backend = _backend(path)
     if backend != "torch_dist":
         raise CheckpointError(
@@ -78,13 +78,13 @@ def _backend(path: Path) -> str | None:
     return named if isinstance(named, str) else None
 
 
-# Common to both formats of Megatron: unsharded tensors under its names, with layers numbered over the whole model.
+# Common to both formats of Megatron: unsharded tensors under Megatron's names, with layers numbered over all stages.
 
 
 LAYER = r"decoder\.layers\.(\d+)\."
-"""The prefix of names in a layer."""
+"""A pattern for the prefix of the names in a layer."""
 IGNORED = r"_extra_state|\.core_attention\."
-"""Buffers of Transformer Engine, which are not part of the model."""
+"""A pattern for buffers of Transformer Engine, which are not part of the model."""
 
 
 class MegatronWeights(Source):
@@ -114,7 +114,7 @@ class MegatronWeights(Source):
         return self._read(name.removeprefix("model."))
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """Do nothing: no file is open between two reads."""
 
 
 class Arguments:
@@ -145,23 +145,23 @@ class Arguments:
 
 
 class HFDescription(NamedTuple):
-    """A model of `transformers`, made from a Megatron checkpoint."""
+    """The `transformers` model of a Megatron checkpoint, and how its tensors are computed."""
 
     config: dict[str, Any]
-    """Its `config.json`."""
+    """The content of its `config.json`."""
     recipes: Mapping[str, Recipe]
     """The recipe of each of its tensors, `model.<name>`."""
 
 
 class AttentionHeads(NamedTuple):
-    """The attention heads. Megatron keeps queries, keys and values in one matrix: group after group."""
+    """Counts of attention heads. Megatron stores queries, keys and values in one matrix, query group by group."""
 
     queries: int
     groups: int
     size: int
 
     def select(self, which: int) -> Callable[[Tensor], Tensor]:
-        """Return a function that takes the queries (0), keys (1) or values (2) out of that matrix, or its bias."""
+        """Return a function that extracts queries (0), keys (1) or values (2) from that matrix, or from its bias."""
         per_group = self.queries // self.groups
         rows = [slice(0, per_group), slice(per_group, per_group + 1), slice(per_group + 1, per_group + 2)][which]
 
@@ -181,7 +181,7 @@ def heads_of(source: MegatronWeights) -> AttentionHeads:
 
 
 class Recipes:
-    """Collects recipes; a tensor may have one of several names in the checkpoint."""
+    """Collects the recipes of a `transformers` model. Its methods take all names that a stored tensor may have."""
 
     def __init__(self, source: MegatronWeights) -> None:
         self._source = source
@@ -196,7 +196,7 @@ class Recipes:
         return tuple(self._source.entries[f"model.{self._stored_name(names)}"].shape)
 
     def make(self, target: str, *names: str, by: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Add one tensor of `transformers`, made from the first of these names that exists."""
+        """Add a recipe for the tensor `target`: `by` of the stored tensor with the first of `names` that exists."""
         self.all[f"model.{target}"] = (f"model.{self._stored_name(names)}",), by or (lambda tensor: tensor)
 
     def _stored_name(self, names: tuple[str, ...]) -> str:
@@ -212,7 +212,7 @@ def layers_of(source: MegatronWeights) -> Iterator[tuple[int, str]]:
 
 
 def refuse(source: MegatronWeights, expected: Mapping[str, Any]) -> None:
-    """Refuse a model whose training arguments differ from the supported ones."""
+    """Raise an error if a training argument differs from its only supported value in `expected`."""
     for name, value in expected.items():
         actual = source.args(name, value)
         if actual != value:
@@ -223,17 +223,17 @@ def refuse(source: MegatronWeights, expected: Mapping[str, Any]) -> None:
 
 
 COMMON = "common.pt"
-"""Holds everything other than tensors that is the same on all ranks."""
+"""The file with everything other than tensors that is the same on all ranks."""
 _STACK = re.compile(r"decoder\.layers\.(?!\d)")
 _EXPERTS = ".mlp.experts.experts."
 _NOT_MODEL = re.compile(rf"^(?:optimizer|rng_state|rerun_state_machine|chained_\d+)\b|{IGNORED}")
 
 StackIndex = tuple[str, tuple[int, ...]]
-"""The stored tensor, and the index of a layer and expert in its first dimensions."""
+"""The name of a stored tensor, and the index of one layer and expert in its first dimensions."""
 
 
 def read_distributed(path: Path) -> MegatronWeights:
-    """Open an iteration; each layer and each expert becomes a tensor of its own."""
+    """Return the weights of an iteration; stacked tensors are split, so each layer and expert has its own."""
     chunks = Chunks(path)
     common = open_file(path / COMMON)
     locations: dict[str, StackIndex] = {}
@@ -250,7 +250,7 @@ def read_distributed(path: Path) -> MegatronWeights:
 
 
 def _unstacked(stored: str, entry: TensorEntry) -> dict[str, StackIndex]:
-    """Return the tensors of layers and experts in a stored one."""
+    """Return the tensors of layers and experts that a stored tensor stacks: name → its place there."""
     if _STACK.match(stored):
         rest = stored.removeprefix("decoder.layers.")
         layers: list[StackIndex] = [(f"decoder.layers.{layer}.{rest}", (layer,)) for layer in range(entry.shape[0])]
@@ -356,7 +356,7 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 
 
 def as_llama(source: MegatronWeights) -> HFDescription:
-    """Return the model as one of `transformers`; its tensors decide which of the family it is."""
+    """Return the model as one of these families of `transformers`; the names of its tensors decide which."""
     refuse(source, _LLAMA_SETTINGS)
     recipes, heads = Recipes(source), heads_of(source)
     recipes.make("model.embed_tokens.weight", "embedding.word_embeddings.weight")
@@ -377,7 +377,7 @@ def as_llama(source: MegatronWeights) -> HFDescription:
 
 
 def _model_type(recipes: Recipes) -> str:
-    """The `model_type`."""
+    """Return the `model_type` of `transformers`."""
     normed = recipes.has("decoder.layers.0.self_attention.q_layernorm.weight")
     if recipes.has("decoder.layers.0.mlp.router.weight"):
         return "qwen3_moe" if normed else "mixtral"
@@ -475,17 +475,17 @@ def _rope(source: MegatronWeights) -> dict[str, Any]:
 
 
 _ROWS = re.compile(r"(?:word_embeddings|output_layer|linear_qkv|linear_fc1)\.(?:weight|bias)$")
-"""Column-parallel: sharded along their first dimension."""
+"""Names of column-parallel tensors: sharded along their first dimension."""
 _COLUMNS = re.compile(r"(?:linear_proj|linear_fc2)\.weight$")
-"""Row-parallel: sharded along their second dimension."""
+"""Names of row-parallel tensors: sharded along their second dimension."""
 _EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.)(\d+)\.")
 
 TensorParallelParts = dict[str, list[PickledTensor]]
-"""The shards of each tensor, one for each rank along the tensor axis."""
+"""The shards of each tensor by name, one per tensor-parallel rank."""
 
 
 def read_ranks(path: Path) -> MegatronWeights:
-    """Open an iteration, and assemble the tensors from the shards of its ranks."""
+    """Return the weights of an iteration, assembled from the shards of its ranks when they are read."""
     files = rank_files(path)
     contents = {coordinates: _content(file) for coordinates, file in sorted(files.items())}
     args = Arguments(next(iter(contents.values())).get("args"), path)
@@ -522,7 +522,7 @@ class _Shape:
             )
 
     def coordinates(self, tensor: int, stage: int, expert: int) -> Coordinates:
-        """Return the coordinates of a rank, as the name of its folder has them."""
+        """Return the coordinates of a rank, as in the name of its folder."""
         stages = (stage,) if self.pipeline > 1 else ()
         return (tensor, *stages, *((expert,) if self.experts > 1 else ()))
 
@@ -553,7 +553,7 @@ def _content(file: Path) -> Mapping[str, Any]:
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the model of a rank; with virtual stages, one for each of them."""
+    """Return the state dicts of a rank's model: one, or one for each virtual pipeline stage."""
     if isinstance(content.get("model"), Mapping):
         return [content["model"]]
     names = sorted((name for name in content if re.fullmatch(r"model\d+", name)), key=lambda name: int(name[5:]))
@@ -582,7 +582,7 @@ def _layers(model: Mapping[str, Any]) -> int:
 
 
 def _of_stage(ranks: Sequence[Mapping[str, Any]], first_layer: int, expert: int, shape: _Shape) -> TensorParallelParts:
-    """Return the shards of the ranks of one stage, under the names of the whole model."""
+    """Return the shards that the ranks of one stage hold, by name, with layers numbered over the whole model."""
     local_experts = {match[2] for name in ranks[0] if (match := _EXPERT.search(name))}
 
     def of_model(name: str) -> str:
@@ -612,7 +612,7 @@ def _join(name: str, shards: Sequence[Tensor], *, gated: bool) -> Tensor:
         return shards[0]
     if (
         gated and "linear_fc1" in name
-    ):  # each rank has its shard of the gate, and below it its shard of the up projection
+    ):  # each rank's matrix has its shard of the gate, then its shard of the up projection
         return torch.cat(
             [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
         )
@@ -625,7 +625,7 @@ _VOCAB_TENSORS = ("model.model.embed_tokens.weight", "model.transformer.wte.weig
 
 
 def open_megatron(path: Path) -> Source:
-    """Open the weights under the names of `transformers`; `state["config"]` describes the model.
+    """Return the weights under the names of `transformers`; `state["config"]` describes the model.
 
     Megatron need not be installed, and nothing in the files is executed. The optimizer's state is left out.
     """
@@ -650,5 +650,5 @@ def _refuse_the_rest(source: MegatronWeights, used: set[str]) -> None:
 
 
 def without_padding(source: Source, vocab_size: int) -> Source:
-    """Return a source without the rows that Megatron adds to the vocabulary, so that ranks can share it evenly."""
+    """Return a source without the rows by which Megatron pads the vocabulary to divide it evenly among ranks."""
     return first_rows(source, [name for name in _VOCAB_TENSORS if name in source.entries], vocab_size)

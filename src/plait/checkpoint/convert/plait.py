@@ -16,7 +16,7 @@ from plait.errors import CheckpointError
 
 
 class PlaitSource(Source):
-    """A Plait checkpoint; of a folder of several, or the work_dir of a run, the newest."""
+    """A Plait checkpoint, or the newest one in a folder of several or in a run's work_dir."""
 
     kind = "plait"
 
@@ -54,7 +54,7 @@ class PlaitSource(Source):
             self._reader.copy(stored, record.dtype, (0,) * len(inside), stored.shape, target)
 
     def verify(self) -> str:
-        """Compare every byte with its checksum; returns a summary, raises `CheckpointError` on damage."""
+        """Compare every byte with its checksum. Return a summary, or raise `CheckpointError` on damage."""
         verify(self._checkpoint)
         count = len(self._checkpoint.manifest.files) + 1  # the manifest itself was verified when it was opened
         return f"{count} files are as they were written: the checksum of every byte agrees"

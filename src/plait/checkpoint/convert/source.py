@@ -39,7 +39,7 @@ class Source(ABC):
     path: Path
     entries: Mapping[str, TensorEntry]
     state: Mapping[str, Any]
-    """State other than tensors, under Plait's keys: `engine` ({steps, skips_in_a_row, scaler}), `config`, … or {}."""
+    """State other than tensors under Plait's keys: `engine` ({steps, skips_in_a_row, scaler}), `config`, … Or {}."""
     facts: Mapping[str, str]
     """Facts to show: which program wrote it, at which step, on how many ranks."""
 
@@ -54,7 +54,7 @@ class Source(ABC):
         """Return one whole tensor, on the CPU. It may be a view of a file: never write to it."""
 
     def verify(self) -> str:
-        """Read every tensor, and return a summary. Raises a `CheckpointError` that names a damaged file."""
+        """Read every tensor, and return a summary. Raise a `CheckpointError` that names a damaged file."""
         for name in self.entries:
             self.read(name)
         return f"{len(self.entries)} tensors are complete; the format has no checksums to compare them with"
@@ -70,7 +70,7 @@ class Source(ABC):
         self.close()
 
 
-# Views of a source: under other names, joined or split, in another dtype. Tensors are read when they are asked for.
+# Views: sources that rename, join, split or cast the tensors of another source, each tensor when it is read.
 
 
 Recipe = tuple[tuple[str, ...], Callable[..., Tensor]]
@@ -105,7 +105,7 @@ class View(Source):
 
 
 class ProgressSource(Source):
-    """A source that reports the size of every tensor that is read."""
+    """A source that calls `on_read` with the size of every tensor that is read."""
 
     def __init__(self, source: Source, on_read: Callable[[int], None]) -> None:
         self.kind, self.path, self.facts, self.state = source.kind, source.path, source.facts, source.state
@@ -135,9 +135,9 @@ def only(source: Source, *sections: str) -> Source:
 
 
 def averaged(source: Source) -> Source:
-    """Return a view of the model alone, with the averages that the hook `ema` saved in place of the trained weights.
+    """Return a view of the model without optimizer state, whose weights are the averages that the hook `ema` saved.
 
-    It has no optimizer state, which belongs to the trained weights.
+    The optimizer state is left out, as it belongs to the trained weights.
     """
     averages = {name.removeprefix(_EMA) for name in source.entries if name.startswith(_EMA)}
     if not averages:
@@ -211,7 +211,7 @@ def _optimizer_recipe(source: Source, sources: tuple[str, ...], key: str, make: 
     if all(source.entries[n].shape == source.entries[f"model.{p}"].shape for n, p in zip(names, sources, strict=True)):
         return names, make
     if all(source.entries[name].shape.numel() == 1 for name in names):
-        return _unchanged(names[0])  # a step count, which joined parameters share
+        return _unchanged(names[0])  # the step count, which is the same for parameters that are joined
     raise CheckpointError(
         f"{source.path}: {names[0]} has the shape {tuple(source.entries[names[0]].shape)}, not its parameter's, so it "
         "cannot be converted with the parameter; `--to torch` and `--to hf` take the weights alone"

@@ -1,4 +1,4 @@
-"""A short table of a checkpoint's contents: layers of equal tensors share one row."""
+"""A short table of a checkpoint's contents: layers whose tensors have equal shapes share one row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class SummaryRow(NamedTuple):
     """One tensor, or several whose names differ in their numbers only."""
 
     name: str
-    """`layers.{0..31}.attention.wq.weight` where they are several."""
+    """The tensor's name, or a pattern such as `layers.{0..31}.attention.wq.weight` for several."""
     tensors: int
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    """Of all of them."""
+    """The total size of all of them."""
 
 
 class SummaryGroup(NamedTuple):
@@ -40,7 +40,7 @@ class SummaryGroup(NamedTuple):
 def summary_rows(entries: Mapping[str, TensorEntry], *, every: bool = False) -> list[SummaryRow]:
     """Return the rows of the table in the order of the checkpoint; with `every`, one row per tensor.
 
-    Otherwise these share a row: layers (`{0..31}`), the states of one parameter (`{exp_avg,exp_avg_sq}`), and all step
+    Otherwise one row stands for: layers (`{0..31}`), the states of one parameter (`{exp_avg,exp_avg_sq}`), and all step
     counts of an optimizer (`*.step`).
     """
     order = list(dict.fromkeys(name.partition(".")[0] for name in entries))
@@ -91,13 +91,13 @@ def _row(name: str, tensors: int, entry: TensorEntry) -> SummaryRow:
 
 
 def _products(combinations: list[Numbers]) -> Iterable[list[Numbers]]:
-    """Split into groups that are full products of the numbers of each column, so that ranges describe them."""
+    """Yield groups of the combinations, each a Cartesian product of its columns, so that one pattern describes it."""
     columns = [set(column) for column in zip(*combinations, strict=True)]
     if math.prod(len(column) for column in columns) == len(combinations):
         yield combinations
         return
     for column in range(len(columns)):
-        # Numbers that occur with the same others form a group.
+        # Values of one column that occur with the same values of the other columns form a group.
         others: dict[int, set[Numbers]] = {}
         for numbers in combinations:
             others.setdefault(numbers[column], set()).add(numbers[:column] + numbers[column + 1 :])

@@ -41,7 +41,7 @@ _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_mod
 
 
 def plait_name(path: Sequence[Any]) -> str | None:
-    """Return Plait's name for the tensor at a path of keys; None where it belongs to neither model nor optimizer.
+    """Return Plait's name for the tensor at a path of keys; None if it belongs to neither model nor optimizer.
 
     `("optim", "state", "0.weight", "exp_avg")` and `("optim", "state.0.weight.exp_avg")`, the two forms that
     torch's `get_optimizer_state_dict` makes, become `optim.0.weight.exp_avg`.
@@ -68,7 +68,7 @@ def clean(name: str) -> str:
 
 
 def without_wrapper(names: Mapping[str, str]) -> dict[str, str]:
-    """Remove the prefix `module.` of DDP, if every name has it."""
+    """Return the mapping with the prefix `module.` of DDP removed from its values, if all have it."""
     bare = [name.partition(".")[2] for name in names.values()]
     if not names or not all(name.startswith("module.") for name in bare):
         return dict(names)
@@ -76,9 +76,9 @@ def without_wrapper(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def guessed_paths(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Guess how names were nested, where the writer did not store it.
+    """Return the path of keys of each name, guessed because the writer did not store it.
 
-    `model.` may be the key of a whole state dict or a prefix of the parameter names; it is taken for the key where
+    `model.` may be the key of a whole state dict or a prefix of the parameter names; it is taken for the key if
     there is an optimizer beside it, or nothing else.
     """
     split = {name: name.partition(".") for name in names}
@@ -89,15 +89,15 @@ def guessed_paths(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def steps_of(content: Mapping[Any, Any]) -> int | None:
-    """Return the step count under one of the usual keys; None without one."""
+    """Return the step count under one of `STEP_WORDS`; None if there is none."""
     values = (content.get(key) for key in STEP_WORDS)
     return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 def engine_state(source: Source, steps: int | None) -> dict[str, Any]:
-    """Return the `state` of a source that was not written by Plait: empty where it has no optimizer state.
+    """Return the `state` of a source that was not written by Plait: empty if it has no optimizer state.
 
-    `steps` is the stored step count; where it is None, the optimizer's own count is taken.
+    `steps` is the stored step count; if it is None, the count in the optimizer state is used.
     """
     if not any(name.startswith("optim.") for name in source.entries):
         return {}
@@ -186,7 +186,7 @@ def _model_in(content: Mapping[Any, Any]) -> dict[str, FileTensor]:
 def _optimizer_state(
     model: Mapping[str, FileTensor], names: Mapping[str, str], optimizer: Any
 ) -> Iterator[tuple[str, FileTensor]]:
-    """Yield `optim.<parameter>.<key>`: by name where the file has names, by number where the order is certain."""
+    """Yield `optim.<parameter>.<key>` and its tensor. Numbered states are matched with names as in `_numbered`."""
     if not isinstance(optimizer, Mapping) or not isinstance(optimizer.get("state"), Mapping):
         return
     per_parameter: Mapping[Any, Any] = optimizer["state"]
@@ -200,7 +200,7 @@ def _optimizer_state(
 
 
 def _numbered(model: Mapping[str, FileTensor], optimizer: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the name of each number: from the groups' names, or in the model's order where one group has all."""
+    """Return the name of each number: from the groups' names, or in the model's order if there is one group."""
     groups = optimizer.get("param_groups") or []
     numbers = [number for group in groups for number in group.get("params", ())]
     if all("param_names" in group for group in groups):
@@ -221,11 +221,11 @@ def _numbered(model: Mapping[str, FileTensor], optimizer: Mapping[Any, Any]) -> 
 
 
 def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
-    """Write one file of `torch.save`; returns its size.
+    """Write one file of `torch.save`; return its size in bytes.
 
-    `{name: tensor}`, or with `optimizer` `{"model": …, "optim": {"state": {name: {key: tensor}}, "param_groups":
-    …}, "state": …}`, where `optim` is what `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` takes.
-    torch writes the archive without the tensors' bytes, which are then filled in one tensor after another.
+    The content is `{name: tensor}`, or with `optimizer` `{"model": …, "optim": {"state": {name: {key: tensor}},
+    "param_groups": …}, "state": …}`, where `optim` is what `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` takes.
+    torch first writes the archive without the tensors' bytes; then these are filled in, one tensor after another.
     """
     names = [name for name in source.entries if name.startswith("model.")]
     if optimizer:
@@ -240,7 +240,7 @@ def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
 
 
 def _write_frame(source: Source, target: Path, names: list[str], *, optimizer: bool) -> None:
-    """Write the archive without the tensors' bytes, which belong in it in the order of `names`."""
+    """Write the archive with room for the tensors' bytes, in the order of `names`."""
     model: dict[str, Tensor] = {}
     state: dict[str, dict[str, Tensor]] = {}
     with _hollow(target, max((source.entries[name].bytes for name in names), default=0)) as make:
@@ -304,7 +304,7 @@ def _fill(source: Source, file: BinaryIO, records: list[zipfile.ZipInfo], names:
 
 
 def _correct_directory(file: BinaryIO, archive: zipfile.ZipFile, checksums: Mapping[str, int]) -> None:
-    """Write the checksums into the zip directory: torch does not verify them, other zip readers do."""
+    """Write the tensors' checksums into the zip directory: other zip readers verify them, though torch does not."""
     at = archive.start_dir
     for info in archive.infolist():
         file.seek(at)
