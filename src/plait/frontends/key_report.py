@@ -1,4 +1,4 @@
-"""The translation of another framework's configuration, key by key: one engine for all front ends.
+"""Translates another framework's configuration key by key: the common code of all front ends.
 
 A front end derives its settings from `TranslatedSettings`, with the value types that the framework knows, and writes a
 table with a `KeyReader` for every key that the framework has:
@@ -14,12 +14,12 @@ table with a `KeyReader` for every key that the framework has:
     translation = settings.translation()
 
 Every key has one of four outcomes in the `KeyReport`, which users are shown. An unknown key, a value of the wrong type
-and a contradiction are problems, raised as one `ConfigError`. A refused key is an error once the caller asks for it,
-with `KeyReport.raise_refusals`.
+and a contradiction are problems, raised together as one `ConfigError`. A refused key is an error only if the caller
+calls `KeyReport.raise_refusals`.
 
 DeepSpeed (`frontends/deepspeed/config/keys.py`) adds the type of each value and its `auto`, Accelerate the spellings of
-YAML; MMEngine uses the engine as it is. Where one of them contains a DeepSpeed configuration, it calls DeepSpeed's
-`translate` and adds the entries of its report to its own; so does the Trainer of transformers.
+YAML; MMEngine uses this module unchanged. A configuration that contains one of DeepSpeed passes it to DeepSpeed's
+`translate`, and adds the entries of that report to its own; so does the Trainer of transformers.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from plait.config import choose, show
 from plait.errors import ConfigError, Problem
 
 _WIDEST = 56
-"""Characters of a key with its value that lines are aligned to."""
+"""The greatest width of the column of keys and values in `lines`."""
 
 ABSENT = "(absent)"
-"""The value of a key that is not there, where what it means without being there has to be said."""
+"""Shown as the value of an absent key whose default has to be reported."""
 
 
 class KeyOutcome(StrEnum):
-    """The four things that can happen to a key. Nothing is ignored."""
+    """How a key was translated. Every key gets one of these outcomes."""
 
     HONOURED = "honoured"
-    """It does here what it does there."""
+    """The key has the same effect as in the other framework."""
     MAPPED = "mapped"
-    """Something here does the same under another name, or nearly so; the text says what."""
+    """Another setting of Plait has the same or nearly the same effect; the text says which."""
     UNNEEDED = "unneeded"
-    """It has no meaning in this engine; the text says why it is safe to leave out."""
+    """The key has no effect in Plait's engine; the text says why that is safe."""
     REFUSED = "refused"
-    """It cannot be had; the text says what to write instead."""
+    """The key is not supported; the text says what to write instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class KeyEntry:
 
     @property
     def shown(self) -> str:
-        """The value as it was written, cut where it is long."""
+        """The value as it was written, shortened if it is long."""
         if isinstance(self.value, float) and self.value >= 1e6:
             return f"{self.value:g}"
         return ABSENT if self.value == ABSENT else show(self.value)
@@ -72,7 +72,7 @@ class KeyEntry:
 
 @dataclass(slots=True)
 class KeyReport:
-    """The outcomes of all keys of a configuration, in its own order."""
+    """The outcomes of all keys of a configuration, in the order of the configuration."""
 
     entries: list[KeyEntry] = field(default_factory=list)
 
@@ -81,18 +81,18 @@ class KeyReport:
         self.entries.append(KeyEntry(key, value, outcome, text))
 
     def of(self, *outcomes: KeyOutcome) -> Iterable[KeyEntry]:
-        """The entries with one of these outcomes."""
+        """Return the entries with one of these outcomes."""
         return (entry for entry in self.entries if entry.outcome in outcomes)
 
     def summary(self) -> str:
-        """How many keys have which outcome, in one line."""
+        """Return one line with the number of keys of each outcome."""
         counts = Counter(entry.outcome for entry in self.entries)
         by_outcome = ", ".join(f"{counts[outcome]} {outcome}" for outcome in KeyOutcome if counts[outcome])
         total = len(self.entries)
         return f"{total} key{'' if total == 1 else 's'}" + (f": {by_outcome}" if by_outcome else "")
 
     def lines(self) -> list[str]:
-        """One line per key: the outcome, the key with its value, and what it becomes."""
+        """Return one line per key: the outcome, the key with its value, and what it becomes."""
         keys = [f"{entry.key}: {entry.shown}" for entry in self.entries]
         width = min(max(map(len, keys), default=0), _WIDEST)
         return [
@@ -100,7 +100,7 @@ class KeyReport:
         ]
 
     def raise_refusals(self) -> None:
-        """One error that names every refused key; none where nothing was refused."""
+        """Raise one `ConfigError` that names every refused key; do nothing if none was refused."""
         problems = [Problem(entry.key, entry.shown, entry.text) for entry in self.of(KeyOutcome.REFUSED)]
         if problems:
             raise ConfigError(problems)
@@ -108,14 +108,14 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """The sections of a run description, and the report on the keys that they came from."""
+    """The result: the sections of a run description, and the report on the keys that they came from."""
 
     sections: dict[str, Any]
     report: KeyReport
 
 
 class TranslatedSettings:
-    """A translation under way: settings of the run description by dotted path, and the outcome of every key."""
+    """The state of one translation: the settings of the run description so far, and the outcome of every key."""
 
     def __init__(self) -> None:
         self.sections: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class TranslatedSettings:
         """For each dotted key of the run description, the key of the framework that it came from."""
 
     def set(self, path: str, value: Any, source: str = "") -> None:
-        """Set a dotted key of the run description; `source` is the key that asks for it."""
+        """Set a dotted key of the run description; `source` is the framework's key that it comes from."""
         *names, last = path.split(".")
         section = self.sections
         for name in names:
@@ -134,14 +134,14 @@ class TranslatedSettings:
         self.sources[path] = source
 
     def get(self, path: str) -> Any:
-        """Return the value that a dotted key was set to; None where it was not."""
+        """Return the value that a dotted key was set to; None if it was not set."""
         value: Any = self.sections
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
 
     def drop(self, path: str) -> None:
-        """Unset a dotted key, and the sections that are empty without it."""
+        """Unset a dotted key, and remove sections that become empty."""
         name, _, rest = path.partition(".")
         _drop(self.sections, name, rest)
 
@@ -162,11 +162,11 @@ class TranslatedSettings:
         self.report.add(KeyOutcome.REFUSED, key, value, remedy)
 
     def wrong(self, key: str, message: str, remedy: str = "") -> None:
-        """Record a mistake in the key or its value; all of them are raised together."""
+        """Record a mistake in the key or its value; `raise_problems` raises all of them together."""
         self.problems.append(Problem(key, message, remedy))
 
     def read(self, section: Mapping[str, Any], readers: Mapping[str, KeyReader[Any]], prefix: str = "") -> None:
-        """Hand every key of a section to its reader; an unknown key is a problem, with a suggestion."""
+        """Call the reader of every key of a section; an unknown key is a problem, with a suggestion."""
         for name, value in section.items():
             key = f"{prefix}.{name}" if prefix else str(name)
             if (reader := readers.get(name)) is None:
@@ -175,16 +175,16 @@ class TranslatedSettings:
                 reader(self, key, value)
 
     def unknown(self, key: str, readers: Mapping[str, KeyReader[Any]]) -> None:
-        """Record a key that the framework does not have; `readers` has those that stand beside it."""
+        """Record a problem for a key that the framework does not have; `readers`: the valid keys of its section."""
         self.wrong(key, "unknown key", choose(key.rpartition(".")[2], sorted(readers), "key"))
 
     def raise_problems(self) -> None:
-        """Raise one `ConfigError` with every mistake; nothing where there is none."""
+        """Raise one `ConfigError` with every mistake; do nothing if there is none."""
         if self.problems:
             raise ConfigError(self.problems)
 
     def translation(self) -> Translation:
-        """Return the sections and the report; raises `ConfigError` where there are mistakes."""
+        """Return the sections and the report; raise `ConfigError` if there are mistakes."""
         self.raise_problems()
         return Translation(self.sections, self.report)
 
@@ -200,31 +200,31 @@ def _drop(section: dict[str, Any], name: str, rest: str) -> None:
 
 S = TypeVar("S", bound=TranslatedSettings)
 KeyReader = Callable[[S, str, Any], None]
-"""Reads one key: (settings, the key's full name, its value)."""
+"""A function that translates one key; its arguments are the settings, the key's full name and its value."""
 
 
 def honoured(text: str) -> KeyReader[Any]:
-    """A reader that records any value as honoured."""
+    """Return a reader that records any value as honoured."""
     return lambda settings, key, value: settings.honoured(key, value, text)
 
 
 def mapped(text: str) -> KeyReader[Any]:
-    """A reader that records any value as mapped."""
+    """Return a reader that records any value as mapped."""
     return lambda settings, key, value: settings.mapped(key, value, text)
 
 
 def unneeded(text: str) -> KeyReader[Any]:
-    """A reader that records any value as unneeded."""
+    """Return a reader that records any value as unneeded."""
     return lambda settings, key, value: settings.unneeded(key, value, text)
 
 
 def refused(remedy: str) -> KeyReader[Any]:
-    """A reader that records any value as refused."""
+    """Return a reader that records any value as refused."""
     return lambda settings, key, value: settings.refused(key, value, remedy)
 
 
 def honoured_as(path: str, convert: Callable[[Any], Any] = lambda value: value, comment: str = "") -> KeyReader[Any]:
-    """A reader that sets a dotted key of the run description to the converted value."""
+    """Return a reader that sets a dotted key of the run description to the converted value."""
 
     def read(settings: TranslatedSettings, key: str, value: Any) -> None:
         converted = convert(value)
@@ -235,7 +235,7 @@ def honoured_as(path: str, convert: Callable[[Any], Any] = lambda value: value, 
 
 
 def refused_unless(remedy: str, *neutral: Any, why: str = "asks for nothing") -> KeyReader[Any]:
-    """A reader that refuses every value but None and the `neutral` ones, which are unneeded; texts in any case."""
+    """Return a reader: None and `neutral` values (texts in any case) are unneeded, every other value is refused."""
 
     def read(settings: TranslatedSettings, key: str, value: Any) -> None:
         folded = value.lower() if isinstance(value, str) else value

@@ -1,12 +1,12 @@
 """The module layout of another framework's package, as scripts import from it.
 
 Scripts import a name from the module in which the framework keeps it: `from deepspeed.ops.adam import FusedAdam`. A
-front end lays out its own files as it likes, and has one table of the framework's modules that are none of them:
+front end may arrange its own files differently. A table lists the framework's modules that have no file here:
 
     {"ops.adam": {"optimizers": ["FusedAdam"]}}
 
 makes `plait.frontends.deepspeed.ops.adam` importable, with the name of `plait/frontends/deepspeed/optimizers.py`. A
-name or a module that the front end does not offer is an error that says what to use instead.
+name or a module that the front end does not offer raises an error that says what to use instead.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from plait.lazy import offer_names
 class MirroredPackage(MetaPathFinder, Loader):
     """Finds the modules of the table, and explains what is not offered.
 
-    As a finder it comes last, so that it is asked only for modules that have no file. Without it the message would be
-    Python's own: a module's `__getattr__` is not asked for modules, and `from … import` drops what it says.
+    It is the last finder, so Python asks it only for modules that have no file. A module's `__getattr__` could not do
+    this: Python does not call it for submodules, and `from … import` replaces its message.
     """
 
     package: str
@@ -39,10 +39,10 @@ class MirroredPackage(MetaPathFinder, Loader):
     replacements: Mapping[str, str] = field(repr=False)
     """What to use instead of a name that is not offered."""
     modules: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict, repr=False)
-    """For each module without a file, its names by the module that has them: one of this package, or `plait.…`."""
+    """For each module without a file: module that defines names (of this package, or `plait.…`) → these names."""
 
     def install(self) -> None:
-        """Become the last finder of this process."""
+        """Add this finder as the last one of the process."""
         sys.meta_path.append(self)
 
     def not_offered(self, module: str, name: str) -> AttributeError:
@@ -50,17 +50,17 @@ class MirroredPackage(MetaPathFinder, Loader):
         return AttributeError(self._message(self._original(module), name))
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the module of the table; raises for another one below this package."""
+        """Return the spec of a module of the table; raise `ModuleNotFoundError` for any other below this package."""
         if not fullname.startswith(f"{self.package}."):
             return None
         if fullname.removeprefix(f"{self.package}.") in self.modules:
             return ModuleSpec(fullname, self, is_package=True)
         module, _, name = self._original(fullname).rpartition(".")
-        # Python swallows an error with the very name it asked for, and raises its own.
+        # With the name that Python asked for, Python would replace this error by its own.
         raise ModuleNotFoundError(self._message(module, name), name=self._original(fullname))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module its names, each loaded when it is first used."""
+        """Set up a module whose names are loaded when they are first used."""
         path = module.__name__.removeprefix(f"{self.package}.")
         module.__doc__ = f"`{self.original}.{path}`."
         homes = {name: (f"{module.__name__}.{name}", "") for name in self._submodules(path)}

@@ -1,6 +1,6 @@
 """DeepSpeed's API on Plait's native engine: `import plait.frontends.deepspeed as deepspeed`.
 
-A training script runs as it is, with this one line changed. `docs/deepspeed-api.md` lists what is offered.
+In a training script, only this import has to change. `docs/deepspeed-api.md` lists what is offered.
 """
 
 from importlib import import_module
@@ -45,15 +45,15 @@ else:
     attach_names(__name__, unknown=not_offered)
 
 __version__ = "0.19.8+plait"
-"""The DeepSpeed whose API this is."""
+"""The version of DeepSpeed whose API this is."""
 version = __version__
 
 DEEPSPEED.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "dist":  # DeepSpeed's other name of `comm`
+    if name == "dist":  # DeepSpeed has `comm` under this name too
         return import_module(f"{__name__}.comm")
     if name in DEEPSPEED.modules:  # `ops`, `runtime`, …, which have no file
         return import_module(f"{__name__}.{name}")
-    raise AttributeError(name)  # then the package looks among the names that it offers
+    raise AttributeError(name)  # then the package's lazy names are tried

@@ -31,7 +31,7 @@ class DeepSpeedAccelerator:
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """Return the same as a `torch.device`."""
+        """Return the device as a `torch.device`."""
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> int:
@@ -43,12 +43,12 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
-        """Make a device the current one; nothing to do on the CPU."""
+        """Make a device the current one; do nothing on the CPU."""
         if self._name != "cpu":
             self._module.set_device(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices; on the CPU, of ranks on this host."""
+        """Return the number of devices; on the CPU, the number of ranks on this host."""
         return detect_ranks().local_size if self._name == "cpu" else int(self._module.device_count())
 
     def is_available(self) -> bool:
@@ -56,7 +56,7 @@ class DeepSpeedAccelerator:
         return self._name == "cpu" or bool(self._module.is_available())
 
     def communication_backend_name(self) -> str:
-        """Return the backend for collectives of its tensors."""
+        """Return the backend for collectives of tensors on these devices."""
         return {"cuda": "nccl", "xpu": "xccl"}.get(self._name, "gloo")
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -70,7 +70,7 @@ class DeepSpeedAccelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of tensors on the device; 0 on the CPU, which does not count them."""
+        """Return the bytes of tensors on the device; 0 on the CPU, where they are not counted."""
         return 0 if self._name == "cpu" else int(self._module.memory_allocated(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
@@ -78,7 +78,7 @@ class DeepSpeedAccelerator:
         return 0 if self._name == "cpu" else int(self._module.max_memory_allocated(device_index))
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the bytes that torch's allocator holds of the device."""
+        """Return the bytes of device memory that torch's allocator has reserved."""
         return 0 if self._name == "cpu" else int(self._module.memory_reserved(device_index))
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
@@ -91,7 +91,7 @@ class DeepSpeedAccelerator:
             self._module.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device, or of this host."""
+        """Return the bytes of memory of the device, or on the CPU of this host."""
         if self._name == "cpu":
             return int(psutil.virtual_memory().total)
         return int(self._module.get_device_properties(self.device(device_index)).total_memory)
@@ -115,20 +115,20 @@ class DeepSpeedAccelerator:
         return int(torch.initial_seed() if self._name == "cpu" else self._module.initial_seed())
 
     def is_bf16_supported(self) -> bool:
-        """Return whether it computes in bf16."""
+        """Return whether the device computes in bf16."""
         return self._name == "cpu" or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """Return whether it computes in fp16."""
+        """Return whether the device computes in fp16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the formats that it computes in."""
+        """Return the dtypes that the device computes in."""
         smaller = [torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
         return [torch.float32, *smaller]
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on such a device."""
+        """Return whether a tensor is on a device of this type."""
         return tensor.device.type == self._name
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
@@ -141,11 +141,11 @@ class DeepSpeedAccelerator:
 
 _GIB = 1024**3
 DEVICE_VARIABLE = "DS_ACCELERATOR"
-"""The environment variable in which DeepSpeed's users name the type of device."""
+"""DeepSpeed's environment variable for the type of device."""
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """Return the devices that `DS_ACCELERATOR` names, or the best that torch sees here."""
+    """Return the devices of the type that `DS_ACCELERATOR` names; by default CUDA, XPU or the CPU, as available."""
     if (named := device_from_env(DEVICE_VARIABLE)) != "auto":
         return DeepSpeedAccelerator(named)
     for name in ("cuda", "xpu"):

@@ -1,6 +1,6 @@
-"""The flags of DeepSpeed-Chat's scripts, each with its key here, or with the reason why it needs none.
+"""The flags of DeepSpeed-Chat's scripts: each becomes a key of the run description, or has a reason why it does not.
 
-`translate` turns a command line of `main.py` into settings; every flag is in `FLAGS`, so none is lost without a word.
+`translate` turns a command line of `main.py` into settings; every flag is in `FLAGS`, so none is ignored silently.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from plait.config import choose
 from plait.errors import ConfigError, Problem
 from plait.posttrain import DEFAULTS, PhaseDescription, Wanted
 
-# Command lines of other people's scripts: `--flag`, `--flag value`, `--flag=value`, `--flag a b`.
+# Reads command lines of the forms `--flag`, `--flag value`, `--flag=value`, `--flag a b`.
 
 
 def read_flags(arguments: Sequence[str], known: Collection[str]) -> dict[str, list[str]]:
-    """The values of each flag, whose dashes are read as underscores. An unknown flag is an error with a suggestion."""
+    """Return flag → values, with dashes in flags replaced by underscores; raise `ConfigError` for an unknown flag."""
     given: dict[str, list[str]] = {}
     current: list[str] | None = None
     for argument in arguments:
@@ -45,9 +45,9 @@ class Flag(NamedTuple):
     """The translation of a flag: settings made from its values, or the reason why there are none."""
 
     answer: str
-    """The key, or the reason."""
+    """What users are shown: the key that the flag sets, or the reason why it sets none."""
     make: Callable[[list[str]], Settings] | None = None
-    """None: the flag changes nothing here."""
+    """Makes settings from the flag's values; None: the flag sets nothing."""
 
 
 def _to(key: str, convert: Callable[[str], Any] = str) -> Flag:
@@ -80,7 +80,7 @@ def _schedule(values: list[str]) -> Settings:
 
 def _lora(values: list[str], at: str = "lora") -> Settings:
     rank = int(values[0])
-    # Their adapters count 1 / rank.
+    # DeepSpeed-Chat scales adapters by 1 / rank, as `alpha: 1` does.
     return {f"{at}.rank": rank, f"{at}.alpha": 1.0} if rank else {}
 
 
@@ -90,9 +90,12 @@ def _model() -> Flag:
 
 _NOTHING = "nothing to set: "
 _MINI = "mini-batch"
-"""No key: its older sister flag means something else where it is given."""
+"""A placeholder among the settings, not a key: the micro-batch size of PPO training.
+
+If it is given, `per_device_train_batch_size` means the rows of a rollout instead; see `_together`.
+"""
 _LEAST = "least rate"
-"""No key: a share of the rate is made of it, once all flags are read."""
+"""A placeholder among the settings, not a key: the least learning rate, which `_together` divides by `optim.lr`."""
 
 FLAGS: Mapping[str, Flag] = MappingProxyType(
     {
@@ -222,16 +225,16 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(
 
 
 def translate(arguments: Sequence[str]) -> tuple[Settings, list[str]]:
-    """Settings for a command line of `main.py`, and what is to be said about flags that set nothing.
+    """Return the settings for a command line of `main.py`, and a line for each flag that sets nothing.
 
-    `--flag value`, `--flag=value`, `--flag` and `--flag a b` are understood; an unknown flag is an error.
+    An unknown flag raises `ConfigError`; see `read_flags` for the forms of flags.
     """
     settings: Settings = {}
     said: list[str] = []
     given = read_flags(arguments, FLAGS)
     for name, values in given.items():
         flag = FLAGS[name]
-        if name == "deepspeed" and values:  # with the file behind it, as `transformers` has it
+        if name == "deepspeed" and values:  # `--deepspeed FILE`, as in scripts of `transformers`
             flag = FLAGS["deepspeed_config"]
         if flag.make is None:
             said.append(f"--{name}: {flag.answer}")
@@ -244,10 +247,10 @@ def translate(arguments: Sequence[str]) -> tuple[Settings, list[str]]:
 
 
 def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Settings:
-    """Return the settings with what flags change about each other."""
+    """Return the settings after the rules that involve more than one flag."""
     for section in ("lora", "ppo.critic_lora"):
         if f"{section}.rank" in settings:
-            settings.setdefault(f"{section}.only", "only_optimize_lora" in given)  # absent, theirs trains everything
+            settings.setdefault(f"{section}.only", "only_optimize_lora" in given)  # the default is false
         else:  # --lora_dim 0
             settings = {key: value for key, value in settings.items() if not key.startswith(f"{section}.")}
     if (mini := settings.pop(_MINI, None)) is not None:
@@ -255,7 +258,7 @@ def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Setting
             settings["rollout.max_rows"] = settings["batch.micro"]
         settings["batch.micro"] = mini
     if "schedule.warmup" in settings and "schedule.type" not in settings:
-        settings["schedule.type"] = "CosineAnnealingLR"  # theirs, when nothing is said
+        settings["schedule.type"] = "CosineAnnealingLR"  # DeepSpeed-Chat's default
     if (least := settings.pop(_LEAST, None)) is not None:
         if settings.get("schedule.type") not in ("CosineAnnealingLR", "PolynomialLR") or "optim.lr" not in settings:
             message = "needs --learning_rate and a schedule that ends lower: --lr_scheduler_type cosine or polynomial"
@@ -271,7 +274,7 @@ def _together(settings: Settings, given: Mapping[str, Sequence[str]]) -> Setting
 
 
 PHASES: Mapping[str, str] = MappingProxyType({"1": "sft", "2": "reward", "3": "ppo"})
-"""Which phase each step is."""
+"""The phase of each step number."""
 
 DEPLOYMENTS: Mapping[str, str] = MappingProxyType(
     {
@@ -280,7 +283,7 @@ DEPLOYMENTS: Mapping[str, str] = MappingProxyType(
         "multi_node": "as a hostfile says: `plait launch --hostfile FILE`",
     }
 )
-"""Where a step runs."""
+"""Values of `--deployment-type`, each with what to write for Plait."""
 
 TRAIN_FLAGS: Mapping[str, str] = MappingProxyType(
     {
@@ -300,7 +303,7 @@ _SIZES = ("350m", "1.3b", "6.7b", "13b", "66b")
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedChatSteps:
-    """What `train.py` was asked for."""
+    """The arguments of a `train.py` command line."""
 
     phases: tuple[str, ...] = tuple(PHASES.values())
     deployment: str = "single_gpu"
@@ -312,11 +315,11 @@ class DeepSpeedChatSteps:
 
     @property
     def nproc(self) -> str | None:
-        """Processes on this machine; None where a hostfile says."""
+        """The number of processes on this machine (`--nproc`); None if a hostfile decides it."""
         return {"single_gpu": "1", "single_node": "gpu"}.get(self.deployment)
 
     def settings(self, phase: str) -> list[str]:
-        """Overrides for one of the phases; each after the first begins with what step 1 has tuned."""
+        """Return the overrides for one phase. Phases after the first start from the model that step 1 has tuned."""
         reward = phase == "reward"
         model = (self.reward_model if reward else None) or self.actor_model
         zero = self.reward_zero if reward else self.actor_zero
@@ -325,14 +328,14 @@ class DeepSpeedChatSteps:
             overrides += ["model.type=hf", f"model.path={model}"]
         if zero is not None:
             overrides.append(f"strategy.zero={zero}")
-        # A judge of its own kind has its own weights.
+        # A reward model of another kind starts from its own weights.
         if phase != "sft" and not (reward and self.reward_model is not None):
             overrides.append(f"posttrain.start={self.output_dir}/sft")
         return overrides
 
 
 def read_steps(arguments: Sequence[str]) -> DeepSpeedChatSteps:
-    """Read a command line of `train.py`; an unknown flag or value is an error that names it."""
+    """Return the arguments of a `train.py` command line; raise `ConfigError` for an unknown flag or value."""
     given = read_flags(arguments, TRAIN_FLAGS)
     steps = given.get("step", list(PHASES))
     for step in steps or [""]:
@@ -381,7 +384,7 @@ def _stage(given: Mapping[str, Sequence[str]], name: str) -> int | None:
 
 
 def steps_of_flags(steps: DeepSpeedChatSteps) -> Wanted:
-    """Return the three steps of `train.py`."""
+    """Return the three steps of `train.py`, with default run descriptions."""
     if steps.actor_model is None:
         message = "neither run descriptions nor a model are given"
         raise ConfigError(Problem("--actor-model", message, "Give files, or the folder of a model."))
@@ -393,7 +396,7 @@ def with_train_flags(wanted: Wanted, steps: DeepSpeedChatSteps, given: Sequence[
     numbers = {number for number, phase in PHASES.items() if phase in steps.phases}
     described = []
     for number, step in enumerate(wanted.steps, start=1):
-        # Where a step starts is decided once all steps are known.
+        # The folders of steps, and what each starts from, are set later, when all steps are known.
         settings = [key for key in steps.settings(step.phase) if not key.startswith(("work_dir=", "posttrain."))]
         chosen = str(number) in numbers if "step" in given else True
         described.append(replace(step, settings=(*step.settings, *settings), chosen=chosen))

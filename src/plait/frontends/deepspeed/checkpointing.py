@@ -1,8 +1,8 @@
-"""`deepspeed.checkpointing`: activations that are recomputed in the backward pass.
+"""`deepspeed.checkpointing`: recompute activations in the backward pass instead of storing them.
 
 [Note: settings between two calls]
-DeepSpeed's functions have no object to keep settings in: `configure` is called once, and `checkpoint` deep inside a
-model. So this one module keeps state, in a context variable that holds a frozen value.
+DeepSpeed's API has no object for settings: scripts call `configure` once, and later `checkpoint` inside a model. So,
+unlike other modules, this one keeps state between calls: a context variable that holds a frozen value.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def configure(
 ) -> None:
     """Set how `checkpoint` stores its inputs; arguments take precedence over the section `activation_checkpointing`.
 
-    `checkpoint_in_cpu` moves them to host memory. Partitioned activations belong to Megatron's tensor parallelism and
-    are refused. Contiguous buffers, their number, synchronization and timing have no meaning here: torch's allocator
-    needs no such buffer.
+    `checkpoint_in_cpu` moves them to host memory. Partitioned activations need Megatron's tensor parallelism and
+    are refused. Contiguous buffers, their number, synchronization and timing have no effect: torch's allocator needs no
+    such buffers.
     """
     section = _section(deepspeed_config)
     if partition_activations is None:
@@ -78,7 +78,7 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function now, and again in the backward pass; in between only its arguments are stored."""
+    """Return `function(*args)`; it is called again in the backward pass, until when only its arguments are stored."""
     settings = _settings.get()
     if settings is None or not settings.on_host:
         return recompute(function, *args, use_reentrant=False, **kwargs)

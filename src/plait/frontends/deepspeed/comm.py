@@ -57,10 +57,10 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the ranks that the environment of plait launch, torchrun, Slurm or MPI describes, once.
+    """Create the process group, from the environment of plait launch, torchrun, Slurm or MPI, unless it exists.
 
-    A process without any of these runs alone, in a group of one. Absent, `dist_backend` is the one of the
-    device. The port is the launcher's, so `distributed_port` changes nothing; nor do `config` and `verbose`.
+    Without any of these, the group has this process alone. The default `dist_backend` is that of the device. The port
+    is the launcher's, so `distributed_port` has no effect; nor have `config` and `verbose`.
     """
     if dist.is_initialized():
         return
@@ -82,7 +82,7 @@ def init_distributed(
         return
     if ranks.launcher == "mpi" and not auto_mpi_discovery:
         raise WorldError("auto_mpi_discovery=False, but only MPI's variables describe the ranks; leave it out")
-    # NCCL comes with gloo beside it, for what lies in host memory.
+    # With NCCL, a gloo backend is created too, for tensors in host memory.
     backend = "auto" if dist_backend in (None, "nccl") and _has_cuda(dist_backend) else dist_backend
     seconds = None if timeout is None else timeout.total_seconds()
     device = device_from_env(DEVICE_VARIABLE)
@@ -105,7 +105,7 @@ def _destroy_group() -> None:
 
 
 def get_local_rank() -> int:
-    """Return the rank among the processes of this host."""
+    """Return the rank of this process among those of its host."""
     return detect_ranks().local_rank
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration in Plait's words, with the outcome of every key."""
+"""Translates a DeepSpeed configuration into a run description, with the outcome of every key."""
 
 from plait.frontends.deepspeed.config.autotuning import search
 from plait.frontends.deepspeed.config.read import read_config

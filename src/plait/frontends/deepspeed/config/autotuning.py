@@ -1,6 +1,6 @@
-"""DeepSpeed's `autotuning` section as a search of `plait tune`.
+"""Translates DeepSpeed's section `autotuning` into a search of `plait tune`.
 
-A search is about many runs, so it is returned beside the description of one run, not as a part of it.
+A search concerns many runs, so it is not a part of the run description, and is returned separately.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AutotuningSearch:
-    """A search as a DeepSpeed configuration asks for it."""
+    """The search that a DeepSpeed configuration describes."""
 
     config: TuneConfig
     enabled: bool
     out: str | None
     """The folder for results; None where the section names none."""
     fresh: bool
-    """Whether earlier results in it are thrown away."""
+    """Whether earlier results in that folder are removed."""
     report: KeyReport
     """The outcome of every key of the section."""
 
@@ -74,13 +74,13 @@ def _switch(if_on: str, if_off: str) -> Reader:
 
 
 def _fast(settings: DeepSpeedSettings, key: str, value: bool) -> None:
-    """Vary the stage and the micro-batch if fast, as DeepSpeed does; otherwise all that Plait can vary."""
+    """If true, search over ZeRO stage and micro-batch only, as DeepSpeed does; else over all that Plait can vary."""
     settings.set("dimensions", _FAST if value else None, key)
     settings.mapped(key, value, f"dimensions: {', '.join(_FAST) if value else 'all that can pay on the machine'}")
 
 
 def _start_step(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-    """Warm up for the steps before this one, from which DeepSpeed measures."""
+    """Use the steps before this one, the first that DeepSpeed measures, as warm-up."""
     settings.set("warmup", int(value) - 1, key)
     settings.mapped(key, value, f"warmup: {int(value) - 1}")
 
@@ -130,8 +130,8 @@ def search(config: str | os.PathLike[str] | Mapping[str, Any], *, nproc: int = 1
 def translate_autotuning(section: Mapping[str, Any], *, nproc: int = 1) -> AutotuningSearch:
     """Return the search that an `autotuning` section asks for, with the outcome of each key.
 
-    A key that DeepSpeed does not know is an error, and so is a value that would silently mean something else. For what
-    the section leaves out, DeepSpeed's defaults are taken for what it searches, Plait's for the rest.
+    Raise `ConfigError` for a key that DeepSpeed does not know, and for a value that would have another effect here.
+    Absent keys about what is searched have DeepSpeed's defaults, other absent keys Plait's.
     """
     from plait.tune import make_tune_config
 
@@ -156,7 +156,7 @@ def _read(section: Mapping[str, Any]) -> DeepSpeedSettings:
 
 
 def _contradictions(settings: Mapping[str, Any]) -> Iterator[Problem]:
-    """Two keys, of which one may be DeepSpeed's default, that leave nothing to search."""
+    """Yield a problem for each pair of keys (one may be a default of DeepSpeed) that leaves nothing to search."""
     from plait.tune import TuneConfig
 
     begin, end = settings["warmup"] + 1, settings["steps"]
@@ -171,7 +171,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _report_section(settings: DeepSpeedSettings, key: str, section: Mapping[str, Any]) -> None:
-    """Report the outcome of every key of the section, where a whole configuration is translated."""
+    """Record the outcome of every key of the section in the report on the whole configuration."""
     tuned = _read(section)
     settings.problems += tuned.problems
     for entry in tuned.report.entries:

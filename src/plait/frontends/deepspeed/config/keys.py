@@ -12,9 +12,9 @@ from plait.config import choose, nearest, show
 from plait.frontends import ABSENT, KeyReader, TranslatedSettings, honoured_as, refused_unless, unneeded
 
 AUTO = "auto"
-"""The value of a key that is left for the script to fill in."""
+"""The value of a key whose value the script supplies."""
 
-# ---- the values that a key takes
+# ---- types of values
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """`2e8` is a float to every reader, and a valid count all the same."""
+    """Whether a value is a whole number, also as a float: JSON reads `2e8` as one."""
     return _is_number(value) and value == int(value)
 
 
@@ -65,7 +65,7 @@ _DTYPES = {
 
 
 def dtype_name(value: Any) -> str | None:
-    """Plait's name (`fp32`, `fp16`, `bf16`) of a dtype that is given by any of its names, or as torch's object."""
+    """Return Plait's name (`fp32`, `fp16`, `bf16`) of a dtype, given by any of its names or as a `torch.dtype`."""
     return _DTYPES.get(str(value).lower().removeprefix("torch."))
 
 
@@ -73,7 +73,7 @@ DTYPE = ValueType("a format such as fp16, bf16 or fp32", lambda value: dtype_nam
 
 
 def one_of(*choices: Any) -> ValueType:
-    """Words of a closed list, in any case."""
+    """Return the type of values that are one of these words, in any case."""
     folded = {str(choice).lower() for choice in choices}
     return ValueType(
         f"one of {', '.join(map(str, choices))}", lambda value: isinstance(value, str) and value.lower() in folded
@@ -81,7 +81,7 @@ def one_of(*choices: Any) -> ValueType:
 
 
 def either(*types: ValueType) -> ValueType:
-    """A value of any of these types."""
+    """Return the type of values that any of these types accepts."""
     description = " or ".join(item.description for item in types)
     return ValueType(description, lambda value: any(item.accepts(value) for item in types))
 
@@ -90,15 +90,15 @@ def either(*types: ValueType) -> ValueType:
 
 
 class DeepSpeedSettings(TranslatedSettings):
-    """A translation under way that looks at the other keys of the configuration, and knows where each belongs."""
+    """The state of one translation, in which readers can see the other keys of the configuration."""
 
     def __init__(self, config: Mapping[str, Any], homes: Mapping[str, str], hints: Mapping[str, str]) -> None:
-        """`homes` has the sections of keys that are often misplaced, `hints` remedies for words of others."""
+        """`homes`: key → its section, for keys often misplaced. `hints`: remedies for keys of other frameworks."""
         super().__init__()
         self._config, self._homes, self._hints = config, homes, hints
 
     def given(self, path: str) -> Any:
-        """Return the value of a dotted key of the configuration; None where it is absent, null or `auto`."""
+        """Return the value of a dotted key of the configuration; None if it is absent, null or `auto`."""
         value: Any = self._config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
@@ -109,7 +109,7 @@ class DeepSpeedSettings(TranslatedSettings):
         return self.given(path) is True
 
     def implied(self, key: str, text: str) -> None:
-        """Record what a key means that is absent or left open: a default of DeepSpeed that is not Plait's."""
+        """Record the effect of a key that is absent or `auto`: a default of DeepSpeed that differs from Plait's."""
         entries = self.report.entries
         index = next((i for i, entry in enumerate(entries) if entry.key == key and entry.value == AUTO), None)
         if index is None:
@@ -119,15 +119,15 @@ class DeepSpeedSettings(TranslatedSettings):
             entries[index] = replace(entries[index], text=f"left open: {text}")
 
     def read(self, section: Mapping[str, Any], readers: Mapping[str, KeyReader[Any]], prefix: str = "") -> None:
-        """Hand every key of a section to its reader."""
+        """Call the reader of every key of a section; an empty section is recorded as unneeded."""
         if prefix and not section:
             self.unneeded(prefix, section, "an empty section says nothing")
         super().read(section, readers, prefix)
 
     def unknown(self, key: str, readers: Mapping[str, KeyReader[Any]]) -> None:
-        """Record a comment, or a problem with the remedy that fits best."""
+        """Record a comment as unneeded; for any other unknown key, a problem with the remedy that fits best."""
         path, _, name = key.rpartition(".")
-        if name.startswith(("//", "_")) or name == "comment":  # no key of DeepSpeed's begins so
+        if name.startswith(("//", "_")) or name == "comment":  # DeepSpeed has no such keys
             self.unneeded(key, "…", "a comment")
             return
         closest = nearest(name, readers)
@@ -150,17 +150,17 @@ _LEFT_OPEN = "left open, as if it were not there: the default holds"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The reader of one key, behind a check of its value."""
+    """The reader of one key, which first checks the type of the value."""
 
     takes: ValueType
     reader: Reader
     if_auto: str = _LEFT_OPEN
     """What `auto` means for the key."""
     auto_is_a_value: bool = False
-    """`auto` is a choice of DeepSpeed's here, not a value left open."""
+    """Whether `auto` is one of the key's values in DeepSpeed, not a value that the script supplies."""
 
     def __call__(self, settings: DeepSpeedSettings, key: str, value: Any) -> None:
-        """Read a value of the right type; a null and an `auto` are left to the default."""
+        """Translate a value; null and `auto` mean the default, and a value of a wrong type is a problem."""
         if value is None:
             settings.unneeded(key, value, "null is the same as leaving it out")
         elif value == AUTO and not self.auto_is_a_value:
@@ -175,29 +175,29 @@ Table = Mapping[str, Key]
 
 
 def setting(path: str, takes: ValueType, *, if_auto: str = _LEFT_OPEN) -> Key:
-    """A key that the run description has at `path`, with the same value."""
+    """Return a reader that sets `path` of the run description to the same value."""
     return Key(takes, honoured_as(path, _plain), if_auto)
 
 
 def same_keys(names: str, takes: ValueType, reader: Reader) -> dict[str, Key]:
-    """Several keys with one reader; `names` are separated by spaces."""
+    """Return key → reader for several keys with the same reader; `names` are separated by spaces."""
     return dict.fromkeys(names.split(), Key(takes, reader))
 
 
 def _plain(value: Any) -> Any:
-    """`2e8` as the whole number that it is; a tuple as a list."""
+    """Return a float that is a whole number (`2e8`) as an int, a tuple as a list, any other value unchanged."""
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1:
         return int(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def refused_if_on(remedy: str) -> Key:
-    """A switch of an unsupported feature: unneeded while it is off."""
+    """Return a reader for the switch of an unsupported feature: unneeded while it is off, refused when on."""
     return Key(FLAG, refused_unless(remedy, False, why="it is off, here as there"))
 
 
 def mapped_if_on(text: str, path: str = "", value: Any = True, *, if_off: str = "it is off") -> Key:
-    """A switch that something here does under another name; on, it sets `path` of the run description, if given."""
+    """Return a reader for a switch with an equivalent in Plait: when on, it sets `path` (if given) to `value`."""
 
     def read(settings: DeepSpeedSettings, key: str, switch: bool) -> None:
         if not switch:
@@ -211,12 +211,12 @@ def mapped_if_on(text: str, path: str = "", value: Any = True, *, if_off: str = 
 
 
 def section(table: Table) -> Key:
-    """A section with these keys."""
+    """Return a reader for a section with these keys."""
     return Key(SECTION, lambda settings, key, value: settings.read(value, table, key))
 
 
 def switched_section(table: Table, what: str, if_on: Reader | None = None) -> Key:
-    """A section with an `enabled`: while that is not true, its other keys are unneeded."""
+    """Return a reader for a section with an `enabled`: unless that is true, its other keys are unneeded."""
 
     def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
         if value.get("enabled") is True:
@@ -230,15 +230,15 @@ def switched_section(table: Table, what: str, if_on: Reader | None = None) -> Ke
 
 
 def all_unneeded(table: Table, why: str) -> dict[str, Key]:
-    """The same keys, all of them unneeded; their values are still checked."""
+    """Return readers that record these keys as unneeded, but still check the types of their values."""
     return {name: replace(key, reader=unneeded(why)) for name, key in table.items()}
 
 
 def unsupported_section(what: str, remedy: str, names: str = "") -> Key:
-    """A section of an unsupported feature: unneeded while it is off, refused otherwise.
+    """Return a reader for the section of an unsupported feature: unneeded while it is off, refused otherwise.
 
-    One with an `enabled` lists the `names` of all its other keys, separated by spaces, so that a misspelt one is found;
-    it is off without `enabled`.
+    For a section with an `enabled` (off by default), `names` lists its other keys, separated by spaces; a key that is
+    not among them is a problem.
     """
 
     def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:

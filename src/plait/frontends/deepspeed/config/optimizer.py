@@ -1,9 +1,9 @@
-"""`optimizer`: what DeepSpeed would build, as `optim`.
+"""Translates the section `optimizer` into `optim`, and `scheduler` into `schedule`.
 
 [Note: defaults that are not ours]
-An absent key means DeepSpeed's default, or torch's where DeepSpeed builds torch's optimizer. Where Plait's own default
-is another, it is written out, so that the run is the same. DeepSpeed decays every parameter it is given, biases and
-norms included; so `no_decay` is empty.
+An absent key means DeepSpeed's default, or torch's if DeepSpeed builds torch's optimizer. If Plait's own default
+differs, the run description gets DeepSpeed's value, so that the run is the same. DeepSpeed applies weight decay to
+every parameter, biases and norms included; so `no_decay` is empty.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _ADAFACTOR: Table = {
 
 
 def _shared_rate(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-    """Set one rate for Muon and for its AdamW half, where they have no rate of their own."""
+    """Set `lr` as the rate of Muon, and of the AdamW that updates its other parameters, unless they have their own."""
     for half, rate in (("lr", "muon_lr"), ("adam_lr", "adam_lr")):
         if settings.given(f"optimizer.params.{rate}") is None:
             settings.set(f"optim.{half}", value, key)
@@ -268,7 +268,7 @@ def _schedule_keys(takes: ValueType, *names: str) -> dict[str, Key]:
 
 
 def _warmup_steps(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-    """Translate 0 as 1, for DeepSpeed's warm-up has at least two steps either way."""
+    """Translate 0 as 1, which Plait needs: with both, DeepSpeed's warm-up has two steps."""
     length = max(1, int(value))
     settings.set("schedule.warmup_num_steps", length, key)
     settings.honoured(key, value, f"schedule.warmup_num_steps: {length}")
@@ -345,7 +345,7 @@ def _scheduler_params(settings: DeepSpeedSettings, key: str, value: dict[str, An
 
 
 def _schedules_with(name: str) -> list[str]:
-    """Return the schedules that have a key."""
+    """Return the names of the schedules that have a key."""
     return [schedule for schedule, table in SCHEDULER_TYPES.items() if name in table]
 
 
@@ -364,14 +364,14 @@ def _scheduler(settings: DeepSpeedSettings, key: str, value: dict[str, Any]) -> 
             settings.wrong(f"scheduler.params.{param}", f"{name} needs it", "Write a rate.")
     param, default = _DEFAULTS.get(name, ("", None))
     params = value.get("params")
-    if param and not (isinstance(params, Mapping) and params.get(param) is not None):  # `auto` is the optimizer's rate
+    if param and not (isinstance(params, Mapping) and params.get(param) is not None):  # `auto`: the optimizer's rate
         settings.set(f"schedule.{param}", default, f"scheduler.params.{param}")
         settings.implied(f"scheduler.params.{param}", f"schedule.{param}: {show(default)} is DeepSpeed's default")
 
 
 SCHEDULER_TABLE: Table = {"scheduler": Key(SECTION, _scheduler)}
 
-# What happens to gradients between the backward pass and the update.
+# Gradient clipping and other keys about gradients.
 
 
 CLIPPING = "gradient_clipping"

@@ -1,4 +1,4 @@
-"""`fp16`, `bf16`, `torch_autocast`, `amp`, and the formats of sums: one section `precision`."""
+"""Translates `fp16`, `bf16`, `torch_autocast`, `amp`, and the dtypes of reductions into the section `precision`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from plait.frontends.deepspeed.config.keys import (
     setting,
 )
 
-# The format that a configuration computes in, which four sections can set.
+# The compute dtype, which four sections can set.
 
 
 MODES = ("fp16", "bf16", "torch_autocast", "amp")
@@ -38,12 +38,12 @@ SCALER = "precision.scaler"
 
 
 def mode(settings: DeepSpeedSettings) -> str | None:
-    """Return the section that is switched on; None where none is."""
+    """Return the name of the precision section that is enabled; None if none is."""
     return next((name for name in MODES if settings.is_on(f"{name}.enabled")), None)
 
 
 def compute(settings: DeepSpeedSettings) -> str:
-    """Return the format of parameters and activations."""
+    """Return the compute dtype: `fp32`, `fp16` or `bf16`."""
     section = mode(settings)
     if section == "torch_autocast":
         return dtype_name(settings.given("torch_autocast.dtype")) or "fp32"
@@ -53,7 +53,7 @@ def compute(settings: DeepSpeedSettings) -> str:
 
 
 def static_scale(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-    """Translate a fixed loss scale; 0 is a dynamic one."""
+    """Translate a fixed loss scale; 0 means a dynamic one."""
     if value == 0 or value == "dynamic":
         settings.honoured(key, value, "the scale is dynamic")
     else:
@@ -61,7 +61,7 @@ def static_scale(settings: DeepSpeedSettings, key: str, value: Any) -> None:
         settings.honoured(key, value, f"{SCALER}.static: {show(value)}")
 
 
-# `amp`: NVIDIA's Apex, which DeepSpeed has removed. What it did, fp16 with autocast, torch does itself.
+# `amp`: NVIDIA's Apex, which DeepSpeed has removed. It is translated to fp16 with torch's autocast.
 
 
 def _opt_level(settings: DeepSpeedSettings) -> str:
@@ -97,7 +97,7 @@ APEX_TABLE: Table = {
 
 
 def finish_apex(settings: DeepSpeedSettings) -> None:
-    """Scale the loss as Apex does by default."""
+    """Set the loss scaler to the defaults of Apex."""
     if _opt_level(settings) == "O3":
         settings.set("precision.master", False, "amp.opt_level")
     if settings.given("amp.loss_scale") in (None, 0, "dynamic"):
@@ -107,7 +107,7 @@ def finish_apex(settings: DeepSpeedSettings) -> None:
 
 
 def _dynamic_scale(name: str, takes: ValueType) -> Key:
-    """A setting of the dynamic loss scale; unneeded beside a fixed one."""
+    """Return a reader for a setting of the dynamic loss scale; it is unneeded if the scale is fixed."""
     dynamic = setting(f"{SCALER}.{name}", takes)
 
     def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
@@ -199,7 +199,7 @@ def _reduce_format(settings: DeepSpeedSettings, key: str, value: Any) -> None:
 
 
 def _reduce(settings: DeepSpeedSettings) -> tuple[str, str]:
-    """Return the format that gradients are reduced in, the widest of those given, and the key that gives it."""
+    """Return the dtype that gradients are reduced in, the widest of those given, and the key that sets it."""
     by_key = {
         key: dtype_name(settings.given(key)) for key in ("communication_data_type", "data_types.grad_accum_dtype")
     }
@@ -250,7 +250,7 @@ PRECISION_TABLE: Table = {
 
 
 def finish(settings: DeepSpeedSettings) -> None:
-    """Set the section, once every key that decides it has been read."""
+    """Set the section `precision`, after all of its keys have been read."""
     if _contradicts_itself(settings):
         return
     section, dtype = mode(settings), compute(settings)
@@ -271,7 +271,7 @@ def finish(settings: DeepSpeedSettings) -> None:
 
 
 def _contradicts_itself(settings: DeepSpeedSettings) -> bool:
-    """Record sections that contradict each other; autocast may be combined with the section of its own format."""
+    """Return whether sections contradict each other, with a problem recorded; autocast may repeat its own dtype."""
     modes = [f"{name}.enabled" for name in ("fp16", "bf16", "amp") if settings.is_on(f"{name}.enabled")]
     if len(modes) > 1:
         settings.wrong(

@@ -14,9 +14,8 @@ from typing import Any
 from plait.config import SUFFIXES, load_jsonc, read, show, text_of
 from plait.errors import ConfigError, Problem
 
-# DeepSpeed reads its files as Hjson. This is the part of it that configurations use.
-#
-# A line's end stands for a comma, a key needs no quotes, `#` starts a comment, and the outermost braces may be missing.
+# DeepSpeed reads its files as Hjson. This reads the part of Hjson that configurations use: the end of a line may
+# replace a comma, a key needs no quotes, `#` starts a comment, and the outermost braces may be missing.
 
 
 _KEY_FIRST = re.compile(r'\s*"(?:\\.|[^"\\\n])*"\s*:')
@@ -24,7 +23,7 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|
 
 
 def load(text: str) -> Any:
-    """Return the value that `text` holds; raises `json.JSONDecodeError` for anything else."""
+    """Return the value of a JSON or Hjson text; raise `json.JSONDecodeError` if it is neither."""
     pieces: list[str] = []
     before, gap, end = "", "", 0
     for match in _TOKEN.finditer(text):
@@ -45,17 +44,17 @@ def load(text: str) -> Any:
 
 
 def _is_end(token: str) -> bool:
-    """Whether a value, or a key, may end with this."""
+    """Whether a value or key may end with this token."""
     return token not in ("", "{", "[", ",", ":")
 
 
 def _is_start(token: str) -> bool:
-    """Whether a value, or a key, may begin with this."""
+    """Whether a value or key may begin with this token."""
     return token not in ("}", "]", ",", ":")
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys and values, unchecked. A file may have comments; a text that names no file is read as base64."""
+    """Return the keys and values, unchecked. `config` is a mapping, a file, or a text in base64."""
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, str) and not _is_path(config):
@@ -71,12 +70,12 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         try:
             return _mapping(str(path), load(path.read_text(encoding="utf-8-sig")))
         except ValueError:
-            pass  # the first message has the line
+            pass  # the first error has the line number
         raise
 
 
 def _is_path(text: str) -> bool:
-    """Whether a text names a file that exists, or has the ending of one."""
+    """Whether a text names an existing file, or has the suffix of a configuration file."""
     if Path(text).suffix.lower() in SUFFIXES:
         return True
     try:

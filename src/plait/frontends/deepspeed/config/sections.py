@@ -1,4 +1,4 @@
-"""The sections of a DeepSpeed configuration but `optimizer`, `scheduler`, `zero_optimization` and the precisions.
+"""The sections of a DeepSpeed configuration except `optimizer`, `scheduler`, `zero_optimization` and precision.
 
 Parallelism, batch sizes, monitors, recomputing, data, checkpoints, `compile`, and what DeepSpeed has removed.
 """
@@ -47,7 +47,7 @@ _TENSOR_PARALLEL_SIZES = (
 
 
 def ranks_of_one_sample(settings: DeepSpeedSettings) -> int:
-    """Return how many ranks work on the same sample, which are not data-parallel ranks."""
+    """Return the number of ranks that compute the same sample together: tensor- times sequence-parallel ranks."""
     count = 1
     for path in (*_TENSOR_PARALLEL_SIZES, "sequence_parallel_size"):
         value = settings.given(path)
@@ -56,7 +56,7 @@ def ranks_of_one_sample(settings: DeepSpeedSettings) -> int:
 
 
 def _axis(axis: str, *, needs: str = "") -> Key:
-    """The size of a mesh axis; 0 and 1 leave it alone."""
+    """Return a reader for the size of a mesh axis; 0 and 1 set nothing."""
 
     def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
         if value <= 1:
@@ -207,7 +207,7 @@ BATCH_TABLE: Table = {
 
 
 def check_batch_sizes(settings: DeepSpeedSettings, world_size: int | None) -> None:
-    """Record batch sizes that contradict each other, or the number of processes."""
+    """Record a problem if batch sizes contradict each other or the number of processes."""
     sizes = {name: settings.given(name) for name in (TOTAL, MICRO, ACCUMULATION)}
     if not all(value is None or COUNT.accepts(value) for value in sizes.values()) or sizes[TOTAL] is None:
         return
@@ -236,7 +236,7 @@ _FOLDER = "files lie in `work_dir`, under the sink's name"
 
 
 def _add_sink(name: str) -> Reader:
-    """A reader that adds a sink to the run's own event log."""
+    """Return a reader that adds a sink to `log.sinks`."""
 
     def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
         before = settings.sections.get("log", {}).get("sinks", ["jsonl"])
@@ -259,7 +259,7 @@ def _file_monitor(name: str) -> Key:
 
 
 def _by_environment(variable: str) -> Key:
-    """A key for which wandb reads an environment variable itself."""
+    """Return a reader for a key that has no setting: wandb reads the environment variable."""
     return Key(
         TEXT, lambda settings, key, value: settings.mapped(key, value, f"set {variable}={value}: wandb reads it itself")
     )
@@ -295,7 +295,7 @@ _NEVER = ValueType("infinite", lambda value: value == float("inf"))
 
 
 def _steps_per_print(settings: DeepSpeedSettings, key: str, value: float) -> None:
-    if _NEVER.accepts(value):  # what Accelerate writes to silence DeepSpeed
+    if _NEVER.accepts(value):  # the value that Accelerate writes to silence DeepSpeed
         settings.unneeded(key, value, "DeepSpeed's own lines are never printed here")
     else:
         settings.set("log.every", int(value), key)
@@ -416,7 +416,7 @@ _CHECKPOINT: Table = {
 
 CHECKPOINTS_TABLE: Table = {"checkpoint": section(_CHECKPOINT), "datastates_ckpt": Key(ANY, _datastates)}
 
-# `compile`: DeepCompile is torch.compile with passes of its own.
+# `compile`: DeepCompile is torch.compile with additional compiler passes.
 
 
 _GRAPH = "it belongs to passes of DeepCompile's own"
@@ -442,7 +442,7 @@ _COMPILE: Table = {
 
 COMPILING_TABLE: Table = {"compile": section(_COMPILE)}
 
-# Names and features that DeepSpeed itself has removed. Each still has an outcome.
+# Names and features that DeepSpeed has removed. Their keys have outcomes too.
 
 
 OLD_NAMES = {
@@ -488,7 +488,7 @@ REMOVED_TABLE: Table = {
 
 
 def renamed(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Return the configuration under today's names, the old name of each renamed key, and a problem for each double."""
+    """Return the configuration with current names, renamed keys (new → old), and a problem for each key given twice."""
     names: dict[str, str] = {}
     problems = []
     current: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""From a DeepSpeed configuration to a run description, with an outcome for every key."""
+"""Translates a DeepSpeed configuration into a run description, with an outcome for every key."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ def translate(
     """Return the run description that a DeepSpeed configuration asks for, and the outcome of each of its keys.
 
     `config` is a file (JSON, comments allowed), a mapping, or base64. With `world_size`, the number of processes, the
-    batch sizes are checked against it. `auto` has values for dotted keys that are left open with `"auto"`.
+    batch sizes are checked against it. `auto` has the values of dotted keys that are `"auto"`.
 
-    A key that DeepSpeed never had, a value of the wrong type and two keys that contradict each other are a
-    `ConfigError`, with all of them at once. A key that is not supported is `refused` in the report, which is not an
-    error until the caller calls `report.raise_refusals()`.
+    Raise one `ConfigError` for all keys that DeepSpeed never had, values of a wrong type, and keys that contradict each
+    other. A key that is not supported is `refused` in the report; `report.raise_refusals()` raises an error for these.
     """
     given = _filled(read_config(config), auto or {})
     today, old_names, problems = sections.renamed(given)
@@ -75,12 +74,12 @@ KEYS = frozenset([*TOP_TABLE, *sections.OLD_NAMES])
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a configuration of DeepSpeed, not of Plait; a few top-level keys are of both."""
+    """Whether a mapping is a configuration of DeepSpeed, not of Plait; a few top-level keys exist in both."""
     if not any(key in KEYS for key in config):
         return False
     if not all(key in KEYS and key in RunConfig.model_fields for key in config):
         return not all(key in RunConfig.model_fields for key in config)
-    try:  # `checkpoint` alone is a key of both: what is in it decides
+    try:  # all keys exist in both (`checkpoint`): it is DeepSpeed's if Plait cannot parse it
         parse(config)
     except ConfigError:
         return True
@@ -110,11 +109,11 @@ HINTS = {
     "zero_stage": "Write `zero_optimization.stage`.",
     "local_rank": "Leave it out: the launcher sets it.",
 }
-"""Remedies for the words of other frameworks."""
+"""Remedies for keys of other frameworks."""
 
 
 def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the configuration with the values for the keys that it leaves open."""
+    """Return a copy of the configuration in which keys that are `"auto"` have the values of `auto`."""
     filled: dict[str, Any] = _copied(config)
     for path, value in auto.items():
         *names, last = path.split(".")
@@ -127,14 +126,17 @@ def _filled(config: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any
 
 
 def _copied(value: Any) -> Any:
-    """Copy sections, not values: some are objects of the script's own. `"true"` is true, as in DeepSpeed."""
+    """Return a copy of nested sections; other values, which may be the script's objects, are not copied.
+
+    The text `"true"` becomes true, as in DeepSpeed.
+    """
     if isinstance(value, Mapping):
         return {name: _copied(item) for name, item in value.items()}
     return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _schema_problems(settings: DeepSpeedSettings) -> list[Problem]:
-    """Return the problems that Plait's own schema and rules find in the result, under DeepSpeed's keys."""
+    """Return the problems that Plait's schema and rules find in the result, named by the DeepSpeed keys."""
     try:
         problems = violations(parse(settings.sections).config, has_val=False, require_length=False)
     except ConfigError as error:
@@ -143,7 +145,7 @@ def _schema_problems(settings: DeepSpeedSettings) -> list[Problem]:
 
 
 def _under_deepspeed_key(settings: DeepSpeedSettings, problem: Problem) -> Problem:
-    """Return the problem under the DeepSpeed key that its key of the run description came from, if there is one."""
+    """Return the problem, named by the DeepSpeed key that set the wrong key of the run description, if one did."""
     path = f"{problem.path}."
     for setting, source in settings.sources.items():
         if path.startswith(f"{setting}.") or f"{setting}.".startswith(path):
@@ -157,7 +159,7 @@ def _under_old_name(problem: Problem, old_names: Mapping[str, str]) -> Problem:
 
 
 def _finish_report(settings: DeepSpeedSettings, old_names: Mapping[str, str]) -> None:
-    """Report old names as they were written, and no secrets."""
+    """Replace current names of keys by the old ones that the user wrote, and hide secrets."""
     for index, entry in enumerate(settings.report.entries):
         first, dot, rest = entry.key.partition(".")
         if first in old_names:

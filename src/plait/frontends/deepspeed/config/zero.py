@@ -1,4 +1,4 @@
-"""`zero_optimization`: the stage and offload are honoured; buckets and communication are left to `fully_shard`."""
+"""Translates `zero_optimization`: stage and offload are honoured; `fully_shard` decides buckets and communication."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _IO_REQUESTS = "the file layer chooses its requests itself: aligned, several in 
 
 
 def offload_device(settings: DeepSpeedSettings, role: str) -> str:
-    """Return where the states of `optimizer` or `param` are offloaded to: none, cpu or nvme."""
+    """Return the device that a role (`optimizer` or `param`) is offloaded to: `none`, `cpu` or `nvme`."""
     device = settings.given(f"{_ZERO}.offload_{role}.device")
     old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[role]
     plural = role == "param" and settings.is_on(f"{_ZERO}.cpu_offload_params")
@@ -48,7 +48,7 @@ def offload_device(settings: DeepSpeedSettings, role: str) -> str:
 
 
 def _offloads_params(settings: DeepSpeedSettings) -> bool:
-    """Whether parameters are offloaded: only stage 3 has some that are not in use."""
+    """Whether parameters are offloaded; only at stage 3, where those that are not in use can be."""
     return offload_device(settings, "param") != "none" and settings.given(f"{_ZERO}.stage") == 3
 
 
@@ -67,7 +67,7 @@ def _device(role: str, path: str) -> Key:
 
 
 def _old_switch(role: str, path: str) -> Key:
-    """`cpu_offload: true` came before `offload_optimizer: {device: cpu}`."""
+    """Return a reader for `cpu_offload: true`, the old form of `offload_optimizer: {device: cpu}`."""
 
     def read(settings: DeepSpeedSettings, key: str, value: bool) -> None:
         new = f"{_ZERO}.offload_{role}"
@@ -119,7 +119,7 @@ def _ratio(settings: DeepSpeedSettings, key: str, value: float) -> None:
 
 
 def _offload_limit(path: str, why: str) -> Key:
-    """A limit of weights that are offloaded; where none are, there is nothing that it could limit."""
+    """Return a reader for a limit of offloaded weights; it is unneeded if none are offloaded."""
     limit = setting(f"strategy.offload.{path}", SIZE)
 
     def read(settings: DeepSpeedSettings, key: str, value: Any) -> None:
@@ -175,7 +175,7 @@ AIO: Table = {
 
 
 def _offload_optimizer_with_params(settings: DeepSpeedSettings) -> None:
-    """Offload the optimizer too where weights are: it updates them where they are."""
+    """If parameters are offloaded, offload the optimizer too: it updates weights where they are stored."""
     path = "strategy.offload.optimizer"
     if "strategy.offload.params" in settings.sources and path not in settings.sources:
         key, device = f"{_ZERO}.offload_optimizer", offload_device(settings, "param")
@@ -212,7 +212,7 @@ def _stage(settings: DeepSpeedSettings, key: str, value: Any) -> None:
 
 
 def _hpz(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-    """hpZ: between forward and backward, parameters are sharded within small groups alone."""
+    """Translate hpZ: between forward and backward, parameters are sharded within small groups of ranks only."""
     if value <= 1 or _requested_stage(settings) != 3:
         settings.unneeded(key, value, "no secondary partition" if value <= 1 else "only stage 3 shards parameters")
         return
@@ -221,7 +221,7 @@ def _hpz(settings: DeepSpeedSettings, key: str, value: Any) -> None:
 
 
 def _mics(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-    """MiCS shards within groups and copies between them: that is what HSDP is."""
+    """Translate MiCS, which is HSDP: sharding within groups of ranks, replicas between them."""
     if value < 1:
         settings.unneeded(key, value, "it is off")
         return
@@ -313,7 +313,7 @@ STAGES: Table = {
 
 
 def _zero(settings: DeepSpeedSettings, key: str, value: Any) -> None:
-    if isinstance(value, bool):  # the first form of all: true was stage 1
+    if isinstance(value, bool):  # the oldest form, in which true means stage 1
         settings.set("strategy.zero", int(value), key)
         settings.mapped(key, value, f"strategy.zero: {int(value)} (the old form of `stage`)")
     else:
