@@ -1,4 +1,8 @@
-"""The base of engines that another library runs: the model is built, stepped and saved as under Plait's own engine."""
+"""The base class of engines that train with another library (DeepSpeed, ColossalAI).
+
+Model, initial values, data, losses and checkpoints are the same as with Plait's own engine; the library runs backward
+pass and update, and owns the sharded weights and optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +46,21 @@ from plait.optim import GroupSpec, OptimizerGroup, build_optimizer, split_groups
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A full model with values, and what cannot be read from it any more once a library has wrapped it."""
+    """A full, initialized model, and what must be recorded before the library wraps it and replaces its parameters."""
 
     module: nn.Module
     groups: list[GroupSpec]
     blanks: dict[str, Tensor]
-    """Every parameter's global shape, by name, as meta tensors."""
+    """A meta tensor of the global shape of every parameter, by name."""
     trained: list[str]
+    """The names of the parameters that are trained."""
     buffers: list[str]
     """The names of the persistent buffers."""
     originals: dict[str, Tensor]
-    """The original values of parameters that are cast or not trained, on the host."""
+    """The values before casting of parameters that are cast or not trained, by name, in host memory."""
 
     def optimizer(self, config: RunConfig) -> torch.optim.Optimizer:
-        """Return the optimizer of the run over the module's parameters, without state."""
+        """Return the optimizer that `config.optim` describes, over the module's parameters, without state."""
         params = named_parameters(self.module)
         master_weights = [
             OptimizerGroup(spec.names, [params[name] for name in spec.names], spec.options) for spec in self.groups
@@ -71,7 +76,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build_full_model(given: Preparation) -> BuiltModel:
-    """Build the full model on the host, with the same values as under every other engine."""
+    """Build the full model in host memory; return it with the same initial values as every other engine."""
     config, world, policy, host = given.config, given.world, given.policy, torch.device("cpu")
     if config.deterministic:
         make_deterministic()
@@ -105,10 +110,10 @@ def build_full_model(given: Preparation) -> BuiltModel:
 
 
 class EvenNormalizer(LossNormalizer):
-    """Divides by the count that a step has if all its micro-batches are like the first.
+    """Divides losses by an estimate of the step's number of targets: as if all micro-batches had as many as the first.
 
-    Then one micro-batch per step, or equal ones, need no correction; the native engine uses a power of two, since there
-    a correction is free.
+    If they do, the gradients need no correction in the update. The native engine divides by a power of two instead and
+    always corrects, which costs nothing there; with other libraries a correction is a pass over all gradients.
     """
 
     def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
@@ -123,9 +128,9 @@ class EvenNormalizer(LossNormalizer):
 
 
 class StepNormalizer(EvenNormalizer):
-    """Divides by the count of each step, which is summed over ranks before the backward pass.
+    """Divides losses by the exact number of targets of each step, which is summed over ranks before the backward pass.
 
-    For a library whose gradients cannot be corrected afterwards, and which takes one micro-batch per step.
+    For a library whose gradients cannot be corrected afterwards; only for steps of one micro-batch.
     """
 
     def _choose_divisor(self, weight: Tensor | float, micro_batches: int) -> float:
@@ -133,20 +138,21 @@ class StepNormalizer(EvenNormalizer):
         return self._count(weight) or 1.0
 
     def finish(self) -> StepLoss:
-        """Return the step's summed loss, and forget the count."""
+        """Return the step's summed loss; the next step computes its divisor anew."""
         sums = super().finish()
         self._divisor = None
         return sums
 
 
-# Where a library keeps weights and optimizer states; see [Note: states by way of full tensors], `engine/foreign.py`.
+# Access to the weights and optimizer states that a library keeps in its own layout; see
+# [Note: states by way of full tensors], `engine/foreign.py`.
 
 
 class ForeignStates(ABC):
     """The fp32 weights and optimizer states of a library, read and written as full tensors, one by one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """`optimizer` is the torch optimizer inside the library's."""
+        """`optimizer` is the torch optimizer that the library's optimizer wraps."""
         self.optimizer = optimizer
 
     @abstractmethod
@@ -155,18 +161,18 @@ class ForeignStates(ABC):
 
     @abstractmethod
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Return the full fp32 weight, or the full state `key`."""
+        """Return the full fp32 weight (`key` None), or the full optimizer state `key`, of a parameter."""
 
     @abstractmethod
     def write(self, param: Any, key: str | None, full: Tensor) -> None:
-        """Set what `read` returns, from a full tensor."""
+        """Set the weight or state that `read` returns, from a full tensor."""
 
     def write_model_weight(self, param: Any, full: Tensor) -> None:
-        """Set the model's own weights, which may have a smaller dtype."""
+        """Set the weight that the model computes with, which may have a smaller dtype than the fp32 weight."""
         param.data.copy_(full)
 
     def publish(self) -> None:  # noqa: B027  # nothing to do if the written weights are the model's own
-        """Update the model's own weights from the fp32 weights."""
+        """Copy the fp32 weights to the weights that the model computes with."""
 
     def state(self, param: Any) -> dict[str, Any]:
         """Return the torch optimizer's state for a parameter, by name."""
@@ -178,7 +184,11 @@ class ForeignStates(ABC):
         return [key for key, value in self.state(param).items() if isinstance(value, Tensor)]
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
-        """Allocate a state: as large as the optimizer's tensor (`full`), or of `shape`, shared by its parameters."""
+        """Allocate the state `key`, filled with zeros.
+
+        `full`: it has the shape of the optimizer's tensor; else `shape`. Parameters that lie in one optimizer tensor
+        share it.
+        """
         optimizer_tensor = self.optimizer_tensor(param)
         fused = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         device = optimizer_tensor.device if full or fused else torch.device("cpu")
@@ -192,25 +202,25 @@ class ForeignStates(ABC):
 
 
 class PlainStates(ForeignStates):
-    """Every rank has everything; cast weights have fp32 master weights."""
+    """For libraries without sharding: every rank has all states, and cast parameters have fp32 master weights."""
 
     def __init__(self, optimizer: Optimizer, masters: Mapping[int, Tensor]) -> None:
-        """`masters` holds the fp32 weights of cast parameters, by the parameter's `id`."""
+        """`masters` holds the fp32 weights of cast parameters, by the `id` of the parameter."""
         super().__init__(optimizer)
         self._masters = masters
 
     def optimizer_tensor(self, param: Any) -> Tensor:
-        """Return the fp32 weights, or the parameter."""
+        """Return the fp32 weights of a cast parameter; the parameter itself if it is not cast."""
         optimizer_tensor: Tensor = self._masters.get(id(param), param)
         return optimizer_tensor
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Return the rank's own tensor: nothing is gathered."""
+        """Return the tensor of this rank, which is complete."""
         value: Tensor = self.optimizer_tensor(param) if key is None else self.state(param)[key]
         return value.detach()
 
     def write(self, param: Any, key: str | None, full: Tensor) -> None:
-        """Copy into the fp32 weights or state, and into the model's own weights."""
+        """Copy `full` into the state, or into the fp32 weights and the weights that the model computes with."""
         self.read(param, key).copy_(full)
         if key is None and id(param) in self._masters:
             self.write_model_weight(param, full)
@@ -225,7 +235,10 @@ class PlainStates(ForeignStates):
 
 
 def shard_full_tensor(full: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Return this rank's shard of a tensor that every rank has, as a DTensor of its own memory; alone, a copy."""
+    """Return this rank's shard of a tensor that every rank has, as a DTensor that owns its memory.
+
+    Without a mesh, and for scalars: a copy of `full`.
+    """
     if mesh is None or full.ndim == 0:
         return full.detach().clone()
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -235,7 +248,7 @@ def shard_full_tensor(full: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def as_dtensor(shard: Tensor, full: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Return a local shard, split as by `shard_full_tensor`, as a DTensor of the shape of `full` (may be meta)."""
+    """Return a local shard, split as `shard_full_tensor` splits, as a DTensor of the shape of `full` (may be meta)."""
     if mesh is None or full.ndim == 0:
         return shard
     from torch.distributed.tensor import DTensor, Shard
@@ -263,9 +276,10 @@ class ForeignEngine(SteppingEngine):
         *,
         normalizer: type[LossNormalizer] = EvenNormalizer,
     ) -> None:
-        """`called` is the library's wrapper that runs a forward pass.
+        """`called` is the library's wrapper of the model, whose call runs the forward pass.
 
-        `normalizer` divides losses; the native engine's, if a correction of the gradients is free.
+        `normalizer` is the class that divides losses: `LossNormalizer` if multiplying the gradients by the correction
+        costs nothing in the library.
         """
         config, world = given.config, given.world
         self.model = built.module
@@ -274,7 +288,7 @@ class ForeignEngine(SteppingEngine):
         self.steps = 0
         self.accumulation = given.accumulation
         self.optimizer = states.optimizer
-        """The torch optimizer whose groups carry the learning rates."""
+        """The torch optimizer in whose groups the schedule sets the learning rates."""
         self._built = built
         self._states = states
         self._params: dict[str, nn.Parameter] = named_parameters(built.module)
@@ -291,8 +305,8 @@ class ForeignEngine(SteppingEngine):
         self._forward = Forward(row, world.device, given.policy, compiled=(), select=select, log=given.log)
         self._mesh = world.submesh("dp_replicate", "dp_shard")
         self._peers = world.group("dp_replicate", "dp_shard")
-        # The tensors that `state_tensors` returned last and that may be written to, as long as they are referenced; see
-        # [Note: states by way of full tensors].
+        # The tensors that `state_tensors` returned last. A caller may write to them, and `state_loaded` copies them
+        # back to the library. These are weak references, so that the tensors are freed when the caller drops them.
         self._state: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._weights: dict[str, Tensor] = {}
         self._frozen = {name: shard_full_tensor(value, self._mesh) for name, value in self._frozen_values().items()}
@@ -304,14 +318,17 @@ class ForeignEngine(SteppingEngine):
 
     @abstractmethod
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        """Backward through a loss that is this rank's share of the global mean; `last` of a step."""
+        """Run the backward pass of a normalized loss; see `SteppingEngine._begin_backward`."""
 
     @abstractmethod
     def _update(self, correction: float) -> tuple[float, bool]:
-        """Update with the gradients times `correction`; return their norm before clipping, and whether it skipped."""
+        """Update the weights with the gradients times `correction`.
+
+        Return their norm before clipping, and whether the update was skipped.
+        """
 
     def _scaler_state(self) -> dict[str, float] | None:
-        """Return the loss scaler's state, under the native engine's keys."""
+        """Return the loss scaler's state, with the same keys as `LossScaler.state`; None without a scaler."""
         return None
 
     def _restore_scaler(self, state: Mapping[str, float]) -> None:
@@ -320,7 +337,7 @@ class ForeignEngine(SteppingEngine):
     # ---- one step
 
     def train_step(self, micro_batches: Sequence[Any]) -> StepResult:
-        """One optimizer step over this rank's micro-batches."""
+        """Run one optimizer step over this rank's micro-batches; return its result."""
         count = len(micro_batches)
         if not 0 < count <= self.accumulation:
             raise TrainingError(
@@ -355,7 +372,7 @@ class ForeignEngine(SteppingEngine):
     def _count_skip(self, skipped: bool) -> None:
         scaler = self._scaler_state()
         if skipped and scaler is not None and scaler["scale"] > self._lowest_scale:
-            return  # an overflow is part of finding a scale, which ends by itself
+            return  # the scaler lowers the scale after an overflow, until it fits: not a failure
         if not skipped:
             self.skips.in_a_row = 0
             return
@@ -364,12 +381,12 @@ class ForeignEngine(SteppingEngine):
         self.skips.add(self.steps, whose, scale=None if scaler is None else scaler["scale"])
 
     def sync_buffers(self) -> None:
-        """Average running statistics over the ranks; other buffers become rank 0's."""
+        """Average running statistics over the ranks; copy other buffers from rank 0."""
         if self._peers is not None:
             average_buffers(self.model, self._peers, self.world.size)
 
     def evaluate_micro_batch(self, batch: Any) -> Evaluation:
-        """Forward one micro-batch without gradients, in evaluation mode."""
+        """Return this rank's loss and outputs for one micro-batch, without gradients, in evaluation mode."""
         inputs, samples = inputs_and_samples(batch)
         inputs = self._forward.ready(inputs)
         training = self.model.training
@@ -386,7 +403,7 @@ class ForeignEngine(SteppingEngine):
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the logical state: `model.<name>`, `optim.<name>.<key>`. Every rank must call it."""
+        """Return every tensor that a checkpoint holds, as this rank's shard of a copy. Every rank must call it."""
         weights = self._share_weights()
         tensors = {f"model.{name}": weights.get(name, self._frozen.get(name)) for name in self._built.blanks}
         buffers = dict(self.model.named_buffers())
@@ -408,7 +425,7 @@ class ForeignEngine(SteppingEngine):
 
     @torch.no_grad()
     def state_loaded(self) -> None:
-        """Write the tensors of the last `state_tensors`, which were written to, back to the library."""
+        """Copy the tensors that the last `state_tensors` returned, and that were loaded into, back to the library."""
         for name in self._built.trained:
             param = self._params[name]
             if (weight := self._state.get(f"model.{name}")) is not None:
@@ -422,25 +439,28 @@ class ForeignEngine(SteppingEngine):
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's shard of each trained weight: copies, until `weights_changed`. Every rank must call it."""
+        """Return copies of this rank's shard of each trained weight. Every rank must call it.
+
+        `weights_changed` copies them back.
+        """
         self._weights = self._share_weights()
         return {name: to_local(share) for name, share in self._weights.items()}
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """Write the tensors of the last `weights` back to the library. Every rank must call it."""
+        """Copy the tensors that the last `weights` returned back to the library. Every rank must call it."""
         for name, share in self._weights.items():
             self._states.write(self._params[name], None, _whole(share))
         self._states.publish()
         self._weights = {}
 
     def as_global(self, name: str, local: Tensor) -> Tensor:
-        """Return a tensor shaped like this rank's shard of a weight as a global tensor."""
+        """Return the global tensor whose shard on this rank is `local`; it has the shape and sharding of the weight."""
         return as_dtensor(local, self._built.blanks[name], self._mesh)
 
     @torch.no_grad()
     def restore_originals(self) -> None:
-        """Give the library the fp32 values of parameters that were cast; free them."""
+        """Copy the fp32 values from before casting into the library's fp32 weights, and free them."""
         rounded = [name for name in self._built.trained if name in self._built.originals]
         for name in rounded:
             self._states.write(self._params[name], None, self._built.originals[name].to(self.world.device))
@@ -454,7 +474,7 @@ class ForeignEngine(SteppingEngine):
         return {name: self._built.originals[name].to(self.world.device) for name in names}
 
     def allocate_optimizer_state(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Allocate the optimizer state that a checkpoint is about to fill."""
+        """Allocate the optimizer state that a checkpoint will be loaded into."""
         for entry, (shape, dtype) in shapes.items():
             name, _, key = entry.rpartition(".")
             if name in self._params:
@@ -462,18 +482,18 @@ class ForeignEngine(SteppingEngine):
                 self._states.allocate(self._params[name], key, shape, dtype, full=full)
 
     def state(self) -> dict[str, Any]:
-        """Return the state that is not tensors."""
+        """Return the state besides tensors: step count, skipped steps, loss scale."""
         return {"steps": self.steps, **self.skips.state(), "scaler": self._scaler_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
+        """Set what `state` returned."""
         self.steps = int(state["steps"])
         self.skips.restore(state)
         if state["scaler"] is not None:
             self._restore_scaler(state["scaler"])
 
     def parameter_count(self) -> tuple[int, int]:
-        """Return the parameter counts of the full model: all, and trained."""
+        """Return the number of parameters of the full model, and of the trained ones."""
         sizes = {name: blank.numel() for name, blank in self._built.blanks.items()}
         return sum(sizes.values()), sum(sizes[name] for name in self._built.trained)
 
@@ -483,7 +503,7 @@ class ForeignEngine(SteppingEngine):
 
 
 class _SequentialWrapper(nn.Module):
-    """A library's wrapper wrap an `nn.Sequential`: it receives the first value of a micro-batch, as that would."""
+    """Calls a library's wrapper of an `nn.Sequential` with one argument: the first value of a micro-batch."""
 
     def __init__(self, called: nn.Module) -> None:
         super().__init__()
@@ -491,7 +511,7 @@ class _SequentialWrapper(nn.Module):
 
     @classmethod
     def wrap(cls, called: nn.Module, module: nn.Module) -> nn.Module:
-        """`called` itself where `module` takes whole micro-batches."""
+        """Return `called`, wrapped in this class if `module` is an `nn.Sequential`."""
         return cls(called) if type(module).forward is nn.Sequential.forward else called
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

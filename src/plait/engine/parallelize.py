@@ -1,4 +1,6 @@
-"""Apply the axes of a layout to a model. Each technique is called from here, and knows no other.
+"""Apply the axes of a layout (tensor, context, expert, pipeline, FSDP) to a model.
+
+The techniques, in `distributed`, do not call one another: this file combines them.
 
 [Note: techniques are imported where they are used]
 Most of them import DTensor, which a run without sharding never needs: [Note: DTensor is loaded late].
@@ -54,11 +56,11 @@ _ONE_MESSAGE = 25 << 20
 
 
 def refuse_hooks(given: Preparation, module: nn.Module, *, whole_steps: bool = True) -> None:
-    """Refuse gradient hooks that would not receive the gradient of a step.
+    """Raise `ModelError` if a parameter has a gradient hook that would not receive the gradient of the whole step.
 
-    [Note: what a gradient hook may see] A hook receives the gradient of one backward pass on one rank. It does the same
-    as in a plain loop only if that is the step's gradient, divided by the step's number of targets. Without
-    `whole_steps`, a custom loop accumulates as many micro-batches as it likes.
+    [Note: what a gradient hook may see] A hook receives the gradient of one backward pass on one rank. It has the same
+    effect as in a plain loop only if that is the gradient of the whole step, divided by the step's number of targets.
+    With `whole_steps` false, a custom loop decides how many micro-batches it accumulates, so `accumulation` is ignored.
     """
     config, world = given.config, given.world
     accumulation = given.accumulation if whole_steps else 1
@@ -81,7 +83,10 @@ def refuse_hooks(given: Preparation, module: nn.Module, *, whole_steps: bool = T
 
 
 def refuse_other_references(given: Preparation, module: nn.Module) -> None:
-    """Refuse a model that holds other references to parameters that are about to be replaced."""
+    """Raise `ModelError` if the model refers to a parameter outside of its module, and the parameter will be replaced.
+
+    Sharding and offload replace parameters; such a reference would keep the old tensor.
+    """
     world, strategy = given.world, given.config.strategy
     layout = world.layout
     sharded = strategy.stage > 0 and world.size > 1
@@ -116,9 +121,9 @@ def _refuse_references(module: nn.Module) -> None:
 
 
 def split_stages(given: Preparation, module: nn.Module) -> Stages:
-    """Return this rank's pipeline stages; empty without a pipeline. The module is reduced to the last of them.
+    """Return this rank's pipeline stages; empty without a pipeline. The module itself becomes the last of them.
 
-    If stages will be sharded, a weight that two of them share becomes one tensor in each.
+    If stages will be sharded, a weight that two of this rank's stages share becomes a separate tensor in each.
     """
     config, world, sharded = given.config, given.world, given.sharded
     group = world.group("pp")
@@ -147,7 +152,7 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
         costs=costs,
     )
     twice = plan.twice_on_a_rank() if sharded else []
-    if twice and config.strategy.offload.on:  # raised by every rank, or the others would wait
+    if twice and config.strategy.offload.on:  # every rank raises it: the others would hang in the next collective
         message = (
             f"{options.schedule} puts two stages that share {twice[0]} on one rank, which offload does not support"
         )
@@ -157,7 +162,7 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
 
 
 def join_stages(stage_modules: Sequence[nn.Module], *, sharded: bool) -> nn.Module:
-    """Return several stages of this rank as one module. Shared weights are one tensor, unless stages are sharded."""
+    """Return several stages of this rank as one module. A shared weight becomes one tensor if `sharded` is false."""
     from plait.distributed import tie_stages
 
     if not sharded:
@@ -168,7 +173,7 @@ def join_stages(stage_modules: Sequence[nn.Module], *, sharded: bool) -> nn.Modu
 def staged_steps(
     given: Preparation, stages: Stages, collectors: Sequence[Gradients], master_weights: MasterWeights
 ) -> StagedSteps:
-    """Return what runs the stages; every rank must call it."""
+    """Return an object that runs micro-batches through the pipeline stages. Every rank must call it."""
     from plait.distributed import Pipeline, make_table
 
     config, world = given.config, given.world
@@ -177,17 +182,18 @@ def staged_steps(
     count = options.micro_batches or config.batch.accumulation
     if count is not None and isinstance(options.schedule, CustomPipelineSchedule):
         make_table(options.schedule, world.layout.pp, count)  # checks the schedule before the first step
-    # Recomputation runs a block again in its backward pass; with a split backward it would run twice.
+    # A split backward computes the gradients of inputs and of weights separately. With recomputation, each of the two
+    # would run a block's forward pass again.
     splits = config.strategy.recompute.mode == "none"
     pipeline = Pipeline(stages, schedule=options.schedule, group=group, device=world.device, splits_backward=splits)
-    # Only sharded stages have collectors of their own; buckets hook the parameters of all stages.
+    # Only sharded stages have one gradient collector each; gradient buckets hook the parameters of all stages at once.
     of_stage = {stage.index: collector for stage, collector in zip(stages, collectors, strict=bool(collectors))}
     find = (lambda _stage, name: master_weights.gradient_of(name)) if master_weights.buckets is not None else None
     return StagedSteps(pipeline, of_stage, find)
 
 
 def shard_module(given: Preparation, module: nn.Module, units: list[WrapUnit], experts: list[nn.Module]) -> Gradients:
-    """Shard a model, or a pipeline stage, with `fully_shard`, as the ZeRO stage says; return its collector."""
+    """Shard a model, or a pipeline stage, with `fully_shard` for the ZeRO stage; return its gradient collector."""
     from plait.distributed import fsdp
 
     config, world = given.config, given.world
@@ -216,7 +222,7 @@ def shard_module(given: Preparation, module: nn.Module, units: list[WrapUnit], e
 
 
 def carry_attributes(module: nn.Module, attributes: Attributes) -> None:
-    """Give the unsharded parameters of a sharded model the attributes of the original parameters."""
+    """Set the Python attributes of the original parameters also on the unsharded parameters of a sharded model."""
     if attributes:
         from plait.distributed import fsdp
 
@@ -224,7 +230,7 @@ def carry_attributes(module: nn.Module, attributes: Attributes) -> None:
 
 
 def _shard_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
-    """Return the function that chooses the dim to shard a parameter along that tensor parallelism may have sharded."""
+    """Return a function that chooses the dim for FSDP to shard, for parameters that `tp` may have sharded already."""
     from torch.distributed.tensor import Shard
 
     from plait.distributed import sharding_dim
@@ -246,7 +252,7 @@ def _is_one_message(model: nn.Module, config: RunConfig) -> bool:
 
 
 def rebind_initializer(initializer: Initializer, module: nn.Module) -> Initializer:
-    """Return an initializer of a model as that of a stage or a copy of it."""
+    """Return an initializer for `module`, a pipeline stage or copy of the model that `initializer` was made for."""
     if isinstance(initializer, InitializerChain):
         return InitializerChain(
             rebind_initializer(initializer.first, module), rebind_initializer(initializer.second, module)
@@ -262,10 +268,14 @@ def rebind_initializer(initializer: Initializer, module: nn.Module) -> Initializ
 
 
 Cut = Callable[[Any], Any]
+"""From the inputs of a micro-batch to this rank's shard of them along `cp`."""
 
 
 def apply_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[Cut | None, list[nn.Module]]:
-    """Apply tensor, context and expert parallelism; return what shards a micro-batch, and the expert modules."""
+    """Apply tensor, context and expert parallelism; return the function that shards a micro-batch, and the experts.
+
+    The function is None without context parallelism. `stage`: the module is a pipeline stage.
+    """
     strategy, world = given.config.strategy, given.world
     tensor, context = world.submesh("tp"), world.submesh("cp")
     cut: Cut | None = None
@@ -324,14 +334,14 @@ ReadLoss = Callable[[Any, int], WeightedLoss]
 
 
 class StageSet(nn.Module):
-    """Several stages of one model on one rank, under the names that their tensors have in the full model."""
+    """The pipeline stages of one rank as one module; its tensors have the names that they have in the full model."""
 
     def __init__(self, stage_modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stage_modules)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of all stages; containers with layers of several stages once per stage."""
+        """Yield the modules of all stages; a container whose layers lie in several stages is yielded once per stage."""
         for stage_module in self.stages:
             yield from stage_module.named_modules(*args, **kwargs)
 
@@ -359,7 +369,7 @@ class StageSet(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the tensors of all stages."""
-        backwards = list(self.stages)[::-1]  # what two of them hold is the first one's
+        backwards = list(self.stages)[::-1]  # later entries win: a name in two stages gets the tensor of the first one
         return {
             name: value
             for stage_module in backwards
@@ -368,19 +378,19 @@ class StageSet(nn.Module):
 
 
 class StagedSteps:
-    """Runs micro-batches through a pipeline, and adds up their losses."""
+    """Runs micro-batches through the pipeline stages, and adds up their losses."""
 
     def __init__(self, pipeline: Pipeline, collectors: Mapping[int, Gradients], find_gradient: TensorOf | None) -> None:
-        """`collectors`: by stage, the gradient collectors that must be prepared for each backward pass.
+        """`collectors` has the gradient collector of each sharded stage, by stage index.
 
-        `find_gradient` returns a gradient that is not in its parameter's `.grad`.
+        `find_gradient` returns the gradient of a named parameter if gradients are not in `.grad`; None if they are.
         """
         self.pipeline = pipeline
         self._collectors = collectors
         self._find_gradient = find_gradient
 
     def at_least(self, count: int) -> int:
-        """Return `count`, or the next larger number of micro-batches that the schedule supports."""
+        """Return the smallest number of micro-batches ≥ `count` that the schedule supports."""
         while not is_legal(self.pipeline.schedule, self.pipeline.ranks, count):
             count += 1
         return count
@@ -393,7 +403,11 @@ class StagedSteps:
         normalizer: LossNormalizer,
         scale: Callable[[Tensor], Tensor],
     ) -> None:
-        """Forward and backward over all micro-batches of a step; `inputs` are the model's fields of each."""
+        """Run forward and backward pass of all micro-batches of a step, and add their losses to `normalizer`.
+
+        `ready` are the micro-batches on the device, `inputs` those of their fields that the model receives. `scale`
+        multiplies a loss by the loss scale.
+        """
         count = len(ready)
         normalizer.expect(_targets(ready[0]) * count)
 
@@ -411,7 +425,7 @@ class StagedSteps:
             normalizer.add_nothing()
 
     def finish(self) -> None:
-        """Sum the gradients of weights that several stages share."""
+        """Sum the gradients of weights that several stages share, such as tied embeddings."""
         self.pipeline.tied.sum(self._find_gradient)
 
     def forward(self, ready: Any) -> Any:

@@ -1,4 +1,4 @@
-"""From summed gradients to new weights: unscale, guard, clip, step."""
+"""The update of a step: undo the loss scale, skip if not finite, clip, and step the optimizer."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from plait.torch_internals import foreach_mul_
 if TYPE_CHECKING:
     from plait.distributed import Stage
 
-# [Note: one step behind] A device works through a queue, and a host that waits for a number leaves that queue empty.
-# So a step's numbers are copied to the host behind the step's work, and read when the next step is queued: the device
-# always has work, and the host is at most one step ahead, which bounds the memory of pending steps. The result of a
-# step does not depend on the delay: whether it is skipped is decided on the device. Only reports come one step later:
-# that a step was skipped, the end of a run that skipped too many, and a request to stop. fp16 with a loss scale waits
-# in the step, since the next step's scale depends on this one.
+# [Note: one step behind] The GPU executes kernels that the host has queued; while the host blocks to read a number, it
+# queues none, and the GPU becomes idle. So a step's loss and norm are copied to the host asynchronously after the
+# step's kernels, and read when the next step has been queued. The host is at most one step ahead, which bounds the
+# memory of pending steps. The weights do not depend on this delay: the GPU itself decides whether a step is skipped.
+# Only reports come one step later: that a step was skipped, the end of a run that skipped too many, and a request to
+# stop. With fp16 and a loss scale the host does wait within the step, since the next step's scale depends on it.
 
 
 class AsyncHostCopy:
@@ -51,7 +51,7 @@ class AsyncHostCopy:
 
     def __init__(self, numbers: Sequence[Tensor | float], device: torch.device) -> None:
         on_device = [
-            # Filled in on the device: a copy from the host would wait for it.
+            # `full` runs on the device; a copy from (pageable) host memory would make the host wait for the device.
             number.to(torch.float64)
             if isinstance(number, Tensor)
             else torch.full((), number, dtype=torch.float64, device=device)
@@ -63,7 +63,7 @@ class AsyncHostCopy:
             self._come.record()
 
     def read(self) -> list[float]:
-        """Return the numbers; waits for the copy without keeping a core busy."""
+        """Return the numbers; block until they are copied, sleeping instead of polling (`blocking=True`)."""
         if self._come is not None:
             self._come.synchronize()
         numbers: list[float] = self._host.tolist()
@@ -71,7 +71,10 @@ class AsyncHostCopy:
 
 
 class Updater:
-    """Applies one step's gradients. Every decision depends on numbers that are equal on all ranks."""
+    """Updates the weights with a step's gradients: loss scale, skipping, clipping, schedule, optimizer.
+
+    Whether to skip and how to clip depends only on all-reduced numbers, so that all ranks decide alike.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class Updater:
         device: torch.device,
         planned: bool = False,
     ) -> None:
-        """`planned`: tensors are fake, and values cannot be read."""
+        """`planned`: the run is only simulated, with fake tensors, whose values cannot be read."""
         self.optimizer = optimizer
         self.schedule = schedule
         self.scaler = scaler
@@ -95,7 +98,7 @@ class Updater:
         self._device = device
         self._fused = supports_grad_scale(optimizer)
         self.stays_on_device = device.type == "cuda"
-        """Whether the device decides if a step is skipped, given a fused optimizer, so that the host need not wait."""
+        """Whether, with a fused optimizer, the device decides if a step is skipped, so that the host need not wait."""
         self._skips = config.guard.enabled or scaler is not None
         self._bare_step = bare_step(optimizer)
         self._publishes = isinstance(optimizer, OnePassAdam) and optimizer.publishes
@@ -109,16 +112,19 @@ class Updater:
         self.train()
         self._weights: Tensor | None = None
         self._measured: Tensor | float | None = None
-        """The norm of this step's gradients, with the loss scale, if it was measured already; on the device if that
-        decides."""
+        """The norm of this step's gradients, times the loss scale, if `measure_norm` was called: a tensor if the device
+        decides whether to skip, else a number."""
         self.updated: bool | Tensor = True
-        """Whether the latest step changed the weights; on the device if that decided it."""
+        """Whether the latest step changed the weights: a tensor if the device decided it."""
         self.norms: Tensor | None = None
-        """The norm of each of its gradients, if the device decided."""
+        """The norm of each gradient of the latest step, if the device decided; None if the host did."""
 
     @property
     def _folds_scale(self) -> bool:
-        """Whether the optimizer scales gradients as it reads them. Clipping by value comes between the two."""
+        """Whether the fused optimizer multiplies gradients by the factor itself.
+
+        Not with clipping by value, which comes after the multiplication and before the update.
+        """
         return self._fused and self.clip_value is None
 
     @property
@@ -126,7 +132,7 @@ class Updater:
         return self.stays_on_device and self._folds_scale
 
     def train(self) -> None:
-        """Switch an optimizer with two modes to the weights that it trains."""
+        """Switch an optimizer with `train()` and `eval()` to the weights that it trains."""
         if self._two_modes:
             self._evaluating = False
             self._switch("train")
@@ -138,9 +144,10 @@ class Updater:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[bool]:
-        """Within the block, the model has the weights to evaluate and save, if the optimizer has two modes.
+        """Within the block, the model has the weights to evaluate and save with.
 
-        Yields whether that changed anything. Every rank must enter it.
+        They differ only if the optimizer has `train()` and `eval()`: then it is switched. Yields whether the weights
+        were changed. Every rank must enter it.
         """
         changes = self._two_modes and not self._evaluating
         if not changes:
@@ -151,13 +158,13 @@ class Updater:
         try:
             yield True
         finally:
-            if self._evaluating:  # else a checkpoint was loaded meanwhile
+            if self._evaluating:  # false if a checkpoint was loaded in the block: that has called `train`
                 self.train()
 
     def measure_norm(self) -> Tensor:
-        """Return the norm of the step's gradients, without the loss scale; they must be complete.
+        """Return the norm of the step's gradients, divided by the loss scale; the gradients must be reduced already.
 
-        The norm is a tensor on the device; nothing waits for it if the device decides whether the step is skipped.
+        The norm is a tensor on the device. If the device decides whether to skip, the host does not wait for it.
         """
         grads = self._master_weights.gather_gradients()
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
@@ -172,7 +179,7 @@ class Updater:
         self._measured = None
 
     def apply(self, sums: StepLoss, step: int) -> StepResult:
-        """Update the weights with the gradients of a step whose summed loss is `sums`."""
+        """Update the weights with the gradients of step `step`, whose summed loss is `sums`; return its result."""
         grads = self._master_weights.gather_gradients()
         lr = self.schedule.apply(self.optimizer, step)
         scale = 1.0 if self.scaler is None else 1.0 / self.scaler.scale
@@ -186,7 +193,7 @@ class Updater:
         return result
 
     def _apply_on_host(self, grads: list[Tensor], sums: StepLoss, scale: float, lr: float) -> StepResult:
-        """Read the norm on the host, decide, and update."""
+        """Read the norm on the host, and update unless it is not finite."""
         loss, targets, stop = sums.read()
         factor = scale if sums.divisor is None else scale * sums.divisor / (targets or 1.0)
         norm = (self._norm(grads) if self._measured is None else float(self._measured)) * factor
@@ -200,7 +207,7 @@ class Updater:
         return grad_norm(grads, self._master_weights.norm_group, self._master_weights.norm_weights)
 
     def _clipped(self, norm: float, factor: float) -> float:
-        """Return the factor of all gradients, clipping included."""
+        """Return the number that all gradients must be multiplied by: `factor` times the clipping by norm."""
         if self.clip_norm is not None and norm > self.clip_norm:
             return factor * (self.clip_norm / (norm + 1e-6))
         return factor
@@ -217,7 +224,7 @@ class Updater:
         self._update()
 
     def _apply_on_device(self, grads: list[Tensor], sums: StepLoss, factor: Tensor | float, lr: float) -> StepResult:
-        """Update without waiting for the device: the fused kernel itself skips an update. [Note: one step behind]"""
+        """Update without waiting for the device: the fused kernel skips if `found_inf` is 1. [Note: one step behind]"""
         skips, measured = self._skips, self._measured
         factor = factor * sums.correction()
         norm = (measured if isinstance(measured, Tensor) else self._norm_on_device(grads)) * factor
@@ -247,13 +254,13 @@ class Updater:
         return whole_norm(self.norms, self._master_weights.norm_group, self._norm_weights())
 
     def _norm_weights(self) -> Tensor | None:
-        """Return the weights of the norms, as a tensor on the device."""
+        """Return `MasterWeights.norm_weights` as a tensor on the device; None if all weights are 1."""
         if self._weights is None and self._master_weights.norm_weights is not None:
             self._weights = torch.tensor(self._master_weights.norm_weights, dtype=torch.float64, device=self._device)
         return self._weights
 
     def _step(self, scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Step a fused optimizer, which divides gradients by `scale` as it reads them, without a pass of its own."""
+        """Step a fused optimizer, whose kernel divides gradients by `scale`, and does nothing if `found_inf` is 1."""
         optimizer: Any = self.optimizer
         if scale is not None and found_inf is None:
             found_inf = torch.zeros((), device=self._device)
@@ -276,13 +283,13 @@ class Updater:
             self._master_weights.publish()
 
 
-# The gradient norm in any layout: each rank adds the squares of its shards, divided by the number of ranks that hold
-# the same shard. A weight that two pipeline stages share counts in the first of them. So one all-reduce over all ranks
-# is always right.
+# The gradient norm in any layout: each rank adds the squared norms of its shards, each divided by the number of ranks
+# that hold the same shard. A weight that two pipeline stages share is counted in the first of them only. The sum over
+# all ranks, one all-reduce, is then the squared norm of the full model's gradient.
 
 
 def set_norm_weights(master_weights: MasterWeights, world: World, stages: Sequence[Stage]) -> None:
-    """Set over which ranks squared norms are summed, and with which weight each of this rank's gradients counts."""
+    """Set `norm_group`, the ranks over which squared norms are summed, and `norm_weights`, a weight per gradient."""
     layout = world.layout
     if layout.tp == layout.ep == layout.pp == 1:  # every shard is on one rank only, or every parameter on all ranks
         spread = any(is_sharded(param) for param in master_weights.params)
@@ -298,14 +305,15 @@ def set_norm_weights(master_weights: MasterWeights, world: World, stages: Sequen
 
 
 _UNLIKE = 0.05
-"""Share of its norm by which a gradient may differ between ranks that compute the same: sums are not ordered."""
+"""By which fraction of its norm a gradient may differ between ranks that compute the same one: the order in which
+floating-point numbers are summed differs."""
 
 
 def refuse_different_gradients(master_weights: MasterWeights, world: World) -> bool:
-    """Refuse parameters that are replicated along `tp` and have different gradients on the ranks.
+    """Raise `ModelError` if a parameter that is replicated along `tp` has different gradients on these ranks.
 
-    The tensor plan has missed such a parameter: ranks would update it differently. Returns whether the comparison was
-    conclusive; gradients that are not finite cannot be compared. Every rank must call it.
+    Then the tensor plan has no style for its module, and ranks would update it differently. Return whether the
+    comparison was conclusive: gradients that are not finite cannot be compared. Every rank must call it.
     """
     group = world.group("tp")
     assert group is not None
@@ -313,7 +321,8 @@ def refuse_different_gradients(master_weights: MasterWeights, world: World) -> b
     whole = [(name, grad.detach().float()) for name, param, grad in pairs if not _is_sharded_along(param, "tp")]
     if not whole or world.fake:
         return True
-    # Sums of every fourth element: of gradients that differ, hardly all of them agree.
+    # Four sums, each over every fourth element, are compared instead of all elements: if gradients differ, at least one
+    # of the four sums almost certainly does.
     sums = torch.stack([torch.stack([grad.flatten()[at::4].sum() for at in range(4)]) for _, grad in whole])
     norms = torch.stack([grad.norm() for _, grad in whole])
     gathered = [torch.empty_like(sums) for _ in range(world.layout.tp)]
