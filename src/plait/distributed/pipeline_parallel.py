@@ -1,11 +1,14 @@
 """Pipeline parallelism (PP): runs the stages of this rank, in the order of a schedule.
 
 [Note: why not torch's own stages]
-The order of work comes from `torch.distributed.pipelining`, and so does the backward pass in two halves. Its stages
-and its loop are not used: they split one batch of tensors into equal chunks, where here micro-batches are any objects,
-already split, and the last may be short; they find shapes by running the model once more ([Note: what will come]);
-they need tensors from the last stage, where a model may return its loss; and they reduce gradients of sharded
-parameters at the end of the step, where most schedules can overlap that with the last backward pass.
+The schedules come from `torch.distributed.pipelining`, and so do the functions for a backward pass in two halves.
+torch's `PipelineStage` and its `step` are not used, for four reasons:
+- They split one batch of tensors into equal chunks. Here micro-batches are any objects, already split, and the last may
+  have fewer samples.
+- They infer shapes with one more forward pass of the model ([Note: what will come]).
+- Their last stage must return tensors. Here it may return any object, such as a model output with a loss.
+- They reduce gradients of sharded parameters at the end of the step. Most schedules can overlap that with the last
+  backward pass.
 """
 
 from __future__ import annotations
@@ -57,17 +60,19 @@ from plait.torch_internals import (
 # ---- the backward pass of one stage, full or in two halves
 #
 # [Note: two halves of a backward pass]
-# Zero-bubble schedules fill gaps with work for which no stage waits: gradients of weights. The first half computes the
-# gradients of the stage's inputs, and records those at every point of the graph where a path to weights branches off;
-# torch has functions to find these points. The second half starts from them. It uses autograd's accumulation, so hooks
-# on gradients run as in any backward pass.
+# No stage waits for gradients of weights, so zero-bubble schedules compute them while a rank would be idle. The first
+# half of the backward pass computes the gradients of the stage's inputs. At each autograd node where a path to weights
+# branches off, it records the gradient; torch has functions that find these nodes. The second half computes the
+# gradients of the weights from the recorded ones. It accumulates into `.grad` by autograd, so hooks on gradients run as
+# in any backward pass.
 #
-# A stage that recomputes its activations would do so again for each branch of the second half, and one that is compiled
-# has no branches. Both should run the full pass at once (`merge_backward`).
+# In a stage with activation checkpointing, the second half would recompute the activations once for each branch; a
+# compiled stage is one autograd node, without branches. For both, full backward passes are better (`merge_backward`).
 
 
 Branches = list[dict[str, Any]]
-"""Points where paths to weights branch off, with the gradients there."""
+"""Autograd nodes where paths to weights branch off (`intermediates`), their gradients (`grads`), and the weights
+(`params`): dicts as torch's `get_param_groups` returns them."""
 
 
 class StageGraph:
@@ -75,16 +80,16 @@ class StageGraph:
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.inputs = list(inputs)
-        """The tensors from the stage before that need gradients."""
+        """The tensors received from the stage before that need gradients."""
         # The values of the outputs are not needed, only their edges in the graph.
         self._outputs = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         self._gradients: Sequence[Tensor] = ()
         self._branches: Branches = []
 
     def run(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The full pass: gradients of the parameters are accumulated, those of the inputs are returned.
+        """Run the full backward pass: accumulate gradients of parameters into `.grad`, return those of the inputs.
 
-        `gradients` are those of the outputs that have any.
+        `gradients` are those of the outputs that require a gradient, in their order.
         """
         if self._outputs:
             torch.autograd.backward(self._outputs, grad_tensors=gradients)
@@ -92,8 +97,8 @@ class StageGraph:
         return [_take_grad(tensor) for tensor in self.inputs]
 
     def run_inputs(self, gradients: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
-        """The first half; see [Note: two halves of a backward pass]."""
-        if not self.inputs:  # no stage waits: all of it is done in the second half
+        """Run the first half, return the gradients of the inputs; see [Note: two halves of a backward pass]."""
+        if not self.inputs:  # no stage waits for gradients of inputs: the second half runs the full backward pass
             self._gradients = gradients
             return []
         gradients_of_inputs: Sequence[Tensor | None] = [None] * len(self.inputs)
@@ -114,7 +119,7 @@ class StageGraph:
         ]
 
     def run_weights(self) -> None:
-        """The second half: gradients of the weights; see [Note: two halves of a backward pass]."""
+        """Run the second half: accumulate gradients of the weights; see [Note: two halves of a backward pass]."""
         if not self.inputs:
             self.run(self._gradients)
             return
@@ -135,7 +140,7 @@ def _find_branches(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], mo
 
 
 def _recording_hooks(branch: dict[str, Any]) -> Iterator[Any]:
-    """Hooks that record the gradients at a branch."""
+    """Register hooks that record the gradients at the nodes of a branch; yield their handles."""
 
     def record(grads: tuple[Tensor | None, ...], index: int) -> None:
         branch["grads"][index] = grads
@@ -158,7 +163,8 @@ def _accumulate(branch: dict[str, Any]) -> None:
                 edges.append(GradientEdge(node, index))
                 gradients.append(gradient)
         if len(nodes) > 1 and given is not None:
-            # One of these points may lie behind another. The gradients recorded there are complete already.
+            # The backward pass from one of these nodes may reach another of them, whose recorded gradient includes this
+            # contribution already. So this hook replaces the sum by the recorded gradient.
             hooks.append(node.register_prehook(lambda _again, given=given: given))
     weights = [node.variable for node in branch["params"]]
     try:
@@ -169,12 +175,12 @@ def _accumulate(branch: dict[str, Any]) -> None:
             hook.remove()
 
 
-# ---- how long this rank computed, and how long its steps took
+# ---- the pipeline bubble: how long this rank computed, and how long its steps took
 
 
 @dataclass(slots=True)
 class _Step:
-    """Start and end of one step and of the work in it."""
+    """Start and end of one step, and of each forward or backward pass in it: CUDA events, or seconds."""
 
     start: Any
     end: Any = None
@@ -182,10 +188,10 @@ class _Step:
 
 
 class BubbleClock:
-    """Sums the time in which something is computed, and that of steps.
+    """Sums the time that this rank computes, and the time of whole steps.
 
-    On CUDA it is device time, and the host does not wait for the device: steps that are not finished yet are added
-    when a later one begins. The first step is left out as soon as there is another: it exchanges shapes and warms up.
+    On CUDA this is device time, and the host does not wait for the device: a step that is not finished is added when
+    a later one begins. The first step, which exchanges shapes and warms up, is counted only if there is no other.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -196,7 +202,7 @@ class BubbleClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context around a step."""
+        """Return a context that measures a step."""
         while self._pending and self._is_over(self._pending[0]):
             self._add(self._pending.pop(0))
         step = _Step(self._now())
@@ -210,13 +216,16 @@ class BubbleClock:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """A context around computation in a step."""
+        """Return a context that measures one forward or backward pass in a step."""
         start = self._now()
         yield
         self._pending[-1].work.append((start, self._now()))
 
     def busy_and_whole(self) -> tuple[float, float]:
-        """Seconds of work and in all, over all steps but the first; zeros before any. Waits for the device."""
+        """Return the seconds that this rank computed and those of the steps, summed over all steps but the first.
+
+        (0, 0) before any step. Waits for the device.
+        """
         for step in self._pending:
             if self._cuda:
                 step.end.synchronize()
@@ -247,9 +256,10 @@ class BubbleClock:
 
 # ---- stages of `fully_shard` whose backward pass has two halves
 #
-# In a full backward pass, FSDP unshards before, and reduces after the last use of a block's parameters. Its hooks are
-# on the blocks' inputs, so they would run in the first half, before there are gradients of weights. Therefore such a
-# stage keeps unsharded parameters and gradients from its first backward pass on, and reduces once, after its last.
+# In a full backward pass, FSDP all-gathers a block's parameters before their first use, and reduce-scatters their
+# gradients after the last. The latter is triggered by the gradients of the block's inputs, that is in the first half,
+# before there are gradients of weights. Therefore such a stage keeps its parameters and gradients unsharded from its
+# first backward pass in a step on, and reduce-scatters once, after its last.
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -260,7 +270,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def set_reduction(module: nn.Module, *, last: bool) -> None:
-    """Reduce the gradients of a sharded stage in the last backward pass of a step only."""
+    """Before a backward pass of a sharded stage: let it reduce gradients only if it is the `last` one of the step."""
     root = cast(Any, module)
     root.set_requires_gradient_sync(last)
     root.set_is_last_backward(last)
@@ -284,11 +294,11 @@ def reduce_deferred(module: nn.Module) -> None:
 # ---- sending activations and gradients between ranks
 #
 # [Note: what will come]
-# A rank must know the shape of what it receives. It is not computed beforehand: that would take a forward pass, with
-# the collectives of sharded parameters, at a point where other replicas may have no new shape and take no part. So the
-# first time that inputs of some signature come, each stage sends the spec of its outputs before its activations; both
-# sides cache it by the signature of the inputs, which both know, and the next time it is not sent. Gradients have the
-# shapes of the activations.
+# A rank must know the shapes and dtypes of the tensors that it receives. They are not computed beforehand: that takes a
+# forward pass, with collectives over sharded parameters, in which data-parallel replicas without a new input shape
+# would not take part. Instead a stage sends the spec of its outputs before its activations, the first time that it gets
+# inputs of a new signature (structure, shapes and dtypes of the micro-batch). Sender and receiver both know the
+# signature, and cache the spec by it, so later it is not sent. Gradients have the shapes of the activations.
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,41 +310,44 @@ class TensorSpec:
     needs_grad: bool
 
     def empty(self, device: torch.device) -> Tensor:
-        """An uninitialized tensor of this spec."""
+        """Return an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """The output of a stage: its structure, the specs of its tensors, and other values, which must not change."""
+    """The output of a stage: its structure, the specs of its tensors, and its other values.
+
+    The other values must be the same for all inputs of one signature: they are sent only with the spec.
+    """
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """The specs of its tensors, in order."""
+        """Return the specs of the tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def serialize(self) -> bytes:
-        """The spec as bytes, to be sent before the tensors."""
+        """Return the spec as bytes, to be sent before the tensors."""
         return pickle.dumps((tree_unflatten(range(len(self.leaves)), self.structure), self.leaves))
 
     @staticmethod
     def deserialize(data: bytes) -> OutputSpec:
-        """The spec of bytes from `serialize`."""
+        """Return the spec that `serialize` turned into these bytes."""
         skeleton, leaves = pickle.loads(data)  # noqa: S301  # from a rank of this run
         return OutputSpec(tree_flatten(skeleton)[1], leaves)
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """The structure, with these tensors."""
+        """Return an output of this structure that contains these tensors and the other values."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
 
 
 def flatten_output(output: Any) -> tuple[OutputSpec, list[Tensor]]:
-    """The spec of a stage's output, and its tensors."""
+    """Return the spec of a stage's output, and its tensors; a DTensor in it raises a `ModelError`."""
     leaves, structure = tree_flatten(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor in tensors:
@@ -351,7 +364,7 @@ def flatten_output(output: Any) -> tuple[OutputSpec, list[Tensor]]:
 
 
 def input_signature(inputs: Any) -> Hashable:
-    """What the shapes of activations depend on: the structure, shapes and plain values of a micro-batch."""
+    """Return the signature of a micro-batch, on which shapes of activations depend: structure, shapes, plain values."""
     leaves, structure = tree_flatten(inputs)
 
     def signature(leaf: Any) -> Hashable:
@@ -366,14 +379,14 @@ def input_signature(inputs: Any) -> Hashable:
 
 @dataclass(slots=True)
 class PendingTensors:
-    """Tensors that are being received."""
+    """Tensors that are being received, and their spec."""
 
     spec: OutputSpec
     tensors: list[Tensor]
     works: list[dist.Work]
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once they are received."""
+        """Wait until the tensors are received, and return them."""
         wait_for(self.works, "an exchange between pipeline stages")
         return self.tensors
 
@@ -387,11 +400,15 @@ class Transport:
         self._specs: dict[Hashable, OutputSpec] = {}
         self._is_fake = dist.get_backend(group) == "fake"  # a plan, without other ranks
         self.expected_spec: OutputSpec | None = None
-        """In a plan: the spec of what is received. None: that of what this rank sends."""
+        """In a plan (a simulated rank): the spec of the tensors to receive; None: the same as those this rank sends."""
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, spec: OutputSpec, tensors: Sequence[Tensor], peer: int, key: Hashable) -> None:
-        """Send the output of a stage. `key`, the stage and the signature of the inputs, is known to the peer."""
+        """Send the output of a stage, and its spec when the key is new.
+
+        `key` (stage, signature of the inputs, whether it trains) is the one that the peer passes to `receive`. Another
+        spec than the last one of this key raises a `ModelError`.
+        """
         known = self._specs.get(key)
         if known is None:
             self._specs[key] = spec
@@ -405,7 +422,7 @@ class Transport:
         self.send_tensors(tensors, peer)
 
     def send_tensors(self, tensors: Sequence[Tensor], peer: int) -> None:
-        """Send tensors of shapes that the peer knows."""
+        """Begin to send tensors whose shapes and dtypes the peer knows; `finish` waits for them."""
         self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
         for tensor in tensors:
             ready = _bytes_if_bool(tensor.detach().contiguous())
@@ -415,14 +432,14 @@ class Transport:
                 self._sending.append((work, ready))
 
     def receive(self, peer: int, key: Hashable) -> PendingTensors:
-        """Begin to receive what the peer sends under the same key."""
+        """Begin to receive the output that the peer sends with the same key, and return it as pending."""
         if key not in self._specs:
             self._specs[key] = self._expected() if self._is_fake else self._receive_spec(peer)
         spec = self._specs[key]
         return self.receive_tensors(spec, spec.tensors, peer)
 
     def receive_tensors(self, spec: OutputSpec, specs: Sequence[TensorSpec], peer: int) -> PendingTensors:
-        """Begin to receive tensors of known shapes."""
+        """Begin to receive tensors of these `specs`; return them as pending, with the `spec` of the whole output."""
         tensors = [spec.empty(self._device) for spec in specs]
         works = []
         for tensor in tensors:
@@ -434,7 +451,7 @@ class Transport:
 
     @property
     def sent_spec(self) -> OutputSpec | None:
-        """The spec of what this rank has sent or received; None before."""
+        """Return the spec of the first output that this rank has sent or received; None before."""
         return next(iter(self._specs.values()), None)
 
     def _expected(self) -> OutputSpec:
@@ -443,7 +460,7 @@ class Transport:
         return spec
 
     def finish(self) -> None:
-        """Wait until everything was sent."""
+        """Wait until all sends are complete."""
         wait_for((work for work, _ in self._sending), "an exchange between pipeline stages")
         self._sending.clear()
 
@@ -478,14 +495,17 @@ def _describe_spec(spec: OutputSpec) -> str:
 
 
 LossOf = Callable[[Any, Any, int], Tensor]
-"""(the model's output, the micro-batch, its number) → the scalar to call backward on. Runs on the last stage."""
+"""(the model's output, the micro-batch, its index in the step) → the scalar to call backward on; for the last stage."""
 
 BeforeBackward = Callable[[Stage, bool], None]
-"""(stage, whether it is the stage's last of this step): called before gradients of parameters are accumulated."""
+"""(stage, whether this is its last backward pass of the step): called before a full backward pass or a second half."""
 
 
 class StepExecution:
-    """The work of this rank in one step, action by action, as `Pipeline` calls it."""
+    """Runs the forward and backward passes, sends and receives of this rank in one step, in the order of a program.
+
+    `Pipeline` calls `perform` or `transfer` for each entry of the program.
+    """
 
     def __init__(
         self,
@@ -501,7 +521,7 @@ class StepExecution:
         self.micro_batches = micro_batches
         self.training = loss_of is not None
         self.answers: dict[int, Any] = {}
-        """The outputs of the last stage, by micro-batch; not while training."""
+        """Index of the micro-batch → output of the last stage; empty while training."""
         self._loss_of = loss_of
         self._before_backward = before_backward
         self._transport = transport
@@ -510,16 +530,16 @@ class StepExecution:
         self._stages = {stage.index: stage for stage in stages}
         self._signatures = [input_signature(inputs) for inputs in micro_batches]
         self._pending: dict[tuple[ActionType, int, int], PendingTensors] = {}
-        """What is received for (type, stage that needs it, micro-batch)."""
+        """(type, stage that needs them, micro-batch) → tensors being received, or those of a stage on this rank."""
         self._outputs: dict[tuple[int, int], tuple[OutputSpec, list[Tensor]]] = {}
         self._specs: dict[tuple[int, int], OutputSpec] = {}
         self._graphs: dict[tuple[int, int], StageGraph] = {}
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}
-        """Of the inputs of (stage, micro-batch), until they are sent."""
+        """(stage, index of the micro-batch) → gradients of the stage's inputs, until they are sent."""
         self._backwards: Counter[int] = Counter()
 
     def transfer(self, entry: StageTransfer) -> None:
-        """Send or begin to receive."""
+        """Send, or begin to receive, the activations or gradients of this entry."""
         action_type, stage, index = entry.type, entry.stage, entry.micro_batch
         if action_type is ActionType.FORWARD:
             key: Hashable = (stage, self._signatures[index], self.training)
@@ -536,7 +556,7 @@ class StepExecution:
             self._pending[action_type, stage - 1, index] = self._transport.receive_tensors(spec, wanted, entry.peer)
 
     def perform(self, action: Action) -> None:
-        """Run an action, once its inputs are received."""
+        """Wait for the inputs of an action, and run it. An exception gets the stage and the micro-batch as context."""
         stage = self._stages[action.stage]
         try:
             if action.type is ActionType.FORWARD:
@@ -621,7 +641,10 @@ class StepExecution:
         return self._backwards[stage.index] == len(self.micro_batches)
 
     def _before_gradients(self, stage: Stage, *, last: bool, halves: bool = False) -> None:
-        """Prepare the collectors of gradients; the first half of a backward pass accumulates none."""
+        """Prepare the reduction of gradients before a backward pass.
+
+        `halves`: this is the first half of one, which accumulates no gradients of parameters.
+        """
         is_sharded = is_fully_sharded(stage.module)
         if is_sharded and self._splits:
             defer_reduction(stage.module)
@@ -647,13 +670,13 @@ def _add_context(error: Exception, context: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Idle share of all ranks of a pipeline: measured, and by the schedule."""
+    """The share of time in which the ranks of a pipeline are idle: measured, and as the schedule predicts."""
 
     schedule: str
     measured: float
     """Over all steps but the first, which warms up."""
     theoretical: float
-    """With equally long stages and free communication, for as many micro-batches as most steps had."""
+    """If stages take equally long and communication takes no time, for the most frequent number of micro-batches."""
 
     def __str__(self) -> str:
         return f"pipeline: {self.measured:.0%} idle ({self.schedule} in theory: {self.theoretical:.0%})"
@@ -662,14 +685,14 @@ class Bubble:
 class Pipeline:
     """The stages of this rank, run together with those of the other ranks of `group`.
 
-    Every rank of the group gets the same micro-batches, or at least ones of the same shapes. Gradients are plain sums
-    over micro-batches, in `.grad` or wherever the hooks on parameters put them.
+    Every rank of the group must get the same micro-batches, or at least micro-batches of the same shapes. Gradients are
+    sums over micro-batches, without a division, in `.grad` or wherever the hooks on parameters put them.
 
-    `splits_backward=False` runs schedules with half backward passes with full ones; that is advisable for a stage that
-    recomputes activations, and done for a compiled one.
+    With `splits_backward=False`, schedules that split backward passes into halves run full ones; use it for a stage
+    with activation checkpointing. For a compiled stage it is always so.
 
-    Created by all ranks of the group together. An exception in a stage names the stage and the micro-batch. The other
-    ranks then wait until the timeout of their group, so a process that catches it should exit.
+    All ranks of the group must create it together. An exception in a stage names the stage and the micro-batch. The
+    other ranks then wait until the timeout of their group, so a process that catches the exception should exit.
     """
 
     def __init__(
@@ -688,7 +711,7 @@ class Pipeline:
         self.placement = placement_of(schedule, self.ranks, self.virtual)
         """The rank of each stage."""
         self.tied = TiedWeights(self.stages, self.placement, group)
-        """Parameters that several stages hold. Call `tied.sum()` after each step, before gradients are used."""
+        """Parameters that several stages hold. Call `tied.refresh()` before each step, `tied.sum()` after it."""
         self._group = group
         self._device = device
         self.transport = Transport(group, device)
@@ -696,13 +719,13 @@ class Pipeline:
         self._clock = BubbleClock(device)
         self._programs: dict[tuple[int, bool], Program] = {}
         self._counts: Counter[int] = Counter()
-        """Number of micro-batches → number of steps."""
+        """Number of micro-batches → number of training steps that had as many."""
         self._splits = find_schedule(schedule).splits_backward and self._agree(
             splits_backward and not any(_is_compiled(stage.module) for stage in self.stages)
         )
 
     def _agree(self, splits: bool) -> bool:
-        """Whether all ranks split backward passes: they must follow one table."""
+        """Return whether all ranks of the group pass True: they must all follow the same schedule."""
         vote = torch.tensor([int(splits)], device=self._device)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
@@ -719,25 +742,25 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage, and so the loss, is on this rank."""
+        """Whether the last stage, which computes the loss, is on this rank."""
         return self.placement[-1] == self.rank
 
     def step(
         self, micro_batches: Sequence[Any], loss_of: LossOf, before_backward: BeforeBackward | None = None
     ) -> None:
-        """Forward and backward over all micro-batches.
+        """Run the forward and backward passes of all micro-batches; gradients are accumulated.
 
-        `before_backward` prepares the collectors of gradients; without it, sharded stages reduce in their last backward
-        pass. Where a sharded stage's backward pass has two halves, it is not called, and gradients are reduced once,
-        at the end.
+        `before_backward` is called before each backward pass that accumulates gradients of parameters. Without it,
+        sharded stages reduce in their last backward pass. For a sharded stage whose backward pass has two halves it is
+        not called, and gradients are reduced once, at the end.
         """
         run = self._run(micro_batches, loss_of=loss_of, before_backward=before_backward)
         self._perform(run, self._program(len(micro_batches), backward=True))
 
     def forward(self, micro_batches: Sequence[Any]) -> list[Any]:
-        """Forward passes alone, without gradients; returns the model's outputs.
+        """Run forward passes only, without gradients; return the model's outputs in the order of the micro-batches.
 
-        They are on the rank of the last stage; elsewhere the list is empty. Any number of micro-batches is supported.
+        The list is empty on ranks without the last stage. Any number of micro-batches is supported.
         """
         run = self._run(micro_batches)
         with torch.no_grad():
@@ -745,7 +768,7 @@ class Pipeline:
         return [run.answers[index] for index in sorted(run.answers)]
 
     def bubble(self) -> Bubble | None:
-        """The idle share of all steps so far; None before any. A collective of the group."""
+        """Return the bubble of all steps so far; None before any. Every rank of the group must call it (collective)."""
         if not self._counts:
             return None
         busy, whole = self._clock.busy_and_whole()

@@ -1,7 +1,10 @@
 """Pipeline schedules (GPipe, 1F1B, interleaved, zero-bubble, DualPipe): the order of work of every rank.
 
-The order comes from `torch.distributed.pipelining`, except for the two schedules that fit in a few lines: GPipe
-and 1F1B. Those of torch need as many micro-batches as stages, or start the last rank at the wrong one.
+A *table* lists, for each rank, its forward and backward passes (*actions*) in order. A *program* also has the sends
+and receives between them. `virtual` is the number of stages of each rank.
+
+Tables come from `torch.distributed.pipelining`, except those of GPipe and 1F1B, which take a few lines here. Torch's
+tables of these two need as many micro-batches as stages, or start the last rank at the wrong micro-batch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from plait.plugins import call, load
 ScheduleName = str | CustomPipelineSchedule
 _KEY = "strategy.pipeline.schedule"
 _FAR = 10_000
-"""No schedule needs more micro-batches."""
+"""The largest distance at which `nearest_legal` looks for a supported number of micro-batches."""
 
 
 class ActionType(StrEnum):
@@ -30,15 +33,15 @@ class ActionType(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward pass."""
+    """The full backward pass."""
     INPUT = "I"
-    """The first half of the backward pass, for which the stage before waits: gradients of the inputs."""
+    """The first half of the backward pass: gradients of the stage's inputs, which the stage before needs."""
     WEIGHT = "W"
-    """The second half, for which no stage waits: gradients of the weights."""
+    """The second half of the backward pass: gradients of the weights, which no other stage needs."""
 
 
 class Action(NamedTuple):
-    """One entry of a table."""
+    """One entry of a table: what is computed, in which stage, for which micro-batch."""
 
     type: ActionType
     stage: int
@@ -49,7 +52,7 @@ class Action(NamedTuple):
 
 
 Table = Sequence[Sequence[Action]]
-"""For each rank of the pipeline, its work in order."""
+"""For each rank of the pipeline, its actions in order."""
 
 
 def _any_number(ranks: int, micro_batches: int) -> bool:
@@ -62,16 +65,16 @@ class ScheduleSpec:
 
     name: str
     make: Callable[[int, int, int], Table]
-    """(ranks, micro-batches, stages of each rank) → the order of work of every rank."""
+    """(number of ranks, number of micro-batches, stages of each rank) → the table."""
     placement: Literal["loop", "v"] = "loop"
-    """Whether stage s is on rank s modulo the ranks, or stages go up the ranks and down again."""
+    """`loop`: stage s is on rank s modulo the number of ranks. `v`: stages are on ranks 0 to n - 1, then n - 1 to 0."""
     least_virtual: int = 1
     most_virtual: int | None = None
     default_virtual: int = 1
     splits_backward: bool = False
-    """Uses `I` and `W`."""
+    """Whether the table has `I` and `W` actions."""
     takes: Callable[[int, int], bool] = _any_number
-    """(ranks, micro-batches) → whether the schedule supports them."""
+    """(number of ranks, number of micro-batches) → whether the schedule supports them."""
 
 
 def _gpipe(ranks: int, micro_batches: int, _virtual: int) -> Table:
@@ -96,12 +99,12 @@ def _1f1b(ranks: int, micro_batches: int, _virtual: int) -> Table:
 
 
 def _from_torch(name: str) -> Callable[[int, int, int], Table]:
-    """A function that makes the table of one of torch's schedules."""
+    """Return a function that makes the table of one of torch's schedules."""
 
     def make(ranks: int, micro_batches: int, virtual: int) -> Table:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        # A schedule is made for stages, of which it reads no more than this to make its table.
+        # torch's schedule is created from stages; to make its table it reads only these attributes of them.
         stage: Any = SimpleNamespace(num_stages=ranks * virtual, group_size=ranks, group_rank=0, submod=None)
         made: Any = get_schedule_class(name)([stage] * virtual, micro_batches)
         return [[action for entry in made.pipeline_order[rank] for action in _flat(entry)] for rank in range(ranks)]
@@ -166,7 +169,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
 
 
 def find_schedule(name: ScheduleName) -> ScheduleSpec:
-    """The schedule of a name, or a user-provided one; an unknown name is an error that lists the names."""
+    """Return the schedule of a name, or a user-provided one; an unknown name raises a `ConfigError` with all names."""
     if isinstance(name, CustomPipelineSchedule):
         return _custom_schedule(name)
     if name not in SCHEDULES:
@@ -177,7 +180,7 @@ def find_schedule(name: ScheduleName) -> ScheduleSpec:
 
 
 def _custom_schedule(custom: CustomPipelineSchedule) -> ScheduleSpec:
-    """A user-provided schedule; see `SchedulePlanner`."""
+    """Return the spec of a user-provided schedule; see `SchedulePlanner`."""
     factory = load(custom, _KEY)
     virtual: Any = getattr(factory, "stages_per_rank", 1)
     placement: Any = getattr(factory, "placement", "loop")
@@ -205,24 +208,24 @@ def _custom_schedule(custom: CustomPipelineSchedule) -> ScheduleSpec:
 
 
 class SchedulePlanner(Protocol):
-    """What `strategy.pipeline.schedule` may name: a function, with these optional attributes."""
+    """What `strategy.pipeline.schedule` may name: a function with these attributes, all of them optional."""
 
     stages_per_rank: int
-    """Absent: 1."""
+    """The number of stages of each rank; by default 1."""
     placement: Literal["loop", "v"]
-    """As in `ScheduleSpec`. Absent: `loop`."""
+    """The ranks of the stages, as in `ScheduleSpec`; by default `loop`."""
     splits_backward: bool
-    """Whether it uses `I` and `W`. Absent: no."""
+    """Whether the table has `I` and `W` actions; by default False."""
 
     def takes(self, ranks: int, micro_batches: int) -> bool:
-        """Whether it supports these numbers. Absent: any."""
+        """Return whether the schedule supports these numbers; by default it supports any."""
 
     def __call__(self, *, ranks: int, micro_batches: int) -> Sequence[Sequence[Action | str]]:
-        """For each rank its work in order: `Action`s, or texts such as `1F0` (stage 1, forward, micro-batch 0)."""
+        """Return, for each rank, its `Action`s in order, or texts such as `1F0` (stage 1, forward, micro-batch 0)."""
 
 
 def _parse_table(returned: Any, name: str) -> Table:
-    """The table that a user-provided schedule returned."""
+    """Return the table that a user-provided schedule returned, with each text parsed to an `Action`."""
     try:
         return [[_parse_action(entry) for entry in work] for work in returned]
     except (TypeError, ValueError) as error:
@@ -240,7 +243,7 @@ def _parse_action(entry: Any) -> Action:
 
 
 def _check_table(table: Table, placement: Sequence[int], micro_batches: int, name: str) -> None:
-    """Refuse a table with missing, duplicate or misplaced actions, or in which ranks deadlock."""
+    """Raise a `ConfigError` for a table with missing, duplicate or misplaced actions, or in which ranks deadlock."""
 
     def refuse(text: str) -> ConfigError:
         return ConfigError(Problem(_KEY, f"{name!r} with {micro_batches} micro-batches: {text}", "Correct its order."))
@@ -272,7 +275,10 @@ def _check_table(table: Table, placement: Sequence[int], micro_batches: int, nam
 
 
 def resolve_virtual(name: ScheduleName, virtual: int | None = None) -> int:
-    """The number of stages per rank: the schedule's default where none is given."""
+    """Return the number of stages per rank: `virtual`, or the schedule's default if it is None.
+
+    A number that the schedule does not support raises a `ConfigError`.
+    """
     schedule = find_schedule(name)
     if virtual is None:
         return schedule.default_virtual
@@ -291,7 +297,7 @@ def resolve_virtual(name: ScheduleName, virtual: int | None = None) -> int:
 
 
 def placement_of(name: ScheduleName, ranks: int, virtual: int | None = None) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     per_rank = resolve_virtual(name, virtual)
     if find_schedule(name).placement == "loop":
         return tuple(stage % ranks for stage in range(ranks * per_rank))
@@ -299,12 +305,12 @@ def placement_of(name: ScheduleName, ranks: int, virtual: int | None = None) -> 
 
 
 def is_legal(name: ScheduleName, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule supports this number of micro-batches."""
+    """Return whether a schedule supports this number of micro-batches."""
     return micro_batches >= 1 and find_schedule(name).takes(ranks, micro_batches)
 
 
 def nearest_legal(name: ScheduleName, ranks: int, micro_batches: int) -> int:
-    """The nearest supported number of micro-batches; of two, the larger."""
+    """Return the nearest supported number of micro-batches; of two equally near ones, the larger."""
     for distance in range(_FAR):
         for candidate in (micro_batches + distance, micro_batches - distance):
             if is_legal(name, ranks, candidate):
@@ -314,7 +320,7 @@ def nearest_legal(name: ScheduleName, ranks: int, micro_batches: int) -> int:
 
 
 def check_micro_batches(name: ScheduleName, ranks: int, micro_batches: int) -> None:
-    """Refuse a number of micro-batches that the schedule does not support, naming the nearest that it does."""
+    """Raise a `ConfigError` with the nearest supported number if the schedule does not support `micro_batches`."""
     if is_legal(name, ranks, micro_batches):
         return
     why = (
@@ -336,22 +342,22 @@ def check_micro_batches(name: ScheduleName, ranks: int, micro_batches: int) -> N
 
 
 def check_pipeline(options: PipelineConfig, ranks: int, micro_batches: int) -> None:
-    """Refuse stages or micro-batches that the schedule of a run does not support."""
+    """Raise a `ConfigError` for numbers of stages or micro-batches that the schedule of a run does not support."""
     resolve_virtual(options.schedule, options.stages_per_rank)
     check_micro_batches(options.schedule, ranks, micro_batches)
     if isinstance(options.schedule, CustomPipelineSchedule):
-        make_table(options.schedule, ranks, micro_batches)  # which checks it
+        make_table(options.schedule, ranks, micro_batches)  # checks the table that the user's function returns
 
 
 def make_table(name: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> Table:
-    """The order of work of every rank."""
+    """Return the table of a schedule; `ConfigError` for numbers that it does not support."""
     per_rank = resolve_virtual(name, virtual)
     check_micro_batches(name, ranks, micro_batches)
     return find_schedule(name).make(ranks, micro_batches, per_rank)
 
 
 def merge_backward(table: Table) -> Table:
-    """The same table with full backward passes: each `I` becomes a `B`, and each `W` is removed."""
+    """Return the same table with full backward passes: each `I` becomes a `B`, and each `W` is removed."""
     return [
         [action._replace(type=ActionType.BACKWARD) if action.type is ActionType.INPUT else action for action in work]
         for work in ([a for a in rank if a.type is not ActionType.WEIGHT] for rank in table)
@@ -359,7 +365,10 @@ def merge_backward(table: Table) -> Table:
 
 
 def forward_table(placement: Sequence[int], micro_batches: int) -> Table:
-    """Forward passes alone, for any placement: a free rank takes the micro-batch at the latest stage."""
+    """Return a table of forward passes only, for any placement.
+
+    Of the micro-batches that could run next on a rank, the one at the latest stage does.
+    """
     ranks = max(placement) + 1
     table: list[list[Action]] = [[] for _ in range(ranks)]
     reached = [0] * micro_batches  # the stage that each micro-batch waits for
@@ -382,11 +391,11 @@ def forward_table(placement: Sequence[int], micro_batches: int) -> Table:
 COSTS: Mapping[ActionType, float] = MappingProxyType(
     {ActionType.FORWARD: 1.0, ActionType.BACKWARD: 2.0, ActionType.INPUT: 1.0, ActionType.WEIGHT: 1.0}
 )
-"""The usual assumption: each half of a backward pass takes as long as the forward pass."""
+"""The time of each action, in forward passes: each half of a backward pass is assumed to take as long as one."""
 
 
 class ActionSpan(NamedTuple):
-    """An action with its start and end."""
+    """An action with its start and end time."""
 
     action: Action
     start: float
@@ -394,9 +403,9 @@ class ActionSpan(NamedTuple):
 
 
 def simulate(table: Table, stages: int, costs: Mapping[ActionType, float] = COSTS) -> list[list[ActionSpan]]:
-    """The start and end of every action, if communication takes no time.
+    """Return the start and end of every action, by rank, if communication takes no time.
 
-    Raises AssertionError for a table in which ranks deadlock.
+    Raise `AssertionError` for a table in which ranks deadlock.
     """
     spans = _lay_out(table, stages, costs)
     assert all(len(done) == len(work) for done, work in zip(spans, table, strict=True)), "the table deadlocks"
@@ -404,7 +413,7 @@ def simulate(table: Table, stages: int, costs: Mapping[ActionType, float] = COST
 
 
 def stuck_at(table: Table, stages: int) -> Action | None:
-    """The first action that never begins, because ranks deadlock; None where there is none."""
+    """Return the first action that never begins because ranks deadlock; None if all actions run."""
     spans = _lay_out(table, stages, COSTS)
     return next((work[len(done)] for done, work in zip(spans, table, strict=True) if len(done) < len(work)), None)
 
@@ -430,7 +439,7 @@ def _lay_out(table: Table, stages: int, costs: Mapping[ActionType, float]) -> li
 
 
 def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """When all inputs of an action are ready; None where that is not known yet."""
+    """Return when all inputs of an action are ready; None if an action that computes one has no end time yet."""
     action_type, stage, index = action
     if action_type is ActionType.FORWARD:
         return 0.0 if stage == 0 else done.get(Action(ActionType.FORWARD, stage - 1, index))
@@ -447,21 +456,21 @@ def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> floa
 
 
 def bubble_of(spans: Sequence[Sequence[ActionSpan]]) -> float:
-    """The bubble: the share of the time in which ranks are idle."""
+    """Return the bubble: the share of the time in which ranks are idle."""
     busy = sum(span.end - span.start for rank in spans for span in rank)
     return 1.0 - busy / (len(spans) * length_of(spans))
 
 
 def length_of(spans: Sequence[Sequence[ActionSpan]]) -> float:
-    """When the last rank is done."""
+    """Return when the last rank is done."""
     return max(rank[-1].end for rank in spans)
 
 
 def theoretical_bubble(name: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> float:
-    """The idle share of a step under a schedule, with equally long stages and free communication.
+    """Return the bubble of a schedule if stages take equally long and communication takes no time.
 
-    Each rank has `virtual` stages. For GPipe and 1F1B over p ranks it is (p - 1) / (m + p - 1), interleaved
-    (p - 1) / (v·m + p - 1); for the others it follows from the table.
+    With p ranks, m micro-batches and v stages per rank it is (p - 1) / (m + p - 1) for GPipe and 1F1B, and
+    (p - 1) / (v·m + p - 1) for interleaved 1F1B. It is computed by simulating the table.
     """
     table = make_table(name, ranks, micro_batches, virtual)
     return bubble_of(simulate(table, len(placement_of(name, ranks, virtual))))
@@ -469,12 +478,12 @@ def theoretical_bubble(name: ScheduleName, ranks: int, micro_batches: int, virtu
 
 @dataclass(frozen=True, slots=True)
 class StageTransfer:
-    """One side of a message: the activations or gradients of one micro-batch from one stage to its neighbour."""
+    """A send or a receive: the activations or gradients of one micro-batch, from one stage to its neighbour."""
 
     type: ActionType
     """`F` for activations, `B` for gradients."""
     stage: int
-    """The stage whose output (activations) or whose inputs' gradients these are."""
+    """The stage that has computed them: activations are its output, gradients those of its inputs."""
     micro_batch: int
     sends: bool
     peer: int
@@ -484,12 +493,13 @@ Program = Sequence[Action | StageTransfer]
 
 
 def make_programs(table: Table, placement: Sequence[int]) -> list[Program]:
-    """For each rank, its actions with the messages between them.
+    """Return, for each rank, its program: its actions, with the sends and receives between them.
 
     [Note: an order of messages that cannot hang]
-    All actions are simulated on one time axis, and both sides of a message are placed where its content exists. So the
-    two sides have the same position in one common order, and ranks could block on every message until the other side
-    takes it. That matters: NCCL does block, and so does a rank that has to receive the shape of its next input.
+    All actions are simulated on one time axis. The send and the receive of a message are both placed at the time at
+    which its tensors have been computed. So all ranks have their messages in one common order, and there is no deadlock
+    even if each send blocks until the peer receives. That is needed: sends of NCCL do block, and so does a rank that
+    waits for the spec of its next input.
     """
     stages = len(placement)
     programs: list[list[Action | StageTransfer]] = [[] for _ in table]
@@ -513,7 +523,7 @@ def make_programs(table: Table, placement: Sequence[int]) -> list[Program]:
 
 
 def _neighbour(action: Action, stages: int) -> int | None:
-    """The stage that needs the result of an action."""
+    """Return the stage that needs the result of an action; None if no other stage does."""
     if action.type is ActionType.WEIGHT:
         return None
     stage = action.stage + (1 if action.type is ActionType.FORWARD else -1)
@@ -542,10 +552,10 @@ text { fill: var(--ink); } .soft { fill: var(--soft); } .head { font-size: 14px;
 
 
 def draw_schedule(name: ScheduleName, ranks: int, micro_batches: int, virtual: int | None = None) -> str:
-    """The SVG text of a schedule over `ranks` ranks, each with `virtual` stages.
+    """Return a schedule over `ranks` ranks, each with `virtual` stages, as the text of an SVG.
 
-    A box has the number of its micro-batch, and is darker for later stages of the rank; its tooltip is its full name.
-    A backward pass is twice as long as a forward pass.
+    Each box is an action. It shows the number of its micro-batch, and is darker for later stages of the rank; its
+    tooltip is the full name of the action. A backward pass is drawn twice as long as a forward pass.
     """
     per_rank = resolve_virtual(name, virtual)
     placement = placement_of(name, ranks, virtual)

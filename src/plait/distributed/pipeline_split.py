@@ -30,13 +30,14 @@ from plait.torch_internals import compiled_call_set, tree_map_only
 
 
 Bounds = tuple[int, ...]
-"""The first layer of each stage, and the number of layers."""
+"""The index of the first layer of each stage, then the number of layers: stage s has layers bounds[s]:bounds[s + 1]."""
 
 
 def balance(costs: Sequence[float], stages: int) -> Bounds:
-    """Split layers so that the most expensive stage costs least, and the others are as even as possible.
+    """Return the bounds of stages for which the most expensive stage costs least.
 
-    Every stage gets at least one layer.
+    Of several such splits, the one with the smallest sum of squared stage costs. Every stage gets at least one layer;
+    fewer layers than stages raise a `ConfigError`.
     """
     layers = len(costs)
     if layers < stages:
@@ -48,8 +49,8 @@ def balance(costs: Sequence[float], stages: int) -> Bounds:
             )
         )
     before = [0.0, *accumulate(costs)]
-    # best[n]: the cheapest split of the first n layers into the stages so far; where two have the same most expensive
-    # stage, the one with the smaller sum of squares.
+    # best[n]: (cost of the most expensive stage, sum of squared costs, bounds) of the best split of the first n layers
+    # into the number of stages of this iteration; None if there is none.
     best: list[tuple[float, float, Bounds] | None] = [(before[n], before[n] ** 2, (0, n)) for n in range(layers + 1)]
     best[0] = None
     for stage in range(1, stages):
@@ -73,7 +74,11 @@ def balance(costs: Sequence[float], stages: int) -> Bounds:
 
 
 def split_at(names: Sequence[str], layers: Sequence[str], stages: int) -> Bounds:
-    """Split before the named layers, one for each stage but the first; the very first layer may be named too."""
+    """Return the bounds of stages that begin at the named layers; `ConfigError` if the names do not fit.
+
+    `names` has the first layer of each stage, in order; that of the first stage may be left out. A name may be the end
+    of a layer's full name.
+    """
     key = "strategy.pipeline.split"
     problems = []
     indices: list[int] = []
@@ -124,7 +129,7 @@ class LazyLayer:
         self.kwargs = kwargs
 
     def build(self) -> nn.Module:
-        """Build the layer."""
+        """Build the layer and return it."""
         return self.factory(*self.args, **self.kwargs)
 
     def __repr__(self) -> str:
@@ -132,10 +137,10 @@ class LazyLayer:
 
 
 class TiedLazyLayer(LazyLayer):
-    """A layer whose module is shared with all others of the same `key`.
+    """A layer whose module is shared with all other layers of the same `key`, such as a tied embedding and head.
 
-    `forward(module, x)` is what this use of it computes; without it the module is called. Where uses are in different
-    stages, each has the module under the same name, and their gradients are summed.
+    `forward(module, x)` returns the output of this layer; by default that is `module(x)`. If layers of one key are in
+    different stages, each stage has a copy of the module under the same name, and the gradients are summed.
     """
 
     def __init__(
@@ -152,10 +157,10 @@ class TiedLazyLayer(LazyLayer):
 
 
 class LayerStack(nn.Module):
-    """Layers in sequence, of which some may be in other stages.
+    """The layers `first` to `end` of a list, called one after the other.
 
-    Layer number i is the submodule `i`, and a shared one is `tied.<key>`, in every stage: names of parameters do not
-    depend on how the list is split.
+    The layer at index i of the whole list is the submodule `i`, and a `TiedLazyLayer` is the submodule `tied.<key>`, in
+    every stage. So names of parameters do not depend on how the list is split.
     """
 
     def __init__(self, layers: Sequence[Layer], first: int = 0, end: int | None = None) -> None:
@@ -177,9 +182,9 @@ class LayerStack(nn.Module):
             self.tied = nn.ModuleDict(shared)
 
     def forward(self, x: Any) -> Any:
-        """Pass `x` through all layers of this stage."""
+        """Return the output of the last of these layers for the input `x` of the first."""
         for call in self._calls:
-            # Modules are looked up by name: a technique may have replaced them.
+            # Modules are looked up by name: tensor parallelism, LoRA or others may have replaced them since.
             if isinstance(call, str):
                 x = self.get_submodule(call)(x)
             elif isinstance(call, tuple):
@@ -192,34 +197,35 @@ class LayerStack(nn.Module):
 
 # ---- how models of each kind are split
 #
-# An outline has the names and costs of a model's layers in order, and makes the stage with some of them. A stage is the
-# same model without what other stages hold, so every parameter keeps its name:
+# A `LayerOutline` has the names and costs of a model's layers in order, and makes stages from ranges of them. A stage
+# is the same model without the modules that other stages hold, so every parameter keeps its name:
 #
-# - layers are deleted from their list, whose other entries keep their keys;
-# - what comes before the first layer is in the first stage alone, what comes after the last in the last.
+# - layers of other stages are deleted from their module list; the remaining entries keep their keys;
+# - modules before the first layer (the embedding) are in the first stage only, those after the last layer (final norm,
+#   head) in the last stage only.
 
 
 Call = Callable[[nn.Module, Any, Any], Any]
-"""Runs a stage: (module, inputs of the micro-batch, output of the stage before) → its output."""
+"""Runs a stage: (module, inputs of the micro-batch, output of the stage before, None for the first) → its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """Which layers a stage holds."""
+    """The range of layers that a stage holds: `first` to `end` (exclusive), of `of` layers."""
 
     first: int
     end: int
     of: int
-    """Layers of the whole model."""
+    """The number of layers of the whole model."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first stage."""
+        """Whether this is the first stage."""
         return self.first == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last stage."""
+        """Whether this is the last stage."""
         return self.end == self.of
 
 
@@ -231,24 +237,27 @@ class LayerOutline(ABC):
 
     @abstractmethod
     def costs(self) -> list[float]:
-        """Parameters of each layer; what lies before and after the layers counts for the first and the last."""
+        """Return the number of parameters of each layer.
+
+        Modules before the layers are added to the first layer, those after them to the last.
+        """
 
     @abstractmethod
     def full_model(self) -> nn.Module:
-        """The model as one module."""
+        """Return the model as one module."""
 
     @abstractmethod
     def reduce_to(self, module: nn.Module, span: LayerSpan) -> Call:
-        """Reduce a copy of `full_model()` to some layers, in place; returns how to call it."""
+        """Remove the modules of other stages from `module`, a copy of `full_model()`; return how to call the rest."""
 
     @abstractmethod
     def shared(self, spans: Sequence[LayerSpan]) -> Mapping[str, tuple[int, ...]]:
-        """Parameters that several stages hold, by name, with the numbers of these stages in order."""
+        """Return the parameters that several stages hold: name → the indices of these stages, in order."""
 
     def make(self, spans: Sequence[LayerSpan]) -> list[tuple[nn.Module, Call]]:
-        """The stages with these layers, and how to call them.
+        """Return, for each span, a stage with these layers and the function that runs it.
 
-        The last is the model itself, reduced. The others are copies of its structure, with the same tensors.
+        The last stage is the model itself, reduced in place. The others are copies of its modules, with its tensors.
         """
         whole = self.full_model()
         tensors = {id(tensor): tensor for tensor in (*whole.parameters(), *whole.buffers())}
@@ -257,11 +266,11 @@ class LayerOutline(ABC):
 
 
 def outline_of(model: nn.Module | Sequence[Layer]) -> LayerOutline:
-    """How a model is split into stages.
+    """Return the outline of a model, which splits it into stages; `ModelError` for a model that is not supported.
 
     Supported are a list of layers, an `nn.Sequential` (also nested), a `transformers` causal language model, and any
     model whose `forward` has an argument `hidden` (see [Note: a seam in forward]). The first layer of a list or an
-    `nn.Sequential` is called with the first of the inputs.
+    `nn.Sequential` is called with the first of a micro-batch's inputs.
     """
     if isinstance(model, (list, tuple)):
         return _LayerList(model)
@@ -280,7 +289,7 @@ def outline_of(model: nn.Module | Sequence[Layer]) -> LayerOutline:
 
 
 def as_keywords(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Inputs as keywords of the model's forward."""
+    """Return inputs as keyword arguments of the model's `forward`; positional inputs get its parameters' names."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
     values = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
@@ -289,12 +298,12 @@ def as_keywords(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 
 def count_params(modules: Iterable[nn.Module | None]) -> float:
-    """The number of elements of all parameters of some modules."""
+    """Return the number of elements of all parameters of some modules; None counts as no module."""
     return float(sum(p.numel() for module in modules if module is not None for p in module.parameters()))
 
 
 def keep_only(container: nn.Module, keys: Iterable[str]) -> None:
-    """Delete all entries of a module list but these."""
+    """Delete all entries of a module list except those with these keys."""
     kept = set(keys)
     for key in [key for key in container._modules if key not in kept]:
         del container._modules[key]
@@ -303,12 +312,13 @@ def keep_only(container: nn.Module, keys: Iterable[str]) -> None:
 class _HiddenArgument(LayerOutline):
     """[Note: a seam in forward]
 
-    A model of Plait, or one with the same structure:
+    The outline of a model of Plait, or of any other that keeps these rules:
 
-    - Its children are: what comes before the layers, one `nn.ModuleList` of layers, what comes after.
-    - `forward` has an argument `hidden`: where given, the layers start from it and nothing before them is used.
-    - Where its last child is None, `forward` returns the output of the last layer.
-    - With `config.tie_embeddings`, the last child uses the weight of the first.
+    - Its children are, in order: the modules before the layers, one `nn.ModuleList` of layers, the modules after them.
+    - `forward` has an argument `hidden`, the output of the stage before: if it is given, the first layer is called with
+      it, and the modules before the layers are not used.
+    - If its last child is None, `forward` returns the output of the last layer.
+    - With `config.tie_embeddings`, the last child (the head) uses the weight of the first (the embedding).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -363,7 +373,7 @@ class _HiddenArgument(LayerOutline):
 
 
 class _Sequential(LayerOutline):
-    """An `nn.Sequential`; nested ones are flattened, so they may be split, too."""
+    """The outline of an `nn.Sequential`; nested ones are flattened, so that they may be split too."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self._model = model
@@ -402,7 +412,7 @@ class _Sequential(LayerOutline):
 
 
 def _flatten_sequential(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for key, child in model._modules.items():  # `named_children` would leave out a layer that is there twice
+    for key, child in model._modules.items():  # `named_children` would skip the second use of a layer
         assert child is not None
         if isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward and len(child):
             yield from _flatten_sequential(child, f"{prefix}{key}.")
@@ -411,7 +421,7 @@ def _flatten_sequential(model: nn.Sequential, prefix: str = "") -> Iterator[tupl
 
 
 class _LayerList(LayerOutline):
-    """A list of layers; a stage builds only its own."""
+    """The outline of a list of layers; a stage builds only its own layers."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = list(layers)
@@ -469,42 +479,42 @@ class Stage:
 
     index: int
     count: int
-    """Stages of the whole pipeline."""
+    """The number of stages of the whole pipeline."""
     module: nn.Module
-    """The model, without what other stages hold."""
+    """The model, without the modules that other stages hold."""
     call: Call
-    """Runs it: (module, inputs, output of the stage before) → its output, or that of the model."""
+    """Runs the stage: (module, inputs, output of the stage before) → its output; of the last stage, the model's."""
     tied: Mapping[str, tuple[int, ...]]
-    """Parameters that other stages hold too, by name, with these stages; the first of them owns it."""
+    """Parameters that other stages hold too: name → all stages that hold it, in order; the first of them owns it."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes the inputs."""
+        """Whether this is the first stage, which is called with the model's inputs."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns the model's output."""
+        """Whether this is the last stage, which returns the model's output."""
         return self.index == self.count - 1
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter of this stage counts here (in a norm, in a checkpoint).
+        """Return whether a parameter of this stage is counted in a norm, and written to a checkpoint, by this stage.
 
-        False for one that an earlier stage holds too: same name, same values, same gradient.
+        False for a tied parameter that an earlier stage holds too, with the same name, values and gradient.
         """
         return name not in self.tied or self.tied[name][0] == self.index
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The layers of each stage and the stages of each rank; the same on every rank."""
+    """Which layers each stage has, and on which rank each stage is; equal on every rank."""
 
     outline: LayerOutline
     bounds: Bounds
     placement: tuple[int, ...]
     """The rank of each stage."""
     tied: Mapping[str, tuple[int, ...]]
-    """Parameters that several stages hold, by name, with these stages in order."""
+    """Parameters that several stages hold: name → these stages, in order."""
 
     @property
     def stages(self) -> int:
@@ -512,11 +522,11 @@ class StagePlan:
         return len(self.placement)
 
     def layers_of(self, stage: int) -> Sequence[str]:
-        """Names of the layers of a stage."""
+        """Return the names of the layers of a stage."""
         return self.outline.layers[self.bounds[stage] : self.bounds[stage + 1]]
 
     def twice_on_a_rank(self) -> list[str]:
-        """Parameters that two stages of the same rank hold, for any rank."""
+        """Return the names of the parameters that two stages of the same rank hold, whichever rank that is."""
         ranks = {name: [self.placement[stage] for stage in holders] for name, holders in self.tied.items()}
         return [name for name, holding in ranks.items() if len(set(holding)) < len(holding)]
 
@@ -530,10 +540,11 @@ def plan_stages(
     split: str | Sequence[str] = "parameters",
     costs: Sequence[float] | None = None,
 ) -> StagePlan:
-    """Decide which stage and rank holds which layers; nothing is changed or built.
+    """Return which stage and rank holds which layers; the model is not changed, and no stage is built.
 
-    `split` is "parameters", "time" (with the `costs` from `measure_layers`, the same on all ranks) or the
-    names of the first layers of all stages but the first.
+    `ranks` are those of one pipeline; `virtual` is the number of stages per rank, by default the schedule's. `split` is
+    "parameters", "time" (with the `costs` from `measure_layers`, equal on all ranks) or the names of the first layers
+    of all stages but the first.
     """
     placement = placement_of(schedule, ranks, virtual)
     outline = outline_of(model)
@@ -549,11 +560,11 @@ def plan_stages(
 
 
 def make_stages(plan: StagePlan, rank: int, *, one_copy: bool = False) -> list[Stage]:
-    """The stages of one rank, in order; the model is reduced to the last of them, in place.
+    """Return the stages of one rank, in order; the model is reduced in place to the last of them.
 
-    Works on the meta device and with values; no tensor is copied, except a shared one that two stages of this
-    rank hold. With `one_copy` these two become one again (`tie_stages`), once they have their final storage; they then
-    count as one holder, the first of them. All ranks must pass the same value.
+    Works on the meta device and with values. No tensor is copied, except a parameter that two stages of this rank hold.
+    `one_copy` says that the caller will replace these two by one tensor (`tie_stages`), once they have their final
+    storage: `Stage.tied` then lists only the first stage of each rank. All ranks must pass the same value.
     """
     mine = [index for index, owner in enumerate(plan.placement) if owner == rank]
     spans = _layer_spans(plan.bounds)
@@ -568,7 +579,7 @@ def make_stages(plan: StagePlan, rank: int, *, one_copy: bool = False) -> list[S
 
 
 def tie_stages(modules: Sequence[nn.Module]) -> None:
-    """Make stages of one rank that hold a parameter of the same name hold one tensor, the first stage's."""
+    """Replace parameters of the same name in several stages of this rank by one tensor, that of the first stage."""
     held: dict[str, nn.Parameter] = {}
     for module in modules:
         named = dict(module.named_parameters(remove_duplicate=False))
@@ -578,7 +589,7 @@ def tie_stages(modules: Sequence[nn.Module]) -> None:
 
 
 def _one_holder_per_rank(plan: StagePlan) -> Mapping[str, tuple[int, ...]]:
-    """`plan.tied` with only the first stage of each rank; without parameters of one rank alone."""
+    """Return `plan.tied` with only the first holder on each rank, without parameters that only one rank holds."""
     holders_by_name = {}
     for name, holders in plan.tied.items():
         first: dict[int, int] = {}
@@ -594,7 +605,7 @@ def _layer_spans(bounds: Bounds) -> list[LayerSpan]:
 
 
 def _copy_shared_parameters(module: nn.Module, held: set[int]) -> None:
-    """Copy parameters that an earlier stage of this rank has too; ties inside the stage stay."""
+    """Replace parameters whose ids are in `held` (of earlier stages) by copies; add this stage's ids to `held`."""
     copied = {
         id(parameter): nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
         for parameter in module.parameters()
@@ -605,25 +616,26 @@ def _copy_shared_parameters(module: nn.Module, held: set[int]) -> None:
 
 
 def _replace_parameters(module: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
-    """Replace the parameters with these ids, in all modules that hold them."""
+    """Replace parameters in all submodules that hold them; `others`: id of the old parameter → new parameter."""
     for submodule in module.modules():
         for key, parameter in submodule._parameters.items():
             if parameter is not None and id(parameter) in others:
                 submodule._parameters[key] = others[id(parameter)]
 
 
-# ---- how long each layer takes, for stages that are balanced by time
+# ---- the time of each layer, for `strategy.pipeline.split: time`
 
 
 PASSES = 3
-"""The first warms up; of the others the fastest counts."""
+"""Number of timed forward passes of the model. The first, a warm-up, is ignored; of the others the fastest counts."""
 
 
 def measure_layers(model: nn.Module | Sequence[Layer], example: Any, *, device: torch.device) -> list[float]:
-    """Seconds of each layer's forward pass on one micro-batch; what lies around the layers counts for the outer ones.
+    """Return the seconds of each layer's forward pass on one micro-batch, `example`.
 
-    A model on the meta device stays there: each layer is allocated for as long as it runs, so no more than one layer,
-    and what lies outside of all, has memory at a time. Its values are random.
+    The time before the first layer is added to the first, the time after the last layer to the last. A model on the
+    meta device stays there: a copy is run whose layers are allocated, with random values, only while they run. So only
+    one layer, and the modules outside of all layers, occupy memory at a time.
     """
     outline = outline_of(model)
     full = outline.full_model()
@@ -700,7 +712,7 @@ def _time_layers(
 
 @torch.no_grad()
 def _allocate(module: nn.Module, device: torch.device, *, recurse: bool) -> bool:
-    """Allocate a module's meta tensors with random values; returns whether there were any."""
+    """Allocate a module's meta tensors with random values; return whether there were any."""
     allocated = False
     for submodule in module.modules() if recurse else (module,):
         tables: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
@@ -719,7 +731,7 @@ def _allocate(module: nn.Module, device: torch.device, *, recurse: bool) -> bool
 def broadcast_costs(
     costs: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[float]:
-    """The costs that the group's first rank measured, on all ranks, so that all split alike."""
+    """Return, on all ranks, the costs that the group's first rank measured, so that all ranks split alike."""
     shared = torch.tensor(list(costs), dtype=torch.float64, device=device)
     dist.broadcast(shared, group=group, group_src=0)
     return [float(cost) for cost in shared.tolist()]
@@ -727,17 +739,17 @@ def broadcast_costs(
 
 # ---- how a `transformers` causal language model is split, without editing its code
 #
-# A later stage is called with `inputs_embeds`, so that no token is looked up; modules that its forward applies to
-# embeddings before the first layer are replaced by identities. In an earlier stage, what comes after the layers is
-# replaced in the same way. Nothing of `transformers` is imported.
+# Every stage but the first is called with `inputs_embeds`, so that no token is looked up; modules that its forward
+# applies to embeddings before the first layer are replaced by identities. In every stage but the last, the modules
+# after the layers are replaced by identities. Nothing of `transformers` is imported.
 
 
 _EMBEDDED_INPUTS = ("input_ids", "token_type_ids")
-"""Inputs that are looked up in an embedding."""
+"""Names of inputs that are indices into an embedding; only the first stage needs them."""
 
 
 class _Transformers(LayerOutline):
-    """A `transformers` causal language model; see the comment above."""
+    """The outline of a `transformers` causal language model; see the comment above."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -815,7 +827,7 @@ class _Transformers(LayerOutline):
         return _StageFromTokens(capture) if span.is_first else _StageFromHidden(self.layers[span.first], capture)
 
     def _slice_layer_types(self, module: nn.Module, span: LayerSpan) -> None:
-        """Some models look up the type of a layer by its position in the list."""
+        """Reduce `config.layer_types` to this stage's layers: some models index it by a layer's list position."""
         holder: Any = module.get_submodule(self._holder)
         layer_types = getattr(holder.config, "layer_types", None)
         if layer_types is not None and len(set(layer_types)) > 1:
@@ -850,7 +862,7 @@ class _OtherStage(nn.Module):
 
 
 class _ZeroEmbedding(nn.Module):
-    """Replaces an embedding that was added in the first stage already."""
+    """Replaces an embedding (of positions or token types) that the first stage has added already; returns zero."""
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
         return torch.zeros(())
@@ -864,7 +876,7 @@ class _Identity(nn.Module):
 
 
 class _OutputCapture(_Identity):
-    """Keeps the output of the last layer, whatever the model computes from it afterwards."""
+    """Keeps the output of the stage's last layer: the first module after the layers is replaced by this one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -875,15 +887,15 @@ class _OutputCapture(_Identity):
         return x
 
     def take(self) -> Any:
-        """The last output, once."""
+        """Return the kept output, and forget it."""
         return self._captured.pop()
 
 
 class _CapturedHead(nn.Module):
-    """Replaces the head: returns the captured output.
+    """Replaces the head: returns the output that the `_OutputCapture` keeps.
 
-    So the model returns the same tensor that is sent to the next stage, and hooks on the model's output (those of
-    sharded parameters) are on it.
+    So the model returns the tensor that is sent to the next stage, and FSDP registers its pre-backward hook on that
+    tensor.
     """
 
     def __init__(self, capture: _OutputCapture) -> None:
@@ -899,7 +911,7 @@ def _call_full_model(module: nn.Module, inputs: Any, _handed: Any) -> Any:
 
 
 class _StageFromTokens:
-    """Calls a first stage without a head, and without labels, which are for the last."""
+    """Calls a first stage that has no head; drops the labels, which only the last stage uses."""
 
     def __init__(self, capture: _OutputCapture) -> None:
         self._capture = capture
@@ -912,7 +924,7 @@ class _StageFromTokens:
 
 
 class _StageFromHidden:
-    """Calls a stage that starts from hidden states; checks once that they reach its first layer unchanged."""
+    """Calls a stage that starts from hidden states; the first call checks that they reach its first layer unchanged."""
 
     def __init__(self, first_layer: str, capture: _OutputCapture | None = None) -> None:
         self._first_layer = first_layer
@@ -932,7 +944,7 @@ class _StageFromHidden:
 
     @contextmanager
     def _watched(self, module: nn.Module, hidden: Tensor) -> Iterator[None]:
-        """A context around the first call, in which the first layer does not run compiled."""
+        """Return a context for the first call: it checks the first layer's input, and runs that layer uncompiled."""
         layer = module.get_submodule(self._first_layer)
 
         def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -963,7 +975,7 @@ def _without_cache(keywords: dict[str, Any], module: nn.Module) -> dict[str, Any
     return {"use_cache": False, **keywords} if hasattr(config, "use_cache") else keywords
 
 
-# ---- tied weights: parameters that several stages hold, with one name, one value, one gradient
+# ---- tied weights: parameters that several stages hold, with the same name, values and gradient
 
 
 TensorOf = Callable[[Stage, str], Tensor]
@@ -971,9 +983,9 @@ TensorOf = Callable[[Stage, str], Tensor]
 
 
 class TiedWeights:
-    """The parameters that this rank's stages share with those of other ranks, or with each other.
+    """The parameters that this rank's stages share with stages of other ranks, or with each other.
 
-    Ranks that hold the same parameter, and the same shard of it, are those of one pipeline, so its group suffices.
+    All ranks that hold the same shard of such a parameter belong to one pipeline, so `group` is that pipeline's.
     """
 
     def __init__(self, stages: Sequence[Stage], placement: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -982,15 +994,16 @@ class TiedWeights:
         self._group = group
         self._rank = dist.get_rank(group)
         self.holders = {name: holders for stage in stages for name, holders in stage.tied.items()}
-        """Name → stages that hold it, in order; the first owns it."""
+        """Parameter name → the stages that hold it, in order; the first owns it."""
         local = {name: [index for index in holders if index in self._stages] for name, holders in self.holders.items()}
         self._copies = [(name, first, copy) for name, (first, *copies) in local.items() for copy in copies]
 
     def sum(self, find: TensorOf | None = None) -> None:
-        """Make every holder's tensor the sum over all holders, in place; called by all ranks, once per step.
+        """Replace, in place, the tensor of every stage that holds a parameter by the sum over these stages.
 
-        Without `find` these are the `.grad` of parameters, zeros where there is none. The sum has the order of the
-        stages on all ranks, so all holders get the same bits, and keep the same weights.
+        Called by all ranks, once per step. The tensors are those that `find` returns; by default the parameters'
+        `.grad`, which is set to zeros where it is None. All ranks add in the order of the stages, so the sums are
+        bit-identical, and the weights stay equal.
         """
         for name, holders in sorted(self.holders.items()):
             if not self._trained(name):
@@ -1003,10 +1016,10 @@ class TiedWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the first tensor of a weight on this rank to the second, which has no gradient of its own.
+        """Copy a weight that two stages of this rank hold from the first stage to the second, and clear its gradient.
 
-        The optimizer and the checkpoint have only the first, whose gradient `sum` makes that of both. Called before
-        a pass.
+        The optimizer and the checkpoint have only the tensor of the first stage; `sum` adds the gradient of the second
+        to it. Called before each step and each evaluation.
         """
         for name, first, second in self._copies:
             source, target = (self._stages[index].module.get_parameter(name) for index in (first, second))
@@ -1024,7 +1037,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def _exchange(self, local: dict[int, Tensor], holders: Sequence[int]) -> list[Tensor]:
-        """The tensors of all holders, in the order of the stages."""
+        """Return the tensors of all stages that hold the parameter, in order; `local` has those of this rank."""
         example = next(iter(local.values()))
         tensors: dict[int, Tensor] = {index: tensor.contiguous() for index, tensor in local.items()}
         peers = sorted({self._placement[index] for index in holders} - {self._rank})

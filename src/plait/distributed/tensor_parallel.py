@@ -1,6 +1,8 @@
-"""Tensor parallelism (TP) and sequence parallelism: which style each layer has, and applying it to a model.
+"""Tensor parallelism (TP) and sequence parallelism: choose a style for each layer, and apply it to a model.
 
-The styles themselves (column-wise, row-wise, …) are in `tensor_parallel_styles.py`.
+A *style* says how one module is sharded. Those of single layers (column-wise, row-wise, …) are in
+`tensor_parallel_styles.py`. A *plan* maps patterns of module names to styles. A *region* is a module, such as attention
+or a feed-forward layer, inside of which ranks work on different heads or features. A *block* is a transformer layer.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ from plait.plugins import call, load
 from plait.torch_internals import enable_async_tensor_parallel
 from plait.transformers_internals import is_transformers_model, tp_plan
 
-# ---- async TP: collectives that overlap with the matrix products around them
+# ---- async TP: collectives that overlap with the matrix multiplications before and after them
 
 
 ASYNC_KEY = "strategy.tensor.async_tp"
 
 
 def reason_not_async(device_type: str, *, sequence: bool) -> str | None:
-    """The reason why async TP cannot work; None where it can."""
+    """Return the reason why async TP cannot work; None if it can."""
     if device_type != "cuda":
         return f"it copies between GPUs through symmetric memory, and this run is on {device_type}"
     if not sequence:
@@ -68,10 +70,10 @@ def reason_not_async(device_type: str, *, sequence: bool) -> str | None:
 
 
 def enable_async(mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Have compiled blocks split their matrix products into pieces that overlap with the collectives.
+    """Let `torch.compile` split matrix multiplications into pieces that overlap with the collectives.
 
-    The ranks of the group need access to each other's memory, as GPUs of one host have. It changes code that
-    `torch.compile` generates, so it does nothing for blocks that are not compiled.
+    The GPUs of the group need access to each other's memory, as those of one host have. Blocks that are not compiled
+    are not changed. Raise a `ConfigError` where it cannot work.
     """
     reason = reason_not_async(mesh.device_type, sequence=sequence)
     if reason is not None:
@@ -84,17 +86,20 @@ def enable_async(mesh: DeviceMesh, *, sequence: bool) -> None:
 # ---- sequence parallelism: activations between regions, replicated or split along the sequence
 #
 # [Note: where the sequence is split]
-# Sequence parallelism begins where the first block is entered and ends where the last one is left. Embedding, final
-# norm, head and the next pipeline stage see whole sequences, so positions, masks and losses do not change. Inside,
-# norms, dropout and the residual stream work on parts: a region all-gathers at its entry and reduce-scatters at its
-# exit, which sends as much as the one all-reduce that it replaces.
+# Activations are split along the sequence at the input of the first block, and all-gathered at the output of the last.
+# Embedding, final norm, head and the next pipeline stage get whole sequences, so positions, masks and losses do not
+# change. In the blocks, norms, dropout and the residual stream work on each rank's part of the sequence. A region
+# all-gathers its input and reduce-scatters its output, which sends as much as the all-reduce that this replaces.
 
 
 class Region(Style):
-    """A module, such as attention, with tensor-parallel layers: its input enters the region once for all of them."""
+    """A module with tensor-parallel layers, such as attention; `enter_region` is applied to its input, once for all."""
 
     def problems(self) -> list[Problem]:
-        """Each rank has a partial gradient inside, so no layer may compute replicated outputs."""
+        """Return a problem for layers without a style, and, if the sequence is split, for dropout on gathered features.
+
+        Ranks have partial gradients inside of a region, so a replicated layer without a style would get wrong ones.
+        """
         if self.site.split and self._gathers() and draws_random(self.site.module):
             message = f"{self.site.name!r} all-gathers features and draws random numbers (dropout)"
             return [Problem(SEQUENCE_KEY, message, "Set dropout to 0, or leave sequence parallelism off.")]
@@ -106,12 +111,12 @@ class Region(Style):
         return [Problem(PLAN_KEY, message, "Give each of them a style; `inner` keeps parameters replicated.")]
 
     def _gathers(self) -> bool:
-        """Whether all ranks do the same work in between, and so need the same dropout."""
+        """Return whether a layer inside all-gathers its features, so that all ranks need the same dropout after it."""
         inside = f"{self.site.name}."
         return any(style == "colwise_gather" and name.startswith(inside) for name, style in self.site.styles.items())
 
     def _known(self) -> set[str]:
-        """Every module that has a style, or is inside an `inner`, which includes all its children."""
+        """Return the names of modules with a style, and of all modules inside of one with the style `inner`."""
         styles, site = self.site.styles, self.site
         held = (
             f"{name}.{key}"
@@ -122,22 +127,23 @@ class Region(Style):
         return {name for name, style in styles.items() if style not in ("region", "replicate")} | set(held)
 
     def parallelize(self) -> None:
-        """Copy the main input to the region, and use random numbers of this rank inside."""
+        """Apply `enter_region` to the main input, and use random numbers of this rank inside."""
         site = self.site
         context = None
-        # In a block with a split sequence, random numbers are those of the rank already.
+        # In a block whose sequence is split, `ResidualBlock` has switched to random numbers of this rank already.
         if draws_random(site.module) and not site.split and not self._gathers():
-            # They end in the row-parallel layer, as the sharded work does: its output may have dropout, too.
+            # The row-wise layer switches back, before its all-reduce: its output is replicated, and dropout on it must
+            # be the same on all ranks.
             site.random[site.name] = RankRng(site.rank)
             context = training_rng(site, site.random[site.name])
         wrap_forward(site.module, enter=partial(enter_region, site), context=context)
 
 
 class ResidualBlock(Style):
-    """One layer of the model: blocks of one list pass the residual stream to each other."""
+    """A block, such as a transformer layer; the blocks of one list are called one after the other."""
 
     def parallelize(self) -> None:
-        """With sequence parallelism, split before the first block and all-gather after the last."""
+        """With sequence parallelism, split the sequence before the first block, and all-gather it after the last."""
         site = self.site
         if not site.sequence:
             return
@@ -160,10 +166,10 @@ class ResidualBlock(Style):
 
 
 class SequenceSharded(Style):
-    """A norm between regions: on a part of the sequence, its parameters have partial gradients."""
+    """A norm outside of regions; if the sequence is split, each rank has partial gradients of its parameters."""
 
     def parallelize(self) -> None:
-        """Replicate the parameters, where the sequence is split; elsewhere there is nothing to do."""
+        """Replicate the parameters, and sum their gradients over ranks, if the sequence is split; else do nothing."""
         if self.site.split:
             _replicate_params(self)
 
@@ -172,22 +178,22 @@ class Inner(Style):
     """A module inside a region with replicated parameters, such as a norm of each head."""
 
     def parallelize(self) -> None:
-        """Replicate the parameters; each rank has partial gradients."""
+        """Replicate the parameters, and sum their gradients over ranks."""
         _replicate_params(self)
 
 
 class WholeSequence(Style):
-    """A module that needs all tokens, such as a mixture of experts: all ranks do the same work in it."""
+    """A module that needs all tokens, such as a mixture of experts: all ranks compute the same in it."""
 
     def problems(self) -> list[Problem]:
-        """Dropout would differ between ranks, on the same activations."""
+        """Return a problem if the module draws random numbers: they would differ between ranks."""
         if self.site.split and draws_random(self.site.module):
             message = f"{self.site.name!r} works on the whole sequence and draws random numbers (dropout, jitter)"
             return [Problem(SEQUENCE_KEY, message, "Set them to 0, or leave sequence parallelism off.")]
         return []
 
     def parallelize(self) -> None:
-        """All-gather the sequence before, split it after."""
+        """All-gather the input along the sequence, and split the output, if the sequence is split; else do nothing."""
         if self.site.split:
             self._rows = 0
             wrap_forward(self.site.module, enter=self._join, leave=self._cut)
@@ -209,7 +215,7 @@ class WholeSequence(Style):
 
 
 def check_sequence(length: int, size: int) -> None:
-    """Refuse a sequence length that does not divide by the number of ranks."""
+    """Raise a `ModelError` for a sequence length that does not divide by the number of ranks."""
     if length % size:
         longer = -(-length // size) * size
         raise ModelError(
@@ -233,10 +239,10 @@ def _parent(name: str) -> str:
 
 
 class Replicated(Style):
-    """A module that is replicated, with everything in it: every rank does all of its work."""
+    """A module that is replicated, with everything in it: every rank computes all of it."""
 
     def parallelize(self) -> None:
-        """Nothing to do."""
+        """Do nothing: plain parameters are replicated."""
 
 
 STYLES: Mapping[str, type[Style]] = MappingProxyType(
@@ -262,10 +268,10 @@ STYLES: Mapping[str, type[Style]] = MappingProxyType(
 
 
 def resolve_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = False) -> dict[str, str]:
-    """The style of each module that matches a pattern, in the order of the model.
+    """Return the style of each module that matches a pattern: module name → style, in the order of the model.
 
-    A pattern is a module name of which each segment may have wildcards: `blocks.*.ffn.up`. One that matches nothing is
-    an error, unless the model is a pipeline `stage` of the model that the plan was written for.
+    A pattern is a module name of which each segment may have wildcards: `blocks.*.ffn.up`. A pattern that matches
+    nothing raises a `ConfigError`, unless the model is a pipeline `stage` of the model that the plan was written for.
     """
     problems: list[Problem] = []
     matches_of: dict[str, dict[str, str]] = {}
@@ -293,7 +299,7 @@ def resolve_plan(model: nn.Module, plan: Mapping[str, str], *, stage: bool = Fal
 
 
 def load_tensor_plan(plan: dict[str, str] | CustomTensorPlan, model: nn.Module) -> Mapping[str, str] | None:
-    """The plan in `strategy.tensor.plan`, or the one that its function returns; None where there is none."""
+    """Return the plan in `strategy.tensor.plan`, or the one that the function named there returns; None if empty."""
     if not isinstance(plan, CustomTensorPlan):
         return plan or None
     loaded = call(load(plan, PLAN_KEY), PLAN_KEY, model, name=str(plan), arguments=plan.arguments)
@@ -304,13 +310,13 @@ def load_tensor_plan(plan: dict[str, str] | CustomTensorPlan, model: nn.Module) 
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module name matches a pattern, segment by segment: a wildcard never matches a dot."""
+    """Return whether a module name matches a pattern, segment by segment: a wildcard never matches a dot."""
     segments, pattern_segments = name.split("."), pattern.split(".")
     return len(segments) == len(pattern_segments) and all(map(fnmatchcase, segments, pattern_segments))
 
 
 def check_sequence_plan(styles: Mapping[str, str]) -> None:
-    """Refuse a plan without blocks, between which sequence parallelism begins and ends."""
+    """Raise a `ConfigError` for a plan without blocks: nothing would say where the sequence is split."""
     if "block" not in styles.values():
         raise ConfigError(
             Problem(
@@ -322,7 +328,7 @@ def check_sequence_plan(styles: Mapping[str, str]) -> None:
 
 
 def enclosing_module(name: str, styles: Mapping[str, str], style: str) -> str | None:
-    """The innermost module around another that has this style, if any."""
+    """Return the name of the innermost module around another that has this style; None if there is none."""
     while name := name.rpartition(".")[0]:
         if styles.get(name) == style:
             return name
@@ -338,9 +344,9 @@ def _examples(names: list[str]) -> str:
 
 # ---- plans for `transformers` models, from their own tensor-parallel plans and their structure
 #
-# `transformers` names the column-wise and row-wise layers. What its plans leave out follows from the model: which
-# modules consist of these layers (regions), which layers are repeated (blocks), which are norms between them, and that
-# embedding and head are sharded along the vocabulary.
+# `transformers` declares the column-wise and row-wise layers. The other styles are found from the model's structure:
+# regions are modules that consist of such layers, blocks are the repeated layers, the other modules of a block are
+# norms or need whole sequences, and embedding and head are sharded along the vocabulary.
 
 
 _TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
@@ -356,7 +362,7 @@ _TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
         "replicate": "replicate",
     }
 )
-"""Styles of `transformers` that have the same meaning here."""
+"""Styles of `transformers` → the style here with the same meaning."""
 
 _EXPERT_STYLES = frozenset({"packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert"})
 """Styles of `transformers` for the inside of experts, which expert parallelism shards here."""
@@ -371,7 +377,7 @@ _PLANS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         }
     }
 )
-"""Plans for the base model of model types for which `transformers` has none."""
+"""Model type → plan for its base model, for types for which `transformers` has no plan."""
 
 _HEADS = MappingProxyType({"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"})
 _COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads", "qkv_heads"})
@@ -379,7 +385,7 @@ _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 
 def transformers_styles(model: nn.Module) -> dict[str, str]:
-    """The style of each module of a `transformers` model."""
+    """Return the style of each module of a `transformers` model, by name; `ModelError` if it has no plan."""
     styles = _linear_styles(model)
     if not styles:
         model_type = getattr(getattr(model, "config", None), "model_type", "?")
@@ -395,7 +401,7 @@ def transformers_styles(model: nn.Module) -> dict[str, str]:
 
 
 def _linear_styles(model: nn.Module) -> dict[str, str]:
-    """The linear layers, from the model's own plan or from `_PLANS`."""
+    """Return the styles of the linear layers, by name, from the model's own plan or from `_PLANS`."""
     hf: Any = model
     declared: dict[str, str] = tp_plan(model)
     known = _PLANS.get(hf.config.model_type, {})
@@ -436,7 +442,10 @@ def _add_vocabulary(model: nn.Module, styles: dict[str, str]) -> None:
 
 
 def _add_scalars(model: nn.Module, styles: dict[str, str]) -> None:
-    """Activations with scalar parameters, between column-wise and row-wise layers: each rank has partial gradients."""
+    """Add the style `inner` for activation functions with scalar parameters between column-wise and row-wise layers.
+
+    They run on sharded features, so each rank has partial gradients of these parameters.
+    """
     for name, module in model.named_modules():
         params = [param for param in module._parameters.values() if param is not None]
         prefix = f"{name.rpartition('.')[0]}."
@@ -447,7 +456,7 @@ def _add_scalars(model: nn.Module, styles: dict[str, str]) -> None:
 
 
 def _add_regions(model: nn.Module, styles: dict[str, str]) -> None:
-    """Modules that consist only of layers with styles, column-wise first and row-wise last."""
+    """Add the style `region` for modules with column-wise and row-wise children whose parameters all have styles."""
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         inside = {key: style for key, style in styles.items() if key.startswith(prefix) and style != "replicate"}
@@ -484,14 +493,14 @@ def apply_tensor_parallel(
 ) -> None:
     """Apply tensor parallelism to a model over the ranks of a 1-D mesh, in place.
 
-    `plan` gives styles (see `STYLES`) to patterns of module names; absent, it is the model's own `tensor_plan()`,
+    `plan` gives styles (see `STYLES`) to patterns of module names; by default it is the model's own `tensor_plan()`,
     or made from the plan of `transformers`. `sequence` splits activations along the sequence between the regions.
     `stage`: the module is a pipeline stage of the model the plan was written for, so patterns may match nothing.
 
-    Works on the meta device and on real ones; where parameters have values, all ranks must have the same. Afterwards
-    parameters that are sharded, or whose gradients are summed over ranks, are DTensors on `mesh`; the others are plain
-    and, like their gradients, the same on every rank. Names do not change. Input and output of the model are full
-    tensors, equal on every rank of the mesh; so is the loss, which must not be summed over it.
+    Works on the meta device and on real ones; if parameters have values, all ranks must have the same. Afterwards
+    parameters that are sharded, or whose gradients are summed over ranks, are DTensors on `mesh`. The others are plain
+    tensors; they and their gradients are equal on every rank. Names do not change. Input and output of the model are
+    full tensors, equal on every rank of the mesh. So is the loss, which must not be summed over the mesh.
     """
     assert mesh.ndim == 1, "tensor parallelism has one mesh axis"
     if async_tp:
@@ -521,7 +530,7 @@ def apply_tensor_parallel(
 
 
 def styles_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage: bool = False) -> dict[str, str]:
-    """The style of each module, by name; from the given plan, or the model's, or `transformers`'."""
+    """Return the style of each module, by name; from the given plan, or the model's, or `transformers`'."""
     if plan is not None:
         return resolve_plan(module, plan, stage=stage)
     declared = getattr(module, "tensor_plan", None)
@@ -538,10 +547,11 @@ def styles_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage
 def experts_are_replicated(
     module: nn.Module, plan: Mapping[str, str] | None = None, *, sequence: bool = False, stage: bool = False
 ) -> Callable[[str], bool]:
-    """A function: module name → whether the plan replicates its experts on all ranks.
+    """Return a function: module name → whether the plan replicates the experts of this module on all ranks.
 
-    That is the style `replicate`, for the module or for one around it. Experts that are sharded over ranks need the
-    same tokens on all of them, so where `sequence` splits these it is an error. Call it before the plan is applied.
+    It does if the module, or one around it, has the style `replicate`. Experts that are sharded over ranks need the
+    same tokens on all of them, so if `sequence` splits the tokens there, the function raises a `ConfigError`. Call this
+    before the plan is applied.
     """
     styles = styles_of(module, plan, stage=stage)
 

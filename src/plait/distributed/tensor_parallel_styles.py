@@ -36,16 +36,19 @@ from plait.torch_internals import tree_map
 # ---- random numbers inside tensor-parallel regions
 #
 # [Note: whose dropout is whose]
-# Where all ranks of a tensor-parallel group do the same work on replicated activations, dropout must be the same, so
-# torch's default generator has to be in the same state on all of them: the engine seeds it with a number that depends
-# on the data a rank reads, not on its rank in the group. Where they do different work (heads, hidden features, parts of
-# the sequence), each needs numbers of its own. There the generator is seeded, for as long as the work lasts, from one
-# draw of the common state and the rank. Nothing is kept between steps: recomputation, which restores the common state,
-# repeats the same numbers, and a checkpoint needs no more than the state of the default generator.
+# All ranks of a tensor-parallel group compute the same on replicated activations, so dropout there must be the same on
+# all of them. Torch's default generator has the same state on all of them (the *common state*): the engine seeds it by
+# the data that a rank reads, not by its rank in the group. On sharded activations (heads, hidden features, parts of the
+# sequence) each rank needs other random numbers. While these are computed, the default generator is seeded with one
+# number drawn from the common state, and the rank. Afterwards the common state is restored. So recomputation, which
+# restores the common state, draws the same numbers, and a checkpoint needs only the default generator's state.
 
 
 def draws_random(module: nn.Module) -> bool:
-    """Whether a module draws random numbers while training: a dropout layer, or a number above 0 of that name."""
+    """Return whether a module draws random numbers while training.
+
+    That is judged by attributes: a number above 0 with `drop` or `jitter` in its name, or the `p` of a dropout layer.
+    """
     return any(
         ("drop" in key or "jitter" in key or (key == "p" and "Dropout" in type(submodule).__name__))
         and isinstance(value, int | float)
@@ -57,14 +60,17 @@ def draws_random(module: nn.Module) -> bool:
 
 
 class RankRng:
-    """Random numbers of this rank, from `begin` to `end`. See [Note: whose dropout is whose]."""
+    """Makes torch's default generator draw numbers of this rank, from `begin` to `end`.
+
+    See [Note: whose dropout is whose].
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._common: tuple[torch.Generator, torch.Tensor] | None = None
 
     def begin(self, device: torch.device) -> None:
-        """Seed the default generator for this rank."""
+        """Keep the common state, and seed the default generator for this rank."""
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index]
             drawn, offset = generator.initial_seed(), generator.get_offset()
@@ -77,7 +83,7 @@ class RankRng:
         generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
 
     def end(self) -> None:
-        """Restore the common state; the first call does, later ones do nothing."""
+        """Restore the common state; does nothing if `begin` was not called since the last `end`."""
         if self._common is not None:
             generator, state = self._common
             generator.set_state(state)
@@ -85,7 +91,7 @@ class RankRng:
 
     @contextmanager
     def fork(self, device: torch.device) -> Iterator[None]:
-        """A context from `begin` to `end`."""
+        """Return a context that calls `begin` and `end`."""
         self.begin(device)
         try:
             yield
@@ -96,10 +102,10 @@ class RankRng:
 # ---- parameters: DTensors on the tensor-parallel mesh, plain local tensors while the model computes
 #
 # [Note: DTensors at rest, plain tensors at work]
-# A parameter is a DTensor, so that sharding, checkpoints and gradient norms know its global shape. The computation uses
-# its local tensor only. Each operation on a DTensor would propagate placements, support fewer operations than models
-# use, and refuse uneven shards; here one `to_local` per parameter is all that is needed. Its gradient is a DTensor with
-# the same placement.
+# A parameter is a DTensor, so that sharding, checkpoints and gradient norms know its global shape. The model computes
+# with its local tensor (`to_local`). Computing with DTensors would propagate placements in every operation, and would
+# raise for uneven shards and for operations that DTensor does not support. The gradient is a DTensor with the same
+# placement.
 
 
 SIZE_KEY = "strategy.layout.tp"
@@ -122,7 +128,7 @@ class DTensorParams:
         self._convert(module, key, Replicate())
 
     def unplaced(self, model: nn.Module) -> Iterator[str]:
-        """Names of parameters that are tied to one that has become a DTensor, and have not."""
+        """Yield the names of parameters that are tied to one that has become a DTensor, but are still plain tensors."""
         for name, module in model.named_modules():
             for key, param in module._parameters.items():
                 if param is not None and id(param) in self._placed:
@@ -157,17 +163,18 @@ def _make_dtensor(param: nn.Parameter, mesh: DeviceMesh, placement: Placement) -
 
 
 def chunk_of(length: int, size: int, rank: int) -> tuple[int, int]:
-    """Start and length of one rank's chunk, as in `torch.chunk`: the last ones may be shorter, or empty."""
+    """Return start and length of one rank's chunk, as in `torch.chunk`: the last ones may be shorter, or empty."""
     share = -(-length // size)
     start = min(rank * share, length)
     return start, min(share, length - start)
 
 
 def sharding_dim(param: Tensor, shards: int) -> int:
-    """The dimension along which `fully_shard` shards a parameter over `shards` ranks; for `shard_placement_fn`.
+    """Return the dimension along which `fully_shard` shards a parameter over `shards` ranks; for `shard_placement_fn`.
 
-    A DTensor whose rows are sharded twice is described correctly only where the first sharding is even. A vocabulary
-    that does not divide by the tensor-parallel ranks is therefore sharded along features, anything else by rows.
+    DTensor describes rows that are sharded twice, by tensor parallelism and by `fully_shard`, correctly only if the
+    tensor-parallel shards are of equal size. So a vocabulary that does not divide by the tensor-parallel ranks is
+    sharded along features (dimension 1), anything else by rows (0). Features that do not divide raise a `ConfigError`.
     """
     if not isinstance(param, DTensor) or shards == 1:
         return 0
@@ -187,13 +194,16 @@ def sharding_dim(param: Tensor, shards: int) -> int:
 
 
 def local_param(module: nn.Module, key: str) -> Tensor | None:
-    """The local tensor of a parameter that is sharded, or that all ranks use in the same way."""
+    """Return the local tensor of a parameter that is sharded, or that all ranks use for the same computation."""
     param = module._parameters.get(key)
     return param.to_local() if isinstance(param, DTensor) else param
 
 
 def replicated_param(module: nn.Module, key: str, group: dist.ProcessGroup) -> Tensor | None:
-    """The local tensor of a replicated parameter that each rank uses for other work: gradients are summed."""
+    """Return the local tensor of a replicated parameter that ranks use for different activations.
+
+    In the backward pass the gradients of all ranks are summed.
+    """
     param = module._parameters.get(key)
     return copy_param_to_region(param.to_local(), group) if isinstance(param, DTensor) else param
 
@@ -201,8 +211,8 @@ def replicated_param(module: nn.Module, key: str, group: dist.ProcessGroup) -> T
 def read_replicated(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Make the module's own code read `replicated_param` for each of its direct parameters.
 
-    The class of this one module is extended by properties with the parameters' names, as torch's parametrizations
-    do it. So the code of a norm or a router works on plain tensors, and names and registration stay.
+    The module gets a subclass of its class, with a property for each parameter, as torch's parametrizations do it. So
+    the code of a norm or a router works on plain tensors, and the parameters keep their names and registration.
     """
     original = type(module)
     members = {key: _replicated_property(key, group) for key, param in module._parameters.items() if param is not None}
@@ -213,7 +223,8 @@ def read_replicated(module: nn.Module, group: dist.ProcessGroup) -> None:
 def _replicated_property(key: str, group: dist.ProcessGroup) -> property:
     def read(module: nn.Module) -> Tensor | None:
         param = module._parameters[key]
-        # Between uses `fully_shard` keeps a shard on its own mesh axes too, which is not to be computed with.
+        # While the parameter is sharded by `fully_shard`, it has placements on FSDP's mesh axes too. It is returned as
+        # it is, since nothing may compute with it then.
         at_rest = isinstance(param, DTensor) and len(param.placements) > 1
         return param if at_rest else replicated_param(module, key, group)
 
@@ -228,7 +239,7 @@ SEQUENCE_KEY = "strategy.tensor.sequence_parallel"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One module of the plan, and its context."""
+    """A module that has a style in the plan, and what the style needs to know."""
 
     name: str
     module: nn.Module
@@ -237,22 +248,22 @@ class Site:
     """The whole plan: module name → style name."""
     mesh: DeviceMesh
     group: dist.ProcessGroup
-    """The tensor-parallel ranks."""
+    """The process group of the tensor-parallel ranks."""
     size: int
     rank: int
     """This rank in the group."""
     params: DTensorParams
     sequence: bool
-    """Whether sequence parallelism was asked for."""
+    """Whether sequence parallelism is on."""
     split: bool
     """Whether activations are sharded along the sequence here."""
     region: str | None
-    """The region around this module, which has already applied `enter_region` to the input, if any."""
+    """Name of the region around this module, which applies `enter_region` to the input; None if there is none."""
     random: dict[str, RankRng]
-    """The random numbers of regions, by name, for those that need them per rank."""
+    """Name of a region → its `RankRng`, for regions that draw random numbers on sharded activations."""
 
     def siblings(self, style: str) -> list[nn.Module]:
-        """The parent's direct children with this style in the plan."""
+        """Return the parent's direct children that have this style in the plan."""
         prefix = self.name.rpartition(".")[0]
         names = [name for name, child in self.parent.named_children()]
         return [
@@ -270,7 +281,7 @@ class Style(ParallelStyle):
         self.site = site
 
     def problems(self) -> list[Problem]:
-        """Why it cannot be applied; called before anything is changed."""
+        """Return why the style cannot be applied; empty if it can. Called before anything is changed."""
         return []
 
     @abstractmethod
@@ -278,20 +289,20 @@ class Style(ParallelStyle):
         """Turn the module's parameters into DTensors and replace its forward."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """What `parallelize_module` calls."""
+        """Apply the style; torch's `parallelize_module` calls this."""
         assert module is self.site.module
         assert device_mesh == self.site.mesh
         self.parallelize()
         return module
 
     def wrong_module(self, wanted: str) -> list[Problem]:
-        """The problem of a style that does not fit its module."""
+        """Return the problem of a style that does not fit its module; `wanted` describes the modules that it fits."""
         style = self.site.styles[self.site.name]
         class_name = type(self.site.module).__name__
         return [Problem(PLAN_KEY, f"`{style}` applies to {wanted}, but {self.site.name!r} is a {class_name}")]
 
     def indivisible(self, what: str, count: int) -> list[Problem]:
-        """The problem of a count that does not divide by the number of ranks; none where it does."""
+        """Return the problem if `count` (of heads or features, says `what`) does not divide by the ranks; else none."""
         if count % self.site.size == 0:
             return []
         sizes = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
@@ -306,10 +317,11 @@ def wrap_forward(
     leave: Callable[[Tensor], Tensor] | None = None,
     context: Callable[[Tensor], AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Replace a module's forward: `enter` changes its main input, `leave` its main output, `context` is around it.
+    """Replace a module's forward: `enter` changes its main input, `leave` its main output.
 
-    The main input is the first argument of forward, by position or by name; the main output is what it returns, or
-    the first element of that tuple. `forward` is replaced on this one module, so no parameter changes its name.
+    The forward runs inside of `context(main input)`. The main input is the first argument of forward, by position or by
+    name. The main output is what forward returns, or the first element if that is a tuple. `forward` is replaced on
+    this one module, so no parameter changes its name.
     """
     inner = module.forward
     names = list(inspect.signature(inner).parameters)
@@ -337,7 +349,7 @@ def wrap_forward(
 
 
 def training_rng(site: Site, random: RankRng) -> Callable[[Tensor], AbstractContextManager[Any]]:
-    """A `context` for `wrap_forward`: random numbers of this rank, while the module trains."""
+    """Return a `context` for `wrap_forward` in which random numbers are those of this rank, if the module trains."""
 
     def context(given: Tensor) -> AbstractContextManager[Any]:
         return random.fork(given.device) if site.module.training else nullcontext()
@@ -352,11 +364,11 @@ class LinearStyle(Style):
     """A style for a linear layer."""
 
     def problems(self) -> list[Problem]:
-        """The module must be a linear layer and nothing more."""
+        """Return a problem if the module is not a plain linear layer."""
         return [] if is_linear(self.site.module) else self.wrong_module("a linear layer")
 
     def enter(self, x: Tensor) -> Tensor:
-        """Apply `enter_region` to the input, unless the region around this module has done so."""
+        """Return the input after `enter_region`, unless the region around this module has applied it."""
         return enter_region(self.site, x) if self.site.region is None else x
 
 
@@ -364,7 +376,7 @@ class Colwise(LinearStyle):
     """Column-wise: each rank has some of the output features."""
 
     def problems(self) -> list[Problem]:
-        """Output features must divide: what follows expects the same number on every rank."""
+        """Return a problem if output features do not divide: later layers expect the same number on every rank."""
         wrong = super().problems()
         return wrong or self.indivisible("output features", out_features(self.site.module))
 
@@ -391,12 +403,12 @@ class Rowwise(LinearStyle):
     """Row-wise: each rank has some of the input features, and the output is the sum over ranks."""
 
     def problems(self) -> list[Problem]:
-        """Input features must divide, as those of the layer before."""
+        """Return a problem if input features do not divide, as the output features of the layer before must."""
         wrong = super().problems()
         return wrong or self.indivisible("input features", in_features(self.site.module))
 
     def parallelize(self) -> None:
-        """Shard the weight by input features. The bias is added once, to the sum."""
+        """Shard the weight by input features. The bias is not sharded: it is added to the sum over ranks."""
         module = self.site.module
         self.site.params.shard(module, "weight", 1 if _out_first(module) else 0)
         if self.site.split:
@@ -409,13 +421,14 @@ class Rowwise(LinearStyle):
         if random is not None:
             random.end()
         y = leave_region(self.site, _multiply(module, x, local_param(module, "weight"), None))
-        # On a part of the sequence each rank has a partial gradient of the bias; on the full sequence, all of it.
+        # If the output is split along the sequence, each rank has a partial gradient of the bias, which is summed over
+        # ranks. Otherwise the bias is a plain tensor, with the full gradient on each rank.
         bias = replicated_param(module, "bias", self.site.group)
         return y if bias is None else y + bias.to(y.dtype)
 
 
 class RowwiseSplit(Rowwise):
-    """Row-wise, for a replicated input: each rank uses its features of it."""
+    """Row-wise, for a replicated input, of which each rank uses the features that its part of the weight needs."""
 
     def _forward(self, x: Tensor) -> Tensor:
         return super()._forward(split(x, -1, self.site.group))
@@ -425,7 +438,7 @@ class HeadParallel(Colwise):
     """The projection to queries: each rank has whole attention heads."""
 
     def problems(self) -> list[Problem]:
-        """The number of heads must divide."""
+        """Return a problem if the number of heads does not divide by the ranks."""
         wrong = LinearStyle.problems(self) or _no_head_dim(self)
         return wrong or self.indivisible("attention heads", head_count(self.site, self.site.module))
 
@@ -433,12 +446,12 @@ class HeadParallel(Colwise):
 class KvHeads(LinearStyle):
     """The projection to keys or values, which may have fewer heads than there are ranks.
 
-    Where heads divide by the ranks, they are sharded. Where not, each rank keeps all of the (small) weight, computes
-    the heads that its queries attend to, and the gradients are summed.
+    If the number of key/value heads divides by the ranks, they are sharded. If not, each rank keeps the whole (small)
+    weight, computes the heads that its queries attend to, and the weight's gradients are summed over ranks.
     """
 
     def problems(self) -> list[Problem]:
-        """It needs exactly one sibling with the style `heads`."""
+        """Return a problem if there is not exactly one sibling with the style `heads`."""
         wrong = super().problems() or _no_head_dim(self)
         if not wrong and len(self.site.siblings("heads")) != 1:
             wrong = self.wrong_module("a layer with one sibling of style `heads`")
@@ -470,16 +483,17 @@ class KvHeads(LinearStyle):
 
 
 class QkvHeads(LinearStyle):
-    """One fused projection to queries, keys and values, in equal thirds.
+    """One fused projection to queries, keys and values, whose output is three parts of equal size.
 
     [Note: a fused projection is stored by input features]
-    A rank needs its heads of each third: three separate ranges of output features. Checkpoints and sharding treat
-    shards as rectangles, so the weight is sharded by *input* features, and the ranks exchange chunks before the
-    product. That sends 1/ranks of the weight, little compared to the activations, and no other code is affected.
+    A rank needs its heads of queries, keys and values: three separate ranges of output features. Checkpoints and
+    sharding require that a shard is one contiguous range. So the weight is sharded by *input* features, and before each
+    matrix multiplication an all-to-all gives each rank its output features. It sends 1/ranks of the weight, little
+    compared to the activations.
     """
 
     def problems(self) -> list[Problem]:
-        """The output must be three equal parts of whole heads, and input features must divide."""
+        """Return problems unless the output is three equal parts of whole heads, and all divides by the ranks."""
         wrong = super().problems() or _no_head_dim(self)
         if wrong:
             return wrong
@@ -511,20 +525,21 @@ class QkvHeads(LinearStyle):
 
 
 def enter_region(site: Site, x: Tensor) -> Tensor:
-    """The input of a region: replicated, or all-gathered along the sequence."""
+    """Return the input of a region with all tokens: `x` itself, or all-gathered if it is split along the sequence."""
     return all_gather(x, 1, site.group) if site.split else copy_to_region(x, site.group)
 
 
 def leave_region(site: Site, x: Tensor) -> Tensor:
-    """The output of a region, from partial sums: all-reduced, or reduce-scattered along the sequence."""
+    """Return the output of a region from partial sums: all-reduced, or reduce-scattered along the sequence."""
     return reduce_scatter(x, 1, site.group) if site.split else all_reduce(x, site.group)
 
 
 def kv_heads_of(rank: int, size: int, *, queries: int, heads: int) -> list[int]:
-    """The key/value heads that one rank's query heads attend to, in the order in which it must compute them.
+    """Return the key/value heads that one rank's query heads attend to, in the order in which it must compute them.
 
-    Attention pairs each key/value head with the same number of query heads. Where that does not hold for the rank's
-    query heads, each of them gets a copy of its key/value head.
+    `queries` and `heads` are the numbers of query and key/value heads of the model. Grouped-query attention pairs each
+    key/value head with the same number of consecutive query heads. If that does not hold for this rank's query heads,
+    the list has one entry per query head, with repetitions.
     """
     count = queries // size
     wanted = [query // (queries // heads) for query in range(rank * count, (rank + 1) * count)]
@@ -534,22 +549,22 @@ def kv_heads_of(rank: int, size: int, *, queries: int, heads: int) -> list[int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes x · W + b and nothing else."""
+    """Return whether a module computes x · W + b and nothing else: an `nn.Linear`, or a `Conv1D` of `transformers`."""
     return type(module).forward is nn.Linear.forward or _is_conv1d(module)
 
 
 def in_features(module: nn.Module) -> int:
-    """The number of input features."""
+    """Return the number of input features of a linear layer."""
     return int(_weight(module).shape[1 if _out_first(module) else 0])
 
 
 def out_features(module: nn.Module) -> int:
-    """The number of output features."""
+    """Return the number of output features of a linear layer."""
     return int(_weight(module).shape[0 if _out_first(module) else 1])
 
 
 def head_count(site: Site, module: nn.Module) -> int:
-    """The number of heads that a projection computes."""
+    """Return the number of heads that a projection computes."""
     return out_features(module) // _head_dim(site)
 
 
@@ -584,7 +599,7 @@ def _head_dim(site: Site) -> int:
 
 
 def _no_head_dim(style: Style) -> list[Problem]:
-    """The problem of a projection whose parent has no usable `head_dim`; none where it has."""
+    """Return a problem if the projection's parent has no `head_dim` that divides its output; else none."""
     parent, module = style.site.parent, style.site.module
     head_dim = getattr(parent, "head_dim", None)
     if isinstance(head_dim, int) and out_features(module) % head_dim == 0:
@@ -599,10 +614,13 @@ def _no_head_dim(style: Style) -> list[Problem]:
 
 
 class VocabEmbedding(Style):
-    """Each rank looks up the tokens of its rows; others are zero, and the results are summed over ranks."""
+    """An embedding whose table is sharded by rows.
+
+    Each rank looks up the tokens whose rows it has; vectors of other tokens are zero. An all-reduce sums over ranks.
+    """
 
     def problems(self) -> list[Problem]:
-        """Options of `nn.Embedding` that need the full table are not supported."""
+        """Return a problem for options of `nn.Embedding` that need the full table, and for ranks without a row."""
         module = self.site.module
         if not isinstance(module, nn.Embedding):
             return self.wrong_module("an nn.Embedding")
@@ -623,14 +641,17 @@ class VocabEmbedding(Style):
             row = input - start
             is_local = (row >= 0) & (row < count)
             vectors = _look_up(module, row.where(is_local, 0), local_padding)
-            # A token of another rank has been given the first row here.
+            # For tokens of other ranks, row 0 was looked up: set these vectors to zero.
             return all_reduce(vectors.masked_fill(~is_local[..., None], 0.0), self.site.group)
 
         setattr(module, "forward", forward)  # noqa: B010
 
 
 def _look_up(module: nn.Embedding, rows: Tensor, padding: int | None) -> Tensor:
-    """Vectors from this rank's rows of the table, with what a subclass does to each of them."""
+    """Return vectors from this rank's rows of the table.
+
+    For a subclass of `nn.Embedding` (such as one that scales its output), its own forward runs on these rows.
+    """
     table = local_param(module, "weight")
     assert table is not None
     if type(module).forward is nn.Embedding.forward:
@@ -644,15 +665,15 @@ def _look_up(module: nn.Embedding, rows: Tensor, padding: int | None) -> Tensor:
 
 
 class VocabHead(Style):
-    """Each rank computes the logits of its part of the vocabulary.
+    """An output head of which each rank computes the logits of its part of the vocabulary.
 
     A plain linear layer returns a DTensor that is sharded along the vocabulary, from which
-    `models.common.loss.cross_entropy` computes the loss without gathering. Another module gets its weight as a
-    DTensor and is expected to support that, as `models.common.head.LMHead` does.
+    `models.common.loss.cross_entropy` computes the loss without gathering. In any other module the weight becomes a
+    DTensor, and the module's forward must support that, as `models.common.head.LMHead` does.
     """
 
     def problems(self) -> list[Problem]:
-        """Every rank needs at least one row."""
+        """Return a problem if the weight is not a matrix, or a rank would have no row."""
         module = self.site.module
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim != 2:
@@ -660,7 +681,7 @@ class VocabHead(Style):
         return [] if weight is None else _too_few_rows(self, weight.shape[0])
 
     def parallelize(self) -> None:
-        """Shard the weight by rows; a tied head has none, and is called with the embedding's."""
+        """Shard the weight by rows. A head without a weight of its own is called with the embedding's."""
         site, module = self.site, self.site.module
         site.params.shard(module, "weight", 0)
         if is_linear(module):
@@ -690,7 +711,7 @@ class VocabHead(Style):
 
 
 def return_full_tensors(model: nn.Module) -> None:
-    """Make a model return full tensors where it would return DTensors (logits, without labels)."""
+    """Make a model's forward return full tensors in place of DTensors, such as logits when no labels are given."""
     inner = model.forward
 
     @wraps(inner)
