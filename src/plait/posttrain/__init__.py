@@ -1,4 +1,4 @@
-"""From a pretrained model to one that answers: fine-tuning, preferences, reinforcement."""
+"""Post-training of a pretrained model: SFT, reward models, DPO, PPO and GRPO."""
 
 from typing import TYPE_CHECKING
 

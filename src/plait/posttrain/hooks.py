@@ -1,4 +1,4 @@
-"""What a phase does around the loop: say what became of the data, keep the tokenizer, write the adapter."""
+"""Hooks of a post-training phase: report on the data, save tokenizer and adapter, compute the reference of DPO."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MORE_SETTINGS = ("special_tokens_map.json", "added_tokens.json")
 
 
 class TellData(Hook):
-    """Says what the rows were like and which template writes them; keeps the tokenizer, with its template if used."""
+    """Logs a report on the data and the name of the template; saves the tokenizer, with its chat template if used."""
 
     name = "posttrain_data"
     priority = 10
@@ -36,7 +36,7 @@ class TellData(Hook):
         self._data = data
 
     def before_run(self, runner: Runner) -> None:
-        """Once, before the first step."""
+        """Log and save before the first step."""
         data, phase = self._data, runner.config.phase
         level = "warning" if data.report.is_unusual else "info"
         runner.emit(EventKind.MESSAGE, level=level, text=f"{phase}: {data.report}")
@@ -46,9 +46,9 @@ class TellData(Hook):
 
 
 def keep_tokenizer(data: PhaseData, folder: Path) -> None:
-    """Write the tokenizer into the run's folder; beside it the chat template of the tokenizer, where that was used.
+    """Write the tokenizer into the run's folder, with the tokenizer's chat template if the run uses it.
 
-    Whoever opens the run finds the same template by it, so one that another run left there is removed.
+    Commands that open the run use the template in its folder, so one that another run left there is removed.
     """
     source = tokenizer_folder(data.folder) if isinstance(data.template, OfTokenizer) else None
     if source is not None and source.resolve() == folder.resolve():
@@ -63,7 +63,7 @@ def keep_tokenizer(data: PhaseData, folder: Path) -> None:
 
 
 class AdapterFiles(Hook):
-    """Writes the adapter alone, in the form of `peft`, whenever a checkpoint is written, and at the end."""
+    """Writes the adapter in the format of `peft` whenever a checkpoint is written, and at the end."""
 
     name = "adapter"
     priority = 60
@@ -75,7 +75,7 @@ class AdapterFiles(Hook):
         self._written: int | None = None
 
     def before_run(self, runner: Runner) -> None:
-        """Say where the first adapter is of another model, and where the last one will not be all that was learned."""
+        """Warn if the initial adapter names another base model, and if parameters besides the adapter are trained."""
         lora = runner.config.lora
         if lora is not None and lora.adapter is not None:
             strange = read_adapter(lora.adapter).strange_base(self._base)
@@ -89,11 +89,11 @@ class AdapterFiles(Hook):
             )
 
     def after_save(self, runner: Runner) -> None:
-        """Together with a checkpoint."""
+        """Write the adapter together with a checkpoint."""
         self._write(runner)
 
     def after_run(self, runner: Runner) -> None:
-        """At the end, also where no checkpoint is written."""
+        """Write the adapter at the end, also if no checkpoint is written."""
         self._write(runner)
 
     def _write(self, runner: Runner) -> None:
@@ -117,23 +117,26 @@ class AdapterFiles(Hook):
 
 
 def whole_tensors(runner: Runner, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Parameters of a run by name, whole and on the host, in fp32. Every rank must ask for the same ones."""
+    """Return the parameters whose names are `wanted`, gathered, on the host and in fp32.
+
+    A collective: every rank must want the same ones.
+    """
     tensors = {}
     for entry, tensor in runner.engine.state_tensors().items():
         name = entry.removeprefix("model.")
         if entry.startswith("model.") and wanted(name):
             whole = tensor.full_tensor() if is_sharded(tensor) else tensor
             tensors[name] = whole.detach().cpu().float()
-    if runner.world.layout.pp > 1:  # each has the layers of its stage
+    if runner.world.layout.pp > 1:  # each rank has the layers of its stage
         tensors = {name: tensor for stage in runner.world.gather(tensors) for name, tensor in stage.items()}
     return tensors
 
 
 class ReferenceWords(Hook):
-    """Asks the model, before it has learned anything, how likely it finds every answer; that is the reference.
+    """Computes the reference of DPO before the first step: the log-probability of every answer under the first policy.
 
-    It is the run's own engine that computes them, so it works under every strategy, and no second model is held.
-    They are kept in checkpoints: a resumed policy is not the one that it started as.
+    The run's own engine computes them, so this works with every strategy, and no second model is needed. Checkpoints
+    store them, because the policy of a resumed run has already changed.
     """
 
     name = "reference"
@@ -145,19 +148,19 @@ class ReferenceWords(Hook):
         self._known = False
 
     def before_run(self, runner: Runner) -> None:
-        """Before the first step."""
+        """Compute the reference before the first step."""
         self._ask_once(runner)
 
     def before_validate(self, runner: Runner) -> None:
-        """A validation may come before any step."""
+        """Compute the reference, since a validation may come before any step."""
         self._ask_once(runner)
 
     def before_test(self, runner: Runner) -> None:
-        """So may a test."""
+        """Compute the reference, since a test may come before any step."""
         self._ask_once(runner)
 
     def _ask_once(self, runner: Runner) -> None:
-        if not self._known:  # otherwise it was asked before, perhaps in a run that this one goes on with
+        if not self._known:  # otherwise this run, or the one that it resumes, has computed it
             runner.enter(Phase.EVALUATE)
             for rows in self._rows:
                 self._ask(runner, rows)
@@ -189,20 +192,20 @@ class ReferenceWords(Hook):
                 rows.reference[number, 0], rows.reference[number, 1] = chosen_one, rejected_one
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
-        """What the reference said, of training and validation."""
+        """Return the log-probabilities of the training and validation data, for a checkpoint."""
         return {str(index): rows.reference for index, rows in enumerate(self._rows)}
 
     def state(self) -> dict[str, Any]:
-        """That it is known."""
+        """Return whether the reference is computed."""
         return {"known": self._known}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """From a checkpoint."""
+        """Restore what `state` returned."""
         self._known = bool(state["known"])
 
 
 class _Numbered:
-    """A data set whose items know their number."""
+    """A data set whose items are (item, index)."""
 
     def __init__(self, rows: PairRows) -> None:
         self._rows = rows

@@ -1,9 +1,10 @@
-"""One linear layer with an adapter.
+"""LoRA adapters: in a model, under tensor parallelism, in files of `peft`, and beside weights of 4 or 8 bits.
 
 [Note: an adapter is a child and a hook]
-The layer stays what it is: the same module, class and forward, so every technique that knows linear layers still does,
-and no parameter changes its name. `lora_A` and `lora_B` become its children, and a hook adds what they say. The file
-format of `peft` has the same names.
+A linear layer with an adapter stays the same module with the same class and `forward`, so everything that handles
+linear layers (sharding, tensor parallelism, kernels) still applies, and no parameter changes its name. Two matrices,
+`lora_A` and `lora_B`, become its children, and a forward hook adds `lora_B(lora_A(x)) * scale` to its output. The files
+of `peft` have the same names.
 """
 
 from __future__ import annotations
@@ -33,39 +34,40 @@ from plait.distributed import is_sharded
 from plait.errors import CheckpointError, ConfigError, ModelError, Problem
 from plait.models import build_model
 
-# Modules that post-training adds to a model. Each fills itself, whatever the model thinks of initial values.
+# Modules that post-training adds to a model. They set their own initial values; the model's initializer does not.
 
 
 class AddedModule(nn.Module):
     """A module that was added to the described model."""
 
     def reset_parameters(self) -> None:
-        """Fill the parameters."""
+        """Set the initial values of the parameters."""
         raise NotImplementedError
 
 
 class LoraDown(nn.Linear, AddedModule):
-    """`A`: from the features to the rank. Starts as any linear layer of torch does, and as `peft` has it."""
+    """`A`: from the input features to the rank. Initialized like `nn.Linear`, as in `peft`."""
 
     def __init__(self, features: int, rank: int) -> None:
         super().__init__(features, rank, bias=False)
 
 
 class LoraUp(nn.Linear, AddedModule):
-    """`B`: from the rank to the features. Starts at zero, so that the adapter changes nothing at first."""
+    """`B`: from the rank to the output features. Initialized to zero, so that the adapter changes nothing at first."""
 
     def __init__(self, rank: int, features: int) -> None:
         super().__init__(rank, features, bias=False)
 
     def reset_parameters(self) -> None:
-        """All zero."""
+        """Set all values to zero."""
         nn.init.zeros_(self.weight)
 
 
 class ValueHead(AddedModule):
-    """One number for each token, in the place of the layer that gave logits. Always in fp32.
+    """An output layer that returns one number for each token instead of logits. It computes in fp32.
 
-    It is called as that layer was, and lets go what it does not need: labels, and the embedding of a tied head.
+    It is called with the arguments of the layer that it replaces, and ignores those that it does not need: labels, and
+    the weight of a tied embedding.
     """
 
     def __init__(self, features: int) -> None:
@@ -74,11 +76,11 @@ class ValueHead(AddedModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small, so that all answers are worth about the same at first."""
+        """Set small random values, so that all answers have about the same value at first."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, hidden: Tensor, *_: object) -> Tensor:
-        """(…, features) to (…)."""
+        """Return a value for each token: from (…, features) to (…)."""
         return F.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
@@ -88,19 +90,19 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether an adapter may stand beside a module."""
+    """Whether a module can have an adapter: a linear layer that is not part of an adapter itself."""
     plain = isinstance(module, nn.Linear) and not isinstance(module, LoraDown | LoraUp)
     return plain or is_transposed(module)
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """Input and output features."""
+    """Return the numbers of input and output features of a linear layer."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (rows, columns) if is_transposed(module) else (columns, rows)
 
 
 def add_adapter(module: nn.Module, *, rank: int, scale: float, dropout: float) -> None:
-    """Put an adapter beside a linear layer, on the layer's device and in its dtype."""
+    """Add an adapter to a linear layer, on the layer's device and in its dtype."""
     inputs, outputs = features_of(module)
     weight: Any = module.weight
     down, up = LoraDown(inputs, rank), LoraUp(rank, outputs)
@@ -112,7 +114,7 @@ def add_adapter(module: nn.Module, *, rank: int, scale: float, dropout: float) -
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether there is one."""
+    """Whether a module has an adapter."""
     return isinstance(module._modules.get("lora_B"), LoraUp)
 
 
@@ -134,7 +136,7 @@ def _add_adapter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it would be without its adapters."""
+    """Disable the adapters of a model in this context."""
     layers: list[Any] = [module for module in model.modules() if has_adapter(module) and module.lora_on]
     for layer in layers:
         layer.lora_on = False
@@ -146,12 +148,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merge(model: nn.Module) -> int:
-    """Add every adapter to its layer's weight and switch it off; returns how many there were. For whole weights."""
+    """Add every adapter to its layer's weight and disable it; return how many there were.
+
+    Raise a `ModelError` if the weights are sharded or quantized.
+    """
     return _move(model, 1.0)
 
 
 def unmerge(model: nn.Module) -> int:
-    """Take every merged adapter out of its layer's weight again and switch it on; returns how many there were."""
+    """Subtract every merged adapter from its layer's weight and enable it again; return how many there were."""
     return _move(model, -1.0)
 
 
@@ -174,20 +179,20 @@ def _move(model: nn.Module, sign: float) -> int:
 
 
 def difference(down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """What an adapter adds to a weight of (out, in)."""
+    """Return the matrix (out, in) that an adapter adds to its layer's weight."""
     return (up @ down) * scale
 
 
-# Which layers get an adapter, and what learns afterwards.
+# Which layers get an adapter, and which parameters are trained.
 
 
 ALL = "linear"
-"""The word for every linear layer inside the blocks."""
+"""The value of `lora.targets` for every linear layer inside the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """How large adapters are and how much they count."""
+    """The rank, scale and dropout of adapters."""
 
     rank: int
     alpha: float
@@ -196,17 +201,17 @@ class AdapterSpec:
 
     @classmethod
     def of(cls, config: LoraConfig) -> AdapterSpec:
-        """As the section says."""
+        """Return the values of the section `lora`."""
         return cls(config.rank, config.alpha, config.dropout, config.scaled_by_root)
 
     @property
     def scale(self) -> float:
-        """What the product of both matrices is multiplied by."""
+        """The factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.scaled_by_root else self.rank)
 
 
 def attach(model: nn.Module, spec: AdapterSpec, targets: Sequence[str]) -> list[str]:
-    """Give every target an adapter; returns their names. A word that fits no linear layer is an error."""
+    """Add an adapter to every target; return their names. A target that matches no layer raises a `ConfigError`."""
     names = find_targets(model, targets)
     for name in names:
         add_adapter(model.get_submodule(name), rank=spec.rank, scale=spec.scale, dropout=spec.dropout)
@@ -214,7 +219,7 @@ def attach(model: nn.Module, spec: AdapterSpec, targets: Sequence[str]) -> list[
 
 
 def lora_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that have an adapter."""
+    """Return the names of the layers that have an adapter."""
     return [name for name, module in model.named_modules() if has_adapter(module)]
 
 
@@ -240,7 +245,10 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def freeze_others(model: nn.Module, also: Sequence[str]) -> None:
-    """Let only what was added learn, and parameters whose names fit `also`."""
+    """Freeze all parameters but those of added modules and those whose names match a pattern of `also`.
+
+    A pattern that matches no parameter raises a `ConfigError`.
+    """
     trained = {
         id(param)
         for child in model.modules()
@@ -267,7 +275,7 @@ def _inside_blocks(model: nn.Module, linear: list[str]) -> list[str]:
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Modules whose weight is another one's too."""
+    """Return the names of modules that share their weight with another module."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if (weight := module._parameters.get("weight")) is not None:
@@ -279,11 +287,11 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
-# How the ranks of a tensor-parallel group share adapters: as they share the layers beside them.
+# How the ranks of a tensor-parallel group divide an adapter: as they divide its layer.
 #
-# A layer whose output features are shared has a whole `A`, of which every rank has a summand of the gradient, and a `B`
-# by output features. One whose input features are shared has an `A` by input features, whose results are added, and a
-# whole `B`.
+# If the layer is cut along its output features, `B` is cut along them too, and every rank has all of `A`, whose
+# gradient is the sum of those of the ranks. If the layer is cut along its input features, `A` is cut along them too,
+# the ranks' outputs of `A` are summed, and every rank has all of `B`.
 
 
 _COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads"})
@@ -291,7 +299,7 @@ _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 
 def with_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """A tensor plan for a model with adapters, from the plan of the model without them."""
+    """Return the tensor plan (a style per module) of a model with adapters, given the one without them."""
     from plait.distributed import enclosing_module
 
     extended = dict(styles)
@@ -299,7 +307,8 @@ def with_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
         style = styles.get(name)
         if not has_adapter(module) or style in (None, "replicate", "inner"):
             continue
-        # Inside a region the input has been brought into shared work; elsewhere `B` does so itself.
+        # Inside a region, the region sums the gradient of its input over ranks, and `A` has partial gradients; outside
+        # of one, `B` sums the gradient of its own input.
         before = "inner" if enclosing_module(name, styles, "region") is not None else "sequence"
         if style in _COLUMNS:
             down, up = before, "colwise_gather" if style == "colwise_gather" else "colwise"
@@ -308,7 +317,7 @@ def with_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
         elif style == "qkv_heads":
             down, up = before, "qkv_heads"
             parent = model.get_submodule(name.rpartition(".")[0])
-            module.head_dim = parent.head_dim  # `B` is cut by heads too, and looks for their width around itself
+            module.head_dim = parent.head_dim  # `B` is cut by heads too, and reads their width from its parent
         else:
             message = f"{name!r} has an adapter, and the tensor plan gives it {style!r}, which an adapter cannot follow"
             raise ConfigError(Problem("lora.targets", message, "Leave it out, or use strategy.layout.tp: 1."))
@@ -316,19 +325,23 @@ def with_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
     return extended
 
 
-# A checkpoint with adapters, seen as one without: every adapter added to its matrix as it is read.
+# A checkpoint with adapters, presented as one without: each adapter is added to its weight when that is read.
 
 
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
 def has_adapters(source: Source) -> bool:
-    """Whether there are any."""
+    """Whether a checkpoint has adapters."""
     return any(name.startswith("model.") and name.endswith(_UP) for name in source.entries)
 
 
 def merged(source: Source, *, trust_code: bool = False) -> Source:
-    """The model of a run with `lora`, whole; no optimizer goes with it, whose state belongs to the adapters."""
+    """Return the checkpoint of a run with `lora`, with its adapters merged into the weights.
+
+    It has no optimizer state, since that belongs to the adapters. A checkpoint with quantized weights, or without the
+    frozen ones, raises a `CheckpointError`.
+    """
     config: Mapping[str, Any] = source.state.get("config") or {}
     if any(name.endswith(".weight_codes") for name in source.entries):
         raise CheckpointError(
@@ -355,7 +368,7 @@ def merged(source: Source, *, trust_code: bool = False) -> Source:
 
 
 def _transposed(source: Source, layers: list[str], trust_code: bool) -> set[str]:
-    """Layers whose weight is (in, out): `Conv1D` of `transformers`."""
+    """Return the layers whose weight is (in, out): `Conv1D` of `transformers`."""
     stored = {"model": source.state["config"]["model"]}
     described = parse_stored(stored, source.description, trust_code=trust_code).model
     if described is None or described.type != "hf":
@@ -383,9 +396,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "value_head.safetensors"
-"""Beside the adapter of a reward model: its head, which `peft` does not know."""
+"""File with the value head of a reward model, which the format of `peft` has no place for."""
 PREFIX = "base_model.model."
-"""What `peft` puts before every name."""
+"""The prefix of every tensor name in the files of `peft`."""
 
 _MUST_BE_OFF: Mapping[str, Any] = {
     "use_dora": False,
@@ -398,12 +411,12 @@ _MUST_BE_OFF: Mapping[str, Any] = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-"""What `peft` can do beyond plain adapters, and the value with which it does not."""
+"""Options of `peft` that are not supported, each with the value that means it is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that was read: what it is like, which layers it belongs to, and its matrices by name."""
+    """An adapter that was read from a folder: its spec, the names of its layers, and its matrices by name."""
 
     path: Path
     spec: AdapterSpec
@@ -412,10 +425,13 @@ class Adapter:
     head: Mapping[str, Tensor] = field(default_factory=dict)
     """The value head of a reward model, by its name in the model."""
     base: str | None = None
-    """The model that it was trained on, as its file names it."""
+    """The path or name of its base model, from its file."""
 
     def strange_base(self, base: str | None) -> str | None:
-        """What is to be said where it names another base than this one; folders may have been moved."""
+        """Return a warning if the adapter names another base model; None if not.
+
+        Only the last parts of the paths are compared, since folders may have been moved.
+        """
         if self.base is None or base is None or Path(self.base).name == Path(base).name:
             return None
         return (
@@ -424,7 +440,7 @@ class Adapter:
         )
 
     def check(self, model: nn.Module) -> None:
-        """Refuse an adapter that is of other layers, or of other sizes."""
+        """Raise a `ModelError` if the adapter has other layers or shapes than the adapters of the model."""
         have = set(lora_layers(model))
         problems = [f"{name}: the model has no adapter there" for name in self.layers if name not in have]
         problems += [f"{name}: not in the file" for name in sorted(have - set(self.layers))]
@@ -440,10 +456,10 @@ class Adapter:
 
 
 def read_adapter(path: str | Path, model: nn.Module | None = None) -> Adapter:
-    """Read a folder that `peft` or `save_adapter` wrote.
+    """Return the adapter in a folder that `peft` or `save_adapter` wrote.
 
-    What plain adapters cannot express (other ranks for some layers, DoRA, biases, whole modules) is an error that
-    names it. With a `model`, layers must be its linear ones.
+    Raise a `CheckpointError` if it has options that are not supported here (other ranks for some layers, DoRA, biases,
+    whole modules). With `model`, raise a `ModelError` if a layer is not one of its linear layers.
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file():
@@ -515,11 +531,11 @@ def save_adapter(
     task: str | None = None,
     head: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write an adapter, and read it back to be sure that it is there.
+    """Write an adapter in the format of `peft`, and read it back to verify it; return the folder.
 
-    `tensors` are whole, by their names in the model: `….lora_A.weight`, `….lora_B.weight`. `transposed`: the layers
-    are `Conv1D` of `transformers`. `task` is the word of `peft` for what the model does (`CAUSAL_LM`); it then expects
-    a model that generates as those of `transformers` do. `head` is the value head of a reward model.
+    `tensors` are not sharded, and have their names in the model: `….lora_A.weight`, `….lora_B.weight`. `transposed`:
+    the layers are `Conv1D` of `transformers`. `task` is the `task_type` of `peft`; with `CAUSAL_LM` it expects a model with
+    the `generate` of `transformers`. `head` is the value head of a reward model.
     """
     folder = Path(path)
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -541,7 +557,7 @@ def save_adapter(
         "init_lora_weights": True,
     }
     try:
-        with staging_path(folder / "adapter") as staged:  # all is written before the first file gets its name
+        with staging_path(folder / "adapter") as staged:  # all files are written before any is moved to its final name
             staged.mkdir()
             weights = {f"{PREFIX}{name}": tensor for name, tensor in kept.items()}
             save_file(weights, staged / WEIGHTS, metadata={"format": "pt"})
@@ -568,19 +584,22 @@ def _verify(folder: Path, kept: Mapping[str, Tensor]) -> None:
 
 
 def has_transposed(model: nn.Module, layers: Sequence[str]) -> bool:
-    """Whether the layers are `Conv1D` of `transformers`. Files say it once for all."""
+    """Whether the layers are `Conv1D` of `transformers`; raise a `ModelError` if only some are.
+
+    The files of `peft` have one value for all layers.
+    """
     orientations = {is_transposed(model.get_submodule(name)) for name in layers}
     if len(orientations) > 1:
         raise ModelError("adapters beside both Linear and Conv1D layers cannot be saved in one folder")
     return orientations == {True}
 
 
-# Frozen matrices in 8 or 4 bits a number, beside adapters in full precision (Dettmers et al., 2023).
+# Frozen weights quantized to 8 or 4 bits, with adapters in full precision (QLoRA; Dettmers et al., 2023).
 #
-# A block is 64 neighbours of the matrix, with one fp32 scale. `int8`: 255 even steps. `nf4`: 16 levels that split a
-# normal distribution evenly, two codes a byte. Codes are buffers, whole on every rank: of such a model, ZeRO shards
-# what is trained. The product is differentiated with respect to its input only, and the matrix is unpacked again for
-# that, so that it never lies around whole.
+# 64 consecutive values of a weight are a block with one fp32 scale. `int8`: 255 equidistant levels. `nf4`: 16 quantiles
+# of the normal distribution, two codes per byte. Codes are buffers, which every rank has completely: ZeRO shards only
+# the trained parameters of such a model. Only the gradient of the input is computed; the backward pass unpacks the
+# weight a second time, so that the unpacked weight is never kept.
 
 
 QuantFormat = Literal["int8", "nf4"]
@@ -588,7 +607,7 @@ BLOCK = 64
 
 
 def _normal_levels() -> tuple[float, ...]:
-    """16 quantiles of a normal distribution, one of them zero, from -1 to 1; one more above zero than below."""
+    """Return 16 quantiles of a normal distribution scaled to [-1, 1]: 7 below zero, zero, and 8 above."""
     outermost, cut = 0.9677083, NormalDist().inv_cdf
     above = [cut(outermost + (0.5 - outermost) * step / 8) for step in range(8)]
     below = [-cut(outermost + (0.5 - outermost) * step / 7) for step in range(7)]
@@ -599,7 +618,7 @@ NF4 = _normal_levels()
 
 
 def pack(weight: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix."""
+    """Return the codes and the scales of a matrix."""
     flat = weight.detach().float().flatten()
     blocks = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True)
@@ -612,7 +631,7 @@ def pack(weight: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scales: Tensor, fmt: QuantFormat, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The matrix that codes and scales stand for."""
+    """Return the matrix that codes and scales represent."""
     if fmt == "int8":
         unit = codes.float() / 127
     else:
@@ -622,7 +641,7 @@ def unpack(codes: Tensor, scales: Tensor, fmt: QuantFormat, shape: torch.Size, d
 
 
 class Quantized(nn.Module):
-    """What the class of a linear layer is extended by, once its matrix is packed."""
+    """The base class that `quantize` adds to a linear layer: its weight is stored as codes and scales."""
 
     weight_codes: Tensor
     weight_scales: Tensor
@@ -630,13 +649,13 @@ class Quantized(nn.Module):
     packed_shape: torch.Size
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's product, in the format of the input."""
+        """Return the output of the linear layer, in the dtype of the input."""
         y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
         bias = self._parameters.get("bias")
         return y if bias is None else y + bias.to(y.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The matrix as (out, in)."""
+        """Return the weight as a matrix (out, in)."""
         whole = unpack(self.weight_codes, self.weight_scales, self.packed_format, self.packed_shape, dtype)
         return whole.t() if is_transposed(self) else whole
 
@@ -653,7 +672,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(model: nn.Module, names: list[str], fmt: QuantFormat) -> None:
-    """Pack the matrices of linear layers, in place. Names of all other tensors stay."""
+    """Quantize the weights of linear layers, in place. All other tensors keep their names."""
     for name in names:
         module = model.get_submodule(name)
         weight = module._parameters.pop("weight")
@@ -668,7 +687,10 @@ def quantize(model: nn.Module, names: list[str], fmt: QuantFormat) -> None:
 
 @contextmanager
 def whole_weight(module: nn.Module) -> Iterator[None]:
-    """A layer with its whole matrix, to be set; packed again afterwards. Any other module stays as it is."""
+    """Give a quantized layer an unquantized weight in this context, to be set; quantize it when the context ends.
+
+    Other modules are not changed.
+    """
     if not isinstance(module, Quantized):
         yield
         return

@@ -1,6 +1,7 @@
-"""What a model answers in each phase: the loss of its pairs, where it would have answered with logits.
+"""The losses of reward models and DPO, and the classes that let a model return them instead of logits.
 
-Each is a class that a model is extended by (see [Note: a model is extended, not wrapped] in `extend`).
+A model gets such a class as an additional base class: see [Note: a model is extended, not wrapped] in
+`posttrain/start.py`. A pair is a chosen and a rejected answer to the same prompt.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from plait.errors import ModelError
 from plait.models import IGNORE_INDEX, LossTerm
 from plait.posttrain.lora import AddedModule, adapters_off
 
-# Losses over a chosen and a rejected answer. Each is of one pair and knows no others, so no cut changes it.
+# Losses of pairs, one value per pair. A pair's loss does not depend on other pairs, so it is the same for every way to
+# split a batch.
 #
-# `chosen` and `rejected` are log-ratios: how much likelier an answer is to the policy than to the reference. Without a
-# reference they are the policy's own log-probabilities.
+# In the DPO losses `chosen` and `rejected` are log-ratios: the log-probability of an answer under the policy minus that
+# under the reference. Without a reference they are the log-probabilities under the policy.
 
 
 def reward_loss(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, center: float = 0.0) -> Tensor:
-    """Of two rewards: the chosen one should be larger, by a margin if asked (Bradley and Terry).
+    """Return the Bradley-Terry loss: the reward of the chosen answer should exceed the other one by `margin`.
 
-    `center` weighs the square of their sum, which keeps rewards around zero.
+    `center` is the weight of a penalty, the square of their sum, which keeps rewards around zero.
     """
     loss = -F.logsigmoid(chosen - rejected - margin)
     return loss + center * (chosen + rejected) ** 2 if center else loss
 
 
 def parted(chosen: Tensor, rejected: Tensor, chosen_last: Tensor, rejected_last: Tensor) -> Tensor:
-    """Where two rows of tokens are not the same any more, up to the end of the longer one.
+    """Return a mask (pairs, tokens): true from where two rows of tokens first differ to the end of the longer one.
 
-    `…_last` are the positions of their last tokens. One that has ended differs from one that goes on.
+    `…_last` are the positions of their last tokens. Where one row has ended and the other has not, they differ.
     """
     positions = torch.arange(chosen.shape[1], device=chosen.device)
     shorter, longer = torch.minimum(chosen_last, rejected_last), torch.maximum(chosen_last, rejected_last)
@@ -45,18 +47,24 @@ def parted(chosen: Tensor, rejected: Tensor, chosen_last: Tensor, rejected_last:
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Rafailov et al., 2023; with `label_smoothing`, the conservative form for labels that may be wrong."""
+    """Return the DPO loss (Rafailov et al., 2023).
+
+    `label_smoothing` is the assumed probability that the answers of a pair are swapped (conservative DPO).
+    """
     ahead = beta * (chosen - rejected)
     return -F.logsigmoid(ahead) * (1.0 - label_smoothing) - F.logsigmoid(-ahead) * label_smoothing
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Azar et al., 2023: a squared distance from `1 / (2 beta)`, so that likely pairs stop pulling."""
+    """Return the IPO loss (Azar et al., 2023): the squared distance of the margin from `1 / (2 beta)`.
+
+    So a pair with a margin that is large enough is not pushed further apart.
+    """
     return (chosen - rejected - 1.0 / (2.0 * beta)) ** 2
 
 
 def hinge_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """Zhao et al., 2023 (SLiC): nothing more to learn once a pair is ahead by `1 / beta`."""
+    """Return the hinge loss (SLiC; Zhao et al., 2023): zero once the margin is `1 / beta`."""
     return F.relu(1.0 - beta * (chosen - rejected))
 
 
@@ -69,9 +77,10 @@ def kto_loss(
     desirable: float = 1.0,
     undesirable: float = 1.0,
 ) -> Tensor:
-    """Ethayarajh et al., 2024: each answer by itself is better or worse than a reference point.
+    """Return the KTO loss (Ethayarajh et al., 2024), the sum of a loss of each answer alone.
 
-    `point` is how far the policy has moved on the whole (a KL divergence, not negative); it is not differentiated.
+    Each log-ratio is compared with `point`, an estimate of the KL divergence of the policy from the reference, which is
+    not negative and gets no gradient. `desirable` and `undesirable` are the weights of chosen and rejected answers.
     """
     good = desirable * (1.0 - (beta * (chosen - point)).sigmoid())
     bad = undesirable * (1.0 - (beta * (point - rejected)).sigmoid())
@@ -79,11 +88,11 @@ def kto_loss(
 
 
 def apo_zero_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """D'Oosterlinck et al., 2024: chosen answers become likelier, rejected ones less likely."""
+    """Return the APO-zero loss (D'Oosterlinck et al., 2024): chosen answers become likelier, rejected ones less."""
     return (1.0 - (beta * chosen).sigmoid()) + (beta * rejected).sigmoid()
 
 
-# How likely a model finds tokens that are given.
+# Log-probabilities of given tokens.
 
 
 CHUNK_TOKENS = 4096
@@ -91,9 +100,9 @@ CHUNK_TOKENS = 4096
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probability of each label, in fp32; zero where the label is -100. Shapes (…, vocabulary) and (…).
+    """Return the log-probability of each label, in fp32; zero where the label is -100.
 
-    Logits of which each rank has some words are put together first.
+    Shapes are (…, vocabulary) and (…). Logits that are sharded along the vocabulary are gathered first.
     """
     if is_sharded(logits):
         logits = logits.full_tensor()
@@ -106,27 +115,28 @@ def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy of the distribution at each place, in fp32."""
+    """Return the entropy of the distribution at each position, in fp32."""
     logs = logits.float().log_softmax(-1)
     return -(logs.exp() * logs).sum(-1)
 
 
 def as_bits(numbers: Tensor) -> Tensor:
-    """fp32 numbers as whole ones with the same bits, for inputs of a model that are no activations.
+    """Return fp32 numbers as int32 with the same bits, for inputs of a model that must not be cast.
 
     [Note: inputs that keep their precision]
-    Floating-point inputs are cast to the compute format. A log-probability of −200 would be off by a half in bf16, and
-    what is learned from is its difference from another one.
+    Floating-point inputs of a model are cast to the compute dtype. In bf16 a log-probability of −200 has a rounding
+    error of up to 0.5, and the loss depends on its small difference from another log-probability. So such inputs are
+    passed as integers, which are not cast; `from_bits` restores them.
     """
     return numbers.float().contiguous().view(torch.int32)
 
 
 def from_bits(numbers: Tensor) -> Tensor:
-    """What `as_bits` was given; fp32 numbers stay as they are."""
+    """Return the fp32 numbers that `as_bits` was given; fp32 numbers are returned unchanged."""
     return numbers.view(torch.float32) if numbers.dtype == torch.int32 else numbers
 
 
-# Numbers of a step that are added over its micro-batches, and over ranks once it is over.
+# Metrics of a step: sums over its micro-batches, and over ranks when the step ends.
 
 
 class MetricSums:
@@ -141,7 +151,7 @@ class MetricSums:
         self._seen.append(torch.stack(numbers))
 
     def finish(self, group: dist.ProcessGroup | None) -> Tensor | None:
-        """The sums over the step, on all ranks of a group that saw other data; None where nothing was noted."""
+        """Return the sums over the step and the ranks of `group`, in the order of `add`; None if nothing was added."""
         if not self._seen:
             return None
         sums = torch.stack(self._seen).sum(0)
@@ -152,12 +162,15 @@ class MetricSums:
 
 
 class Rewarding(nn.Module):
-    """A model with a value head: a number for each token, or the loss of pairs."""
+    """A reward model in training: a model with a value head, which returns values or the loss of pairs."""
 
     reward: ClassVar[RewardConfig]
 
     def forward(self, input_ids: Tensor, last: Tensor | None = None, **inputs: Any) -> Any:
-        """With `last`, where each row ends: rows are pairs, all chosen ones first. Without: a value for each token."""
+        """Return the loss and the rewards of pairs if `last` is given, otherwise the value of each token.
+
+        `last` is the position of each row's last token; the rows of all chosen answers come before the rejected ones.
+        """
         values: Tensor = super().forward(input_ids, **inputs)
         if last is None:
             return values
@@ -166,7 +179,7 @@ class Rewarding(nn.Module):
         if reward.tokens == "last":
             losses = reward_loss(chosen, rejected, margin=reward.margin, center=reward.center)
         else:
-            # An answer that has ended keeps the number that it ended with.
+            # After its last token, an answer keeps the value of that token.
             positions = torch.arange(values.shape[1], device=values.device).minimum(last[:, None])
             per_token = reward_loss(
                 *values.gather(1, positions).float().chunk(2), margin=reward.margin, center=reward.center
@@ -177,14 +190,18 @@ class Rewarding(nn.Module):
 
 
 class Preferring(nn.Module):
-    """A model that learns from pairs directly."""
+    """A policy in DPO: a model that returns the loss of pairs."""
 
     dpo: ClassVar[DpoConfig]
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, reference: Tensor | None = None, **inputs: Any
     ) -> Any:
-        """With labels: rows are pairs, all chosen ones first. Without: logits."""
+        """Return the loss and the log-probabilities of pairs if there are labels, otherwise logits.
+
+        The rows of all chosen answers come before those of the rejected ones. `reference` has the log-probability of
+        each row under the reference, as bits.
+        """
         if labels is None:
             return super().forward(input_ids, **inputs)
         dpo, lengths = self.dpo, (labels != IGNORE_INDEX).sum(-1)
@@ -230,9 +247,10 @@ class Preferring(nn.Module):
 
 
 class Drift(AddedModule):
-    """How far the policy has moved on the whole: the mean log-ratio over all answers of the step before.
+    """The reference point of KTO: the mean log-ratio over all answers of the previous step, at least zero.
 
-    Taken from a whole step, it depends on neither ranks nor micro-batches; a step late, it needs no second pass.
+    As a mean over a whole step, it does not depend on the number of ranks and micro-batches; as that of the previous
+    step, it needs no additional forward pass.
     """
 
     mean: Tensor
@@ -243,16 +261,16 @@ class Drift(AddedModule):
         self._sums = MetricSums()
 
     def reset_parameters(self) -> None:
-        """At first it has not moved."""
+        """Set the mean to zero: at first policy and reference are equal."""
         self.mean.zero_()
 
     def add(self, chosen: Tensor, rejected: Tensor) -> None:
-        """Add one micro-batch."""
+        """Add the log-ratios of one micro-batch."""
         ratios = torch.cat((chosen, rejected)).detach().double()
         self._sums.add(ratios.sum(), len(ratios), device=ratios.device)
 
     def finish(self, group: dist.ProcessGroup | None) -> None:
-        """The step is over, on all ranks that saw other data."""
+        """Set the mean from the sums over the step, and over the ranks of `group`, which have other data."""
         sums = self._sums.finish(group)
         if sums is not None:
             with torch.no_grad():
@@ -260,10 +278,10 @@ class Drift(AddedModule):
 
 
 class Drifting(Preferring):
-    """One whose loss needs a reference point."""
+    """A policy with the KTO loss, which needs a reference point."""
 
     def after_step(self, group: dist.ProcessGroup | None, *, updated: bool | Tensor) -> None:
-        """Move the reference point."""
+        """Update the reference point at the end of a step."""
         inherited = getattr(super(), "after_step", None)
         if inherited is not None:
             inherited(group, updated=updated)
@@ -273,12 +291,12 @@ class Drifting(Preferring):
 
 
 def rewarding(config: RewardConfig) -> type[nn.Module]:
-    """The class to extend a model by, for `plait reward`."""
+    """Return the class that a model is extended by in `plait reward`."""
     return type("Rewarding", (Rewarding,), {"reward": config})
 
 
 def preferring(model: nn.Module, config: DpoConfig) -> type[nn.Module]:
-    """The class to extend a model by, for `plait dpo`; the model gets what the loss needs."""
+    """Return the class that a model is extended by in `plait dpo`; for KTO, add the reference point to the model."""
     if config.loss != "kto":
         return type("Preferring", (Preferring,), {"dpo": config})
     if hasattr(model, "drift"):

@@ -1,4 +1,4 @@
-"""Measures of pairs, and the picture of how far they can be trusted."""
+"""Metrics of pairs (a chosen and a rejected answer), and an image of the model's calibration."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ MARGIN_BINS = 30
 
 
 class PairScore(NamedTuple):
-    """What a model gave both answers of a pair."""
+    """The rewards of both answers of a pair; for DPO, the implicit ones."""
 
     chosen: float
     rejected: float
 
 
 class Preferences(Metric):
-    """How often, and by how much, the chosen answer is ahead."""
+    """How often, and by how much, the reward of the chosen answer is the higher one."""
 
     def __init__(self) -> None:
         self.scores: list[PairScore] = []
-        """Of the pairs that were measured last, on every rank."""
+        """The scores of the last validation, of all ranks."""
 
     def measure(self, outputs: Any, inputs: Any) -> Sequence[tuple[float, float]]:
-        """The two numbers of each pair."""
+        """Return the rewards (chosen, rejected) of each pair of a micro-batch."""
         return list(zip(outputs["chosen"].tolist(), outputs["rejected"].tolist(), strict=True))
 
     def summarize(self, records: Sequence[tuple[float, float]]) -> Mapping[str, float]:
-        """Accuracy, mean margin, means of both, and the error of calibration."""
+        """Return the accuracy, the means of margin and rewards, and the calibration error; NaN without pairs."""
         self.scores = scores = [PairScore(*record) for record in records]
         if not scores:
             return dict.fromkeys(("accuracy", "margin", "chosen", "rejected", "calibration_error"), math.nan)
         count = len(scores)
-        # A pair that is equal tells nothing: half right.
+        # A pair with equal rewards counts as half right.
         right = sum((s.chosen > s.rejected) + 0.5 * (s.chosen == s.rejected) for s in scores)
         return {
             "accuracy": right / count,
@@ -55,17 +55,17 @@ class Preferences(Metric):
 
 
 class Bin(NamedTuple):
-    """Pairs about which a model is about equally sure."""
+    """Pairs for which the model's confidence is about equal."""
 
     predicted: float
-    """Mean probability that the one it prefers is the better one."""
+    """Mean probability that the model gives to the answer it prefers."""
     observed: float
-    """How often it is."""
+    """The share of pairs in which that answer is the chosen one."""
     count: int  # type: ignore[assignment]  # hides tuple.count, on purpose
 
 
 def calibration(scores: Sequence[PairScore], bins: int = BINS) -> list[Bin]:
-    """How sure a model is, from even to certain, beside how often it is right; bins without a pair are left out."""
+    """Return pairs grouped by the model's confidence, from 0.5 to 1, with how often it is right; no empty bins."""
     by_bin: dict[int, list[tuple[float, float]]] = {}
     for score in scores:
         margin = score.chosen - score.rejected
@@ -79,7 +79,7 @@ def calibration(scores: Sequence[PairScore], bins: int = BINS) -> list[Bin]:
 
 
 def draw_calibration(scores: Sequence[PairScore]) -> str:
-    """An SVG image: how sure the model is against how often it is right, and a histogram of the margins."""
+    """Return an SVG image: the accuracy by confidence of the model, and a histogram of the margins."""
     bins, margins = calibration(scores), [score.chosen - score.rejected for score in scores]
     low, high = min(margins), max(margins)
     if low == high:  # one bar, around its value
@@ -111,7 +111,7 @@ def draw_calibration(scores: Sequence[PairScore]) -> str:
 
 
 class CalibrationPlot(Hook):
-    """Draws `calibration.svg` into the run's folder at the end, of the last validation."""
+    """Writes `calibration.svg`, of the last validation, into the run's folder at the end."""
 
     name = "calibration"
     priority = 60
@@ -120,7 +120,7 @@ class CalibrationPlot(Hook):
         self._metric = metric
 
     def after_run(self, runner: Runner) -> None:
-        """The main rank draws; all ranks have all pairs."""
+        """Write the image on the main rank; every rank has the scores of all pairs."""
         if runner.world.is_main and self._metric.scores:
             path = Path(runner.config.work_dir) / "calibration.svg"
             path.write_text(draw_calibration(self._metric.scores), encoding="utf-8")

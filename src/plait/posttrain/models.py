@@ -1,4 +1,4 @@
-"""From a run description to the model of its phase."""
+"""Build the model of a phase from its run description."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from plait.posttrain.rl.settings import Online
 from plait.posttrain.start import extend, open_start, swap_head
 
 Answering = Callable[[nn.Module], type[nn.Module]]
-"""From a model to the class that it is to be extended by."""
+"""A function from a model to the class that it is extended by: see [Note: a model is extended, not wrapped],
+`posttrain/start.py`."""
 
 
 def make_model(config: RunConfig) -> nn.Module:
-    """The model as its phase needs it, on whatever device is current; on `meta` without values."""
+    """Return the model of the phase, with its head, adapter and first weights, on the current device.
+
+    On `meta` it has no values.
+    """
     assert config.model is not None
     section, phase = config.posttrain or PosttrainConfig(), config.phase
     answering: Answering | None = None
@@ -41,10 +45,10 @@ def make_model(config: RunConfig) -> nn.Module:
 
 
 def make_generator_model(config: RunConfig) -> nn.Module:
-    """The policy as one that only writes, with the parameters of `make_model` under the same names.
+    """Return the model that generates the policy's answers; its parameters have the names of `make_model`.
 
-    What it answers to labels is of no use there, and kernels for single tokens know plain models only. Adapters stay
-    beside their matrices: added to them, their share would be rounded to the matrix's own steps, or away.
+    Without an adapter it is the plain model: generation needs no loss, and the decoding kernels support only plain
+    models. Adapters are not merged into their weights: in the weights' dtype small changes would be rounded away.
     """
     assert config.model is not None
     return build_model(config.model, trust_code=config.trust_code) if config.lora is None else make_model(config)
@@ -58,7 +62,7 @@ def make_value_model(
     *,
     trust_code: bool = False,
 ) -> nn.Module:
-    """A model with a value head in the place of its logits, and weights to begin with."""
+    """Return a model with a value head instead of its output layer, and with the weights of `start`."""
     model = build_model(described, trust_code=trust_code)
     swap_head(model)
     return _make(model, described, start, answering, lora)

@@ -1,4 +1,9 @@
-"""What a step takes over from those before it: weights, adapter, tokenizer, and the judge."""
+"""Pipelines of `plait posttrain`: several phases (pretraining, SFT, reward model, DPO, PPO, GRPO), run in order.
+
+A *step* of a pipeline is one run of one phase, with its own folder. This module reads the description of a pipeline,
+sets in each step what follows from earlier steps (weights, adapter, tokenizer, reward model), checks all steps before
+the first one starts, and runs those that are not complete.
+"""
 
 from __future__ import annotations
 
@@ -64,16 +69,17 @@ WRITES = ("train", "sft", "dpo", "ppo", "grpo")
 
 @dataclass(frozen=True, slots=True)
 class PhaseStep:
-    """One step, described to the last setting."""
+    """One step of a pipeline, with its complete run description."""
 
     number: int
     phase: str
     parsed: Parsed
     after: tuple[PhaseStep, ...]
-    """The steps whose results it reads."""
+    """The earlier steps whose folders its run description names."""
     home: str
-    """The folder that its own description names, wherever the pipeline has put it."""
+    """The `work_dir` of its own description; the pipeline may have set another one, see `folder`."""
     chosen: bool = True
+    """Whether it is to be run; otherwise only its results are used."""
 
     @property
     def config(self) -> RunConfig:
@@ -82,12 +88,15 @@ class PhaseStep:
 
     @property
     def folder(self) -> Path:
-        """Where its result lies."""
+        """The folder of its run: checkpoints, log, report."""
         return Path(self.config.work_dir)
 
 
 def taken_over(phase: str, parsed: Parsed, earlier: Sequence[PhaseStep]) -> Iterator[str]:
-    """Settings that follow from earlier steps; what the description says itself stands."""
+    """Yield overrides (`key=value`) that follow from earlier steps, for keys that the description does not set.
+
+    These are the policy's weights, adapter and tokenizer, and the reward model of PPO.
+    """
     if phase == "train":
         return
     config, origins = parsed.config, parsed.origins
@@ -105,7 +114,7 @@ def taken_over(phase: str, parsed: Parsed, earlier: Sequence[PhaseStep]) -> Iter
 
 
 def _moved(config: RunConfig, earlier: Sequence[PhaseStep]) -> Iterator[str]:
-    """A description that names the folder of another one means that step, also where it lies elsewhere now."""
+    """Yield overrides for paths inside the `work_dir` of an earlier step that the pipeline put in another folder."""
     for key, path in start_paths(config).items():
         for step in earlier:
             if _inside(path, step.home) and Path(step.home).absolute() != step.folder.absolute():
@@ -119,7 +128,7 @@ def _inside(path: str | Path, folder: str | Path) -> bool:
 def _begin_with(policy: PhaseStep, config: RunConfig, origins: Mapping[str, str]) -> Iterator[str]:
     made = policy.config
     if _only_adapter(made) and config.lora is not None:
-        # Its checkpoint holds only the adapter. The next step starts from the same base, with that adapter.
+        # The checkpoint of that step has only the adapter. This step starts from the same base, with that adapter.
         start = made.posttrain.start if made.posttrain else None
         if start is not None:
             yield f"posttrain.start={start}"
@@ -132,12 +141,12 @@ def _begin_with(policy: PhaseStep, config: RunConfig, origins: Mapping[str, str]
 
 
 def _only_adapter(config: RunConfig) -> bool:
-    """Whether a checkpoint is a part of its model. Where everything is trained, it is whole."""
+    """Whether the checkpoints of a run have only the adapter and not the whole model."""
     return config.lora is not None and config.lora.only and config.checkpoint.trainable_only
 
 
 def unusable(step: PhaseStep, config: RunConfig) -> str | None:
-    """Why a later step cannot begin with what a step keeps; None where it can."""
+    """Return why a later step with this description cannot start from the checkpoint of `step`; None if it can."""
     if not step.config.checkpoint.last:
         return f"{step.phase} writes no checkpoint at its end: leave out its `checkpoint.last: false`"
     if _only_adapter(step.config) and (config.lora is None or step.phase == "reward"):
@@ -151,7 +160,7 @@ def unusable(step: PhaseStep, config: RunConfig) -> str | None:
 
 
 def _has_own_start(phase: str, config: RunConfig, policy: PhaseStep) -> bool:
-    """A reward model of another kind has weights of its own."""
+    """Whether a reward model starts from weights of its own: its `model.path` is not the one of the policy."""
     if phase != "reward" or not isinstance(config.model, HFConfig):
         return False
     theirs = policy.config.model
@@ -159,7 +168,7 @@ def _has_own_start(phase: str, config: RunConfig, policy: PhaseStep) -> bool:
 
 
 def read_by(config: RunConfig, earlier: Sequence[PhaseStep]) -> tuple[PhaseStep, ...]:
-    """The earlier steps whose folders a description names."""
+    """Return the earlier steps whose folders a run description names."""
     named = start_paths(config).values()
     return tuple(step for step in earlier if any(_inside(path, step.folder) for path in named))
 
@@ -168,17 +177,17 @@ def _said(origins: Mapping[str, str], path: str) -> bool:
     return origins.get(path, "default") != "default"
 
 
-# What a pipeline is asked for: a file of its own, a run description for each step, or words of `train.py`.
+# The description of a pipeline: a file with `steps`, or one run description per step.
 #
 # It is not a section of a run description, for the reason in [Note: a search is not a section of a run],
 # `tune/config.py`.
 
 
 COMMANDS = ("train", *PHASES)
-"""What a step can be; each is a command of `plait`."""
+"""The phases that a step can have; each is a command of `plait`."""
 
 OUTPUT = "runs/pipeline"
-"""Folder above the steps' own, where nothing else is said."""
+"""Default of the folder that contains the folders of the steps."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -189,7 +198,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "train": {"max_epochs": 1},
     }
 )
-"""A step that is asked for by number alone; the made-up task, where no data are named."""
+"""Settings of a step without a run description. Without data, the generated task is used."""
 
 
 class StepConfig(Section):
@@ -216,41 +225,44 @@ class PhasesConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class PhaseDescription:
-    """A step as it was asked for."""
+    """One step as the user describes it."""
 
     phase: str
     source: str | Mapping[str, Any]
-    """A file, or what one would hold."""
+    """The path of a run description, or its content."""
     settings: tuple[str, ...] = ()
     """Overrides, in order."""
     chosen: bool = True
-    """Whether it is to run; otherwise it only tells the others where its result is."""
+    """Whether it is to be run; otherwise later steps only use its results."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the step in messages."""
         return Path(self.source).name if isinstance(self.source, str) else f"step {self.phase}"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """All steps, and the folder above theirs."""
+    """A pipeline as the user describes it: all steps, and the folder that contains their folders."""
 
     steps: tuple[PhaseDescription, ...]
     output_dir: str = OUTPUT
     moved: bool = False
-    """Whether `output_dir` is for all steps, and not only for those that name no folder."""
+    """Whether `output_dir` applies to all steps; otherwise only to those whose description has no `work_dir`."""
 
 
 def from_files(files: Sequence[str]) -> Wanted:
-    """A file with `steps`, or a run description for each step."""
+    """Return the pipeline that files describe: one file with `steps`, or one run description per step."""
     if len(files) == 1 and "steps" in (content := read(files[0])):
         return _of_config(make_pipeline_config(content, origin=Path(files[0]).name), Path(files[0]).parent)
     return Wanted(tuple(PhaseDescription(phase_of(file), file) for file in files))
 
 
 def phase_of(file: str) -> str:
-    """Which phase a run description is of: as it says, by its sections, or by its name."""
+    """Return the phase of a run description: its key `phase`, or else what its file name or its sections imply.
+
+    Raise a `ConfigError` if they imply none, or several.
+    """
     content = read(file)
     if isinstance(said := content.get("phase"), str):
         return said
@@ -287,7 +299,10 @@ def _of_config(config: PhasesConfig, folder: Path) -> Wanted:
 
 
 def as_overrides(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """`{"optim": {"lr": 1}}` and `{"optim.lr": 1}` as `optim.lr=1`; a `type` first, since others depend on it."""
+    """Yield settings as overrides: `{"optim": {"lr": 1}}` and `{"optim.lr": 1}` both give `optim.lr=1`.
+
+    A `type` comes first, because it determines which other keys exist.
+    """
     for key, value in sorted(settings.items(), key=lambda item: item[0] != "type"):
         path = f"{above}{key}"
         if isinstance(value, Mapping) and value:
@@ -296,21 +311,21 @@ def as_overrides(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield f"{path}={json.dumps(value)}"
 
 
-# What the folder of a step says about it: new, begun, complete, or of another run.
+# The state of a step (new, begun or complete), from the files in its folder; and whether that folder may be used.
 
 
 DESCRIPTION = "step.yaml"
-"""In the folder of a step: all of its settings, as it was started with."""
+"""File in the folder of a step: the complete run description with which it was started."""
 
 _FREE = frozenset({"strategy", "log", "plan", "device", "backend", "timeout_s", "checkpoint", "deterministic"})
-"""Sections that may change between two attempts: they say how, not what."""
+"""Sections that may change when a step is started again: they do not change what is computed."""
 _FREE_KEYS = frozenset({"batch.micro", "batch.accumulation", "train.stop_after"})
 _CUT_SHORT = ("failed", "stopped at step", *STOPPED)
-"""How the reasons begin for which a run ends early and is to go on."""
+"""Prefixes of the reason in `report.json` if a run ended early and can be resumed."""
 
 
 class PhaseState(StrEnum):
-    """How far a step is."""
+    """Whether a step has begun, and whether it is complete."""
 
     NEW = "new"
     BEGUN = "begun"
@@ -318,7 +333,7 @@ class PhaseState(StrEnum):
 
 
 def state_of(step: PhaseStep) -> PhaseState:
-    """How far a step is, by what lies in its folder."""
+    """Return the state of a step, from the files in its folder."""
     if not (step.folder / DESCRIPTION).is_file():
         return PhaseState.NEW
     if newest(step.folder) is None or ending(step.folder) is None:
@@ -327,12 +342,12 @@ def state_of(step: PhaseStep) -> PhaseState:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a step."""
+    """Return the newest complete checkpoint in the folder of a step; None if there is none."""
     return CheckpointFolder(folder / "checkpoints").newest()
 
 
 def ending(folder: Path) -> str | None:
-    """Why the last run in a folder ended; None where none came to an end."""
+    """Return why the last run in a folder ended, from `report.json`; None if there is no report."""
     try:
         return str(read_json_object(folder / "report.json", DataError)["reason"])
     except (DataError, KeyError):
@@ -340,13 +355,13 @@ def ending(folder: Path) -> str | None:
 
 
 def problems_with(step: PhaseStep) -> Iterator[Problem]:
-    """Why a step cannot use its folder."""
+    """Yield the reasons why a step cannot use its folder."""
     where = f"step {step.number}, {step.phase}"
     if step.folder.exists() and not step.folder.is_dir():
         yield Problem("work_dir", f"{str(step.folder)!r} is not a folder", "Choose another one.", where)
         return
     made, written = newest(step.folder), step.folder / DESCRIPTION
-    if made is None:  # nothing of value is there
+    if made is None:  # no checkpoint is there that could be lost
         return
     remedy = "Choose another `--output-dir`, or move that folder away."
     if not written.is_file():
@@ -362,7 +377,7 @@ def problems_with(step: PhaseStep) -> Iterator[Problem]:
 
 
 def differences(written: Path, config: RunConfig, most: int = 3) -> list[str]:
-    """Settings that a step was started with and that are others now; the first few."""
+    """Return, as messages, the first `most` settings that differ from those with which a step was started."""
     try:
         old = dict(rows(parse(written).config))
     except ConfigError as error:
@@ -373,7 +388,7 @@ def differences(written: Path, config: RunConfig, most: int = 3) -> list[str]:
 
 
 def write_description(step: PhaseStep) -> Path:
-    """Write down what a step is started with, in its folder."""
+    """Write the run description of a step into its folder; return the path."""
     path = step.folder / DESCRIPTION
     try:
         step.folder.mkdir(parents=True, exist_ok=True)
@@ -388,14 +403,14 @@ def _free(key: str) -> bool:
     return key.partition(".")[0] in _FREE or key in _FREE_KEYS
 
 
-# From what is asked for to steps that can run: everything is looked at before the first process starts.
+# From the description of a pipeline to steps that can run: all steps are checked before the first process starts.
 
 
 _SHOWN_DIFFERENCES = 3
 
 
 def make_steps(wanted: Wanted, *, ranks: int, local_ranks: int) -> list[PhaseStep]:
-    """Every step, complete and checked. Raises `ConfigError` with all problems of all steps."""
+    """Return all steps of a pipeline, checked; raise a `ConfigError` with all problems of all steps."""
     steps: list[PhaseStep] = []
     problems: list[Problem] = []
     for number, described in enumerate(wanted.steps, start=1):
@@ -449,8 +464,8 @@ def _spread(ranks: int, local_ranks: int) -> Callable[[PhaseStep], None]:
 
 
 def _names(step: PhaseStep) -> Iterator[Problem]:
-    """Files and folders that are named and not there; those that an earlier step will make do not count."""
-    if step.phase != "train":  # of which more is looked at already
+    """Yield a problem for each file or folder that does not exist, unless an earlier step will write it."""
+    if step.phase != "train":  # for `train`, `check_complete` has checked the paths
         yield from missing_paths(step.config)
     section = step.config.posttrain
     if section is None:
@@ -468,7 +483,7 @@ def _names(step: PhaseStep) -> Iterator[Problem]:
 
 
 def _look_into(source: ExampleData, section: PosttrainConfig, phase: str) -> None:
-    """Whether a source has what it promises, as far as its first row tells."""
+    """Raise an error if the first row of a source cannot be used in this phase, or the source cannot be read."""
     if isinstance(source, TaskData):
         make_task(source).examples(source.samples)
         return
@@ -486,7 +501,7 @@ def _look_into(source: ExampleData, section: PosttrainConfig, phase: str) -> Non
 
 
 def _before(step: PhaseStep) -> Iterator[Problem]:
-    """What the steps that it begins with leave behind must be enough, and be there where they do not run."""
+    """Yield a problem for each earlier step whose checkpoint this one cannot use, or that has none and is not run."""
     for before in step.after:
         if (reason := unusable(before, step.config)) is not None:
             yield Problem("posttrain.start", reason)
@@ -506,7 +521,10 @@ def _shared_folders(steps: Sequence[PhaseStep]) -> Iterator[Problem]:
 
 
 def _of_models(steps: Sequence[PhaseStep]) -> Iterator[Problem]:
-    """Weights that a step begins with must be of its model: those that are there, and those that will be."""
+    """Yield a problem for each step that starts from weights of another model.
+
+    Weights that an earlier step has yet to write are compared by the model that it describes.
+    """
     for step in steps:
         if not step.chosen or state_of(step) is PhaseState.COMPLETE:
             continue
@@ -525,7 +543,10 @@ def _of_models(steps: Sequence[PhaseStep]) -> Iterator[Problem]:
 
 
 def _check_reward_model(step: PhaseStep) -> None:
-    """A reward model of an earlier step must read what the policy will write."""
+    """Raise a `ConfigError` if a reward model of an earlier step cannot read what the policy writes.
+
+    It needs the same template, the same tokenizer and a context that is long enough.
+    """
     reward = next((before for before in step.after if before.phase == "reward"), None)
     if step.phase != "ppo" or reward is None:
         return
@@ -536,7 +557,7 @@ def _check_reward_model(step: PhaseStep) -> None:
     templates = [(run.config.posttrain or PosttrainConfig()).template for run in (step, reward)]
     if templates[0] != templates[1] and not any(
         template.kind == "auto" for template in templates
-    ):  # which it is shows later
+    ):  # `auto` is resolved when the tokenizer is read, and compared then
         message = f"is trained on conversations that step {reward.number}, reward, writes in another template"
         raise ConfigError(Problem("posttrain.template", message, "Write the same one for both."))
     models = [run.config.model for run in (step, reward)]
@@ -564,7 +585,7 @@ def _same_shapes(step: PhaseStep, maker: PhaseStep) -> None:
 
 
 def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]] | None:
-    """Names and shapes of the parameters; None for models that cannot be built without values."""
+    """Return the names and shapes of the parameters; None for a model that cannot be built on `meta`."""
     model = config.model
     if not isinstance(model, GptConfig | LlamaConfig | MoeConfig | HFConfig):
         return None
@@ -578,7 +599,7 @@ def _is_inside(path: str, folder: Path) -> bool:
 
 
 class _Collecting:
-    """Keeps the problems of a step, so that the next one is looked at too."""
+    """A context that adds an error raised in it to a list of problems, so that the other checks run too."""
 
     def __init__(self, problems: list[Problem], where: str, key: str = "posttrain") -> None:
         self._problems, self._where, self._key = problems, where, key
@@ -599,7 +620,7 @@ class _Collecting:
         return True
 
 
-# What came of each step, in a few figures.
+# The result of each step: its state, its time and a few metrics.
 
 
 _SHOWN_METRICS = {
@@ -608,12 +629,12 @@ _SHOWN_METRICS = {
     "ppo": ("reward", "accuracy"),
     "grpo": ("reward", "accuracy"),
 }
-"""Of held-out examples, in the order of the table."""
+"""Metrics of the validation data that the table of results shows, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseOutcome:
-    """A row of the table."""
+    """A row of the table of results."""
 
     step: PhaseStep
     state: PhaseState
@@ -622,12 +643,12 @@ class PhaseOutcome:
 
     @property
     def time(self) -> str:
-        """How long it took, over all attempts."""
+        """The time it took, over all attempts, as text."""
         return format_clock(self.seconds)
 
 
 def outcome_of(step: PhaseStep) -> PhaseOutcome:
-    """What a step has come to so far."""
+    """Return the result of a step so far."""
     path = events_path(step.folder, 0)
     story = history(read_events([path]) if path.is_file() else [])
     seconds = sum(segment.seconds for segment in story.segments)
@@ -635,7 +656,10 @@ def outcome_of(step: PhaseStep) -> PhaseOutcome:
 
 
 def draw_report(step: PhaseStep) -> Path | None:
-    """Draw what a step has come to as a page in its folder; None where nothing was recorded."""
+    """Write `report.html`, the page with the curves of a step, into its folder; return its path.
+
+    None if the step has recorded no events.
+    """
     records = sorted(step.folder.glob("events-rank*.jsonl"), key=lambda path: path != events_path(step.folder, 0))
     if not records:
         return None
@@ -657,7 +681,10 @@ def _figures(phase: str, story: History) -> Iterator[str]:
 
 
 def next_commands(steps: Sequence[PhaseStep]) -> list[str]:
-    """What to do with the result: talk to it, and look at it beside what it began as."""
+    """Return commands to try next: chat with the last model, and compare its answers with the model it started from.
+
+    Empty if no language model is complete.
+    """
     written = [step for step in steps if step.phase in WRITES and state_of(step) is PhaseState.COMPLETE]
     if not written:
         return []
@@ -674,19 +701,20 @@ def next_commands(steps: Sequence[PhaseStep]) -> list[str]:
 
 
 Start = Callable[[list[str]], int]
-"""Runs a command of `plait`, given without its name, on every rank; returns its exit code."""
+"""Runs a command of `plait` on every rank, from its arguments without `plait`, and returns its exit code."""
 
 
 def command_of(step: PhaseStep, description: Path) -> list[str]:
-    """The command that runs a step, or goes on with it."""
+    """Return the command that starts a step, or resumes it if it has a checkpoint."""
     resume = [] if newest(step.folder) is None else ["checkpoint.resume=auto"]
     return [step.phase, str(description), *resume]
 
 
 def run_steps(steps: Sequence[PhaseStep], start: Start, log: Callable[[str], None]) -> int:
-    """Run what is not complete. Ends at the first step that fails or is stopped, with its exit code; 0 at the end.
+    """Run the chosen steps that are not complete; return 0, or the exit code of the first that fails or is stopped.
 
-    A step counts as complete by what its own run wrote when it ended, so a pipeline that was killed finds where it was.
+    Whether a step is complete follows from the report that its own run wrote, so a pipeline that was killed can be
+    started again, and continues with the step that it was at.
     """
     for step in steps:
         name = f"step {step.number} of {len(steps)}, {step.phase}"

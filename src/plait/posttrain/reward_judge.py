@@ -1,4 +1,4 @@
-"""Rewards outside of training: of any answers, by a reward model in a folder or by a function."""
+"""Rewards outside of training, for given answers: from a reward model in a folder, or from a function."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from plait.posttrain.rl.roles import described_in
 from plait.posttrain.start import head_name
 
 _ROWS = 16
-"""Answers that a reward model reads at once."""
+"""The number of answers in one forward pass of a reward model."""
 
 
 class Question(NamedTuple):
-    """What a model is asked, and the right answer where one is known."""
+    """A prompt, and the right answer if one is known."""
 
     messages: tuple[ChatMessage, ...]
     right: str = ""
 
     @property
     def text(self) -> str:
-        """The last thing that was said."""
+        """The content of the last message."""
         return self.messages[-1].content
 
 
 class ConversationScorer(ABC):
-    """Gives answers a reward each."""
+    """Computes a reward for each answer."""
 
     @abstractmethod
     def rewards(self, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
-        """One number for each answer; not a number where nothing can be said of it."""
+        """Return one number for each answer; NaN if it has no reward."""
 
 
 class FunctionConversationScorer(ConversationScorer):
-    """A function of (prompt, answer, right answer). What it raises is its own affair, and is not caught."""
+    """Computes rewards with a function of (prompt, answer, right answer). Its exceptions are not caught."""
 
     def __init__(self, function: Check) -> None:
         self._function = function
 
     def rewards(self, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
-        """What the function says of each."""
+        """Return the function's value for each answer; NaN for None."""
         rewards = [
             self._function(question.text, answer, question.right)
             for question, answer in zip(questions, answers, strict=True)
@@ -66,13 +66,13 @@ class FunctionConversationScorer(ConversationScorer):
 
 
 class ModelConversationScorer(ConversationScorer):
-    """A reward model, which reads conversations as it read them in training."""
+    """Computes rewards with a reward model, using the template and tokenizer of its training."""
 
     def __init__(self, model: nn.Module, template: Template, pad: int, *, context: int | None) -> None:
         self._model, self._template, self._pad, self._context = model, template, pad, context
 
     def rewards(self, questions: Sequence[Question], answers: Sequence[str]) -> list[float]:
-        """The value at the end of each conversation; none for one that is longer than the model sees."""
+        """Return the value at the end of each conversation; NaN for one that exceeds the model's context."""
         rows = [self._row(*pair) for pair in zip(questions, answers, strict=True)]
         fitting = [at for at, row in enumerate(rows) if self._context is None or len(row) <= self._context]
         scores_of_rows = [math.nan] * len(rows)
@@ -93,10 +93,10 @@ class ModelConversationScorer(ConversationScorer):
 
 
 def open_scorer(who: str, run: RunConfig | None = None, *, trust_code: bool = False) -> ConversationScorer:
-    """A reward model's folder, or a function: `task`, `gsm8k` or `package.module:name`.
+    """Return the scorer that `who` names: the folder of a reward model, `task`, `gsm8k` or `package.module:name`.
 
-    `run` is the run whose questions are asked; `task` needs it, to know which task they are of. `trust_code` runs what
-    the folder names.
+    `run` is the run from which the questions come; `task` needs it, to know which task they are of. `trust_code` allows
+    code that the folder brings.
     """
     if Path(who).exists():
         return _open_model(who, trust_code)
@@ -146,7 +146,7 @@ def _open_model(path: str, trust_code: bool) -> ConversationScorer:
 
 
 def _run_of(source: Source, trust_code: bool = False) -> RunConfig | None:
-    """The description of the run that wrote a checkpoint, less how it was spread; None for other folders."""
+    """Return the description, with the default `strategy`, of the run that wrote a checkpoint; None for others."""
     stored = source.state.get("config")
     if not stored:
         return None
@@ -154,13 +154,16 @@ def _run_of(source: Source, trust_code: bool = False) -> RunConfig | None:
 
 
 def run_behind(path: str, *, trust_code: bool = False) -> RunConfig | None:
-    """The description of the run whose folder or checkpoint this is; None for other folders."""
+    """Return the description of the run whose folder or checkpoint this is; None for other folders."""
     with open_source(Path(path)) as source:
         return _run_of(source, trust_code)
 
 
 def held_out(path: str, count: int, *, trust_code: bool = False) -> list[Question]:
-    """The first questions that a run kept for validation, which it has not learned from."""
+    """Return the first `count` prompts of a run's validation data, which it was not trained on.
+
+    Raise a `DataError` if there are none.
+    """
     config = run_behind(path, trust_code=trust_code)
     if config is None or config.phase is None:
         raise DataError(f"{path} is not a run of a phase, so it kept no questions: give --prompts")

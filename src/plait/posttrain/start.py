@@ -1,7 +1,7 @@
-"""The weights a phase begins with, read one tensor at a time.
+"""The initial weights of a phase, read one tensor at a time.
 
-They come in through the model's own initializer (`extend`), which every layout calls module by module. So no rank
-holds more than one whole module, whatever is sharded, and a resumed run finds the same frozen weights again.
+The model's initializer (`init_weights`, which `extend` sets) reads them. The engine calls it module by module, so no
+rank holds more than one unsharded module. A resumed run reads the same frozen weights again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ from plait.torch_internals import non_persistent_buffers
 
 _SHOWN = 12
 _SCORE = "score.weight"
-"""What `transformers` calls the value head of a model that classifies or judges."""
+"""The name of the value head in models for sequence classification of `transformers`."""
 
 
 class Start:
-    """Values for parameters and buffers, by their names in the model. Adapters among them are merged."""
+    """Initial values of parameters and buffers, by their names in the model.
+
+    Adapters in the checkpoint `source` are merged into its weights; `adapter` sets the adapter of the model.
+    """
 
     def __init__(self, source: Source | None, adapter: Adapter | None = None, *, prefix: str = "") -> None:
-        """`prefix` is what the names of a body of `transformers` have in a whole model, and lack alone."""
+        """`prefix` is the `base_model_prefix` of `transformers`, which a name may have only in the checkpoint or
+        only in the model.
+        """
         self._source = source
         self._adapter = adapter
         self._prefix = prefix
@@ -53,7 +58,10 @@ class Start:
         self._scale = _scale_of(source)
 
     def check(self, model: nn.Module) -> None:
-        """Refuse values that do not fit, before any is read. Parts that post-training adds may be without."""
+        """Raise a `ModelError` if a tensor of the model has no value or one of another shape, before any is read.
+
+        Added modules (adapters, value heads) need no values.
+        """
         if self._adapter is not None:
             self._adapter.check(model)
         if self._source is None:
@@ -74,7 +82,7 @@ class Start:
             raise ModelError(f"the weights in {self._source.path} are not of this model:\n  {table}{more}")
 
     def fill(self, model: nn.Module, module: nn.Module) -> None:
-        """Set the direct parameters and buffers of one module, as far as values are known for them."""
+        """Set those parameters and buffers of one module, without its children, that have a value."""
         prefix = next(name for name, child in model.named_modules() if child is module)
         for key, tensor in _direct(module):
             name = f"{prefix}.{key}" if prefix else key
@@ -86,7 +94,7 @@ class Start:
                 self._set(tensor, name, module)
 
     def _show_set(self, tensor: Tensor, name: str, module: nn.Module) -> None:
-        tensor.zero_()  # nothing to set; said only so that it is seen to be set
+        tensor.zero_()  # a meta tensor has no values: this only marks it as initialized
 
     @on_fake_tensors(_show_set, argument=1)
     def _set(self, tensor: Tensor, name: str, module: nn.Module) -> None:
@@ -100,7 +108,7 @@ class Start:
         stored = self._stored(name, module)
         if stored is None or self._source is None:
             return False
-        # A head of the same name may be another one: the logits' in place of the values'.
+        # A head of the same name may be of the other kind, for logits instead of values: the shape shows that.
         return not isinstance(module, AddedModule) or self._source.entries[f"model.{stored}"].shape == tensor.shape
 
     def _read(self, name: str, module: nn.Module) -> Tensor:
@@ -129,7 +137,10 @@ class Start:
 
 
 def open_start(path: str | None, model: ModelConfig, adapter: Adapter | None, built: nn.Module) -> Start | None:
-    """What `posttrain.start`, a pretrained `model.path` and `lora.adapter` say; None where there is nothing to read."""
+    """Return the values from `posttrain.start` (else a pretrained `model.path`) and from the adapter, checked.
+
+    None if there is neither.
+    """
     if path is None and isinstance(model, HFConfig) and model.path is not None and model.pretrained:
         path = model.path
     source = None if path is None else _open(path, model)
@@ -155,7 +166,7 @@ def _open(path: str, model: ModelConfig) -> Source:
 
 
 def _scale_of(source: Source | None) -> float:
-    """How much the adapters in a checkpoint count."""
+    """Return the scale of the adapters in a checkpoint; 0 if it has none."""
     lora: Mapping[str, Any] | None = None if source is None else (source.state.get("config") or {}).get("lora")
     return AdapterSpec.of(LoraConfig(**lora)).scale if lora else 0.0
 
@@ -166,11 +177,11 @@ def _prefix(model: nn.Module) -> str:
 
 
 def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and persistent buffers of one module itself."""
+    """Yield the parameters and persistent buffers of one module without its children, by name."""
     for key, param in module._parameters.items():
         if param is not None:
             yield key, param
-    if isinstance(module, Quantized) and "weight" not in module._parameters:  # asked for its shape, not to be set
+    if isinstance(module, Quantized) and "weight" not in module._parameters:  # only its shape is used
         yield "weight", torch.empty(module.packed_shape, device="meta")
     for key, buffer in module._buffers.items():
         if isinstance(module, Quantized) and key in ("weight_codes", "weight_scales"):
@@ -180,7 +191,7 @@ def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor, nn.Module]]:
-    """Every tensor with all of its names, and a module that holds it."""
+    """Yield every tensor with all of its names, and a module that holds it."""
     tensors: dict[int, tuple[list[str], Tensor, nn.Module]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in _direct(module):
@@ -190,18 +201,19 @@ def _base_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor, nn.Modu
 
 
 def fill_all(model: nn.Module, start: Start) -> None:
-    """Set a model that has storage already."""
+    """Set the initial values of a model whose tensors are allocated."""
     with torch.no_grad():
         for module in model.modules():
             with whole_weight(module):
                 start.fill(model, module)
 
 
-# A model as a phase needs it: with adapters, with another head, with another output.
+# The model of a phase: with adapters, another head, or a `forward` that returns a loss.
 #
 # [Note: a model is extended, not wrapped]
-# Its class is extended in place, as `models.hf` does it. So every parameter keeps its name: a checkpoint of any phase
-# fits the model of any other, and all techniques see the model that they know.
+# The model's class is replaced by a subclass with additional base classes, as `models.hf` does it. So every parameter
+# keeps its name: a checkpoint of one phase can be loaded into the model of another one, and code that handles the model
+# (sharding, tensor parallelism, checkpoints) needs no change.
 
 
 def extend(
@@ -211,9 +223,11 @@ def extend(
     mixins: tuple[type[nn.Module], ...] = (),
     rates: Mapping[str, float] | None = None,
 ) -> nn.Module:
-    """Let a model fill what was added to it, begin with given weights, tell how ranks share it, and answer anew.
+    """Replace the class of a model by a subclass, and return the model.
 
-    `rates` are learning rates of parameters whose names fit a pattern, where those have their own.
+    The subclass initializes added modules, reads the values of `start`, and has the tensor plan of the model with its
+    adapters; `mixins` come before the original class, and may have a `forward` of their own. `rates` are learning rates
+    by patterns of parameter names.
     """
     original = type(model)
     members: dict[str, Any] = {"__module__": original.__module__, "tensor_plan": _tensor_plan(original)}
@@ -229,7 +243,7 @@ def extend(
 
 
 def swap_head(model: nn.Module) -> str:
-    """Put a value head in the place of the layer that gives logits; returns its name."""
+    """Replace the output layer of a model by a value head; return its name."""
     name = head_name(model)
     features = _features(model)
     device = next(model.parameters()).device
@@ -239,7 +253,7 @@ def swap_head(model: nn.Module) -> str:
 
 
 def head_name(model: nn.Module) -> str:
-    """The name of the layer that gives logits."""
+    """Return the name of the output layer, which computes the logits; raise a `ModelError` if there is none."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     name: str
     for name, module in model.named_modules():
@@ -284,7 +298,7 @@ def _initializer(inherited: Callable[..., None] | None, start: Start | None) -> 
 
 def _tensor_plan(original: type[nn.Module]) -> Callable[[nn.Module], dict[str, str]]:
     def tensor_plan(self: nn.Module) -> dict[str, str]:
-        """How ranks share its layers, and with them what was added."""
+        """Return the tensor plan (a style per module) of the model with its adapters and value head."""
         from plait.distributed import is_transformers_model, resolve_plan, transformers_styles
 
         with _without_adapters(self):
@@ -309,7 +323,7 @@ def _tensor_plan(original: type[nn.Module]) -> Callable[[nn.Module], dict[str, s
 
 @contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as whoever wrote its plan knows it."""
+    """Remove the adapters in this context, since the plan is written for the model without them."""
     layers = [module for module in model.modules() if has_adapter(module)]
     taken = [(layer, {key: layer._modules.pop(key) for key in ("lora_A", "lora_B")}) for layer in layers]
     try:
