@@ -534,8 +534,8 @@ def save_adapter(
     """Write an adapter in the format of `peft`, and read it back to verify it; return the folder.
 
     `tensors` are not sharded, and have their names in the model: `….lora_A.weight`, `….lora_B.weight`. `transposed`:
-    the layers are `Conv1D` of `transformers`. `task` is the `task_type` of `peft`; with `CAUSAL_LM` it expects a model with
-    the `generate` of `transformers`. `head` is the value head of a reward model.
+    the layers are `Conv1D` of `transformers`. `task` is the `task_type` of `peft`; with `CAUSAL_LM` it expects a model
+    with the `generate` of `transformers`. `head` is the value head of a reward model.
     """
     folder = Path(path)
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

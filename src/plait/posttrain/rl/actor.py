@@ -1,7 +1,8 @@
-"""What the policy answers: logits while it writes, log-probabilities of what it wrote, and the loss of those.
+"""The policy, critic and reward model of online training: model classes whose `forward` returns a loss or outputs.
 
-See [Note: a model is extended, not wrapped] in `extend`; numbers come as bits, see [Note: inputs that keep their
-precision] in `logprobs`.
+A model gets such a class as an additional base class, see [Note: a model is extended, not wrapped] in
+`posttrain/start.py`. Its fp32 inputs are passed as integers, see [Note: inputs that keep their precision] in
+`posttrain/losses.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class StepStats(NamedTuple):
     """Statistics of a step's loss over all ranks."""
 
     loss: float
-    """Of the algorithm itself, without the pretraining mixture."""
+    """The mean loss of the algorithm, without the pretraining mixture."""
     clipped: float
-    """Share of clipped tokens."""
+    """The share of clipped tokens."""
 
 
 class LossStats:
@@ -42,13 +43,13 @@ class LossStats:
         self._sums.add(loss.sum, loss.count, clipped, tokens, device=loss.sum.device)
 
     def finish(self, group: dist.ProcessGroup | None) -> None:
-        """Sum over the ranks that saw other answers, at the end of the step."""
+        """Sum over the ranks of `group`, which have other answers, at the end of the step."""
         sums = self._sums.finish(group)
         self._latest = self._latest if sums is None else sums
 
     @property
     def latest(self) -> StepStats | None:
-        """Statistics of the last step; waits for the device."""
+        """Statistics of the last step, None before the first; reading them waits for the device."""
         if self._latest is None:
             return None
         total, count, clipped, tokens = self._latest.tolist()
@@ -83,9 +84,10 @@ class PolicyModel(LossReporting):
         ptx_scale: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """Return logits without labels, log-probabilities with them, the loss with advantages.
+        """Return logits without labels; log-probabilities and entropies with labels; the loss with advantages too.
 
-        Rows after those of `old` are examples of the pretraining mixture (`ptx_data`).
+        `old` has the log-probabilities under the policy that generated the answers. Rows after those of `old` are
+        examples of the pretraining mixture (`ptx_data`).
         """
         if labels is None:
             return super().forward(input_ids, **inputs)
@@ -125,7 +127,7 @@ class PolicyModel(LossReporting):
         return ppo.loss
 
     def _logprobs(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Log-probabilities at the sampling temperature."""
+        """Return log-probabilities at the sampling temperature."""
         temperature = self.online.rollout.temperature
         return token_logprobs(logits if temperature == 1.0 else logits / temperature, labels)
 
@@ -155,7 +157,7 @@ def _count_only(values: Tensor, labels: Tensor) -> LossTerm:
 
 
 def policy_class(model: nn.Module, online: Online) -> type[nn.Module]:
-    """Return the class that extends a policy, and give the model its statistics."""
+    """Return the class that extends a policy; add the loss statistics to the model."""
     model.loss_stats = LossStats()  # type: ignore[assignment]
     return type("PolicyModel", (PolicyModel,), {"online": online})
 
@@ -164,7 +166,7 @@ def policy_class(model: nn.Module, online: Online) -> type[nn.Module]:
 
 
 class CriticModel(LossReporting):
-    """The critic: the expected return at each token of an answer."""
+    """The critic, which predicts the return at each token of an answer."""
 
     ppo: ClassVar[PpoConfig]
 
@@ -190,13 +192,13 @@ class ScoringModel(nn.Module):
     """A reward model for scoring: one number per row, at its last token."""
 
     def forward(self, input_ids: Tensor, last: Tensor, **inputs: Any) -> Any:
-        """`last` is the place of each row's last token."""
+        """Return the score of each row; `last` is the position of its last token."""
         values: Tensor = super().forward(input_ids, **inputs)
         scores = values.gather(1, last[:, None]).squeeze(1).float()
         return {"loss": LossTerm(scores.sum() * 0.0, len(scores)), "scores": scores}
 
 
 def critic_class(model: nn.Module, ppo: PpoConfig) -> type[nn.Module]:
-    """Return the class that extends a critic, and give the model its statistics."""
+    """Return the class that extends a critic; add the loss statistics to the model."""
     model.loss_stats = LossStats()  # type: ignore[assignment]
     return type("CriticModel", (CriticModel,), {"ppo": ppo})

@@ -1,7 +1,7 @@
-"""The arithmetic of PPO: pure functions of tensors, and two small controllers.
+"""The formulas of PPO and GRPO, as pure functions of tensors, and the controllers of the KL weight.
 
-Shapes are (answers, tokens); `mask` is one where a token belongs to the answer. A loss is a `LossTerm`, a sum over the
-tokens of the mask, so that it does not depend on how a batch was cut.
+Shapes are (answers, tokens); `mask` is one where a token belongs to the answer. A loss is a `LossTerm` (a sum over the
+tokens of the mask, and their count), so that it does not depend on how a batch was split into micro-batches.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ KlKind = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlKind = "k1") -> Tensor:
-    """How far the policy is from the reference, judged by the tokens that it took.
+    """Return, for each sampled token, an estimate of the KL divergence of the policy from the reference.
 
-    `k1` has no bias and may be negative; `k2` is half its square; `k3` has no bias and is never negative.
+    `k1`, the log-ratio, is unbiased and may be negative; `k2` is half its square; `k3` is unbiased and never negative.
     """
     ratio = logprobs - reference
     if estimator == "k1":
@@ -35,9 +35,9 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlKind = "k1") -
 def token_rewards(
     scores: Tensor, kl: Tensor, mask: Tensor, *, beta: Tensor | float, clip_score: float | None = None
 ) -> Tensor:
-    """What each token earns: minus `beta` times its divergence, and the answer's score at its last token.
+    """Return the reward of each token: minus `beta` times its KL estimate, plus the answer's score at its last token.
 
-    An answer without a token earns nothing. Outside the mask rewards are zero.
+    Outside the mask rewards are zero.
     """
     scores = scores if clip_score is None else scores.clamp(-clip_score, clip_score)
     kept = mask.bool()
@@ -49,16 +49,16 @@ def token_rewards(
 
 
 class Estimate(NamedTuple):
-    """What became of the tokens of a rollout."""
+    """The advantage and the return of each token."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> Estimate:
-    """Generalised advantage estimation (Schulman et al., 2015). Nothing follows the last token of the mask.
+    """Return advantages and returns by generalized advantage estimation (Schulman et al., 2015).
 
-    Tokens outside the mask, before or after an answer, have no part in it and get zero.
+    The value after the last token of the mask is zero. Tokens outside the mask are ignored, and get zeros.
     """
     kept = mask.bool()
     rewards, values = torch.where(kept, rewards, 0.0), torch.where(kept, values, 0.0)
@@ -74,13 +74,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
 
 
 class Clipped(NamedTuple):
-    """A loss that was clipped, and what is told of it: sums over the mask, to be divided by `loss.count`."""
+    """A clipped loss and its statistics, which are sums over the mask: divide them by `loss.count`."""
 
     loss: LossTerm
     clipped: Tensor
-    """Tokens where the clipped side decided."""
+    """The number of tokens for which the clipped value was the larger one."""
     kl: Tensor
-    """Estimated divergence from the policy that the rollout was made with (`k3`)."""
+    """The estimated KL divergence (`k3`) from the policy that generated the answers."""
 
 
 def policy_loss(
@@ -93,10 +93,10 @@ def policy_loss(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Clipped:
-    """The clipped objective (Schulman et al., 2017), as a loss.
+    """Return the clipped loss of PPO (Schulman et al., 2017).
 
-    `clip_high`: another bound above than below. `dual_clip`: for negative advantages the loss is at most so many times
-    the advantage, however large the ratio (Ye et al., 2020).
+    The ratio is clipped to `1 - clip` and `1 + clip_high` (`1 + clip` if None). With `dual_clip`, the loss of a token
+    with a negative advantage is at most `-dual_clip * advantage`, however large the ratio (Ye et al., 2020).
     """
     kept = mask.bool()
     change = torch.where(kept, logprobs - old, 0.0)
@@ -113,7 +113,7 @@ def policy_loss(
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = 0.2) -> Clipped:
-    """Half the squared error; where `clip` is given, a value does not gain by moving further than that from `old`."""
+    """Return half the squared error; with `clip`, values that move further than `clip` from `old` gain nothing."""
     kept = mask.bool()
     values = torch.where(kept, values, returns)
     free = (values - returns) ** 2
@@ -128,36 +128,36 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, cl
 
 @dataclass(frozen=True, slots=True)
 class FixedKl:
-    """A weight of the divergence that stays."""
+    """A constant weight of the KL divergence."""
 
     beta: float
 
     def after(self, kl: float, samples: int) -> FixedKl:
-        """The same again."""
+        """Return this controller: the weight does not change."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveKl:
-    """A weight that is raised while the divergence is above its target, and lowered below (Ziegler et al., 2019)."""
+    """A weight of the KL divergence that rises while that is above its target, else falls (Ziegler et al., 2019)."""
 
     beta: float
     target: float
     horizon: float = 10_000.0
-    """Samples after which a divergence that is off by a fifth has changed the weight by a fifth."""
+    """The number of samples after which a divergence 20% off its target has changed the weight by about 20%."""
 
     def after(self, kl: float, samples: int) -> AdaptiveKl:
-        """The controller once `samples` answers have shown a mean divergence of `kl`; as it was where none is known."""
+        """Return the controller after `samples` answers with mean divergence `kl`; unchanged if `kl` is not finite."""
         if not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, beta=self.beta * (1.0 + error * samples / self.horizon))
 
 
-# The arithmetic of GRPO: several answers to one prompt judge each other.
+# GRPO: the advantage of an answer is relative to the other answers to its prompt, its group.
 #
-# Shapes are (answers, tokens); the answers of a prompt lie side by side. A reward that is not finite means that nothing
-# is known of the answer: it takes no part in its group, and teaches nothing.
+# Shapes are (answers, tokens); the answers of a group are consecutive rows. An answer whose reward is not finite has no
+# reward: its group is computed without it, and its advantage is zero.
 
 
 Baseline = Literal["mean", "others"]
@@ -166,29 +166,30 @@ Weighting = Literal["answer", "token", "length"]
 
 
 class Judged(NamedTuple):
-    """What a group of answers found out."""
+    """The advantages of all answers, and statistics of the groups."""
 
     advantages: Tensor
-    """One an answer; zero where nothing is known."""
+    """One value per answer; zero for one without a reward."""
     known: Tensor
     """Which answers had a finite reward."""
     alike: Tensor
-    """How many groups had the same reward throughout, and so teach nothing."""
+    """The number of groups whose answers all have the same reward, so that all advantages are zero."""
 
 
 def group_advantages(
     rewards: Tensor, size: int, *, baseline: Baseline = "mean", spread: Spread = "group", eps: float = 1e-4
 ) -> Judged:
-    """How much better each answer is than the others of its group of `size`.
+    """Return the advantage of each answer in its group of `size`: its reward minus a baseline.
 
-    `baseline`: `mean` of the group, the answer included (Shao et al., 2024), or of the `others` (leave-one-out).
-    `spread`: divide by the group's standard deviation, or by `none` (Liu et al., 2025).
+    The baseline is the `mean` reward of the group (Shao et al., 2024), or that of the `others` (leave-one-out). With
+    `spread` `group` the difference is divided by the group's standard deviation, with `none` it is not (Liu et al.,
+    2025).
     """
     groups = rewards.detach().float().view(-1, size)
     known = groups.isfinite()
     count = known.sum(1, keepdim=True)
     kept = torch.where(known, groups, 0.0)
-    # Compared as they are: the mean of equal rewards may be off by a rounding, which would then be learned.
+    # Equal rewards are found by comparing them, not by their mean: its rounding error would become an advantage.
     highest, lowest = groups.where(known, -math.inf).amax(1), groups.where(known, math.inf).amin(1)
     alike = (highest <= lowest)[:, None]
     mean = kept.sum(1, keepdim=True) / count.clamp(min=1)
@@ -209,7 +210,7 @@ class GrpoLoss(NamedTuple):
     tokens: Tensor
     clipped: Tensor
     kl: Tensor
-    """Estimated divergence from the reference (`k3`); zero without one."""
+    """The estimated KL divergence (`k3`) from the reference; zero without one."""
 
 
 def grpo_loss(
@@ -225,10 +226,11 @@ def grpo_loss(
     weighting: Weighting = "answer",
     longest: int | None = None,
 ) -> GrpoLoss:
-    """The clipped objective with one advantage an answer, and a penalty for leaving the reference.
+    """Return the clipped loss with one advantage per answer, plus `beta` times the KL divergence from the reference.
 
-    `weighting`: every `answer` counts the same, as first published; every `token` does (Yu et al., 2025); or every
-    token, and sums are divided by answers times `longest`, whatever their lengths (`length`; Liu et al., 2025).
+    `weighting` says which mean over tokens is taken. `answer`: the mean over answers of each answer's mean (Shao et
+    al., 2024). `token`: the mean over all tokens (Yu et al., 2025). `length`: the sum over all tokens, divided by the
+    number of answers times `longest`, whatever their lengths (Liu et al., 2025).
     """
     kept = mask.bool()
     ratio = torch.where(kept, logprobs - old, 0.0).exp()
@@ -260,8 +262,11 @@ EPS = 1e-8
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Values of variance one and mean zero where the mask is not zero, by sums in fp64; zero elsewhere."""
-    kept = torch.where(mask.bool(), values.detach().double(), 0.0)  # no product: what lies outside may not be finite
+    """Return the values of the mask shifted and scaled to mean 0 and variance 1, and zeros elsewhere.
+
+    Sums are in fp64.
+    """
+    kept = torch.where(mask.bool(), values.detach().double(), 0.0)  # no product: values outside may be inf or NaN
     count, total = mask.double().sum(), kept.sum()
     mean = total / count.clamp(min=1)
     variance = ((kept * kept).sum() - total * mean).clamp(min=0.0) / (count - 1).clamp(min=1)  # the unbiased one
@@ -269,25 +274,25 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), white, 0.0)
 
 
-# What answers were worth: from rewards, log-probabilities and values to what is learned from. Pure functions.
+# Advantages and returns of a rollout, from rewards, log-probabilities and values.
 
 
 class Advantages(NamedTuple):
-    """For each token of each answer; zero outside of them."""
+    """Advantage and return of each token of each answer; zeros elsewhere."""
 
     advantages: Tensor
     returns: Tensor
-    """What the critic learns; zeros where there is none."""
+    """The targets of the critic; zeros if there is none."""
     zero_std_groups: float = 0.0
-    """Share of the groups in which no answer was better than another, and which so teach nothing."""
+    """The share of groups in which all advantages are zero."""
 
 
 def of_ppo(
     ppo: PpoConfig, rewards: Tensor, logprobs: Tensor, reference: Tensor, values: Tensor, mask: Tensor, beta: float
 ) -> Advantages:
-    """A token pays `beta` times its divergence, the last one gets the reward; advantages by GAE.
+    """Return the advantages of PPO, by GAE from the rewards of tokens (see `token_rewards`) and the critic's values.
 
-    They are whitened over everything that is given, which is the whole rollout.
+    With `ppo.whiten` they are whitened over the whole rollout.
     """
     kl = kl_estimate(logprobs, reference)
     earned = token_rewards(rewards, kl, mask, beta=beta, clip_score=ppo.clip_score)
@@ -296,7 +301,7 @@ def of_ppo(
 
 
 def of_grpo(grpo: GrpoConfig, rewards: Tensor, mask: Tensor) -> Advantages:
-    """How much better each answer is than the others to the same prompt, the same for all of its tokens."""
+    """Return the advantages of GRPO: relative to the other answers to the same prompt, equal for all tokens."""
     judged = group_advantages(rewards, grpo.group, baseline=grpo.baseline, spread=grpo.spread)
     advantages = judged.advantages[:, None].expand(mask.shape).to(torch.float32)
     idle = ~(judged.advantages.view(-1, grpo.group) != 0).any(1)
@@ -304,7 +309,10 @@ def of_grpo(grpo: GrpoConfig, rewards: Tensor, mask: Tensor) -> Advantages:
 
 
 def divergence(logprobs: Tensor, reference: Tensor, mask: Tensor) -> float:
-    """Of an answer from the reference: summed over its tokens, and the mean over answers that have any."""
+    """Return the KL estimate `k1` from the reference: the sum over an answer's tokens, as a mean over answers.
+
+    Answers without tokens do not count.
+    """
     kl = torch.where(mask, kl_estimate(logprobs, reference), 0.0).double().sum(1)
     answers = mask.any(1)
     return float(kl[answers].mean()) if bool(answers.any()) else 0.0

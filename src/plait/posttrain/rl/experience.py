@@ -1,7 +1,7 @@
-"""The answers of one rollout and all that is known of them: tensors of a fixed shape, whole on every rank.
+"""The answers of one rollout with their log-probabilities, values and advantages: tensors of fixed shapes.
 
-Their shapes follow from the run description alone, so a checkpoint may be written in the middle of a rollout's steps,
-and read under any layout.
+Every rank has all of them. Their shapes follow from the run description alone, so a checkpoint may be written between
+two steps on the same rollout, and loaded with another number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.posttrain.rl.settings import Online
 
 
 class Experience:
-    """Rows of (answers, tokens). A label is the token that follows; -100 where it is none of the answer's."""
+    """Tensors (answers, tokens). A label is the next token; -100 where that does not belong to the answer."""
 
     def __init__(self, answers: int, width: int, pad: int) -> None:
         self.width = -(-width // STEP) * STEP
@@ -34,7 +34,7 @@ class Experience:
             torch.zeros(answers, self.width) for _ in range(5)
         )
         self.number = -1
-        """Which rollout it is, counted from 0; -1 before the first."""
+        """The number of the current rollout, from 0; -1 before the first."""
         self._pad = pad
 
     def __len__(self) -> int:
@@ -42,11 +42,11 @@ class Experience:
 
     @property
     def mask(self) -> Tensor:
-        """Where there is a token of an answer to learn from."""
+        """True where the label is a token of an answer that is trained on."""
         return self.labels != IGNORE_INDEX
 
     def put(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-        """Take new answers; nothing else is known of them yet."""
+        """Store new prompts and answers, and set all other tensors to zero."""
         self.ids.fill_(self._pad)
         self.labels.fill_(IGNORE_INDEX)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -59,11 +59,14 @@ class Experience:
             numbers.zero_()
 
     def forget(self, rows: Tensor) -> None:
-        """Mask some answers, so that nothing is learned from them."""
+        """Remove the labels of some answers, so that they are not trained on."""
         self.labels[rows] = IGNORE_INDEX
 
     def inputs(self, rows: Sequence[int], *names: str) -> dict[str, Tensor]:
-        """Rows for a model, cut to the longest: ids and labels, and numbers under these names, as bits."""
+        """Return a micro-batch of some rows, cut to the longest: ids, labels, and the named tensors as bits.
+
+        See [Note: inputs that keep their precision], `posttrain/losses.py`.
+        """
         chosen = torch.tensor(rows)
         width = -(-int(self.lengths[chosen].max()) // STEP) * STEP
         batch = {"input_ids": self.ids[chosen, :width], "labels": self.labels[chosen, :width]}
@@ -71,25 +74,26 @@ class Experience:
         return {**batch, **numbers}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """Return the tensors that a checkpoint stores, by name."""
         names = ("ids", "labels", "lengths", "old", "reference", "advantages", "values", "returns")
         return {name: getattr(self, name) for name in names}
 
 
-# The Runner's data in an online phase: step by step, and where the answers are used up, new ones are made.
+# The loader of an online phase: it yields the micro-batches of each step, and starts a new rollout when all steps of
+# the last one are done.
 #
 # [Note: a rollout is some steps long]
-# A rollout has whole batches of answers and goes over them `epochs` times, so it is a fixed number of steps, and an
-# epoch, all prompts once, a fixed number of rollouts. Which answers a step has follows from its number; so a position
-# in steps says everything, as for any data.
+# The answers of a rollout are a whole number of batches, and steps go over them `epochs` times; one such time is a
+# *pass*. So a rollout lasts a fixed number of steps, and an epoch of the prompts is a fixed number of rollouts. The
+# number of a step determines its answers, so the step is all that is needed to resume, as with other data.
 
 
 Roll = Callable[[int], None]
-"""Makes the experience of the rollout with this number."""
+"""A function that generates the rollout with a number, and stores it in the `Experience`."""
 
 
 class ExperienceLoader:
-    """Micro-batches of answers, step by step; see [Note: a rollout is some steps long]."""
+    """Yields the micro-batches of answers of each step; see [Note: a rollout is some steps long]."""
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class ExperienceLoader:
             raise ConfigError(Problem("rollout.prompts", message, "Make one a multiple of the other."))
         self.dataset = experience
         self.current: list[Sequence[int]] = []
-        """The answers in each micro-batch of the step that was asked for last, on this rank."""
+        """The rows of answers in each micro-batch of the latest step, on this rank."""
         self._online, self._roll, self._ptx = online, roll, ptx
         self._passes = online.method.epochs
         self._per_pass = answers // batch.total
@@ -127,21 +131,21 @@ class ExperienceLoader:
 
     @property
     def steps_per_rollout(self) -> int:
-        """Steps that learn from the same answers."""
+        """The number of steps on the answers of one rollout."""
         return self._passes * self._per_pass
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every prompt was asked once."""
+        """The number of steps until every prompt was used once."""
         return self._rollouts * self.steps_per_rollout
 
     @property
     def samples_per_epoch(self) -> int:
-        """Answers that an epoch's steps have seen, counted as often as they are seen."""
+        """The number of answers in the steps of an epoch; an answer counts once per pass."""
         return self._rollouts * self._passes * len(self.dataset)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step, from `start_step` on."""
+        """Yield this rank's micro-batches of each step of an epoch, from `start_step` on."""
         first, step_in_rollout = divmod(start_step, self.steps_per_rollout)
         for rollout in range(first, self._rollouts):
             number = epoch * self._rollouts + rollout
@@ -174,11 +178,14 @@ class ExperienceLoader:
         return inputs if self._ptx is None or scale is None else self._ptx.append_to(inputs, turn, rows, scale)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class ExampleMixture:
-    """Examples of the pretraining mixture (`ptx_data`): one for each answer, whichever rank has it."""
+    """Examples of the pretraining mixture (`ptx_data`): one for each answer.
+
+    Which one depends on the pass and the answer only, not on the ranks.
+    """
 
     def __init__(self, rows: Sequence[ExampleRow], *, weight: float, seed: int, pad: int, answers: int) -> None:
         self._rows, self._weight, self._pad, self._answers = rows, weight, pad, answers
@@ -189,7 +196,11 @@ class ExampleMixture:
         return self._rows[self._order.index(epoch, index)]
 
     def scale(self, turn: int, answers: Sequence[int], targets: int) -> float:
-        """Return the factor of their summed loss that makes it a weighted mean once it is divided by `targets`."""
+        """Return the factor of the summed loss of the examples.
+
+        The loss of a step is divided by `targets`, the number of tokens of the answers. With this factor the examples
+        contribute `weight` times the mean loss of their own tokens.
+        """
         learned = sum(int((self._example_for(turn, answer).labels != IGNORE_INDEX).sum()) for answer in answers)
         return self._weight * targets / max(learned, 1)
 

@@ -1,4 +1,4 @@
-"""The plan of an online run: the policy's training as of any run, and what the others take beside it."""
+"""The memory plan of an online run: that of training the policy, plus the other models and generation."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _GIB = 2**30
 
 
 class OtherModels(NamedTuple):
-    """Bytes that a rank needs besides training the policy. Each is at least so much."""
+    """Lower bounds of the bytes that a rank needs besides training the policy."""
 
     reference: float
     reward_model: float
     critic: float
-    """Weights and what their update keeps."""
+    """Its weights, fp32 master weights and optimizer state."""
     writing: float
-    """Keys and values of the answers that are written at once; whole weights too, where they must be gathered."""
+    """The KV cache of the answers that are generated at once; and the weights, if generation gathers them."""
     policy: float
-    """The policy itself, while it writes and learns nothing."""
+    """The policy's weights and optimizer state during generation."""
 
     @property
     def models(self) -> float:
-        """What is held all the time."""
+        """The bytes of the other models, which are in memory all the time."""
         return self.reference + self.reward_model + self.critic
 
     def __str__(self) -> str:
@@ -53,12 +53,15 @@ class OtherModels(NamedTuple):
 
 
 class OnlineMemoryPlan(MemoryPlan):
-    """Several models are in memory at once, and one of them writes: all of them are counted before the start."""
+    """A memory plan that also counts the models beside the policy, and the memory for generation."""
 
     _other_models: OtherModels | None = None
 
     def simulate(self, ranks: Ranks) -> RunPlan | str | None:
-        """Plan the policy's training with answers as long as they may be, and add the others."""
+        """Return the plan of training the policy on answers of the greatest length, with the other models added.
+
+        A string says why there is no plan; None if the run is invalid, which is reported later.
+        """
         config, given = self.runner.config, self.runner.given
         micro = self.micro_batch(ranks)
         if micro is None:
@@ -89,7 +92,7 @@ class OnlineMemoryPlan(MemoryPlan):
 
 
 def learned_from(config: RunConfig, rows: int) -> dict[str, Tensor]:
-    """A micro-batch of answers as the policy learns from them, as long as they may be."""
+    """Return an example of the policy's training inputs: a micro-batch of answers of the greatest length."""
     online = Online.of(config)
     longest_ones = Experience(rows, longest(config), pad=0)
     longest_ones.lengths.fill_(longest_ones.width)
@@ -126,13 +129,13 @@ def _numbers(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def _weights(config: RunConfig, layout: Layout, model: nn.Module) -> float:
-    """Weights of one rank, in the format that computes."""
+    """Return the bytes of one rank's weights in the compute dtype."""
     cut = layout.tp * (shards_of(config, layout) if config.strategy.stage == 3 else 1)
     return _numbers(model) * make_policy(config.precision).compute.itemsize / cut
 
 
 def _at_rest(config: RunConfig, layout: Layout, model: nn.Module) -> float:
-    """With what an update keeps: the optimizer's numbers, and fp32 weights where others compute."""
+    """Return the bytes of one rank's weights, optimizer state, and fp32 master weights if there are any."""
     weights = _weights(config, layout, model)
     if config.strategy.offload.on:
         return weights

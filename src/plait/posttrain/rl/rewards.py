@@ -1,4 +1,4 @@
-"""From answers to rewards: by a function in plain Python, or by a reward model."""
+"""Rewards of answers, from a Python function or from a reward model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plait.posttrain.data.tasks import Check, Prompt
 from plait.posttrain.data.template import Template
 from plait.posttrain.rl.settings import Online
 
-# What a model says to many rows, however it is spread: each rank asks for its share, and all know all of it.
+# Outputs of a model for many rows: each rank computes some rows, and every rank gets the outputs of all.
 
 
 def ask(
@@ -35,21 +35,22 @@ def ask(
     *,
     rows: int,
 ) -> dict[str, Tensor]:
-    """Outputs of a model for rows of these lengths, by name; `wanted` says which, and what a row's one is shaped like.
+    """Return outputs of a model for all rows, by name, computed without gradients and in evaluation mode.
 
-    Without gradients and in evaluation mode. `inputs` makes a micro-batch of some of the rows, `rows` at a time; what
-    is wider than the micro-batch was stays zero. Every rank must ask for the same.
+    `wanted` has the names of the outputs, each with its shape for one row. `lengths` are the lengths of the rows, and
+    `inputs` makes a micro-batch of at most `rows` of them. Outputs are fp32 on the host, and zero beyond the width of
+    the micro-batch. A collective: every rank must call it with the same rows, and every rank gets all outputs.
     """
     world, count = engine.world, len(lengths)
     outputs = {name: torch.zeros(count, *shape) for name, shape in wanted.items()}
     ranks = world.layout.data_parallel
-    order = lengths.argsort(stable=True).tolist()  # rows of about the same length go together
+    order = lengths.argsort(stable=True).tolist()  # rows of similar lengths share a micro-batch
     share = order[world.data_rank :: ranks]
     for first in range(0, len(order[::ranks]), rows):
         mine = share[first : first + rows]
-        chosen = mine or order[:1]  # a rank without work helps those who share the model with it
+        chosen = mine or order[:1]  # a rank without rows still takes part in the collectives of the model
         said = engine.evaluate_micro_batch(MicroBatch(inputs(chosen), len(mine))).outputs
-        if said is None:  # others along `tp` say the same
+        if said is None:  # this rank returns no outputs; another one of its model does
             continue
         for name, whole in outputs.items():
             for row, values in zip(mine, said[name].float().cpu(), strict=False):
@@ -66,28 +67,28 @@ def ask(
 
 
 NONE = math.nan
-"""The reward of an answer of which nothing is known."""
+"""The reward of an answer that has none."""
 
 
 class Answer(NamedTuple):
-    """One answer to judge."""
+    """One answer to score."""
 
     prompt: Prompt
     text: str
     finished: bool
-    """Whether it ended by itself."""
+    """Whether the model ended it, and not the limit of tokens."""
 
 
 class Scorer(ABC):
-    """Gives each answer a reward."""
+    """Computes a reward for each answer."""
 
     @abstractmethod
     def score(self, answers: Sequence[Answer]) -> list[float]:
-        """The rewards, the same on every rank; every rank must ask for all of them."""
+        """Return the reward of each answer, the same on every rank. A collective: every rank passes all answers."""
 
 
 class FunctionScorer(Scorer):
-    """A function of (prompt, answer, right answer). Ranks share the answers among them."""
+    """Computes rewards with a function of (prompt, answer, right answer); each rank calls it for some answers."""
 
     def __init__(
         self, name: str, function: Check, world: World, *, bad: str, log: Callable[[str], None] = print
@@ -97,9 +98,10 @@ class FunctionScorer(Scorer):
         self._warned = False
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
-        """Call the function for this rank's share. What goes wrong is known to all ranks before any of them stops.
+        """Return the rewards; an answer for which the function fails has the reward NaN.
 
-        Where none of them does, it is said the first time: a function that never works would go unnoticed for long.
+        Failures are gathered before any rank raises, so that all ranks raise the same error (`bad_reward: error`).
+        With `bad_reward: skip` only the first failure is logged.
         """
         rank, size = self._world.rank, self._world.size
         mine = [self._one(answer) for answer in answers[rank::size]]
@@ -122,10 +124,10 @@ class FunctionScorer(Scorer):
         where = f"for the prompt {answer.prompt.text!r} and the answer {answer.text!r}"
         try:
             value = self._function(answer.prompt.text, answer.text, answer.prompt.right)
-            if value is None:  # it says itself that it does not know
+            if value is None:  # the function gives no reward on purpose
                 return NONE, None
             reward = as_reward(value)
-        except Exception as error:  # whatever a user's function raises must not leave other ranks waiting
+        except Exception as error:  # all ranks must reach the gather, whatever a user's function raises
             return NONE, f"raised {type(error).__name__}: {error} {where}"
         if not math.isfinite(reward):
             return NONE, f"gave {value!r} {where}"
@@ -133,23 +135,27 @@ class FunctionScorer(Scorer):
 
 
 def as_reward(value: Any) -> float:
-    """What a reward function returned as a number. A text is none, even of digits; True and False are 1 and 0."""
+    """Return the value of a reward function as a float; True and False are 1 and 0.
+
+    Raise a `TypeError` for text, even if it consists of digits.
+    """
     if isinstance(value, str | bytes):
         raise TypeError(f"{value!r} is of type {type(value).__name__}, expected a number")
     return float(value)
 
 
 class ModelScorer(Scorer):
-    """A reward model, which sees answers as it saw them in training."""
+    """Computes rewards with a reward model, using the template of the run."""
 
     def __init__(self, engine: NativeEngine, template: Template, pad: int, *, rows: int, longest: int) -> None:
         self._engine, self._template, self._pad = engine, template, pad
         self._rows, self._longest = rows, longest
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
-        """The number at the end of each answer."""
+        """Return the value at the last token of each conversation; NaN if it exceeds the greatest length."""
         rows = [self._row(answer) for answer in answers]
-        # Text may become more tokens than it was written with, and one without its end is another answer.
+        # Encoding the text again may give more tokens than were generated. A cut answer would get another reward, so an
+        # answer that does not fit gets none.
         fits = [len(row) <= self._longest for row in rows]
         rows = [row[: self._longest] for row in rows]
         lengths = torch.tensor([len(row) for row in rows])
@@ -170,17 +176,17 @@ class ModelScorer(Scorer):
         said = (*answer.prompt.messages, ChatMessage("assistant", answer.text))
         if answer.finished:
             return torch.tensor(self._template.conversation(said).ids)
-        return torch.tensor(self._template.unfinished(said)[: self._longest])  # it has no end to see
+        return torch.tensor(self._template.unfinished(said)[: self._longest])  # without an end token
 
 
 class Rules(Scorer):
-    """What the run description says of answers that are empty or did not end, before anybody else is asked."""
+    """Applies the rewards that the section `rollout` sets for empty and unfinished answers; scores the others."""
 
     def __init__(self, scorer: Scorer, rollout: RolloutConfig) -> None:
         self._scorer, self._rollout = scorer, rollout
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
-        """The set rewards, and the scorer's for all others."""
+        """Return the set rewards, and those of the scorer for all other answers."""
         rewards = [self._set(answer) for answer in answers]
         left = [index for index, reward in enumerate(rewards) if reward is None]
         asked = self._scorer.score([answers[index] for index in left]) if left else []
@@ -199,11 +205,14 @@ REWARDS: Mapping[str, str] = MappingProxyType(
         "gsm8k": "plait.posttrain.data.tasks:gsm8k_rewards",
     }
 )
-"""What makes each of Plait's own reward functions from the data; it comes in as a function of the user's own does."""
+"""Import paths of the factories of Plait's own reward functions; each makes a function from the data sources."""
 
 
 def find_function(config: RunConfig) -> tuple[str, Check]:
-    """The reward function that a run description names, or that its data bring along."""
+    """Return the name and the reward function of a run: the named one, or for GRPO the one that its data imply.
+
+    Raise a `ConfigError` if there is none.
+    """
     method, phase = Online.of(config).method, config.phase
     sources = (config.posttrain or PosttrainConfig()).data
     name = method.reward

@@ -1,4 +1,4 @@
-"""The models beside the policy: reference, reward model and critic, each an engine of its own, spread as the run is."""
+"""The models beside the policy (reference, reward model, critic), each in an engine with the run's layout."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def make_model_roles(policy: Preparation, data: PhaseData) -> ModelRoles:
 
 
 def make_critic(config: RunConfig, ppo: PpoConfig) -> nn.Module:
-    """The critic: the reward model's weights, or the policy's first ones, with a value head."""
+    """Return the critic: a model with a value head.
+
+    Its weights are those of `ppo.critic_start`, else of the reward model, else the policy's initial ones.
+    """
     assert config.model is not None
     policy_start = (config.posttrain or PosttrainConfig()).start
     start = ppo.critic_start or ppo.reward_model or policy_start
@@ -79,7 +82,7 @@ def make_critic(config: RunConfig, ppo: PpoConfig) -> nn.Module:
 
 
 def critic_config(config: RunConfig, ppo: PpoConfig) -> RunConfig:
-    """The run description as the critic's engine sees it: its own rates, and its own files."""
+    """Return the run description for the critic's engine, with its own learning rate and offload folder."""
     rates = {"lr": ppo.critic_lr, "weight_decay": ppo.critic_weight_decay}
     optim = config.optim.model_copy(update={key: value for key, value in rates.items() if value is not None})
     offload = config.strategy.offload
@@ -126,7 +129,7 @@ def described_in(path: str, config: RunConfig) -> ModelConfig:
 
 
 def check_reward_model(config: RunConfig, described: ModelConfig, path: str, data: PhaseData, log: Log) -> None:
-    """Refuse a folder without a reward model, and one with another tokenizer, template or a shorter context."""
+    """Raise an error if a folder has no reward model, or one with another tokenizer, template or a shorter context."""
     with open_source(Path(path)) as source:
         stored, file = (source.state.get("config") or {}).get("posttrain"), source.description
         heads = [
@@ -149,7 +152,7 @@ def check_reward_model(config: RunConfig, described: ModelConfig, path: str, dat
         section = section or PosttrainConfig()
         named = [Path(path) for path in (section.tokenizer, getattr(described, "path", None)) if path is not None]
         theirs = template_of_run(section.template, tokenizer, [kept.parent, *named], trust_code=config.trust_code)
-        text = data.examples[0][0].prompt[-1].content  # which the tokenizer knows, whatever it is of
+        text = data.examples[0][0].prompt[-1].content  # text of the data, which every tokenizer of this run can encode
         said = (ChatMessage("user", text), ChatMessage("assistant", text))
         if theirs.conversation(said) != data.template.conversation(said):
             raise ConfigError(

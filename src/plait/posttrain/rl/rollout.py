@@ -1,4 +1,4 @@
-"""One rollout: prompts, answers, rewards, and what each answer is worth."""
+"""Rollouts: generate answers to prompts, compute their rewards, log-probabilities and advantages."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from plait.posttrain.rl.rewards import Answer, Scorer, ask
 from plait.posttrain.rl.roles import ModelRoles
 from plait.posttrain.rl.settings import Online
 
-# Where the time of an online phase goes: writing answers, judging them, asking models about them, learning.
+# The time of an online phase, by stage: `writing` (generating answers), `judging` (rewards), `asking` (forward passes
+# of policy, reference and critic over the answers), `learning` (training steps).
 
 
 STAGES = ("writing", "judging", "asking", "learning")
 
 
 class RolloutTimes:
-    """Seconds of each part, and the tokens of all answers, summed up since the run began."""
+    """Seconds per stage, and the number of tokens of all answers, since the run began."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
@@ -41,7 +42,7 @@ class RolloutTimes:
 
     @contextmanager
     def count(self, stage: str) -> Iterator[None]:
-        """What happens inside belongs to this part."""
+        """Add the time of this context to a stage."""
         begun = time.perf_counter()
         try:
             yield
@@ -55,31 +56,31 @@ class RolloutTimes:
         return f"where the time went: {', '.join(shares)}; answers were written at {rate:,.0f} tokens/s"
 
 
-# The live policy as a writer: answers, and what they are worth to whoever judges.
+# Generating answers with the current policy, and scoring them.
 
 
 VERIFIED_ANSWERS = 32
-"""Answers that the guard looks at."""
+"""The number of answers for which generation is verified against the policy's forward pass."""
 
 
 class Stop(NamedTuple):
-    """What ends an answer."""
+    """The tokens and texts that end an answer."""
 
     tokens: tuple[int, ...]
     texts: tuple[str, ...]
 
 
 class RolloutBatch(NamedTuple):
-    """Answers, and what became of them."""
+    """Answers with their tokens and rewards."""
 
     answers: list[Answer]
     tokens: list[list[int]]
     rewards: Tensor
-    """NaN where nothing is known."""
+    """NaN for an answer without a reward."""
 
 
 class RolloutSampler:
-    """Answers prompts with the live policy, and has the answers judged."""
+    """Generates answers with the current policy, and scores them."""
 
     def __init__(
         self, hybrid: HybridEngine, scorer: Scorer, correct: Check, decode: Callable[[Sequence[int]], str], stop: Stop
@@ -91,7 +92,11 @@ class RolloutSampler:
     def write(
         self, prompts: Sequence[Prompt], sampling: Sampling, keys: Sequence[int], *, verify: bool = False
     ) -> RolloutBatch:
-        """An answer to each prompt, on every rank. Together with the seed, a key decides what is drawn."""
+        """Return an answer to each prompt with its reward, on every rank.
+
+        The seed and the answer's key determine its random numbers. `verify`: compare some answers with the policy's
+        forward pass.
+        """
         with self.clock.count("writing"):
             completions = self._generate([prompt.tokens for prompt in prompts], sampling, keys, verify=verify)
         self.clock.tokens += sum(len(completion.tokens) for completion in completions)
@@ -110,10 +115,10 @@ class RolloutSampler:
             if verify:
                 mode = self._hybrid.mode
                 self._hybrid.verify(asked[:VERIFIED_ANSWERS], completions[:VERIFIED_ANSWERS])
-                if self._hybrid.mode != mode:  # those answers were not the policy's
+                if self._hybrid.mode != mode:  # verification failed and changed the mode: generate again
                     completions = self._hybrid.generate(asked, sampling, keys=keys)
         except torch.OutOfMemoryError as error:
-            # Smaller micro-batches, which a run without memory is otherwise started again with, change nothing here.
+            # Elsewhere a run without memory is started again with smaller micro-batches; that would not help here.
             raise GenerateError(
                 f"memory was short while answers were written: {str(error).partition('.')[0]}; write a smaller "
                 "`rollout.max_rows`, the answers that a rank writes at once, or a smaller `rollout.max_new_tokens`"
@@ -126,14 +131,14 @@ class RolloutSampler:
         return Answer(prompt, text, completion.finish_reason == "stop")
 
     def accuracy(self, answers: Sequence[Answer]) -> float | None:
-        """The share that is right, of those that can be checked; None where none can."""
+        """Return the share of right answers among those that can be checked; None if none can."""
         judgements = [self._correct(answer.prompt.text, answer.text, answer.prompt.right) for answer in answers]
         known = [correct for correct in judgements if correct is not None]
         return sum(known) / len(known) if known else None
 
 
 class RolloutWorker:
-    """Makes the experience of each rollout. Everything in it is the same on every rank."""
+    """Generates each rollout, and stores it in the `Experience`, which is the same on every rank."""
 
     def __init__(
         self,
@@ -149,31 +154,31 @@ class RolloutWorker:
         folder: Path | None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`rows` go through a model at once; `folder` is where samples are kept, on the rank that keeps them."""
+        """`rows`: answers per forward pass; `folder`: where this rank writes sample answers, None if it does not."""
         self.experience = experience
         self.figures: dict[str, float] = {}
-        """What the latest rollout was like."""
+        """Metrics of the latest rollout."""
         self.controller = make_controller(online)
         self._online, self._prompts, self._sampler = online, prompts, sampler
         self._actor, self._roles, self._sampling, self._rows = actor, roles, sampling, rows
         self._order = SampleOrder(len(prompts), sampling.seed)
         self._verified: int | None = None
         self._idle: str | None = None
-        """Why the latest rollout taught nothing."""
+        """Why all advantages of the latest rollout are zero; None if they are not."""
         self.clock = sampler.clock
         self._folder, self._log = folder, log
 
     def asked(self, number: int) -> list[Prompt]:
-        """The prompts of a rollout: a function of seed and number alone."""
+        """Return the prompts of a rollout, which depend on the seed and its number only."""
         count, length = self._online.rollout.prompts, len(self._prompts)
         positions = [divmod(position, length) for position in range(number * count, (number + 1) * count)]
         return [self._prompts[self._order.index(epoch, index)] for epoch, index in positions]
 
     def roll(self, number: int, step: int) -> None:
-        """Make the experience of rollout `number` from the policy as it is now. Every rank must take part."""
+        """Generate rollout `number` with the current policy, and store it. A collective."""
         online, experience = self._online, self.experience
         with self.clock.count("learning"):
-            self._actor.settle()  # a device may still be at the last step
+            self._actor.settle()  # so that the last step's work on the device counts as learning
         asked = [prompt for prompt in self.asked(number) for _ in range(online.group)]
         keys = range(number * online.answers, (number + 1) * online.answers)
         due = self._verified is None or number - self._verified >= online.rollout.verify_every
@@ -193,7 +198,7 @@ class RolloutWorker:
         self._keep(written, step)
 
     def _forward_models(self) -> Tensor:
-        """Ask every model about the answers; returns the policy's entropies."""
+        """Compute and store log-probabilities (policy, reference) and values (critic); return the entropies."""
         experience, roles = self.experience, self._roles
         shape = (experience.width,)
         wanted = {"logprobs": shape, "entropy": shape}
@@ -212,7 +217,7 @@ class RolloutWorker:
         return completion["entropy"]
 
     def _warn_if_idle(self, number: int, rewards: Tensor, groups: float) -> None:
-        """Say it where a rollout teaches nothing, the first of several in a row."""
+        """Log a warning if all advantages of a rollout are zero; once for several such rollouts in a row."""
         idle = None
         if not bool(rewards.isfinite().any()):
             idle = "none of its answers has a reward"
@@ -223,7 +228,7 @@ class RolloutWorker:
         self._idle = idle
 
     def _estimate_advantages(self, rewards: Tensor) -> Advantages:
-        """Turn rewards into advantages. Answers without one teach nothing."""
+        """Compute, store and return the advantages. Answers without a reward are not trained on."""
         experience, method, controller = self.experience, self._online.method, self.controller
         experience.forget(~rewards.isfinite())
         mask = experience.mask
@@ -268,24 +273,24 @@ class RolloutWorker:
         try:
             with (self._folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(lines)
-        except OSError as error:  # samples are for people; to end one rank for them would leave the others waiting
+        except OSError as error:  # an error on this rank alone would leave the others waiting
             self._log(f"{self._folder / 'samples.jsonl'} cannot be written to: {error.strerror}; no more are kept")
             self._folder = None
 
 
 def make_controller(online: Online) -> FixedKl | AdaptiveKl:
-    """What sets the weight of the divergence."""
+    """Return the controller of the KL weight."""
     method = online.method
     if isinstance(method, PpoConfig) and method.kl == "adaptive":
         return AdaptiveKl(method.beta, method.kl_target, method.kl_horizon)
     return FixedKl(method.beta)
 
 
-# Held-out prompts, answered by the likeliest tokens.
+# Validation: prompts of the validation data, answered by greedy decoding.
 
 
 def measure(sampler: RolloutSampler, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, float]:
-    """Mean reward, accuracy where the data can be checked, and mean length. The same on every rank."""
+    """Return the mean reward and length, and the accuracy if answers can be checked. The same on every rank."""
     greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
     written = sampler.write(prompts, greedy, range(len(prompts)))
     known = written.rewards[written.rewards.isfinite()].double()

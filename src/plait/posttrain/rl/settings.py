@@ -1,4 +1,4 @@
-"""What the two methods have in common, read off a run description once."""
+"""The settings of a run that PPO and GRPO have in common."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ class Online:
     rollout: RolloutConfig
     method: PpoConfig | GrpoConfig
     reference: Reference
-    """What the policy is held to, `auto` resolved."""
+    """The model from which the KL divergence is measured, with `auto` resolved: a copy of the initial policy (`start`),
+    the policy without its adapter (`base`), or `none`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Online:
-        """As a run description says."""
+        """Return the settings of a run description."""
         method: PpoConfig | GrpoConfig
         method = (config.ppo or PpoConfig()) if config.phase == "ppo" else (config.grpo or GrpoConfig())
         reference = method.reference
         if reference == "auto":
-            # An adapter that was trained before is part of the first weights, and the base lacks it.
+            # An adapter that was trained before is part of the initial policy, and `base` lacks it.
             from_nothing = config.lora is not None and config.lora.adapter is None and config.lora.only
             reference = "base" if from_nothing else "start"
         return cls(config.rollout or RolloutConfig(), method, reference)
 
     @property
     def group(self) -> int:
-        """Answers to each prompt."""
+        """The number of answers per prompt."""
         return self.method.group if isinstance(self.method, GrpoConfig) else 1
 
     @property
     def answers(self) -> int:
-        """Answers of a rollout."""
+        """The number of answers per rollout."""
         return self.rollout.prompts * self.group

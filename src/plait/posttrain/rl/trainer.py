@@ -1,4 +1,4 @@
-"""PPO and GRPO as runs. The Runner has time, log, checkpoints and resuming; here answers are made and fed to it."""
+"""PPO and GRPO as runs: a `Runner` whose data are answers that the policy generates during the run."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from plait.trainer import Hook
 if TYPE_CHECKING:
     from plait.trainer import Runner
 
-# What an online phase does around each step: the critic learns too, figures are told, all of it is kept.
+# Hooks of an online phase: train the critic, log metrics, and store the state in checkpoints.
 
 
 class Rollouts(Hook):
-    """Tells what rollouts and steps were like, and keeps the answers in use and the controller in checkpoints."""
+    """Logs the metrics of rollouts and steps; stores the current rollout and the KL controller in checkpoints."""
 
     name = "rollout"
     priority = 30
@@ -51,20 +51,20 @@ class Rollouts(Hook):
         self._begun = 0.0
 
     def before_run(self, runner: Runner) -> None:
-        """Measure the model as it begins, so that there is something to compare with."""
+        """Validate the initial model, for comparison."""
         if runner.step == 0 and runner.has("val_data"):
             runner.validate()
 
     def before_step(self, runner: Runner) -> None:
-        """From here on it learns; the critic does so in its own hook, which comes later."""
+        """Start the clock of the step, which includes that of the critic: its hook comes later."""
         self._begun = time.perf_counter()
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
-        """Add what this step did to what is known of the rollout."""
+        """Add the metrics of this step to those of the rollout."""
         self._run.worker.clock.seconds["learning"] += time.perf_counter() - self._begun
         runner.figures.update(self._run.worker.figures)
         if runner.step % runner.config.log.every and runner.step != runner.total_steps:
-            return  # nobody will see it, and looking waits for the device
+            return  # not logged at this step, and reading the statistics waits for the device
         if (stats := _step_stats(runner.engine.model)) is not None:
             runner.figures.update(policy_loss=stats.loss, clip_fraction=stats.clipped)
         critic = self._run.roles.critic
@@ -72,20 +72,20 @@ class Rollouts(Hook):
             runner.figures["value_loss"] = stats.loss
 
     def after_run(self, runner: Runner) -> None:
-        """Tell where the time went."""
+        """Log the time per stage."""
         runner.emit(EventKind.MESSAGE, level="info", text=str(self._run.worker.clock))
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
-        """The answers in use."""
+        """Return the tensors of the current rollout."""
         return self._run.worker.experience.tensors()
 
     def state(self) -> dict[str, Any]:
-        """Which rollout it is, and what was found out in it."""
+        """Return the number of the current rollout, its metrics and the KL weight."""
         worker = self._run.worker
         return {"number": worker.experience.number, "beta": worker.controller.beta, "figures": worker.figures}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on within the rollout."""
+        """Restore what `state` returned; the run resumes within the rollout."""
         worker = self._run.worker
         worker.experience.number = int(state["number"])
         worker.controller = replace(worker.controller, beta=float(state["beta"]))
@@ -109,13 +109,13 @@ class Critic(Hook):
         return critic
 
     def before_run(self, runner: Runner) -> None:
-        """Bring it up to date with what a checkpoint brought."""
+        """Tell the engine that the state of a checkpoint was loaded into it."""
         if self._restored:
             self._engine.state_loaded()
             self._restored = False
 
     def before_step(self, runner: Runner) -> None:
-        """One step over the same answers as the policy's."""
+        """Train the critic for one step, on the same answers as the policy."""
         experience, batches = self._run.worker.experience, []
         for rows in runner.loader.current:
             inputs = experience.inputs(rows, "values", "returns")
@@ -124,26 +124,26 @@ class Critic(Hook):
         self._engine.train_step(batches)
 
     def after_run(self, runner: Runner) -> None:
-        """Wait for its last step, and hear what there is to report of it."""
+        """Wait for its last step, which may still raise an error."""
         self._engine.settle()
 
     def allocate(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """For the optimizer's state."""
+        """Allocate the optimizer state that a checkpoint has."""
         optimizer_entries = {
             name.removeprefix("optim."): entry for name, entry in entries.items() if name.startswith("optim.")
         }
         self._engine.allocate_optimizer_state(optimizer_entries)
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
-        """Weights and optimizer state."""
+        """Return weights and optimizer state, for a checkpoint."""
         return self._engine.state_tensors()
 
     def state(self) -> dict[str, Any]:
-        """Its steps."""
+        """Return the state of the critic's engine, such as its number of steps."""
         return self._engine.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore what `state` returned."""
         self._engine.restore(state)
         self._restored = True
 
@@ -154,16 +154,17 @@ def _step_stats(model: Any) -> StepStats | None:
     return loss_stats.latest
 
 
-# Adapters on the way out: added to their matrices while whole weights go to a library that knows no adapters.
+# Weights with merged adapters, for a generation library that gets the plain model.
 
 
 _SUFFIXES = ("lora_A.weight", "lora_B.weight", "weight")
 
 
 def merged_weights(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The weights of `model` with every adapter added to its matrix; all others pass by as they are.
+    """Yield the weights of `model` with every adapter merged into its layer's weight; others are yielded unchanged.
 
-    One matrix at a time is held until its adapter has come. The sum is made in fp32 and rounded once.
+    `weights` are those of `model`, in any order: the parts of a layer are held until all three have come. Sums are in
+    fp32 and are rounded once.
     """
     adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if has_adapter(module)}
     held: dict[str, dict[str, Tensor]] = {}
@@ -187,12 +188,12 @@ def merged_weights(model: nn.Module, weights: Weights) -> Iterator[tuple[str, Te
 
 
 class OnlineRunner(PhaseRunner):
-    """Trains on answers that the model itself gives. Everything else is as in any run."""
+    """A `PhaseRunner` for PPO and GRPO: it trains on answers that the policy generates during the run."""
 
     roles: ModelRoles
     """The models beside the policy."""
     worker: RolloutWorker
-    """What makes answers, and holds those in use."""
+    """Generates rollouts, and has the current one."""
 
     def __init__(self, parsed: Parsed, *, hooks: Sequence[Hook] = ()) -> None:
         online = Online.of(parsed.config)
@@ -200,13 +201,13 @@ class OnlineRunner(PhaseRunner):
         if isinstance(online.method, PpoConfig):
             own_hooks.append(Critic(self))
         if not isinstance(online.method, PpoConfig) or online.method.reward_model is None:
-            find_function(parsed.config)  # a name that leads nowhere shows before anything is built
+            find_function(parsed.config)  # raises an error for a bad name before anything is built
         super().__init__(parsed, hooks=[*own_hooks, *hooks])
         self.online = online
         self.memory_plan = OnlineMemoryPlan(self)
 
     def prepare(self) -> Engine:
-        """Build the policy, the models beside it, and what makes answers."""
+        """Build the policy, the models beside it and the rollout worker; return the policy's engine."""
         given = self.preparation()
         engine = prepare_manual(given)
         self.roles = make_model_roles(given, self.phase_data)
@@ -214,9 +215,9 @@ class OnlineRunner(PhaseRunner):
         return engine
 
     def setup(self) -> None:
-        """As of any run; the critic reports its phases too."""
+        """Set up the run; the critic's engine reports its phases too."""
         super().setup()
-        if self.roles.critic is not None:  # it learns in steps of its own, and memory may be short in those
+        if self.roles.critic is not None:  # so that running out of memory in its steps is recognized too
             self.roles.critic.on_phase = self.engine.on_phase
 
     def _assemble(self, engine: ManualEngine) -> None:
@@ -266,13 +267,13 @@ class OnlineRunner(PhaseRunner):
         return Rules(ModelScorer(reward_model, data.template, data.tokenizer.end, **rows), rollout)
 
     def _stop_of(self) -> Stop:
-        """What ends an answer: what the template ends it with, and texts of the run description."""
+        """Return what ends an answer: the ends of the template, and `rollout.stop`."""
         endings = (*self.phase_data.template.ends, *self.online.rollout.stop)
         tokens, texts = (tuple(end for end in endings if isinstance(end, end_type)) for end_type in (int, str))
         return Stop(tokens, texts)  # type: ignore[arg-type]
 
     def make_loader(self, role: str) -> Any:
-        """What makes answers where the old ones are used up."""
+        """Return the loader of the training data, which generates rollouts; for validation, an empty one."""
         if role != "data":
             return _Nothing()
         config, data, online = self.config, self.phase_data, self.online
@@ -295,7 +296,7 @@ class OnlineRunner(PhaseRunner):
         self.enter(Phase.IDLE)
 
     def measure(self, role: str, limit: int | None) -> tuple[dict[str, float], int]:
-        """Answer the prompts, and score the answers."""
+        """Generate answers to the prompts; return their metrics and the number of batches."""
         prompts: Sequence[Prompt] = getattr(self.given, role)
         if limit is not None:
             prompts = prompts[: limit * self.batch.total]
@@ -314,7 +315,7 @@ def _mixture(config: RunConfig, online: Online, pad: int, runner: OnlineRunner) 
 
 
 class _Nothing:
-    """Prompts to validate on are asked all at once, and need no loader."""
+    """The loader of validation prompts, which `measure` reads directly."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
