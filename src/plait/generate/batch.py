@@ -1,4 +1,7 @@
-"""Generation of one batch: choosing tokens, static batches of answers, and continuous batching."""
+"""Generation of one batch: choosing tokens, batches that start together, and continuous batching.
+
+A *row* is one prompt and its answer. A *step* computes one token for every row of the batch.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,23 @@ from plait.kernels.decode import (
     with_seed,
 )
 
-# Choosing the next token of every row, on the device, without waiting for it.
+# Choosing the next token of every row on the device; the host does not wait for it.
 #
 # Sampling from the whole vocabulary, as rollouts do, is one kernel (`sample_tokens`; see [Note: integer weights in
-# pieces]). Top-k, top-p and penalties are computed here, with integer weights too: their sums do not depend on the
-# order, a random number below the sum always falls on a token with a positive weight, and deterministic runs, which
-# refuse floating-point cumulative sums on a GPU, can sample.
+# pieces]). Top-k, top-p and penalties are computed here, with torch operations. Here too, probabilities become integer
+# weights: their sum does not depend on the order of addition, a random number below the sum always selects a token with
+# a positive weight, and they can be summed cumulatively in deterministic runs, where torch refuses to do that with
+# floating-point numbers on a GPU.
 
 
 def choose(
     logits: Tensor, rng: CounterRNG | Tensor | None, sampling: Sampling, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Choose the next token of each row from logits (rows, vocabulary); returns it and the model's log-probability.
+    """Choose the next token of each row from logits (rows, vocabulary).
 
-    `rng` are the random numbers (rows) or their source; temperature 0 needs none. `seen` (rows, vocabulary) marks the
-    tokens that a repetition penalty applies to.
+    Return the tokens and their log-probabilities under the model (temperature 1, without top-k, top-p or penalty).
+    `rng` is the random number of each row, or a `CounterRNG` that computes them; temperature 0 needs none. `seen`
+    (rows, vocabulary) marks the tokens that a repetition penalty applies to.
     """
     if seen is None and (rng is None or sampling.temperature == 0.0):
         return greedy(logits)
@@ -54,7 +59,7 @@ def choose(
 def _sample(scores: Tensor, rng: CounterRNG | Tensor, sampling: Sampling) -> Tensor:
     order: Tensor | None = None
     share = sampling.top_p if sampling.top_p is not None and sampling.top_p < 1.0 else None
-    # Neither temperature nor fp32 changes the order: both are applied to the remaining tokens.
+    # Temperature and the cast to fp32 do not change the order, so they are applied to the remaining tokens only.
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         scores, order = scores.topk(sampling.top_k)
     elif share is not None:
@@ -76,25 +81,25 @@ def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 # One decode step as a CUDA graph.
 #
-# A small model computes a token in less time than Python needs to launch its kernels; a graph launches them at once. A
-# captured step must read and write the same tensors each time; `Answers.take` and `CachedDecoder.step` do.
+# A small model computes a token in less time than Python needs to launch its kernels; a graph launches them all at
+# once. A captured step must read and write the same tensors each time, as `Answers.take` and `CachedDecoder.step` do.
 
 
 WARM_UP = 1
-"""Steps before the capture, in which libraries initialize themselves. They count like any other."""
+"""Steps that run eagerly before the capture, in which libraries initialize themselves. Their tokens are used."""
 
 
 class CapturedStep:
-    """A step that runs eagerly at first, and from a captured CUDA graph afterwards."""
+    """A step that runs eagerly at first, and is captured as a CUDA graph and replayed afterwards."""
 
     def __init__(self, step: Callable[[], None], *, on: bool, is_warm: Callable[[], bool] = lambda: False) -> None:
-        """`is_warm` says whether a step like this was done before: then it is captured at once."""
+        """`on`: the step may be captured. `is_warm` returns whether its like was done before: then it is captured at once."""
         self._step, self._on, self._is_warm = step, on, is_warm
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_left: int | None = None
 
     def __call__(self) -> None:
-        """Do the step."""
+        """Do one step."""
         if self._graph is not None:
             self._graph.replay()
             return
@@ -114,20 +119,20 @@ class CapturedStep:
 
 
 CHECK_EVERY = 16
-"""Tokens between two checks of which rows are done; each check waits for the device."""
+"""The number of steps between two checks of which rows are done; each check waits for the device."""
 MIN_TOKENS_TO_CAPTURE = 48
-"""The minimum of remaining tokens for which a smaller batch pays off although its steps have to be captured again."""
+"""If fewer tokens remain, done rows are not removed: capturing a graph of the smaller batch would take longer."""
 
 Decode = Callable[[Sequence[int]], str]
 AnyRank = Callable[[bool], bool]
-"""Whether any rank has unfinished rows, given whether this rank has."""
+"""A collective: returns whether any rank has unfinished rows, given whether this rank has."""
 
 
 class Answers:
-    """The answers so far, all of them on the device; see [Note: counter-based random numbers].
+    """The answers so far, in tensors on the device; see [Note: counter-based random numbers].
 
-    Rows that are done are still computed, into a column that is not read, until enough of them are done for a smaller
-    batch to pay off. No result depends on when that is.
+    A row that is done stays in the batch, and its further tokens are stored in a column that is not read. It is removed
+    when at least half of the rows are done. When that happens does not change any answer.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class Answers:
         self._seen: Tensor | None = None
 
     def take(self, logits: Tensor) -> None:
-        """Choose each row's next token. Changes tensors in place only, for CUDA graphs."""
+        """Choose each row's next token from logits, and append it. Changes tensors in place only, for CUDA graphs."""
         sampling = self._sampling
         if sampling.repetition_penalty != 1.0 and self._seen is None:
             self._seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -171,7 +176,7 @@ class Answers:
         record_tokens(token, logprob, TokenRecords(*state, self._stops))
 
     def advance(self, decoder: Decoder) -> None:
-        """One step: the model's forward pass on the last tokens, and the choice of the next."""
+        """Do one step: run the model on the last tokens, choose the next ones, and append them."""
         if self._sampling.is_greedy:
             self.record(*decoder.step_greedy(self.token))
         elif self._sampling.draws_from_all:
@@ -183,7 +188,7 @@ class Answers:
         return CounterRNG(self.keys, self.counts, self._sampling.seed)
 
     def keep(self, rows: Tensor) -> Answers:
-        """The answers of these rows."""
+        """Return an object with the answers of these rows only."""
         kept = object.__new__(Answers)
         kept.__dict__.update(self.__dict__)
         for name in ("keys", "limits", "counts", "done", "stopped", "token", "tokens", "logprobs"):
@@ -200,7 +205,7 @@ class Answers:
                 self.counts[row], self.stopped[row], self.done[row] = length_with_stop, True, True
 
     def completions(self) -> list[Completion]:
-        """The completion of each row so far."""
+        """Return the completion of each row so far."""
         columns = (self.counts, self.tokens, self.logprobs, self.stopped)
         return [
             Completion(tokens[:length], logprobs[:length], "stop" if stopped else "length")
@@ -209,11 +214,11 @@ class Answers:
 
 
 def end_of_text(tokens: Sequence[int], texts: Sequence[str], decode: Decode) -> int | None:
-    """The number of tokens after which one of the texts is complete; None where none is."""
+    """Return the number of tokens after which one of the texts is contained in the answer; None if none is."""
     if not any(text in decode(tokens) for text in texts):
         return None
     fewest, most = 1, len(tokens)
-    while fewest < most:  # a bisection: once complete, a text stays
+    while fewest < most:  # a bisection: a text that is complete stays complete
         middle = (fewest + most) // 2
         if any(text in decode(tokens[:middle]) for text in texts):
             most = middle
@@ -236,10 +241,11 @@ def generate_batch(
     graphs: bool = True,
     check_every: int = CHECK_EVERY,
 ) -> Generator[Answers, None, list[Completion]]:
-    """Generate one batch; `limits` are the maximum of new tokens of each row.
+    """Generate one batch. `limits` are the maximum of new tokens of each row; for keys, see `CounterRNG`.
 
-    Yields the unfinished rows every `check_every` tokens, and returns all completions. `any_rank` is for ranks that
-    have to take every step together.
+    Yields the answers of the rows that are still in the batch every `check_every` tokens, and returns the completions
+    of all rows. `any_rank` is for ranks that must do every step together, because they share a model: they go on until
+    no rank has unfinished rows.
     """
     live = Answers(prompts, keys, limits, sampling, device)
     shortest, longest, numbers = min(limits), live.width, torch.arange(len(prompts), device=device)
@@ -247,15 +253,16 @@ def generate_batch(
     try:
         live.take(decoder.begin(prompts, limits))
         captures = graphs and decoder.capturable
-        settings = replace(sampling, seed=0)  # all seeds use the same kernels
+        settings = replace(sampling, seed=0)  # the seed does not change which kernels run
         step = CapturedStep(lambda: live.advance(decoder), on=captures, is_warm=lambda: decoder.is_warm(settings))
         for length in count(1):
-            # Ranks that step together must check at the same steps, whatever the lengths of their rows.
+            # Ranks that share a model must check after the same steps, even if this rank's rows have reached their
+            # limits.
             if length % check_every == 0 or (any_rank is None and length >= longest):
                 if decode is not None and sampling.stop_texts:
                     live.end_by_text(decode)
                 yield live
-                # Without stop tokens or texts rows end at their limits, and need not wait for the device.
+                # Without stop tokens or texts, rows end at their limits only, so the host need not ask the device.
                 rows = numbers if not sampling.stop and length < shortest else (~live.done).nonzero().squeeze(1)
                 unfinished = len(rows) > 0
                 if not (unfinished if any_rank is None else any_rank(unfinished)):
@@ -276,8 +283,8 @@ def generate_batch(
 # Continuous batching: rows join and leave a batch between two tokens, each with its own sampling settings.
 #
 # A row gets the tokens that it would get alone: its random numbers depend on its own seed and key only; see [Note:
-# counter-based random numbers]. The seed is folded into the key, so rows of different seeds are sampled together; rows
-# that differ in temperature, top-k, top-p or penalty are sampled group by group.
+# counter-based random numbers]. Rows with different seeds are sampled together: the seed is made part of the key. Rows
+# with different temperature, top-k, top-p or penalty are sampled separately, one group of equal settings after another.
 
 
 class Token(NamedTuple):
@@ -285,9 +292,9 @@ class Token(NamedTuple):
 
     id: int
     logprob: float
-    """The model's: temperature 1, without top-k, top-p or penalty."""
+    """Its log-probability under the model: temperature 1, without top-k, top-p or penalty."""
     top: list[tuple[int, float]]
-    """The most likely tokens and their log-probabilities, as many as the row asked for."""
+    """The `GenerationRow.top` most likely tokens and their log-probabilities."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,13 +306,13 @@ class GenerationRow:
     max_new_tokens: int
     """The maximum of new tokens."""
     key: int = 0
-    """Determines, together with the seed, the random numbers."""
+    """Determines the random numbers, together with the seed."""
     top: int = 0
     """The number of most likely tokens to report with each token."""
 
 
 class ContinuousBatch:
-    """The rows of a decoder. One decoder serves one batch at a time."""
+    """A batch that rows may join and leave between two tokens. A decoder can be used by one batch at a time."""
 
     def __init__(self, decoder: Decoder, device: torch.device, *, graphs: bool = True) -> None:
         self.rows: list[GenerationRow] = []
@@ -319,7 +326,10 @@ class ContinuousBatch:
         self._step = CapturedStep(self._advance, on=capture, is_warm=lambda: decoder.is_warm(self._group_keys()))
 
     def takes(self, rows: Sequence[GenerationRow]) -> bool:
-        """Whether these rows may join now; if not, they may when the batch is empty, at worst one by one."""
+        """Whether these rows may join now.
+
+        If not, they may join once the batch is empty: all of them, or one by one if their prompts differ in length.
+        """
         if self.rows and not isinstance(self._decoder, GrowingDecoder):
             return False
         lengths = {len(row.prompt) for row in (*self.rows, *rows)}
@@ -327,7 +337,7 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def add(self, rows: Sequence[GenerationRow]) -> list[Token]:
-        """Prefill the prompts of further rows; returns the first token of each."""
+        """Add rows: prefill their prompts, and return the first token of each."""
         assert self.takes(rows), "call `takes` first"
         prompts, max_new_tokens = [row.prompt for row in rows], [row.max_new_tokens for row in rows]
         if self.rows:
@@ -344,7 +354,7 @@ class ContinuousBatch:
 
     @torch.no_grad()
     def step(self) -> list[Token]:
-        """The next token of every row."""
+        """Do one step, and return the next token of every row."""
         self._step()
         return self._tokens()
 
@@ -399,7 +409,7 @@ class ContinuousBatch:
         self._regroup()
 
     def _regroup(self) -> None:
-        """Group the rows by sampling settings, and allocate results that all steps write into."""
+        """Group the rows by sampling settings, and allocate the tensors that every step writes its results to."""
         groups: dict[Sampling, list[int]] = {}
         for number, row in enumerate(self.rows):
             groups.setdefault(_sampling_group(row.sampling), []).append(number)
@@ -420,7 +430,7 @@ class ContinuousBatch:
         return (*(settings for settings, _ in self._groups), self._top is not None)
 
     def _advance(self) -> None:
-        """One step. Changes tensors in place only, for CUDA graphs."""
+        """Do one step. Changes tensors in place only, for CUDA graphs."""
         if len(self._groups) == 1 and self._top is None:
             settings = self._groups[0][0]
             if settings.is_greedy:
@@ -469,5 +479,5 @@ class ContinuousBatch:
 
 
 def _sampling_group(sampling: Sampling) -> Sampling:
-    """The sampling settings that determine how a token is chosen."""
+    """Return the sampling settings without those that do not affect how a token is chosen."""
     return replace(sampling, max_new_tokens=1, stop=(), seed=0)

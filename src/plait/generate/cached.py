@@ -1,12 +1,13 @@
 """Generation with Plait's own decoders and a KV cache.
 
-[Note: rows are right-padded] Prompts of unequal length start at the same position and are padded at their end. So
-prefill is causal attention with the same positions, the same kernel and no mask, as in training. The padding's keys and
-values lie after each row's end, where a mask hides them until new tokens overwrite them. Every row writes at its own
-end.
+[Note: rows are right-padded] Prompts of unequal length start at position 0 and are padded at their end. So prefill is
+causal attention with the positions, the kernel and the (absent) mask of training. The padding's keys and values are
+stored in the cache after the end of each row, where a mask hides them until new tokens overwrite them. The next token
+of each row is stored at that row's own end.
 
-The models need no code for this: the attention function of `Attention` is replaced, as context parallelism does, by one
-with a cache, and restored afterwards. Where `LlamaDecodeStep` computes single tokens, only prefill uses this.
+The models need no code for a cache: the attention function of `Attention` is replaced by one with a cache, and restored
+afterwards; context parallelism replaces it in the same way. Where `LlamaDecodeStep` computes single tokens, the
+replaced function is used for prefill only.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ from plait.torch_internals import compiled_call, forward_hooks
 
 # One token per row of a Llama, through `plait.kernels.decode`.
 #
-# Prefill is bound by computation; decoding waits for weights and for kernel launches. So here the modules of a Llama
-# are not called one by one: their weights are passed to the kernels of `DecodeStep`. The results are the same, up to
-# rounding. A model with any modification is called as usual.
+# Prefill is bound by computation; decoding is bound by reading the weights and by kernel launches. So for decoding, the
+# modules of a Llama are not called: their weights are passed to the kernels of `DecodeStep`. The results are the same,
+# up to rounding. A model with modified modules (hooks, adapters, subclasses) is called as usual.
 
 
 _PLAIN_MODULES = (LlamaBlock, Attention, SwiGLU, nn.RMSNorm)
 _FUSED_MODULES = (FusedLlamaBlock, FusedAttention, FusedSwiGLU, FusedRMSNorm)
 _KNOWN_MODULES = frozenset((Llama, nn.ModuleList, nn.Embedding, nn.Linear, LMHead, *_PLAIN_MODULES, *_FUSED_MODULES))
 _DTYPES = (torch.bfloat16, torch.float32)
-"""fp16 is not among them: see [Note: a stream carries its norm]."""
+"""The dtypes that the decode kernels support. fp16 has too small a range: see [Note: a stream carries its norm]."""
 
 
 def can_use_decode_kernels(model: nn.Module) -> bool:
-    """Whether a model is an unmodified, unsharded, complete Llama on a device with kernels."""
+    """Whether a model is a Llama that is unmodified, not sharded, and has all layers, on a device with kernels."""
     if type(model) is not Llama or model.head is None or not all(map(_is_unmodified, model.modules())):
         return False
     params = list(model.parameters())
@@ -91,7 +92,10 @@ def _is_unmodified(module: nn.Module) -> bool:
 
 @contextmanager
 def fused_for_prefill(model: nn.Module) -> Iterator[None]:
-    """A context in which a model that `can_use_decode_kernels` has the modules of `models.fused`, for prefill."""
+    """Return a context in which the modules of a model are those of `models.fused`, for prefill.
+
+    The model must be one that `can_use_decode_kernels`.
+    """
     originals = [(module, module.__class__, vars(module).get("rotate")) for module in model.modules()]
     fuse(model)
     try:
@@ -104,7 +108,7 @@ def fused_for_prefill(model: nn.Module) -> Iterator[None]:
 
 
 class LlamaDecodeStep(DecodeStep):
-    """The step of one batch, for a model that `can_use_decode_kernels`; reads the live weights each time."""
+    """The decode step of one batch, for a model that `can_use_decode_kernels`; each step reads the current weights."""
 
     def __init__(self, model: nn.Module, slots: int, *, prefetch_bytes: int | None = None, early: bool = True) -> None:
         """`slots` is the length of the cache; see `DecodeStep` for the options."""
@@ -136,25 +140,28 @@ def _norm(module: Any) -> Norm:
 SLOTS = 64
 """The cache length is a multiple of this: kernels with a mask need aligned rows."""
 PREFILL_TOKENS = 8192
-"""Prompt tokens per prefill call: enough to keep a device busy for longer than the launches take. More would only take
+"""Prompt tokens per prefill call: enough that the device works for longer than the launches take. More would only need
 more memory and more padding."""
 
 
 class KVCacheRows:
-    """The rows' positions and the attention mask of a KV cache; shared by all layers."""
+    """The positions of the rows and the attention mask of a KV cache; one object for all layers.
+
+    A *slot* is the place of one token of a row in the cache.
+    """
 
     def __init__(self, lengths: Tensor, row_ends: Tensor, dtype: torch.dtype) -> None:
         self.slots = -(-int(row_ends.max()) // SLOTS) * SLOTS
         self.at = RowPositions(lengths, row_ends - 1, torch.empty_like(lengths))
         self.numbers = torch.arange(len(lengths), device=lengths.device)
         self.prefilling: slice | None = None
-        """The rows that are prefilled; None: each row gets one token."""
+        """The rows that are being prefilled; None: a step appends one token to each row."""
         slots = torch.arange(self.slots, device=lengths.device)
         self.mask = torch.zeros(len(lengths), self.slots, device=lengths.device, dtype=dtype)
         self.mask.masked_fill_(slots >= lengths[:, None], float("-inf"))
 
     def open(self) -> None:
-        """Advance each row, and unmask its next token."""
+        """Advance the position of each row by one, and unmask the slot of its next token."""
         self.at.advance()
         self.mask.scatter_(1, self.at.positions[:, None], 0.0)
 
@@ -183,7 +190,7 @@ class CachedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0
     ) -> Tensor:
-        """Attention over (batch, heads, tokens, head_dim), as `attend`."""
+        """Return attention over (batch, heads, tokens, head_dim), as `attend` does, and update the cache."""
         cache = self.cache
         if cache.prefilling is not None:
             if not self.keys.numel():
@@ -195,7 +202,7 @@ class CachedAttention:
             return answer
         self.keys[cache.numbers, :, cache.at.positions] = k[:, :, 0]
         self.values[cache.numbers, :, cache.at.positions] = v[:, :, 0]
-        # The queries of a group are passed as tokens of one head: no key or value has to be repeated.
+        # With GQA, the queries of a group are passed as tokens of one head, so that no key or value has to be repeated.
         batch, heads, _, width = q.shape
         grouped = q.reshape(batch, k.shape[1], -1, width)
         allowed = cache.mask.to(q.dtype)[:, None, None].expand(-1, k.shape[1], grouped.shape[2], -1)
@@ -208,7 +215,7 @@ class CachedAttention:
 
 
 def _concatenated(first: Tensor, second: Tensor, slots: int) -> Tensor:
-    """Concatenate two caches (rows, heads, slots, features) along the rows, with `slots` slots."""
+    """Return two caches (rows, heads, slots, features), padded to `slots` slots and concatenated along the rows."""
     rows = first.new_zeros(len(first) + len(second), first.shape[1], slots, first.shape[3])
     rows[: len(first), :, : first.shape[2]] = first
     rows[len(first) :, :, : second.shape[2]] = second
@@ -216,9 +223,9 @@ def _concatenated(first: Tensor, second: Tensor, slots: int) -> Tensor:
 
 
 def chunks_of(prompts: Sequence[Sequence[int]]) -> list[slice]:
-    """Split prompts into chunks of consecutive ones with at most `PREFILL_TOKENS` tokens each, padding included.
+    """Return slices of consecutive prompts that have at most `PREFILL_TOKENS` tokens each, padding included.
 
-    Generation sorts prompts by length, so the chunks need less padding than the whole.
+    Generation sorts prompts by length, so a chunk needs less padding than all prompts together would.
     """
     chunks, begin, longest = [], 0, 0
     for number, prompt in enumerate(prompts):
@@ -230,10 +237,10 @@ def chunks_of(prompts: Sequence[Sequence[int]]) -> list[slice]:
 
 
 class CachedDecoder(GrowingDecoder):
-    """For models whose attention is Plait's own; see [Note: rows are right-padded]."""
+    """The decoder of models whose attention is Plait's own; see [Note: rows are right-padded]."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
-        """`call` calls the model, if it is not to be called directly."""
+        """`call` is used instead of calling the model directly, if given."""
         self._model = model
         self._call = model if call is None else call
         self._calls_directly = call is None
@@ -253,7 +260,7 @@ class CachedDecoder(GrowingDecoder):
         self.capturable = device.type == "cuda" and call is None and not mixed
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Prefill the prompts; returns the logits of the last token of each."""
+        """Prefill the prompts, and return the logits of the last token of each."""
         self.close()
         self._cache = self._cache_for(prompts, max_new_tokens)
         if self._calls_directly and can_use_decode_kernels(self._model):
@@ -262,12 +269,12 @@ class CachedDecoder(GrowingDecoder):
         self._layers = [CachedAttention(attend, self._cache) for attend in self._original_attends]
         for attention, layer in zip(self._attentions, self._layers, strict=True):
             attention.attend = layer
-        # Logits of every position would be the largest tensor by far, and only one per row is needed.
+        # Logits of every position would be by far the largest tensor, and only those of the last token are needed.
         self._hook = self._head.register_forward_pre_hook(self._only_last)
         return self._prefill(self._cache, prompts)
 
     def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Prefill further prompts into a cache of their own, and append it to that of the batch."""
+        """Prefill further prompts into a separate cache, append it to the batch's, and return their last logits."""
         cache, kept = self._running(), self._kv_caches()
         fresh = self._cache_for(prompts, max_new_tokens)
         for layer in self._layers:
@@ -275,7 +282,7 @@ class CachedDecoder(GrowingDecoder):
         try:
             logits = self._prefill(fresh, prompts)
             slots = max(cache.slots, fresh.slots)
-            for number, layer in enumerate(self._layers):  # one layer at a time, since both copies take memory
+            for number, layer in enumerate(self._layers):  # layer by layer, since both copies take memory
                 keys, values = kept[number]
                 kept[number] = (_concatenated(keys, layer.keys, slots), _concatenated(values, layer.values, slots))
                 layer.keys = layer.values = torch.empty(0)
@@ -293,11 +300,11 @@ class CachedDecoder(GrowingDecoder):
         return KVCacheRows(lengths, lengths + torch.tensor(max_new_tokens, device=self._device), dtype)
 
     def _prefill(self, cache: KVCacheRows, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Prefill a cache that every layer has; returns the logits of the last token of each prompt."""
+        """Prefill the prompts into a cache, and return the logits of the last token of each."""
         logits: list[Tensor] = []
         try:
             with fused_for_prefill(self._model) if self._step is not None else nullcontext():
-                # Ranks that share a model must all call it equally often.
+                # Ranks that share a model must all call it equally often, so they do not split their prompts.
                 for chunk in chunks_of(prompts) if self._calls_directly else [slice(0, len(prompts))]:
                     cache.prefilling, self._last = chunk, cache.at.lengths[chunk] - 1
                     logits.append(self._call(input_ids=pad_rows(prompts[chunk], self._device))[:, 0])
@@ -306,7 +313,7 @@ class CachedDecoder(GrowingDecoder):
         return torch.cat(logits)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row; returns the logits of the next."""
+        """Append one token to each row, and return the logits of the next one."""
         cache = self._running()
         if self._step is not None:
             return self._step(tokens, cache.at, self._kv_caches())
@@ -315,19 +322,19 @@ class CachedDecoder(GrowingDecoder):
         return logits[:, 0]
 
     def step_greedy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one token to each row; with the decode kernels, logits are not stored."""
+        """Append one token to each row, and return the most likely next one; the decode kernels then store no logits."""
         if self._step is None:
             return super().step_greedy(tokens)
         return self._step.greedy(tokens, self._running().at, self._kv_caches())
 
     def step_sample(self, tokens: Tensor, temperature: float, rng: CounterRNG) -> tuple[Tensor, Tensor]:
-        """Append one token to each row; with the decode kernels, in one pass over the logits."""
+        """Append one token to each row, and sample the next one; the decode kernels read the logits once for that."""
         if self._step is None:
             return super().step_sample(tokens, temperature, rng)
         return self._step.sample(tokens, self._running().at, self._kv_caches(), temperature, rng)
 
     def is_warm(self, way: Hashable) -> bool:
-        """Whether steps of this size and kind were done before."""
+        """Whether steps of this batch size, cache length and `way` were done before; see `Decoder.is_warm`."""
         cache = self._running()
         size = (len(cache.numbers), cache.slots, way)
         known = size in self._warm
@@ -348,7 +355,7 @@ class CachedDecoder(GrowingDecoder):
             layer.keep(rows)
 
     def close(self) -> None:
-        """Restore every layer's attention."""
+        """Restore every layer's attention function, and free the cache."""
         for attention, original in zip(self._attentions, self._original_attends, strict=False):
             attention.attend = original
         if self._hook is not None:

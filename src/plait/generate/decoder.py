@@ -1,4 +1,7 @@
-"""Decoders prefill prompts and then append token by token: the interface, one without a cache, and `transformers`."""
+"""Decoders compute the logits of the next token for a batch of rows, a row being a prompt and its answer so far.
+
+The interface; a decoder without a cache; and one for models of `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from plait.distributed import is_sharded
 from plait.kernels.decode import CounterRNG, greedy, sample_tokens
 
 Call = Callable[..., Any]
-"""A model, or a function that calls it."""
+"""A model, or a function that calls it with the same arguments."""
 
 
 class Decoder(ABC):
-    """A batch of growing rows. One object serves one batch at a time, and `close` frees its memory."""
+    """Prefills the prompts of a batch, and appends tokens to its rows. It has one batch at a time; `close` frees it."""
 
     capturable = False
     """Whether `step` may be captured in a CUDA graph."""
@@ -27,30 +30,31 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Prefill the prompts, and reserve space for new tokens; returns the logits of each row's next token."""
+        """Prefill the prompts, and reserve space for new tokens; return the logits of each row's next token."""
 
     @abstractmethod
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row; returns the logits of each row's next token.
+        """Append one token to each row, and return the logits of each row's next token.
 
-        A row without space stays as long as it is; its logits are then undefined.
+        A row whose reserved space is full does not grow; its logits are undefined then.
         """
 
     def step_greedy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `step`, but returns the most likely next tokens and their log-probabilities in fp32."""
+        """Do `step`, but return the most likely next tokens and their log-probabilities in fp32."""
         return greedy(self.step(tokens))
 
     def step_sample(self, tokens: Tensor, temperature: float, rng: CounterRNG) -> tuple[Tensor, Tensor]:
-        """Like `step`, but samples the next tokens from the whole vocabulary; returns them and their log-probabilities.
+        """Do `step`, but sample the next tokens from the whole vocabulary; return them and their log-probabilities.
 
         `temperature` is above 0. The log-probabilities, in fp32, are those of temperature 1.
         """
         return sample_tokens(self.step(tokens), temperature, rng)
 
     def is_warm(self, way: Hashable) -> bool:
-        """Whether steps of this size and kind were done before, so that no kernel has to be compiled or set up.
+        """Whether steps of the current batch size with the sampling settings `way` were done before.
 
-        To be called before a step, which counts as done from then on.
+        Then no kernel has to be compiled or set up, and a step may be captured at once. A call records the step as
+        done, so call this right before it.
         """
         return False
 
@@ -63,17 +67,17 @@ class Decoder(ABC):
 
 
 class GrowingDecoder(Decoder):
-    """A decoder whose batch takes further rows while it runs (continuous batching)."""
+    """A decoder whose batch further rows can join (continuous batching)."""
 
     @abstractmethod
     def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Prefill further prompts as new rows; returns the logits of each new row's next token."""
+        """Prefill further prompts as new rows; return the logits of each new row's next token."""
 
 
 def pad_rows(
     prompts: Sequence[Sequence[int]], device: torch.device, *, width: int | None = None, left: bool = False
 ) -> Tensor:
-    """Rows of unequal length as one tensor, padded with zeros at the end or, with `left`, at the beginning."""
+    """Return rows of unequal length as one tensor, padded with zeros at the end or, with `left`, at the beginning."""
     width = max(len(prompt) for prompt in prompts) if width is None else width
     rows = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in zip(rows, prompts, strict=True):
@@ -83,17 +87,17 @@ def pad_rows(
 
 
 def pad_to_multiple(rows: Tensor, cuts: int) -> Tensor:
-    """Right-pad rows with zeros to a multiple of `cuts` tokens."""
+    """Return rows, right-padded with zeros to a multiple of `cuts` tokens."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % cuts))
 
 
 def lengths_of(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The length of each prompt."""
+    """Return the length of each prompt, as a tensor."""
     return torch.tensor([len(prompt) for prompt in prompts], device=device)
 
 
 class PlainDecoder(GrowingDecoder):
-    """Computes the full rows for every token. Needs only a model's logits; the reference for other decoders."""
+    """Calls the model on the whole rows for every token, without a cache. The reference for other decoders."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self._call, self._device = call, device
@@ -101,7 +105,7 @@ class PlainDecoder(GrowingDecoder):
         self._longest = 0
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Right-padded rows, so that no position changes."""
+        """Store the prompts right-padded, so that new tokens do not change positions; return the logits of the next."""
         self._lengths = lengths_of(prompts, self._device)
         self._row_ends = self._lengths + torch.tensor(max_new_tokens, device=self._device)
         self._rows = pad_rows(prompts, self._device, width=int(self._row_ends.max()))
@@ -109,7 +113,7 @@ class PlainDecoder(GrowingDecoder):
         return self._logits()
 
     def add(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Append rows; all become as wide as the widest."""
+        """Append rows, all padded to the width of the widest; return the logits of the new rows' next tokens."""
         before = (self._rows, self._lengths, self._row_ends)
         longest = self._longest
         logits = self.begin(prompts, max_new_tokens)
@@ -122,7 +126,7 @@ class PlainDecoder(GrowingDecoder):
         return logits
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row."""
+        """Append one token to each row, and return the logits of the next."""
         self._lengths = torch.minimum(self._lengths + 1, self._row_ends)
         self._rows.scatter_(1, self._lengths[:, None] - 1, tokens[:, None])
         self._longest = min(self._longest + 1, self._rows.shape[1])
@@ -141,7 +145,7 @@ class PlainDecoder(GrowingDecoder):
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Whether the forward of a `transformers` model has this argument."""
+    """Whether the `forward` of a `transformers` model has an argument of this name."""
     known: Any = getattr(model, "accepts", None)
     return name in (known if known is not None else inspect.signature(type(model).forward).parameters)
 
@@ -149,12 +153,13 @@ def accepts(model: nn.Module, name: str) -> bool:
 class TransformersDecoder(Decoder):
     """Models of `transformers` with their own cache (`past_key_values`).
 
-    Such a cache has one end for all rows, so prompts are left-padded: distances between tokens are right whatever a
-    model does with them, a sliding window included. Positions and a mask say where each row begins.
+    In such a cache all rows end at the same slot, so prompts are left-padded. Then the distances between a row's tokens
+    in the cache are the true ones, which a sliding window, for example, relies on. `position_ids` and a mask tell the
+    model where each row begins.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, call: Call | None = None) -> None:
-        """`call` calls the model, if it is not to be called directly."""
+        """`call` is used instead of calling the model directly, if given."""
         self._call = model if call is None else call
         self._device = device
         self._positioned = accepts(model, "position_ids")
@@ -164,7 +169,7 @@ class TransformersDecoder(Decoder):
         self._mask = self._lengths = self._last = torch.empty(0)
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
-        """Prefill the prompts."""
+        """Prefill the prompts, and return the logits of each row's next token."""
         rows, self._lengths = pad_rows(prompts, self._device, left=True), lengths_of(prompts, self._device)
         width = rows.shape[1]
         slots = torch.arange(width, device=self._device)
@@ -173,7 +178,7 @@ class TransformersDecoder(Decoder):
         return self._ask(rows, (mask.cumsum(1) - 1).clamp(min=0), past=None)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row."""
+        """Append one token to each row, and return the logits of the next."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         positions = torch.minimum(self._lengths, self._last)[:, None]
         self._lengths = self._lengths + 1

@@ -21,7 +21,7 @@ CONTEXT_KEYS = ("seq_len", "max_position_embeddings", "n_positions", "n_ctx", "m
 
 
 class Generator:
-    """Generates with a model, which is in evaluation mode meanwhile."""
+    """Generates with a model, which is in evaluation mode while it generates and restored to its mode afterwards."""
 
     def __init__(
         self,
@@ -39,10 +39,11 @@ class Generator:
     ) -> None:
         """Choose a decoder for the model.
 
-        `decode` turns tokens into text, for stop texts. `context` is the context length, if not that of the model's
-        configuration; `max_rows` the number of prompts that are generated at once. `cache` and `graphs` allow a KV
-        cache and CUDA graphs, where the model supports them. The others are for a model that several ranks share:
-        `call` calls it, inside the context `around`, and `any_rank` tells whether any rank has unfinished rows.
+        `decode` converts tokens to text, to find stop texts. `context` is the context length; by default that of the
+        model's configuration. `max_rows` is the number of prompts per batch. `cache` and `graphs` allow a KV cache and
+        CUDA graphs, where the model supports them. Generation runs inside the context that `around` returns. For a
+        model that several ranks share, `call` is used instead of calling the model directly, and `any_rank` is a
+        collective that returns whether any rank has unfinished rows.
         """
         self.model = model
         self.context = context_of(model) if context is None else context
@@ -61,15 +62,15 @@ class Generator:
         *,
         keys: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Generate an answer to each prompt, in their order.
+        """Generate an answer to each prompt, and return them in the order of the prompts.
 
-        A prompt's key determines, together with the seed, its random numbers; by default it is its index.
+        The seed and a prompt's key determine its random numbers; by default the key is the prompt's index.
         """
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
             raise GenerateError(f"{len(keys)} keys for {len(prompts)} prompts: give one key per prompt, or none")
         self._check(prompts, sampling)
-        # Rows of similar length are batched, for little padding.
+        # Prompts of similar length are in one batch, so that little padding is needed.
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         width = self._max_rows or max(len(prompts), 1)
         completions: dict[int, Completion] = {}
@@ -82,12 +83,12 @@ class Generator:
         return [completions[index] for index in range(len(prompts))]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0) -> Iterator[Completion]:
-        """Yield the growing answer to one prompt, token by token; the last one equals that of `generate`."""
+        """Yield the answer to one prompt after each token; the last value equals the result of `generate`."""
         self._check([prompt], sampling)
         answers = self._run([prompt], [key], sampling, 1)
         try:
             while True:
-                with self._ready():  # only while it computes, since the caller runs in between
+                with self._ready():  # only during a step: between two steps the caller may use the model
                     live = next(answers, None)
                 if live is None:
                     return
@@ -97,7 +98,7 @@ class Generator:
 
     @contextmanager
     def continuous(self) -> Iterator[ContinuousBatch]:
-        """A context with an empty `ContinuousBatch`. Nothing else may use the model inside it."""
+        """Return a context whose value is an empty `ContinuousBatch`. Inside it, nothing else may use the model."""
         with self._ready():
             batch = ContinuousBatch(self._decoder, self._device, graphs=self._graphs)
             try:
@@ -106,12 +107,12 @@ class Generator:
                 batch.close()
 
     def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> GenerationRow:
-        """Check a prompt, and return it as a row for `continuous`."""
+        """Return a prompt as a row for `continuous`; raise a `GenerateError` if the prompt is invalid."""
         self._check([prompt], sampling)
         return GenerationRow(prompt, sampling, self._max_new_tokens([prompt], sampling)[0], key, top)
 
     def _max_new_tokens(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[int]:
-        """The maximum of new tokens of each prompt, within the context length."""
+        """Return the maximum of new tokens of each prompt, within the context length."""
         most = sampling.max_new_tokens
         return [most if self.context is None else min(most, self.context - len(prompt)) for prompt in prompts]
 
@@ -166,7 +167,7 @@ def generate(
     keys: Sequence[int] | None = None,
     **options: Any,
 ) -> list[Completion]:
-    """Generate an answer to every prompt; see `Sampling` for the settings, and `Generator` for `options`."""
+    """Generate and return an answer to each prompt; see `Sampling` for the settings, and `Generator` for `options`."""
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop), seed)
     return Generator(model, **options).generate(prompts, sampling, keys=keys)
 
@@ -181,12 +182,12 @@ def make_decoder(model: nn.Module, device: torch.device, *, call: Call | None = 
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is from `transformers`, adapted or not."""
+    """Whether a model is from `transformers`, also if its class was replaced by a subclass."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
 def context_of(model: nn.Module) -> int | None:
-    """The context length in a model's configuration; None if it has none."""
+    """Return the context length in a model's configuration; None if it has none."""
     configs = [getattr(model, "config", None)]
     configs.append(getattr(configs[0], "text_config", None))  # of a multimodal model
     lengths = (getattr(config, name, None) for config in configs for name in CONTEXT_KEYS)
@@ -194,7 +195,7 @@ def context_of(model: nn.Module) -> int | None:
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """The vocabulary size in a model's configuration; None if it has none."""
+    """Return the vocabulary size in a model's configuration; None if it has none."""
     config: Any = getattr(model, "config", None)
     size = getattr(config, "vocab_size", getattr(getattr(config, "text_config", None), "vocab_size", None))
     return None if size is None else int(size)

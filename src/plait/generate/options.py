@@ -13,7 +13,7 @@ class Completion(NamedTuple):
     """The answer to one prompt."""
 
     tokens: list[int]
-    """New tokens, a stop token included."""
+    """The generated tokens, including the stop token if one was generated."""
     logprobs: list[float]
     """The model's log-probability of each token: temperature 1, without top-k, top-p or penalty."""
     finish_reason: Literal["stop", "length"]
@@ -26,11 +26,11 @@ class Sampling:
 
     max_new_tokens: int = 128
     temperature: float = 1.0
-    """0: the most likely token each time."""
+    """0: always choose the most likely token."""
     top_k: int | None = None
-    """Sample from so many most likely tokens."""
+    """Sample from this number of most likely tokens; None: from all."""
     top_p: float | None = None
-    """Sample from the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this; None: from all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of the prompt and the answer become less likely."""
     stop: tuple[int | str, ...] = ()
@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, without a penalty."""
+        """Whether the most likely token is always chosen, without a penalty."""
         return self.temperature == 0.0 and self.repetition_penalty == 1.0
 
     @property
@@ -73,7 +73,7 @@ class Sampling:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, vocabulary: int | None, context: int | None) -> None:
-    """Refuse invalid prompts, before anything is computed."""
+    """Raise a `GenerateError` for the first prompt that is empty, too long, or has tokens outside the vocabulary."""
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise GenerateError(f"prompt {index} is empty: it needs at least one token")

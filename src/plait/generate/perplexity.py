@@ -29,8 +29,8 @@ def measure_perplexity(
 ) -> Perplexity:
     """Return the perplexity of texts, given as tokens. A text longer than `window` is evaluated in sliding windows.
 
-    Consecutive windows overlap by `window - stride` tokens, which only are context (half a window, if `stride` is
-    absent), so all tokens but those at the beginning of a text have some context.
+    Consecutive windows overlap by `window - stride` tokens (half a window by default). The loss of these tokens is not
+    counted again: they are context for the others, so only tokens at the beginning of a text have little context.
     """
     stride = max(window // 2, 1) if stride is None else stride
     if not 1 <= stride < window:
@@ -62,7 +62,7 @@ def measure_perplexity(
 
 
 def _windows(text: Sequence[int], window: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
-    """The windows of a text, each with the number of its first tokens that are only context."""
+    """Yield the windows of a text, each with the number of its first tokens whose loss is not counted."""
     counted = 1
     while counted < len(text):
         start = 0 if counted == 1 else max(0, counted - (window - stride))
@@ -92,9 +92,10 @@ def page_of(
     captions: Sequence[Sequence[str]] = (),
     figures: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> str:
-    """Return a self-contained HTML page. `answers` has a list for each prompt, with one text for each name.
+    """Return a self-contained HTML page with a table of prompts and answers, one column for each of the models `names`.
 
-    `captions`, if given, are the texts below each answer; `figures` are rows at the end.
+    `answers` has a list for each prompt, with one text for each name. `captions`, if given, are texts below the
+    answers, in the same lists. `figures` are rows at the end: a label, and a text for each name.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in ("prompt", *names))
     body = "".join(

@@ -18,9 +18,10 @@ def sample(
     seed: int = 0,
     end: int | None = None,
 ) -> Tensor:
-    """Continue `prompt` (one row of token ids) by at most `new_tokens`, with the last `window` tokens as context.
+    """Return `prompt` (one row of token ids) with at most `new_tokens` new tokens appended.
 
-    `temperature` 0 takes the most likely token each time. Stops after the token `end`.
+    The model sees the last `window` tokens. `temperature` 0 always chooses the most likely token. Generation stops
+    after the token `end`.
     """
     generator = torch.Generator(prompt.device).manual_seed(seed)
     training = model.training

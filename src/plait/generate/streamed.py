@@ -16,9 +16,11 @@ from plait.engine import build_module
 def build_streamed(
     config: RunConfig, device: torch.device, *, tier: Literal["cpu", "nvme"], folder: Path | None = None
 ) -> tuple[nn.Module, WeightStream]:
-    """Build the model with the weights of its blocks on the host or in `folder`; load them by the stream's `tensors`.
+    """Return the model, whose blocks' weights are on the host or in `folder`, and the stream that copies them.
 
-    At most one block's weights are in addition on the device at any time, also while it is built.
+    The weights are not loaded: copy them into what the stream's `tensors` returns. At any time, also while it is built,
+    the
+    device has the weights of at most one block besides those outside of blocks.
     """
     module, initializer = build_module(config, None)
     units = find_wrap_units(module, config.strategy.wrap)

@@ -92,7 +92,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def fitted(value, scale, limit, saturates: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Return scaled values; with `saturates`, finite ones beyond the range are clamped, infinite ones become NaN."""
+        """Return scaled values; with `saturates`, finite ones beyond the range are clamped, others become NaN."""
         scaled = value * scale
         if saturates:
             cut = tl.minimum(tl.maximum(scaled, -limit), limit)

@@ -60,7 +60,7 @@ def as_autocast_would(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _SharedInputLinears(torch.autograd.Function):
-    """Linear layers of one input; saves the input if a weight is trainable, the weights if the input needs a gradient."""
+    """Linear layers of one input. Saves the input for trainable weights, the weights for the input's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
