@@ -1,7 +1,7 @@
-"""What a run will take, known before it starts: memory, time, and the layouts that would do.
+"""Predict the memory and the step time of a run before it starts, and search the settings with which it fits.
 
-[Note: the plan is the code] Nothing here knows how a strategy works. A plan runs `prepare_native` and `train_step`, the
-functions that train, in a fake world, and watches: see `simulate`.
+[Note: the plan is the code] There is no second model of how a strategy works. A plan runs `prepare_native` and
+`train_step`, the functions that train, on fake tensors, and records every operation: see `simulate`.
 """
 
 from typing import TYPE_CHECKING

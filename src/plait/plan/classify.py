@@ -1,4 +1,4 @@
-"""Whose a piece of memory is."""
+"""Classify the memory in use: parameters, gradients, optimizer state, activations, …"""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ CATEGORIES = (
     "temporaries",
     "kernel workspaces",
 )
-"""What the memory of a rank consists of."""
+"""The categories of a rank's memory."""
 
 
 class Owners:
-    """Tells the memory of one engine apart, again and again."""
+    """Classifies the memory of one engine; can be used repeatedly."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
@@ -47,9 +47,9 @@ class Owners:
         self._gathering = list(_gathering(engine))
 
     def share_out(self, recorder: MemoryRecorder) -> dict[str, int]:
-        """Bytes in use now, by whose they are."""
+        """Return category → bytes that are in use now."""
         owners: dict[int, str] = {}
-        with torch.no_grad(), replaced(recorder, "paused", True):  # a view made for looking does not belong to the step
+        with torch.no_grad(), replaced(recorder, "paused", True):  # views made here are not part of the step
             for owner, tensor in self.known():
                 owners.setdefault(_storage(tensor), owner)
         sizes: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class Owners:
             if category is None and piece.sent:
                 category = "communication"
             if category is None:
-                # What the forward pass made and is still there, the backward pass will need.
+                # Memory from the forward pass that still exists is needed by the backward pass.
                 category = "activations" if piece.born is Phase.FORWARD else "temporaries"
                 if piece.born is Phase.BUILD:
                     category = "kernel workspaces"
@@ -66,7 +66,7 @@ class Owners:
         return {category: sizes[category] for category in CATEGORIES if sizes[category]}
 
     def known(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that belong to someone now."""
+        """Yield (category, tensor) for all tensors that the engine holds now."""
         engine = self._engine
         for param in self._params:
             yield "parameters", param
@@ -95,24 +95,24 @@ class Owners:
 
 
 def classify(recorder: MemoryRecorder, engine: NativeEngine) -> dict[str, int]:
-    """Bytes in use now, by whose they are."""
+    """Return category → bytes that are in use now."""
     return Owners(engine).share_out(recorder)
 
 
 def known_tensors(engine: NativeEngine) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that belong to someone."""
+    """Yield (category, tensor) for all tensors that the engine holds."""
     return Owners(engine).known()
 
 
 def _gathering(engine: NativeEngine) -> Iterator[Any]:
-    """The parameters that `fully_shard` gathers, as it keeps them."""
+    """Yield the parameters that `fully_shard` gathers, as its own `FSDPParam` objects."""
     for module in engine.model.modules():
         group = fsdp_param_group(module)
         yield from () if group is None else fsdp_params(group)
 
 
 def _gathered(param: Any) -> Iterator[tuple[str, Tensor]]:
-    """What `fully_shard` holds of a parameter beside its shard."""
+    """Yield (category, tensor) for what `fully_shard` holds of a parameter beside its shard."""
     for tensor in fsdp_all_gather_outputs(param):
         yield "gathered parameters", tensor
     unsharded = fsdp_unsharded_param(param)

@@ -1,12 +1,14 @@
-"""What `torch.compile` makes of a module, without compiling it.
+"""Predict memory and time of a module under `torch.compile`, without compiling it.
 
-[Note: compiling in a fake world] Inductor needs a compiler, a GPU and half a minute. What matters here it decides
-earlier, and that part is run as it is: AOTAutograd traces forward and backward into one graph, and the min-cut
-partitioner chooses what is kept for the backward pass. After that, elementwise operations and reductions become one
-kernel with their neighbours, so what passes between them takes no memory and no time; a tensor exists only where a
-matrix product, attention or the outside wants it. That is what a `FusedGraph` counts when it is called.
+[Note: compiling in a fake world] Inductor needs a compiler, a GPU and half a minute. The decisions that matter here are
+made before it, by code that a plan runs as it is: AOTAutograd traces forward and backward into one graph, and the
+min-cut partitioner chooses which tensors are saved for the backward pass. Inductor then fuses elementwise operations
+and reductions with their neighbours into one kernel, so intermediate results inside a kernel take no memory and no
+time. A tensor exists only if a matrix multiplication, attention or the graph's output needs it. A `FusedGraph` counts
+memory and time by these rules when it is called.
 
-A module is traced once for every form of its inputs. Blocks that are alike in parameters and inputs share a trace.
+A module is traced once for each combination of input shapes and dtypes. Blocks with equal parameters and inputs share a
+trace.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from plait.torch_internals import (
     tree_map,
 )
 
-# Which operations of a graph become one kernel, and what memory and time the kernels take.
+# Which operations of a graph are fused into one kernel, and the memory and time of the kernels.
 
 
 aten = torch.ops.aten
@@ -53,18 +55,18 @@ _ALONE = {
     aten.sort.default,
     aten.topk.default,
 }
-"""Elementwise or not, these are kernels of their own."""
+"""Operations that Inductor does not fuse with others, whether they are elementwise or not."""
 
 
 _CHEAP_READS = 4
-"""A result that takes at most so many reads is computed wherever it is wanted; so does Inductor by default."""
+"""A result that needs at most 4 reads is recomputed in each kernel that uses it, as Inductor does by default."""
 
 
 class FusedGraph:
-    """A traced graph that is not run: calling it counts what its kernels would take, and makes its outputs.
+    """A traced graph that is not run: a call adds the memory and time of its kernels, and allocates its outputs.
 
-    Takes its arguments as a list, and empties it, as compiled functions do: what nobody else holds is free once it is
-    used.
+    A call takes its arguments as a list and empties it, as compiled functions do, so that arguments without other
+    references are freed.
     """
 
     _boxed_call = True
@@ -81,7 +83,7 @@ class FusedGraph:
         self._rise = self._find_rise()
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Count one run, and give outputs of the right form."""
+        """Add the memory and time of one run; return outputs with the right shapes, strides and dtypes."""
         self._recorder.paused = False  # tracing is over
         phase = self._recorder.current_phase()
         for node in self._kernels:
@@ -124,10 +126,10 @@ class FusedGraph:
     # ---- which nodes are kernels
 
     def _find_levels(self) -> dict[fx.Node, int]:
-        """On which level a node is computed: what is on one level can be one kernel.
+        """Return node → level; nodes that can be fused and have the same level can be one kernel.
 
-        Kernels that stand alone divide the levels: a node comes after as many of them as lie on the longest way to
-        it. One that is fused waits until someone wants it.
+        The level of a node is the largest number of kernels that are not fused (`_is_extern`) on a path to it. A node
+        that is fused moves up to the lowest level of its users.
         """
         levels: dict[fx.Node, int] = {}
         for node in self._nodes:
@@ -141,7 +143,7 @@ class FusedGraph:
         return levels
 
     def _is_kernel(self, node: fx.Node) -> bool:
-        """Whether a node's result exists in memory."""
+        """Return whether a node's result is written to memory."""
         if node not in self._known_kernels:
             self._known_kernels[node] = self._find_kernel(node)
         return self._known_kernels[node]
@@ -157,11 +159,11 @@ class FusedGraph:
         if any(user.op == "output" or _is_extern(user) for user in users):
             return True
         later = any(self._levels[user] > self._levels[node] for user in users)
-        # What is cheap to compute is computed again rather than kept.
+        # Results that are cheap to compute are recomputed and not stored.
         return later and (_is_reduction(node) or len(self._reads(node)) > _CHEAP_READS)
 
     def _users(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Who uses a node, looking through its views."""
+        """Yield the users of a node; instead of its views, their users."""
         for user in node.users:
             if _is_part(user):
                 yield from self._users(user)
@@ -169,7 +171,7 @@ class FusedGraph:
                 yield user
 
     def _base(self, node: fx.Node, *, whole: bool = True) -> fx.Node:
-        """Whose memory a node is in; with `whole`, all results of a kernel are one."""
+        """Return the node whose memory a node is a view of; with `whole`, all results of a kernel count as one node."""
         while _is_part(node):
             source = node.all_input_nodes[0]
             if not whole and node.target is operator.getitem and not _is_part(source):
@@ -177,10 +179,10 @@ class FusedGraph:
             node = source
         return node
 
-    # ---- what they take
+    # ---- their memory and time
 
     def _reads(self, node: fx.Node) -> frozenset[fx.Node]:
-        """What lies in memory and is read to make a node."""
+        """Return the nodes in memory that are read to compute a node."""
         if node not in self._known_reads:
             self._known_reads[node] = self._find_reads(node)
         return self._known_reads[node]
@@ -196,7 +198,7 @@ class FusedGraph:
         return frozenset(reads)
 
     def _traffic(self) -> dict[int, tuple[set[fx.Node], set[fx.Node]]]:
-        """By level, what its fused kernels read and write."""
+        """Return level → (nodes that its fused kernels read, nodes that they write)."""
         traffic: dict[int, tuple[set[fx.Node], set[fx.Node]]] = defaultdict(lambda: (set(), set()))
         for node in self._kernels:
             if not _is_extern(node):
@@ -206,7 +208,7 @@ class FusedGraph:
         return traffic
 
     def _find_rise(self) -> int:
-        """How far memory rises above where it was at the call, while kernels run in their order."""
+        """Return the most bytes that the kernels, run in order, have in use beyond those at the call."""
         last: dict[fx.Node, fx.Node] = {}
         for node in self._kernels:
             for source in self._reads(node):
@@ -214,7 +216,7 @@ class FusedGraph:
         final = {self._base(out) for out in self._tensors_out()}
         last_uses: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node, reader in last.items():
-            # What the caller holds on to is not free: weights, the batch, and incoming gradients.
+            # The caller keeps references to weights, the batch and incoming gradients, so these are not freed.
             owned = node.op == "placeholder" and node.name.startswith(("primals", "tangents"))
             if node not in final and not owned:
                 last_uses[reader].append(node)
@@ -226,7 +228,7 @@ class FusedGraph:
         return rise
 
     def _hidden(self, node: fx.Node) -> int:
-        """What a kernel takes for itself."""
+        """Return the bytes that a kernel allocates while it runs, beside its result."""
         body = body_of(node.target)
         args, kwargs = _values((node.args, node.kwargs))
         if body is None:
@@ -259,7 +261,7 @@ def _makes_tensor(node: fx.Node) -> bool:
 
 
 def _is_extern(node: fx.Node) -> bool:
-    """Whether a node is a kernel of its own, which nothing is fused with."""
+    """Return whether a node is a kernel that Inductor does not fuse with others."""
     func = node.target
     if node.op != "call_function" or not isinstance(func, OpOverload):
         return False
@@ -271,7 +273,7 @@ def _is_extern(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    """Whether a node makes less out of more."""
+    """Return whether a node's result has fewer elements than its largest input."""
     value = node.meta["val"]
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
     sizes = [tensor.numel() for tensor in inputs if isinstance(tensor, Tensor)]
@@ -279,7 +281,7 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a node is another look at memory that exists: a view, or one of several results."""
+    """Return whether a node allocates nothing: it is a view, or one of several results of another node."""
     if node.op != "call_function":
         return False
     func = node.target
@@ -296,7 +298,7 @@ def _bytes(node: fx.Node) -> int:
 
 @contextmanager
 def compiled_units(recorder: MemoryRecorder, timing: Timing, log: Callable[[str], None]) -> Iterator[None]:
-    """Compiling makes fused graphs that only count, until the block ends."""
+    """Until the block ends, compiling a module replaces it by fused graphs that only count memory and time."""
 
     def compile_units(
         model: nn.Module, units: Sequence[WrapUnit], config: CompileConfig, *, sharded: bool
@@ -311,7 +313,7 @@ def compiled_units(recorder: MemoryRecorder, timing: Timing, log: Callable[[str]
         again = {block: kept_operations(block) or frozenset() for block in blocks if "forward" in vars(block)}
         for block, kept in again.items():
             written = fused(block, forward=inspect.unwrap(block.forward), kept=kept)
-            # What is kept of a block that keeps something is up to the partitioner.
+            # If some of its operations are kept, the partitioner decides what is recomputed.
             block.forward = written if kept else _Recomputed(written)
         for module in [model] if whole and not again else [block for block in blocks if block not in again]:
             set_compiled_call(module, fused(module))
@@ -325,7 +327,7 @@ def compiled_units(recorder: MemoryRecorder, timing: Timing, log: Callable[[str]
 
 
 class _Recomputed:
-    """A compiled block that runs again in its backward pass."""
+    """A compiled block whose forward pass is recomputed in the backward pass."""
 
     def __init__(self, fused: _Fused) -> None:
         self._fused = fused
@@ -337,7 +339,7 @@ class _Recomputed:
 
 
 class _Fused:
-    """What a compiled module does: it is traced the first time, and counted every time."""
+    """Replaces a compiled module: its first call traces it, and every call counts memory and time."""
 
     def __init__(
         self,
@@ -349,7 +351,7 @@ class _Fused:
         forward: Callable[..., Any] | None = None,
         kept: frozenset[Any] = frozenset(),
     ) -> None:
-        """`forward` is the module's own, where that was replaced; `kept` as in `kept_operations`."""
+        """`forward`: the module's original one, if it was replaced; `kept`: see `kept_operations`."""
         self._module, self._forward, self._kept = module, forward, kept
         self._traces, self._recorder, self._timing = traces, recorder, timing
 
@@ -358,7 +360,7 @@ class _Fused:
         named = dict(self._module.named_parameters())
 
         def function(params: list[Tensor], tensors: list[Tensor]) -> Any:
-            # A copy of the arguments, with the traced tensors in the places of the others.
+            # A copy of the arguments in which the traced tensors replace the given ones.
             traced = {id(old): new for old, new in zip(given, tensors, strict=True)}
             inputs, options = copy.deepcopy((args, kwargs), traced)
             with self._as_written():
@@ -368,12 +370,12 @@ class _Fused:
         key = torch.is_grad_enabled(), tuple(named), forms, self._kept
         if key not in self._traces:
             self._traces[key] = self._trace(function)
-            self._recorder.paused = True  # while it traces, which the first call begins with
+            self._recorder.paused = True  # until `FusedGraph.__call__`: do not record the operations of tracing
         return self._traces[key](list(named.values()), given)
 
     @contextmanager
     def _as_written(self) -> Iterator[None]:
-        """The module as it is without this."""
+        """Until the block ends, the module runs its original forward, uncompiled."""
         with ExitStack() as stack:
             if self._forward is None:
                 stack.enter_context(compiled_call_set(self._module, None))
@@ -382,7 +384,7 @@ class _Fused:
             yield
 
     def _trace(self, function: Callable[..., Any]) -> Any:
-        # Inductor's part of torch is loaded here, and takes a second or two.
+        # This import loads Inductor, which takes one or two seconds.
         from plait.torch_internals import aot_function, min_cut_rematerialization_partition, select_decomp_table
 
         def count(gm: fx.GraphModule, example_inputs: Any) -> Any:
@@ -403,7 +405,7 @@ class _Fused:
 
 
 def _mark(joint: fx.GraphModule, kept: frozenset[Any]) -> None:
-    """Say which results of the forward part are kept and which may be computed again, as a checkpoint's policy does."""
+    """Mark which results of the forward graph are saved and which may be recomputed, as a checkpoint policy does."""
     behind: set[fx.Node] = set()  # what the backward part computes
     for node in joint.graph.nodes:
         if node.op == "placeholder" and "tangent" in str(node.target):
@@ -418,7 +420,7 @@ def _mark(joint: fx.GraphModule, kept: frozenset[Any]) -> None:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a call's arguments, those inside objects among them."""
+    """Yield the tensors in a call's arguments, also those in attributes of objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

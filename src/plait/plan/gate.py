@@ -81,7 +81,7 @@ def run_forked(work: Callable[[], T], *, seconds: float) -> T | str:
     finally:
         os.close(reading)
         if data != b"":
-            os.kill(child, signal.SIGKILL)  # it has answered, or is not going to
+            os.kill(child, signal.SIGKILL)  # it has answered, or has run out of time
         _, status = os.waitpid(child, 0)
     if data is None:
         return f"it took more than {seconds:.0f} s"

@@ -15,7 +15,7 @@ from plait.config import SUFFIXES, choose, listed, nearest, read, show
 from plait.errors import ConfigError, Problem
 
 CORE_GBPS = 4.0
-"""What one core of a host adds to `host_gbps`, about: 16 cores beside an H200 reached 63 GB/s."""
+"""About how much one core adds to `host_gbps`: 16 cores of a host with an H200 reached 63 GB/s."""
 NUMBER_FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """Names of the formats in which matrices are multiplied."""
 
@@ -42,11 +42,11 @@ class Hardware:
     name: str
     kind: Literal["cuda", "cpu"]
     memory_gib: float
-    """Memory of one device that a process can have, in GiB of 2³⁰ bytes; less than the name says."""
+    """Memory of one device that a process can use, in GiB of 2³⁰ bytes; less than in the product's name."""
     context_gib: float
     """Memory in use before the first tensor: the CUDA context, its kernels, and NCCL's first buffers."""
     flops: Mapping[str, float]
-    """Number format → dense peak in TFLOP/s. The hardware does not multiply formats that are absent."""
+    """Number format → dense peak in TFLOP/s; without formats that the hardware cannot multiply."""
     matmul_efficiency: float = 0.8
     """Share of the peak that large matrix products reach, if it was not measured."""
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -54,13 +54,13 @@ class Hardware:
     memory_gbps: float
     """Bandwidth of the device's memory in GB/s."""
     memory_efficiency: float = 0.6
-    """The share of that which elementwise operations reach."""
+    """Fraction of `memory_gbps` that elementwise operations reach."""
     attention_efficiency: float = 0.58
-    """The share of a large matrix product's speed that attention reaches."""
+    """Fraction of a large matrix multiplication's FLOP/s that attention reaches."""
     capability: tuple[int, int] = (9, 0)
-    """CUDA's generation: which kernels torch chooses."""
+    """CUDA compute capability; torch chooses attention kernels by it."""
     per_host: int
-    """Devices of one host; of CPU ranks, as many as are sensible."""
+    """Devices of one host; on a CPU, how many ranks are reasonable."""
     link: Interconnect
     """Between the devices of a host."""
     network: Interconnect
@@ -68,37 +68,37 @@ class Hardware:
     host_memory_gib: float
     host_cores: int = 16
     host_gbps: float = 64.0
-    """Bytes that an update on the host reads and writes in a second with all cores, in GB: for the whole host."""
+    """GB/s that an optimizer update on the host reads and writes, with all cores of the host together."""
     pcie_gbps: float
-    """Between host and device in one direction, GB/s, from pinned memory."""
+    """GB/s of copies between device and pinned host memory, in one direction."""
     disk_gbps: float
-    """Reading or writing files, whichever is slower, GB/s for the whole host."""
+    """GB/s of reading or writing files, whichever is slower, for the whole host."""
     launch_us: float
     """Host time per operation of a training step, including autograd."""
     dollars_per_hour: float | None = None
-    """Price of one device, where a cost is wanted."""
+    """Price of one device per hour; None: plans show no cost."""
 
     def rate(self, number_format: str) -> float:
-        """FLOP/s that a large matrix product reaches. A format without units of its own goes as fp32 does."""
+        """Return the FLOP/s that a large matrix multiplication reaches; a format without a rate has that of fp32."""
         known = number_format if number_format in {**self.flops, **self.measured} else "fp32"
         tflops = self.measured.get(known) or self.flops[known] * self.matmul_efficiency
         return tflops * 1e12
 
     def link_between(self, ranks: int, stride: int = 1) -> Interconnect:
-        """The slowest link that `ranks` ranks, every `stride`-th one, use among each other."""
+        """Return the slowest link within a group of `ranks` ranks whose numbers differ by `stride`."""
         return self.link if (ranks - 1) * stride < self.per_host else self.network
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `find_hardware` reads back to an equal machine."""
+        """Return plain values; `find_hardware` reads a file with them to an equal machine."""
         data = {**asdict(self), "flops": dict(self.flops), "measured": dict(self.measured)}
         return {key: value for key, value in data.items() if value is not None}
 
 
 def find_hardware(name_or_path: str | Path, *, key: str = "--gpu") -> Hardware:
-    """Return the machine of a preset's name or of a file; `key` is the option it was given under.
+    """Return the machine with a preset's name, or from a file; `key` names the option in error messages.
 
-    Names are read leniently: `H100`, `h100_80GB` and `NVIDIA H100 80GB HBM3` are `h100-80g`. Raises `ConfigError` for
-    a name that means nothing or several things, and for a file with a wrong key or value.
+    Names may be written differently: `H100`, `h100_80GB` and `NVIDIA H100 80GB HBM3` are `h100-80g`. Raise
+    `ConfigError` for a name that matches no preset or several, and for a file with a wrong key or value.
     """
     text = str(name_or_path)
     if Path(text).suffix.lower() in SUFFIXES:
@@ -118,7 +118,7 @@ def find_hardware(name_or_path: str | Path, *, key: str = "--gpu") -> Hardware:
 
 
 def hardware_here(device_type: str = "auto") -> Hardware:
-    """Return this machine: its preset, with the memory and the counts that it has. Measures nothing.
+    """Return this machine: its preset, with its actual memory and numbers of cores and devices. Measure nothing.
 
     `device_type` is `cuda`, `cpu`, or `auto`: CUDA where there is a GPU.
     """
@@ -151,14 +151,14 @@ def with_cores(hardware: Hardware, cores: int) -> Hardware:
 
 
 def _matches(text: str, names: Mapping[str, Hardware]) -> list[str]:
-    """Return the presets that a name may mean: an exact match, or all that name its model."""
+    """Return the presets that match a name: the one with that name, or all of that model."""
     folded = _fold(text)
     exact = [name for name in names if _fold(name) == folded]
     if exact or len(folded) < 3:
         return exact
     models = {name: _fold(name.partition("-")[0]) for name in names}
-    # `nvidia h100 80gb hbm3` names a model and perhaps a size, and `4090` is a part of a model's name. Words and
-    # numbers are taken whole: neither an H20 nor a GH200 is an H200.
+    # `nvidia h100 80gb hbm3` contains a model and a size, and `4090` is a part of a model's name. Only whole words and
+    # numbers match: neither an H20 nor a GH200 is an H200.
     spaced = re.sub(r"(?<=[a-z])[^a-z0-9]+(?=[0-9])", "", text.lower())
     named = [name for name, model in models.items() if re.search(rf"(?<![a-z]){model}(?![0-9])", spaced)]
     sized = [name for name in named if all(_fold(piece) in folded for piece in name.split("-"))]
@@ -208,7 +208,7 @@ def _unknown(path: Path, key: str, known: Any, section: str = "") -> Problem:
 
 
 def _impossible(hardware: Hardware, origin: str) -> list[Problem]:
-    """Yield the values that are not positive; a plan divides by them."""
+    """Return a problem for each value that is not positive (a plan divides by them), and for wrong number formats."""
     numbers = {
         "memory_gib": hardware.memory_gib,
         "matmul_efficiency": hardware.matmul_efficiency,
@@ -239,11 +239,11 @@ def _impossible(hardware: Hardware, origin: str) -> list[Problem]:
 
 # Presets, from the makers' data sheets.
 #
-# Peaks are dense (sheets like to print twice that, for sparse matrices), and links are for one direction (sheets print
-# the sum of both). Memory is what CUDA reports, with ECC and the driver's share taken off. Hosts are the maker's own:
-# eight devices behind NVLink switches with an InfiniBand port for each (DGX), or four cards on PCIe; of their memory's
-# bandwidth an update reaches about two thirds. Latencies, launch times, disks and the context are ordinary values,
-# which `plait doctor --measure` replaces by those of a machine.
+# Peaks are dense (data sheets often print twice that, for sparse matrices), and links are for one direction (data
+# sheets print the sum of both). Memory is what CUDA reports, without ECC and what the driver uses. Hosts are typical:
+# eight devices on NVLink switches with an InfiniBand port for each (DGX), or four cards on PCIe; an optimizer update
+# reaches about two thirds of the bandwidth of their memory. Latencies, launch times, disks and the context are typical
+# values, which `plait doctor --measure` replaces by those of a machine.
 
 
 _HDR = Interconnect("infiniband", 25.0, 8.0)
@@ -326,7 +326,7 @@ _MACHINES = (
         kind="cuda",
         memory_gib=23.6,
         context_gib=0.6,
-        # GeForce cards add up 16-bit products in fp32, as training needs, at half the rate of the sheet's first line.
+        # With fp32 accumulation, which training needs, GeForce cards have half the 16-bit rate of the data sheets.
         flops={"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
         memory_gbps=1008.0,
         per_host=4,
@@ -359,4 +359,4 @@ _MACHINES = (
 )
 
 PRESETS = {machine.name: machine for machine in _MACHINES}
-"""Name → machine."""
+"""Name → the preset of a machine."""

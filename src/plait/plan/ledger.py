@@ -1,10 +1,11 @@
-"""What a rank's step takes, as numbers that can be added and stretched.
+"""The memory and time figures of one rank's step (a `Ledger`), which can be extrapolated to more layers.
 
-[Note: a few layers stand for all] The layers of a decoder are alike, so what a step takes grows by the same amount with
-each of them: every peak of memory, every second, every byte sent. Two short models give that amount. A peak is taken
-apart first, because the highest moment moves: with few layers it may come when the backward pass begins, with many when
-it ends, once all gradients are there. So the end of the backward pass has a number of its own, and the highest of all
-is looked for last. Likewise a step's micro-batches are alike, after the first few: see `repeated`.
+[Note: a few layers stand for all] The layers of a decoder are alike, so each adds the same amount to every figure of a
+step: to each memory peak, to the seconds, and to the bytes sent. Simulations of two short models give that amount.
+Peaks are kept apart by phase, because the highest of them depends on the number of layers: with few layers it may be at
+the beginning of the backward pass, with many at its end, when all gradients exist. So the end of the backward pass has
+a peak of its own, and the highest is chosen after the extrapolation. Likewise the micro-batches of a step are alike,
+after the first few: see `repeated`.
 """
 
 from __future__ import annotations
@@ -19,45 +20,46 @@ from plait.optim import updates_on_device
 from plait.plan.hardware import Hardware
 from plait.precision import make_policy
 
-# What a step does away from the device: the update on the host, and what travels between the two.
+# The update of an offloaded optimizer: its time on the host, and of the copies between host and device.
 #
-# [Note: what an offloaded step waits for] Gradients leave during the last backward pass, and hold a step up where they
-# take longer than it. Then the update runs on the host, bucket by bucket: memory decides how fast, and files where they
-# are slower. New weights travel back beside it. The next forward pass begins at once and comes to the buckets in the
-# order in which they are updated, so the update shows where it takes longer than one forward pass: in full where that
-# cannot begin before all weights are there, and not before it is longer than a whole step where it is a step late.
+# [Note: what an offloaded step waits for] Gradients are copied to the host during the last backward pass; the copies
+# delay a step only if they take longer than that pass. Then the host updates the weights, bucket by bucket, at the
+# speed of its memory, or of files where these are slower. New weights are copied to the device meanwhile. The next
+# forward pass begins at once, and needs the buckets in the order in which they are updated. So the update lengthens a
+# step by the time beyond one forward pass (mode `beside`); by all of its time if the forward pass cannot begin before
+# all weights are there (`waited`); and by the time beyond a whole step if weights are used one step late (`late`).
 
 
 Mode = Literal["beside", "waited", "late"]
 """What an update overlaps with: the next forward pass, nothing, or the whole next step."""
 _EIGHT_BIT = 90e6
-"""Numbers with 8-bit moments that a core updates in a second: that much is arithmetic, not memory."""
+"""Weights with 8-bit moments that a core updates in a second; the limit is arithmetic, not memory bandwidth."""
 
 
 _DIRECT = 1.5e9
-"""Bytes a second of host memory that devices copied, for each GB/s that cores reached in an update."""
+"""Bytes per second that devices copied from and to host memory, for each GB/s that cores reach in an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Seconds of one step's update, by who is busy."""
+    """Seconds of one step's update, by the resource that is busy."""
 
     host: float = 0.0
-    """The CPU, with what is in host memory."""
+    """The CPU, for state in host memory."""
     through: float = 0.0
-    """The CPU, with what is in files; their gradients come to the host then."""
+    """The CPU, for state in files, and the copies of their gradients to the host."""
     files: float = 0.0
-    """The disk, reading and writing, beside that."""
+    """The disk, for reading and writing that state meanwhile."""
     back: float = 0.0
-    """The link to the device: new weights."""
+    """The link to the device, for new weights."""
 
     @property
     def seconds(self) -> float:
-        """Until the last weight is where the model looks for it."""
+        """Seconds until the last weight is updated and copied."""
         return max(self.host + max(self.through, self.files), self.back)
 
     def shows(self, mode: Mode, *, forward: float, step: float) -> float:
-        """How much longer a step takes for it; `forward` is one forward pass, `step` the step without it."""
+        """Return the seconds that it adds to a step. `forward`: of one forward pass; `step`: without the update."""
         if mode == "waited":
             return self.seconds
         if mode == "beside":
@@ -65,13 +67,13 @@ class HostWork:
         return max(0.0, self.host + max(self.through, self.files) - step) + self.back
 
     def to_dict(self, mode: Mode) -> dict[str, float]:
-        """As an account keeps it."""
+        """Return it as entries of a `Ledger`, which `read_work` reads."""
         return {f"update.{mode}.{key}": value for key, value in asdict(self).items() if value}
 
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """How many numbers of one rank are updated where, and how many new weights travel back."""
+    """How many weights of one rank are updated off the device (on_host, in_files), and how many are copied back."""
 
     on_host: float = 0.0
     in_files: float = 0.0
@@ -81,15 +83,16 @@ class Away:
 def host_work(
     away: Away, config: RunConfig, hardware: Hardware, layout: Layout, *, state: float, wide: bool
 ) -> HostWork:
-    """What updating so many numbers takes, on a host that all its ranks share.
+    """Return the seconds of updating so many weights per rank, on a host that all its ranks share.
 
-    `state`: bytes that the optimizer keeps for each; `wide`: gradients come in the format in which they are summed.
+    `state`: bytes of optimizer state per weight; `wide`: gradients have the format in which they are reduced
+    (`precision.reduce`), else that of the computation.
     """
     policy = make_policy(config.precision)
     ranks = min(layout.size, hardware.per_host)
     computed = policy.compute.itemsize if policy.mixed else 4
     gradient = policy.reduce.itemsize if wide and policy.mixed else computed
-    # The weights are read again to be copied where nothing has to be rounded on the way.
+    # fp32 weights are not rounded by the update, so the copy of a new weight reads and writes it once more.
     moved = gradient + 2 * (4 + state) + (computed if computed < 4 else 2 * computed)
     seconds_per_number = moved / (hardware.host_gbps * 1e9)
     if config.optim.type == "AdamW8bit":
@@ -97,7 +100,7 @@ def host_work(
     link = hardware.pcie_gbps * 1e9 if hardware.kind == "cuda" else float("inf")
     files = away.in_files * 2 * (4 + state) * ranks / (hardware.disk_gbps * 1e9)
     if device_updates(config, hardware, layout):
-        # States come, with a gradient that waited on the host, while others go; host memory serves all ranks' links.
+        # States and gradients are copied to the device while others are copied back; all ranks share the host's memory.
         comes = max(
             (4 + state + gradient) / link, (gradient + 2 * (4 + state)) * ranks / (_DIRECT * hardware.host_gbps)
         )
@@ -112,13 +115,13 @@ def host_work(
 
 
 def device_updates(config: RunConfig, hardware: Hardware, layout: Layout) -> bool:
-    """Whether the devices of this machine compute the update of what is offloaded."""
+    """Return whether the devices of this machine compute the update of offloaded weights."""
     cores = hardware.host_cores / min(layout.size, hardware.per_host)
     return updates_on_device(config, hardware.kind, cores=cores, link_gbps=lambda: hardware.pcie_gbps)
 
 
 def with_update(config: RunConfig, hardware: Hardware, layout: Layout) -> RunConfig:
-    """The run with a word for who computes its updates: `auto` asks the machine it runs on, which may be another."""
+    """Return the run with `offload.update` resolved for `hardware`: `auto` would look at the machine that plans."""
     if not config.strategy.offload.on or config.strategy.offload.update != "auto":
         return config
     who = "device" if device_updates(config, hardware, layout) else "cpu"
@@ -127,19 +130,19 @@ def with_update(config: RunConfig, hardware: Hardware, layout: Layout) -> RunCon
 
 
 def mode_of(config: RunConfig, layout: Layout, device_type: str) -> Mode:
-    """What the update of a run overlaps with."""
+    """Return what the update of a run overlaps with."""
     strategy = config.strategy
     if device_type == "cpu":
-        return "waited"  # it takes the cores that compute
+        return "waited"  # it runs on the cores that also compute the model
     if strategy.offload.delayed:
         return "late"
-    together = strategy.compile.enabled or strategy.forward_prefetch > 0  # nobody waits inside compiled code
+    together = strategy.compile.enabled or strategy.forward_prefetch > 0  # compiled code cannot wait for single buckets
     summed = strategy.stage == 0 and layout.replicas > 1  # the next backward pass fills the buckets again
     return "waited" if together or summed or layout.pp > 1 else "beside"
 
 
 def read_work(numbers: Mapping[str, float]) -> tuple[HostWork, Mode]:
-    """What an account keeps of an update."""
+    """Return the update's seconds and mode from the numbers of a `Ledger`."""
     for mode in ("beside", "waited", "late"):
         start = f"update.{mode}."
         values = {key.removeprefix(start): value for key, value in numbers.items() if key.startswith(start)}
@@ -149,42 +152,43 @@ def read_work(numbers: Mapping[str, float]) -> tuple[HostWork, Mode]:
 
 
 PER_MICRO_BATCH = "each"
-"""Part of a key: this comes with every micro-batch."""
+"""The last part of the names of figures that every micro-batch adds to."""
 PER_STEP = "once"
-"""Part of a key: this comes once a step."""
+"""The last part of the names of figures that are counted once per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The numbers of one rank, by dotted names.
+    """The memory and time figures of one rank's step, by dotted names.
 
-    `peak.<phase>` and `peak.backward.end`, `reserved`: bytes. `at.<peak>.<whose>`: bytes at each of these moments;
-    `part.<whose>`: at the highest.
-    `compute.<phase>.<kind>`, `host.<phase>`: seconds. `sent.<axes>.<each|once>`: bytes;
-    `hidden.<axes>.…` and `waited.<axes>.…`: seconds of messages that overlap with computing, and that do not.
-    `link.<in|out|files>.…`: seconds of copies to the device, to the host, and of files read for them;
-    `update.<beside|waited|late>.…`: seconds of an update on the host.
-    `host_state`, `host_rooms`: bytes of host memory for what is offloaded, `host_built`: of that, what the build makes.
-    `host_reading`, `host_loading`: bytes of host memory while a checkpoint is read, for what is on its way and for
-    states; `host_saving`: while one is written; `host_copy`: for what is written in the background.
-    `state`: bytes that a checkpoint has of this rank's tensors; `written`: of those, what this rank writes.
-    `flops`, `tokens`, `micro_batches`.
+    Device memory, in bytes: `peak.<phase>` and `peak.backward.end`: the most in use then; `reserved`: by the allocator;
+    `at.<peak>.<category>`: in use at each of these peaks, by the categories of `classify`; `part.<category>`: at the
+    highest of them.
+    Seconds: `compute.<phase>.<kind>` of the device, `host.<phase>` of starting operations;
+    `hidden.<axes>.<each|once>` and `waited.<axes>.…` of communication that overlaps with computing and that does not;
+    `link.<in|out|files>.…` of copies to the device, to the host, and of the files read for them;
+    `update.<beside|waited|late>.…` of an update on the host. `sent.<axes>.…`: bytes sent.
+    Host memory, in bytes: `host_state` and `host_rooms` for offloaded state and its buffers, `host_built`: the part of
+    them that the build allocates; `host_reading` and `host_loading` while a checkpoint is read, for buffers and for
+    states; `host_saving` while one is written; `host_copy` for the copy that is written in the background.
+    `state`: bytes of this rank's tensors in a checkpoint; `written`: of those, what this rank writes.
+    `flops`, `tokens`, `micro_batches`: per step. `<each>` figures sum over micro-batches, `<once>` occur once per step.
     """
 
     numbers: Mapping[str, float]
 
     def stretched(self, more: Ledger, times: float) -> Ledger:
-        """This, and `times` the difference from this to `more`."""
+        """Return this ledger plus `times` the difference from it to `more`, figure by figure."""
         keys = self.numbers.keys() | more.numbers.keys()
         mine, other = self.numbers, more.numbers
         return Ledger({key: mine.get(key, 0) + times * (other.get(key, 0) - mine.get(key, 0)) for key in keys})
 
     def repeated(self, times: float) -> Ledger:
-        """With so many times as many micro-batches. Memory stays: it was full before."""
+        """Return it for `times` as many micro-batches. Memory peaks do not change: fewer already reach them."""
         return Ledger({key: value * times if _comes_again(key) else value for key, value in self.numbers.items()})
 
     def widened(self, times: float) -> Ledger:
-        """With so many times as many samples in each micro-batch, where what they take grows with them."""
+        """Return it for `times` as many samples in each micro-batch, if memory and time are proportional to them."""
         numbers = {key: value * times if _grows(key) else value for key, value in self.numbers.items()}
         for peak, size in self.under("peak").items():
             held = self.under(f"at.{peak}").items()
@@ -193,9 +197,9 @@ class Ledger:
         return Ledger(numbers).settled()
 
     def settled(self) -> Ledger:
-        """With the parts of the highest peak as its parts, where it is known whose the memory is at each.
+        """Return it with `part.…` set to the categories at the highest peak, if they are known.
 
-        Which peak that is may be another one in a longer model, so parts are chosen after stretching.
+        A longer model may have another highest peak, so this is called after an extrapolation.
         """
         numbers = {key: value for key, value in self.numbers.items() if not key.startswith("part.")}
         highest = max(self.under("peak").items(), key=_height)[0]
@@ -204,16 +208,16 @@ class Ledger:
         return Ledger(numbers | breakdown)
 
     def total(self, *prefix: str) -> float:
-        """The sum of all numbers whose names begin like this."""
+        """Return the sum of all figures whose dotted names begin with these parts."""
         start = ".".join(prefix)
         return sum(value for key, value in self.numbers.items() if key == start or key.startswith(f"{start}."))
 
     def under(self, prefix: str) -> dict[str, float]:
-        """The numbers whose names begin like this, by the rest of the name."""
+        """Return the figures whose names begin with `prefix` and a dot, by the rest of the name."""
         return {key.removeprefix(f"{prefix}."): v for key, v in self.numbers.items() if key.startswith(f"{prefix}.")}
 
     def peaks(self) -> dict[Phase, float]:
-        """Bytes by phase."""
+        """Return phase → bytes at its highest peak."""
         sizes: dict[Phase, float] = {}
         for key, value in self.under("peak").items():
             phase = Phase(key.split(".")[0])
@@ -222,11 +226,11 @@ class Ledger:
 
     @property
     def peak(self) -> tuple[Phase, float]:
-        """The highest of them."""
+        """The phase with the highest peak, and its bytes."""
         return max(self.peaks().items(), key=_height)
 
     def working(self) -> float:
-        """How long forward and backward passes and the device's update take; see [Note: what overlaps]."""
+        """Return the seconds of the forward and backward passes and the device's update; see [Note: what overlaps]."""
         links = (self.numbers.get(f"link.{way}.{PER_MICRO_BATCH}", 0.0) for way in ("in", "out", "files"))
         computing = self.total("compute") + self.total("waited")
         overlapped = max(computing, self.total("hidden"), self.total("host"), *links)
@@ -234,35 +238,35 @@ class Ledger:
         return overlapped + max(0.0, leaving - self._one("backward"))
 
     def on_host(self) -> float:
-        """How long an update on the host takes, beside whatever it is."""
+        """Return the seconds of the update on the host, whether they overlap or not."""
         return read_work(self.numbers)[0].seconds
 
     def updating(self) -> float:
-        """What an update on the host adds to that; see [Note: what an offloaded step waits for]."""
+        """Return the seconds that the update on the host adds; see [Note: what an offloaded step waits for]."""
         work, mode = read_work(self.numbers)
         return work.shows(mode, forward=self._one("forward"), step=self.working())
 
     def seconds(self) -> float:
-        """How long the step takes."""
+        """Return the seconds of the step."""
         return self.working() + self.updating()
 
     def _one(self, phase: str) -> float:
-        """The computing of one micro-batch in a phase."""
+        """Return the device seconds of one micro-batch in a phase."""
         return self.total("compute", phase) / max(self.numbers.get("micro_batches", 1.0), 1.0)
 
     def needed(self, hardware: Hardware) -> float:
-        """Bytes that the device must have: what is reserved, and what is gone before the first tensor."""
+        """Return the bytes that the device must have: what is reserved, and what is in use before the first tensor."""
         return max(self.numbers["reserved"], self.peak[1]) + hardware.context_gib * 2**30
 
 
 def _height(peak: tuple[str, float]) -> tuple[float, bool]:
-    """Of two that are as high as each other, the one that comes again and again is the peak."""
+    """Return the sort key of a peak: its bytes; of equal peaks, one that recurs in every step comes last."""
     name, size = peak
     return size, name not in (Phase.BUILD, Phase.LOAD, Phase.INIT, Phase.SAVE)
 
 
 _OF_SAMPLES = ("activations", "temporaries", "communication")
-"""Memory that grows with the samples of a micro-batch."""
+"""Categories of memory that are proportional to the samples of a micro-batch."""
 
 
 def _grows(key: str) -> bool:
@@ -281,37 +285,37 @@ def _comes_again(key: str) -> bool:
     return path[0] in ("flops", "tokens", "micro_batches") or path[-1] == PER_MICRO_BATCH
 
 
-# What a rank's process takes of its host's memory.
+# The host memory of a rank's process.
 #
 # [Note: what malloc keeps] A simulated step counts the bytes of tensors, and on a CPU these are the bytes that a
-# process asks malloc for. What the kernel counts for a process, its resident memory, is more: the interpreter and its
-# libraries, and what malloc keeps after it was freed. glibc maps large pieces one by one and gives them back at once,
-# but it raises the size from which on it does so, up to 32 MiB, whenever such a piece is freed. Sharded runs make and
-# free many pieces of that size; they end up in one heap, and holes between them stay. With the size fixed
-# (`TIGHT_MALLOC`), resident memory follows the tensors to a few percent. Without it a rank keeps more, and two ranks
-# that do the same keep different amounts: where parameters are replicated a tenth more, where they are gathered and
-# freed up to two thirds. The price of the fixed size is time, a fifth of a step and more on a virtual machine, because
-# memory that is new is cleared page by page.
+# process asks malloc for. The resident memory of a process is more: the interpreter and its libraries, and memory that
+# malloc keeps after it was freed. glibc maps large allocations one by one (`mmap`) and returns them to the kernel when
+# they are freed. But it raises the threshold for that, up to 32 MiB, whenever such an allocation is freed. Sharded runs
+# allocate and free many tensors of that size; these then come from one heap, which becomes fragmented. With a fixed
+# threshold (`TIGHT_MALLOC`), resident memory equals the bytes of tensors to a few percent. Without it a rank keeps
+# more, and ranks with the same work keep different amounts: about 10 % more with replicated parameters, up to two
+# thirds more where parameters are gathered and freed. The fixed threshold costs time, 20 % of a step and more on a
+# virtual machine, because the kernel clears new memory page by page.
 
 
 PROCESS_BYTES = 372 * 2**20
-"""Of a rank that has run a step: Python, torch and the modules that training loads, and their small things."""
+"""Resident memory of a CPU rank after a step without its tensors: Python, torch and the modules that it loads."""
 CUDA_PROCESS_GIB = 3.0
-"""Of a process with a GPU, before it has a model: torch, CUDA's libraries, pinned memory."""
+"""Host memory of a process with a GPU, before it has a model: torch, CUDA's libraries, pinned memory."""
 TIGHT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-"""Variables of the environment with which glibc gives memory back when it is free; read when a process starts."""
+"""Environment variables that make glibc return freed memory to the kernel; it reads them when a process starts."""
 
 
 def host_bytes(ledger: Ledger, *, ranks: int = 1) -> float:
-    """Resident memory that `ranks` CPU ranks need which do as `account` says, at their highest moment.
+    """Return the peak resident memory, in bytes, of `ranks` CPU ranks with the figures of `ledger`.
 
-    That is what they have under `TIGHT_MALLOC`; see [Note: what malloc keeps].
+    It holds with `TIGHT_MALLOC`; see [Note: what malloc keeps].
     """
     return ranks * (PROCESS_BYTES + ledger.peak[1])
 
 
 def host_peaks(ledger: Ledger, hardware: Hardware) -> dict[Phase, float]:
-    """Bytes of host memory that one rank's process has in each phase, at its highest moment."""
+    """Return phase → the most bytes of host memory that one rank's process has in it."""
     peaks = ledger.peaks()
     if hardware.kind == "cpu":
         return {phase: PROCESS_BYTES + size for phase, size in peaks.items()}

@@ -1,6 +1,6 @@
-"""Measures the machine at hand: what `plait doctor --measure` writes down.
+"""Measure this machine, for `plait doctor --measure`.
 
-A rate is that of the best of several short runs, since a machine can be disturbed and not be faster than it is.
+A rate is the best of several short runs: other programs can only make a run slower, not faster.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from plait.plan.hardware import PRESETS, Hardware, Interconnect, hardware_here, 
 from plait.plan.timing import starts_kernel
 from plait.torch_internals import intercept_operations
 
-# How fast this host updates offloaded weights.
+# The rate at which this host updates offloaded weights.
 
 
 _NUMBERS = 1 << 24
-"""More than caches hold."""
+"""Weights in the measurement: more than fit in caches."""
 _BYTES = 2 + 2 * 12 + 2
-"""Of each: a 16-bit gradient read, weight and moments read and written, a 16-bit weight written."""
+"""Bytes per weight: a 16-bit gradient read, weight and moments read and written, a 16-bit weight written."""
 
 
 def measure_update(cores: int, seconds: float) -> float:
-    """GB/s that AdamW reads and writes on the host with so many threads, the best of a few runs."""
+    """Return the GB/s that AdamW reads and writes on the host with `cores` threads; the best run in `seconds`."""
     weight, mean, square = (torch.zeros(_NUMBERS) for _ in range(3))
     grad, narrow = (torch.ones(_NUMBERS, dtype=torch.bfloat16) for _ in range(2))
     pool = ThreadPool(cores)
@@ -55,25 +55,25 @@ def measure_update(cores: int, seconds: float) -> float:
 
 
 _SECONDS = 0.3
-"""How long a rate is measured."""
+"""Seconds for which each rate is measured."""
 _COPIES = 16
-"""Of 256 MiB, between host and device: about as long."""
+"""Copies of 256 MiB between host and device; they take about as long."""
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMachine:
-    """A machine, and the figures behind it as a reader wants them."""
+    """A measured machine, and rows (name, value) that show the figures to a person."""
 
     hardware: Hardware
     rows: tuple[tuple[str, str], ...]
 
 
 def measure_hardware(*, folder: str | Path = ".") -> MeasuredMachine:
-    """Measure arithmetic, memory, the host, the disk under `folder`, and collectives between ranks.
+    """Return the measured rates of arithmetic, memory, the host, the disk under `folder`, and collectives.
 
-    These are one for each GPU, or two on a CPU; between fewer than two there is nothing to measure.
-    What cannot be measured here (a network, a second GPU) keeps the value of the nearest preset, and its row says so.
+    Collectives are measured between one rank per GPU, or two on a CPU; with one GPU they are not measured.
+    Figures that cannot be measured here (such as the network) are those of the nearest preset, and their rows say so.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     base = _base(device)
@@ -81,7 +81,7 @@ def measure_hardware(*, folder: str | Path = ".") -> MeasuredMachine:
     launch = _launch_us(device)
     rates = {name: rate for name in ("fp32", "tf32", "bf16", "fp16", "fp8") if (rate := _matmul(name, device))}
     rows += [(f"matmul {dtype_name}", f"{rate:.3g} TFLOP/s") for dtype_name, rate in rates.items()]
-    memory = round(_memory_gbps(device), 2)  # what is shown is what is written
+    memory = round(_memory_gbps(device), 2)  # the same value is shown and written to the file
     rows += [("memory bandwidth", f"{memory:.1f} GB/s"), ("start of an operation", f"{launch:.1f} µs")]
     pcie = base.pcie_gbps
     if device.type == "cuda":
@@ -119,7 +119,7 @@ def _rounded(rates: dict[str, float]) -> dict[str, float]:
 
 
 def _base(device: torch.device) -> Hardware:
-    """The preset to start from, under the name that this machine has for itself."""
+    """Return the preset whose values are kept if they are not measured, with the name of this machine."""
     if device.type == "cpu":
         machine = hardware_here()
         return replace(
@@ -131,7 +131,7 @@ def _base(device: torch.device) -> Hardware:
     name = torch.cuda.get_device_name(0)
     try:
         return replace(hardware_here(), name=name)
-    except ConfigError:  # a card without a preset: everything that matters is measured
+    except ConfigError:  # a GPU without a preset: all important figures are measured
         memory, host = torch.cuda.mem_get_info()[1] / 2**30, psutil.virtual_memory().total / 2**30
         card, count = PRESETS["rtx4090-24g"], torch.cuda.device_count()
         other = replace(card, name=name, memory_gib=memory, host_memory_gib=host, per_host=count, flops={})
@@ -139,7 +139,7 @@ def _base(device: torch.device) -> Hardware:
 
 
 def _best_time(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the least of several."""
+    """Return the seconds of the fastest of several calls."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -156,7 +156,7 @@ def _best_time(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _matmul(dtype_name: str, device: torch.device) -> float | None:
-    """TFLOP/s of a large matrix product; None where the device has no such format."""
+    """Return the TFLOP/s of a large matrix multiplication; None if the device does not support the format."""
     size = 8192 if device.type == "cuda" else 1024
     if dtype_name == "fp8":
         work = _fp8_product(size, device)
@@ -194,7 +194,7 @@ def _fp8_product(size: int, device: torch.device) -> Callable[[], object] | None
 
 
 def _memory_gbps(device: torch.device) -> float:
-    """What a copy reads and writes."""
+    """Return the GB/s that a copy within the device's memory reads and writes."""
     count = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -202,7 +202,7 @@ def _memory_gbps(device: torch.device) -> float:
 
 
 def _launch_us(device: torch.device) -> float:
-    """What the host spends on one operation of a training step, autograd's part of it included."""
+    """Return the µs that the host needs for one operation of a training step, including autograd."""
     layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32, device=device), nn.GELU())]
     model, batch = nn.Sequential(*layers), torch.randn(8, 32, device=device)
 
@@ -222,14 +222,14 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _host_link(device: torch.device) -> tuple[float, float]:
-    """GB/s to the device and back, from pinned memory."""
+    """Return the GB/s of copies from pinned memory to the device, and back."""
     host = host_empty(2**28, dtype=torch.uint8, pinned=True)
     there = torch.empty_like(host, device=device)
     return copy_gbps(there, host, device, times=_COPIES), copy_gbps(host, there, device, times=_COPIES)
 
 
 def measure_disk(folder: Path) -> tuple[float, float]:
-    """GB/s of writing a file until it is on the disk, and of reading it back past the page cache."""
+    """Return the GB/s of writing a file to the disk (with `fsync`), and of reading it without the page cache."""
     block, blocks = os.urandom(2**22), 32
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -253,7 +253,7 @@ def measure_disk(folder: Path) -> tuple[float, float]:
 
 
 def _context_gib(device: torch.device, base: Hardware) -> float:
-    """On CUDA what is gone though no tensor is there, of other processes too; on a CPU this process with torch."""
+    """Return the GiB in use without tensors: on CUDA, also by other processes; on a CPU, by this process with torch."""
     if device.type == "cpu":
         return float(psutil.Process().memory_info().rss) / 2**30
     torch.cuda.empty_cache()
@@ -263,7 +263,7 @@ def _context_gib(device: torch.device, base: Hardware) -> float:
 
 
 def _collectives(device: torch.device, base: Hardware) -> tuple[Interconnect, str]:
-    """The link between ranks of this host, and a sentence about it."""
+    """Return the link between ranks of this host, and a text that describes it."""
     ranks = base.per_host if device.type == "cuda" else 2
     if ranks < 2:
         return base.link, f"{base.link.gbps:g} GB/s, {base.link.kind} (not measured: there is one device)"

@@ -1,4 +1,4 @@
-"""What a run will take: memory and time of its ranks, and whether it fits."""
+"""The plan of a run: predicted memory and time of its ranks, and whether it fits."""
 
 from __future__ import annotations
 
@@ -24,85 +24,85 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank, which stands for all that are like it."""
+    """The figures of one rank, which stands for all ranks with the same work."""
 
     name: str
     """`every rank`, `first pipeline stage`, `last pipeline stage`."""
     ledger: Ledger
     trail: tuple[tuple[Phase, int], ...] = ()
-    """Bytes in use after every operation, from the build to a save; only of a plan that is `exact`."""
+    """(Phase, bytes in use) after every operation, from the build to a save; only if `make_plan` was `exact`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will take on a machine."""
+    """The predicted memory and time of a run on a machine."""
 
     hardware: Hardware
     layout: Layout
     ranks: tuple[RankPlan, ...]
     micro_batches: int
     tokens_per_step: float
-    """Of all ranks; samples where the data have no tokens."""
+    """Of all ranks together; samples if the data have no tokens."""
     flops_per_token: float | None
     bubble: float
-    """Idle share of a pipeline, by its schedule."""
+    """Fraction of a step in which a pipeline is idle, by its schedule; 0 without a pipeline."""
     host_phases: Mapping[Phase, float]
-    """GiB of one host that its ranks take in each phase."""
+    """Phase → GiB of host memory that the ranks of one host need together."""
     notes: tuple[str, ...] = field(default=())
 
     @property
     def fullest(self) -> RankPlan:
-        """The rank that needs most."""
+        """The rank that needs the most device memory."""
         return max(self.ranks, key=lambda rank: rank.ledger.needed(self.hardware))
 
     @property
     def needed_gib(self) -> float:
-        """Memory that each device must have."""
+        """GiB that each device must have."""
         return self.fullest.ledger.needed(self.hardware) / GIB
 
     @property
     def host_phase(self) -> Phase:
-        """The phase in which a host needs most; a save where others keep what it has copied."""
+        """The phase in which a host needs the most memory; of equal ones the save, whose copy the later phases keep."""
         return max(self.host_phases, key=lambda phase: (self.host_phases[phase], phase is Phase.SAVE))
 
     @property
     def host_gib(self) -> float:
-        """Memory of one host that its ranks take."""
+        """GiB of host memory that the ranks of one host need, in the highest phase."""
         return self.host_phases[self.host_phase]
 
     @property
     def fits(self) -> bool:
-        """Whether devices and hosts have enough."""
+        """Whether devices and hosts have enough memory."""
         return self.needed_gib <= self.hardware.memory_gib and self.host_gib <= self.hardware.host_memory_gib
 
     @property
     def seconds(self) -> float:
-        """How long a step takes: as long as its slowest rank, and a pipeline's idle share on top."""
+        """Seconds of a step: the time of the slowest rank, and the time in which a pipeline is idle."""
         accounts = [rank.ledger for rank in self.ranks]
         return max(ledger.working() / (1.0 - self.bubble) + ledger.updating() for ledger in accounts)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens (or samples) per second of all ranks together."""
         return self.tokens_per_step / self.seconds
 
     @property
     def mfu(self) -> float | None:
-        """The share of the devices' peak that the model's own arithmetic makes up."""
+        """Model FLOPs utilization: FLOPs of the model per second, by the devices' peak; None if they are not known."""
         if self.flops_per_token is None:
             return None
         peak = max(self.hardware.flops.get(dtype_name, 0.0) for dtype_name in ("bf16", "fp16", "fp32")) * 1e12
         return self.flops_per_token * self.tokens_per_second / (peak * self.layout.size)
 
     def dollars_per_billion(self) -> float | None:
-        """Price of 10⁹ tokens, where the machine has one."""
+        """Return the price of 10⁹ tokens; None if the machine has no price."""
         if self.hardware.dollars_per_hour is None:
             return None
         hours = 1e9 / self.tokens_per_second / 3600
         return hours * self.hardware.dollars_per_hour * self.layout.size
 
     def to_dict(self) -> dict[str, Any]:
-        """It, ready for JSON."""
+        """Return the plan as values for JSON."""
         return {
             "hardware": self.hardware.name,
             "layout": self.layout.sizes(),
@@ -134,12 +134,13 @@ def make_plan(
     known: Known | None = None,
     budget: TimeBudget | None = None,
 ) -> Plan:
-    """Plan a run of `ranks` ranks; of a pipeline, its first and its last stage are looked at.
+    """Return the plan of a run of `ranks` ranks; of a pipeline, its first and its last stage are simulated.
 
-    The first has the most micro-batches under way, the last has the head and the loss. Plans that share `known` and
-    differ little simulate little; `budget` ends a plan with its `TimeUpError`.
+    The first stage holds activations of the most micro-batches, the last has the head and the loss. `detailed` adds
+    which tensors the memory belongs to; `exact` simulates every layer, and records memory after every operation.
+    Simulations in `known` are reused, and new ones are added to it. Raise `TimeUpError` when `budget` is spent.
     """
-    if isinstance(config.model, HFConfig) and config.model.pretrained:  # its shapes are enough
+    if isinstance(config.model, HFConfig) and config.model.pretrained:  # no weights are needed, only shapes
         config = config.model_copy(update={"model": config.model.model_copy(update={"pretrained": False})})
     notes: list[str] = []
     if config.strategy.offload.ratio == "auto":
@@ -189,7 +190,7 @@ def make_plan(
 
 
 def _flops_per_token(config: RunConfig) -> float | None:
-    """By the described model's own account, for the length of the data's sequences."""
+    """Return what the described model's `flops_per_token` gives for the data's sequence length; None if it has none."""
     length = getattr(config.data, "seq_len", getattr(config.model, "seq_len", None))
     if config.model is None or isinstance(config.model, CUSTOM_MODELS) or not isinstance(length, int):
         return None
@@ -199,13 +200,13 @@ def _flops_per_token(config: RunConfig) -> float | None:
 
 
 def _host_phases(ranks_planned: Sequence[RankPlan], hardware: Hardware, *, ranks: int) -> dict[Phase, float]:
-    """Of a host with so many ranks, each like the one that takes most of it."""
+    """Return phase → GiB of a host with `ranks` ranks, each counted as the planned rank that needs the most."""
     peaks = [host_peaks(rank.ledger, hardware) for rank in ranks_planned]
     phases = dict.fromkeys(phase for peaks_of_rank in peaks for phase in peaks_of_rank)
     return {phase: ranks * max(peaks_of_rank.get(phase, 0.0) for peaks_of_rank in peaks) / GIB for phase in phases}
 
 
-# A run's memory as a picture: operation by operation, phase by phase, against what the device has.
+# The chart of a run's memory: bytes in use after every operation, coloured by phase, and the device's memory.
 
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 260, 60, 34, 40
@@ -219,13 +220,13 @@ _COLOURS = {
     Phase.STEP: "#b279a2",
     Phase.SAVE: "#e45756",
 }
-"""In the order in which they come."""
+"""In the order of the phases in a run."""
 _POINTS = 800
-"""At most so many points are drawn; of those between two, the highest."""
+"""About how many points are drawn at most; each is the highest of the operations that it stands for."""
 
 
 def draw_timeline(plan: Plan) -> str:
-    """An SVG with one chart for each rank of the plan, which must be `exact`."""
+    """Return an SVG with one chart for each rank of the plan, which must be made with `exact`."""
     charts = [_chart(rank, plan, index * (_HEIGHT + 20)) for index, rank in enumerate(plan.ranks)]
     height = len(charts) * (_HEIGHT + 20)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '

@@ -17,13 +17,13 @@ from plait.distributed import World, open_world
 
 
 def probe(kind: Literal["cpu", "cuda"], out: Path) -> None:
-    """Measure all-reduces of one number and of many; rank 0 writes GB/s a direction and the latency."""
+    """Measure all-reduces of one number and of many; rank 0 writes GB/s per direction and the latency to `out`."""
     with open_world(RunConfig(device=kind, timeout_s=60.0)) as world:
         count = 2**26 if kind == "cuda" else 2**22
         small, large = (torch.ones(n, device=world.device) for n in (1, count))
         latency = _best(world, lambda: dist.all_reduce(small), 30)
         seconds = _best(world, lambda: dist.all_reduce(large), 5)
-        # A ring sends each rank's share round twice, less the part that it has itself.
+        # In a ring each rank sends (size - 1) / size of the tensor twice: reduce-scatter, then all-gather.
         sent = 2 * (world.size - 1) / world.size * count * 4
         if world.is_main:
             gbps = sent / max(seconds - latency, 1e-9) / 1e9

@@ -1,12 +1,17 @@
-"""A quick account of many ways to spread a run, from simulations of a few; see [Note: a quick look, then a close one].
+"""Estimate memory and time of many combinations of settings, from simulations of a few.
 
-States follow the table of ZeRO stages and tiers, activations grow with samples and layers, and time is what the same
-layers took on tensor-parallel ranks alone, with the messages of the other axes and the work of the host added. It is
-good to about a tenth.
+See [Note: a quick look, then a close one]. Terms in this file: a *sample* is the `Ledger` (memory and time figures of
+one rank) of a simulated step with one micro-batch, with the combination's tensor, context and expert parallelism but
+without pipeline stages, sharding and offload of states. A *share* is the fraction of an offloaded optimizer that is
+updated on the device (`strategy.offload.ratio`).
 
-[Note: the smallest and the largest] Where one sample keeps a device busy, as a long text does, more of them take so
-many times as much. A small image does not: what is computed for one says nothing about a thousand. Then the largest
-micro-batch is simulated beside the smallest, and what lies between them lies on a line.
+Weights, gradients and optimizer state are divided as the ZeRO stage and the offload settings say. Activations are
+scaled by samples and layers. Time is that of the sample, scaled, plus the communication along the other axes and the
+work of the host. The error is about 10 %.
+
+[Note: the smallest and the largest] Where one sample keeps a device busy, as a long text does, time and memory are
+proportional to the number of samples. A small image does not: the time for one says nothing about a thousand. Then the
+smallest and the largest micro-batch are both simulated, and sizes between them are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -36,28 +41,28 @@ from plait.plan.simulate import MakeExample
 if TYPE_CHECKING:
     from plait.plan.search import SearchResult
 
-# The memory of a way to spread a run, from one micro-batch of it where nothing is spread: the quick account's.
+# The estimated memory of a combination of settings, from its sample.
 
 
 GIB = 2**30
 _UNITS = 8
-"""Of weights that come and go unit by unit, and of gradients that leave at once, about one part in so many is there."""
+"""Weights that are gathered unit by unit, and gradients that are copied to the host at once, take 1/8 of their size."""
 
 
 class Weights(NamedTuple):
-    """Bytes of one pipeline stage's weights and gradients, where nothing is shared out."""
+    """Bytes of one pipeline stage's weights and gradients, before sharding."""
 
     computed: float
-    """In the format that computes."""
+    """Of the weights in the format of the computation."""
     kept: float
-    """In fp32 beside those, for the update; of fp32 runs these are the same tensors."""
+    """Of the separate fp32 weights for the update; 0 in fp32 runs, which have no separate ones."""
     gradients: float
     numbers: float
-    """How many there are."""
+    """The number of weights, not bytes."""
 
 
 def weights_of(sample: Ledger, config: RunConfig, layout: Layout) -> Weights:
-    """The weights in a sample."""
+    """Return the bytes of weights and gradients of one pipeline stage, from a sample."""
     categories, pp = sample.under("part"), layout.pp
     whole, gradients = categories.get("parameters", 0.0) / pp, categories.get("gradients", 0.0) / pp
     narrow = config.precision.compute in ("bf16", "fp16")
@@ -66,14 +71,14 @@ def weights_of(sample: Ledger, config: RunConfig, layout: Layout) -> Weights:
 
 
 def shards_of(config: RunConfig, layout: Layout) -> int:
-    """Into how many parts the states are cut."""
+    """Return into how many shards weights, gradients and optimizer state are divided; 1 without ZeRO."""
     return layout.dp_shard * layout.cp if config.strategy.stage else 1
 
 
 def device_gib(
     sample: Ledger, config: RunConfig, hardware: Hardware, layout: Layout, batch: ResolvedBatch, share: float
 ) -> float:
-    """Memory that a device needs where `share` of an offloaded optimizer stays there."""
+    """Return the GiB that a device needs if `share` of an offloaded optimizer is updated there."""
     offload, categories = config.strategy.offload, sample.under("part")
     shards, weights = shards_of(config, layout), weights_of(sample, config, layout)
     on_device = share if offload.on else 1.0
@@ -83,7 +88,7 @@ def device_gib(
     memory += _gradients(weights, config.strategy.stage, shards, max(on_device, 1 / _UNITS) if streams else None)
     under_way = min(layout.pp, batch.accumulation)
     transient = sum(categories.get(name, 0.0) for name in ("temporaries", "communication", "kernel workspaces"))
-    # With few samples the highest moment may be the update, when no activation is left: the forward pass tells too.
+    # With few samples the peak may be in the update, when activations are freed: then take those of the forward peak.
     forward = (
         sample.numbers.get("peak.forward", 0.0) - categories.get("parameters", 0.0) - categories.get("optimizer", 0.0)
     )
@@ -95,8 +100,8 @@ def device_gib(
 
 
 def _computing(weights: Weights, config: RunConfig, shards: int) -> float:
-    """The weights that compute: whole below stage 3, else this rank's part of them and the units in use."""
-    offload, updated = config.strategy.offload, weights.kept == 0  # whether the update works on these very tensors
+    """Return the bytes of weights in the compute format: all below stage 3, else a shard and the gathered units."""
+    offload, updated = config.strategy.offload, weights.kept == 0  # the update changes these tensors
     if offload.params != "none":
         return weights.computed / _UNITS
     if config.strategy.stage == 0:
@@ -107,7 +112,7 @@ def _computing(weights: Weights, config: RunConfig, shards: int) -> float:
 
 
 def _gradients(weights: Weights, stage: int, shards: int, left: float | None) -> float:
-    """Of those that leave during the backward pass, a part is `left`; None: they stay until the step."""
+    """Return the bytes of gradients. `left`: the fraction on the device at a time; None: all are, until the step."""
     if left is not None:
         return weights.gradients / shards * left
     gathered = weights.computed / _UNITS if stage == 2 and weights.kept else 0.0
@@ -115,13 +120,13 @@ def _gradients(weights: Weights, stage: int, shards: int, left: float | None) ->
 
 
 def _streams(config: RunConfig, layout: Layout) -> bool:
-    """Whether gradients leave the device during the backward pass."""
+    """Return whether gradients are copied to the host during the backward pass."""
     sharded = config.strategy.stage > 0 or layout.replicas == 1
     return config.strategy.offload.on and sharded and layout.pp == 1
 
 
 def host_gib(sample: Ledger, config: RunConfig, hardware: Hardware, layout: Layout, share: float) -> float:
-    """Memory that the ranks of one host take of it; 0 where a device is the host."""
+    """Return the GiB of host memory that the ranks of one host need; 0 on CPUs, where it is the device's memory."""
     if hardware.kind == "cpu":
         return 0.0
     need = 0.0
@@ -133,7 +138,7 @@ def host_gib(sample: Ledger, config: RunConfig, hardware: Hardware, layout: Layo
     return (CUDA_PROCESS_GIB + need) * min(layout.size, hardware.per_host)
 
 
-# The time of a way to spread a run, from one micro-batch of it where nothing is spread: the quick account's.
+# The estimated step time of a combination of settings, from its sample.
 
 
 def seconds_of(
@@ -146,9 +151,9 @@ def seconds_of(
     state: float,
     bubble: float,
 ) -> float:
-    """How long a step takes where `share` of an offloaded optimizer stays on the device.
+    """Return the seconds of a step if `share` of an offloaded optimizer is updated on the device.
 
-    `state`: bytes that the optimizer keeps for each number; `bubble`: the idle share of the pipeline.
+    `state`: bytes of optimizer state per weight; `bubble`: the fraction of the step in which the pipeline is idle.
     """
     pp, shards, offload = layout.pp, shards_of(config, layout), config.strategy.offload
     weights = weights_of(sample, config, layout)
@@ -159,7 +164,7 @@ def seconds_of(
     host = batch.accumulation * (sample.total("host", "forward") + sample.total("host", "backward")) / pp
     sent = _data_parallel_bytes(weights, config.strategy.stage, layout, batch.accumulation)
     link = hardware.link_between(layout.replicas, layout.tp)
-    # Activations that wait on the host travel with each micro-batch.
+    # Offloaded activations are copied with each micro-batch.
     carried = max(sample.numbers.get(f"link.{way}.each", 0.0) for way in ("in", "out")) * batch.accumulation / pp
     seconds = max(compute + waited, host, sent / (link.gbps * 1e9), carried)
     if offload.params != "none" and hardware.kind == "cuda":
@@ -180,7 +185,7 @@ def seconds_of(
 
 
 def _fetching(shard: float, config: RunConfig, hardware: Hardware, layout: Layout, micro_batches: int) -> float:
-    """Weights that live on the host or in files come twice with each micro-batch: forward, and back."""
+    """Return the seconds of copying offloaded weights to the device, twice per micro-batch (forward and backward)."""
     moved = 2.0 * micro_batches * shard
     seconds = moved / (hardware.pcie_gbps * 1e9)
     if config.strategy.offload.params == "nvme":
@@ -189,7 +194,7 @@ def _fetching(shard: float, config: RunConfig, hardware: Hardware, layout: Layou
 
 
 def _data_parallel_bytes(weights: Weights, stage: int, layout: Layout, micro_batches: int) -> float:
-    """Bytes that a rank sends to bring parameters and gradients together, about."""
+    """Return about how many bytes a rank sends per step to gather parameters and to reduce gradients."""
     ranks = layout.replicas
     others = (ranks - 1) / ranks
     if stage == 0:
@@ -201,31 +206,31 @@ def _data_parallel_bytes(weights: Weights, stage: int, layout: Layout, micro_bat
 
 @dataclass(frozen=True, slots=True)
 class Quick:
-    """About what a way takes."""
+    """The estimated memory and time of a combination of settings."""
 
     needed_gib: float
     host_gib: float
     seconds: float
     tokens_per_second: float
     share: float
-    """Of the weights that are updated on the device though the optimizer is offloaded; for `ratio: auto` the best."""
+    """The fraction of an offloaded optimizer that is updated on the device; for `ratio: auto`, `best_share`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What many ways have in common, found out once."""
+    """Results that the estimates of many combinations share, each computed once."""
 
     smallest: int
-    """Samples of the smallest micro-batch of all ways."""
+    """The size, in samples, of the smallest micro-batch of all combinations."""
     largest: int
-    """And of the largest."""
+    """The size of the largest."""
     samples: dict[Any, Ledger | str] = field(default_factory=dict)
-    """By how a layer is shared and recomputed, and by the size of a micro-batch."""
+    """(Tensor, context and expert parallelism, recomputation, …, micro-batch size) → sample, or why there is none."""
     bubbles: dict[Any, float] = field(default_factory=dict)
-    """By schedule, stages and micro-batches."""
+    """(Schedule, stages, micro-batches, stages per rank) → idle fraction of the pipeline."""
 
     def bubble(self, config: RunConfig, layout: Layout, batch: ResolvedBatch) -> float:
-        """The idle share of a pipeline; 0 where there is none."""
+        """Return the idle fraction of the pipeline; 0 without a pipeline."""
         if layout.pp == 1:
             return 0.0
         from plait.distributed import theoretical_bubble
@@ -240,7 +245,7 @@ class Seen:
 def estimate_all(
     candidates: Sequence[SearchResult], hardware: Hardware, ranks: int, make_example: MakeExample
 ) -> list[Quick | str]:
-    """An account of each; a reason where it cannot be."""
+    """Return an estimate of each candidate, in the same order; a text with the reason where there is none."""
     configs = [candidate.config for candidate in candidates if candidate.config is not None]
     assert len(configs) == len(candidates), "an account belongs to a way by its place in the list"
     sizes = [_micro(config, hardware, ranks) for config in configs] or [1]
@@ -257,9 +262,10 @@ def estimate_all(
 def estimate(
     config: RunConfig, hardware: Hardware, ranks: int, *, seen: Seen | None = None, **options: Any
 ) -> Quick | str:
-    """An account of one run; `options` are those of `plan_rank`: the model, where it is not described.
+    """Return an estimate of one run; a text with the reason where there is none.
 
-    `seen` has what it has in common with other runs whose micro-batches lie between the same two.
+    `options` are those of `plan_rank`, such as a model object. `seen` has the results that it shares with estimates of
+    other runs; this run's micro-batch must be between its `smallest` and `largest`.
     """
     micro = _micro(config, hardware, ranks)
     try:
@@ -269,14 +275,14 @@ def estimate(
 
 
 def _cut(config: RunConfig, hardware: Hardware, ranks: int) -> tuple[Layout, ResolvedBatch]:
-    """How a way cuts the model and the batch."""
+    """Return the layout and the batch sizes of a run on so many ranks."""
     layout = resolve_layout(config.strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     micro_batches = config.strategy.pipeline.micro_batches
     return layout, resolve_batch(config.batch, layout.data_parallel, micro_batches=micro_batches)
 
 
 def _micro(config: RunConfig, hardware: Hardware, ranks: int) -> int:
-    """Samples of a way's micro-batch; 1 where it makes no run."""
+    """Return the samples of a run's micro-batch; 1 if the settings are invalid."""
     try:
         return _cut(config, hardware, ranks)[1].micro
     except PlaitError:
@@ -301,7 +307,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
             seen.samples[*key, micro] = _sample(config, hardware, layout, micro, **options)
         return seen.samples[*key, micro]
 
-    # What is recorded has one micro-batch, and its host has nothing to do that would tell how busy the device is.
+    # A recorded CUDA graph has a fixed micro-batch, and its host time does not tell whether the device is busy.
     smallest = batch.micro if config.strategy.graphs is True else seen.smallest
     sample = sampled(smallest)
     if isinstance(sample, str):
@@ -318,7 +324,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
 
 
 def _sample(config: RunConfig, hardware: Hardware, layout: Layout, micro: int, **options: Any) -> Ledger | str:
-    """One micro-batch a step on as many ranks as share a layer: no pipeline, nothing sharded, no state away."""
+    """Simulate one micro-batch on the ranks that divide a layer: no pipeline, no sharding, no offload of states."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": 1, "dp_replicate": None, "dp_shard": None}
     strategy = config.strategy.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""What a rank's step takes, from a few layers where all are alike."""
+"""Predict memory and time of a rank's step, by simulating a model with few layers if its layers are alike."""
 
 from __future__ import annotations
 
@@ -30,57 +30,57 @@ from plait.plan.simulate import MakeExample, Simulated, TimeBudget, example_of, 
 
 
 _MOST_GROUPS = 4
-"""Groups of layers that the longest of the short models has."""
+"""How many groups of layers the longest of the short models has."""
 _SPARE_MICRO_BATCHES = 2
-"""Micro-batches beyond those that a pipeline has under way: one that begins, one that ends."""
+"""Micro-batches simulated beyond the number in flight in a pipeline: one that begins, one that ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shorter:
-    """A run of which each rank has few layers, and how it differs from the whole."""
+    """A run description with fewer layers and micro-batches."""
 
     config: RunConfig
     layers: int
-    """Of the rank that is looked at."""
+    """Layers of the rank that is simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long a run is, for the ranks of one pipeline stage."""
+    """The numbers of layers and micro-batches of a run, for the ranks of one pipeline stage."""
 
     layers: int
     """Layers of the rank."""
     period: int
-    """Layers come in groups of so many that are alike."""
+    """Layers per group; all groups are alike. 1 if all layers are."""
     head: int
-    """Layers before the first of these groups, which are of other kinds."""
+    """Layers before the first group, which differ from those in groups."""
     micro_batches: int
     least_micro_batches: int
-    """With so many, memory is as full as it gets."""
+    """The fewest micro-batches with which memory reaches its peak."""
 
     @property
     def is_short(self) -> bool:
-        """Whether nothing is gained by leaving layers out."""
+        """Whether there are so few layers that simulating fewer would not save time."""
         return self.layers <= self.head + 5 * self.period
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return (self.layers - self.head) // self.period
 
     @property
     def repeats(self) -> bool:
-        """Whether there are micro-batches that do as others do."""
+        """Whether there are more micro-batches than have to be simulated."""
         return self.micro_batches > self.least_micro_batches
 
 
 def layers_of(config: RunConfig) -> int | None:
-    """How many layers the described model has; None where that cannot be told, or changed."""
+    """Return how many layers the described model has; None if that is not known or cannot be changed."""
     return None if isinstance(config.model, CUSTOM_MODELS) else depth_of(config.model)
 
 
 def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Lengths | None:
-    """How long the run is on the ranks of a pipeline stage; None where it cannot be made shorter."""
+    """Return the lengths of the run on a pipeline stage; None if it cannot be simulated with fewer layers."""
     layers = layers_of(config)
     strategy = config.strategy
     if layers is None or strategy.recompute.mode == "auto":
@@ -113,7 +113,7 @@ def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Leng
 
 
 def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: int, lengths: Lengths) -> Shorter:
-    """With `groups` groups of layers on the ranks of this stage, and as few micro-batches as will do."""
+    """Return the run with `groups` groups of layers on this stage, and the fewest micro-batches that suffice."""
     layers = lengths.head + groups * lengths.period
     strategy = config.strategy
     layout = resolve_layout(strategy, size=ranks, local_size=per_host)
@@ -139,10 +139,10 @@ def _with_layers(config: RunConfig, layers: int) -> RunConfig:
 
 
 def _rhythm(config: RunConfig, layers: int, every: int) -> tuple[int, int] | None:
-    """How many layers of a `transformers` model come before those that repeat, and after how many these repeat.
+    """Return (layers before the first group, layers per group) of a `transformers` model.
 
     A model may have dense layers before its mixtures of experts, or another kind of attention in every fourth layer.
-    None where its layers cannot be told apart, or where a shorter model has other ones.
+    None if its layers are not found, or if a model with fewer layers would not have the same ones.
     """
     layer_types = _layer_types(config, layers)
     if layer_types is None:
@@ -162,7 +162,7 @@ def _rhythm(config: RunConfig, layers: int, every: int) -> tuple[int, int] | Non
 
 
 def _layer_types(config: RunConfig, layers: int) -> list[object] | None:
-    """What each layer of a described `transformers` model is made of; None where it has not so many."""
+    """Return a value per layer of a `transformers` model, equal for equal layers; None without `layers` layers."""
     assert config.model is not None
     with torch.device("meta"):
         model: Any = build_model(config.model)
@@ -184,7 +184,7 @@ def _layer_names(config: RunConfig) -> list[str]:
 
 
 def _stage_layers(config: RunConfig, stages: int) -> list[int]:
-    """How many layers each pipeline stage gets."""
+    """Return how many layers each pipeline stage gets."""
     from plait.distributed import plan_stages
 
     assert config.model is not None
@@ -196,15 +196,15 @@ def _stage_layers(config: RunConfig, stages: int) -> list[int]:
 
 
 _SPARE = 0.03
-"""The allocator keeps at least this share of the peak beyond need."""
+"""The allocator reserves at least this fraction more than the peak."""
 _GROUPS = (2, 3)
-"""How many groups of layers the two short models have."""
+"""The numbers of groups of layers in the two short models."""
 _GATHERED = (3, 4)
-"""The same where weights are gathered layer by layer: the next ones come ahead, so a layer has others around it."""
+"""The same with ZeRO-3: a layer's weights are gathered during the layer before, so more layers interact."""
 Known = dict[tuple[str, int, int, bool], Simulated]
-"""What was simulated before, by run, ranks, rank and detail: many plans of one search need the same short models.
+"""Simulations to reuse, by (run as JSON, ranks, rank, detailed): many plans of a search need the same short models.
 
-It holds for one machine, model, loss and example.
+They are valid for one machine, model object, loss function and example.
 """
 
 
@@ -224,10 +224,10 @@ def plan_rank(
     known: Known | None = None,
     budget: TimeBudget | None = None,
 ) -> Simulated:
-    """Simulate `rank`, which has the pipeline stage `stage`.
+    """Return the memory and time of `rank`, which has the pipeline stage `stage`.
 
-    Whole where `exact`, else [Note: a few layers stand for all]. What is in `known` is not simulated again, and what is
-    simulated is put there.
+    With `exact` all layers are simulated, else a few: see [Note: a few layers stand for all]. Simulations in `known`
+    are reused, and new ones are added to it. The other arguments are those of `simulate`.
     """
     options: dict[str, Any] = {
         "ranks": ranks,
@@ -286,7 +286,7 @@ def _from_few(
     ledger = short.ledger.stretched(longer.ledger, times)
     ledger = ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)
     ledger = _completed(ledger, longer.ledger)
-    # What both say holds for any length; a count of layers is that of the short model, as are FLOPs and trail.
+    # Notes of both models hold for any length; others count layers. FLOPs and trail are those of a short model.
     notes = [note for note in longer.notes if note in short.notes]
     return replace(longer, ledger=ledger, flops_per_token=None, trail=[], notes=notes)
 
@@ -294,7 +294,7 @@ def _from_few(
 def _from_few_micro_batches(
     config: RunConfig, hardware: Hardware, lengths: Lengths, stage: int, options: dict[str, Any]
 ) -> Simulated:
-    """All layers, and as few micro-batches as will do."""
+    """Simulate all layers, with the fewest micro-batches that suffice."""
     short = shortened(config, options["ranks"], hardware.per_host, stage, lengths.groups, lengths)
     simulated = _simulated(short.config, hardware, layers=short.layers, **options)
     ledger = simulated.ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)
@@ -302,21 +302,21 @@ def _from_few_micro_batches(
 
 
 _NEARLY_ALL = 1.0 - 1e-9
-"""A share that leaves only the last parameter."""
+"""A share so close to 1 that only the last parameter is not in it."""
 
 
 def _shares(config: RunConfig) -> dict[str, float]:
-    """Shares of the weights whose state stays on the device or in host memory."""
+    """Return the shares of an offloaded optimizer that stay on the device and in host memory, if they are not 0."""
     offload = config.strategy.offload
     shares = {"ratio": offload.share, "host_ratio": offload.host_ratio}
     return {key: share for key, share in shares.items() if share > 0}
 
 
 def _between(shares: dict[str, float], at: Callable[..., Simulated]) -> Simulated:
-    """What a run with shares takes, from runs `at` which there is none, or nearly all.
+    """Return memory and time of a run with `shares`, from simulations `at` shares of 0 and of nearly 1.
 
-    [Note: shares] In a short model a share ends at another parameter than in a long one, so it cannot be stretched by
-    layers. But what a step takes grows with the share itself, from nothing to all; a peak grows by at most that.
+    [Note: shares] In a short model a share ends at another parameter than in a long one, so its figures cannot be
+    extrapolated by layers. But they grow linearly with the share, from 0 to 1; a peak grows by at most that.
     """
     nothing = at()
     numbers = dict(nothing.ledger.numbers)
@@ -325,16 +325,16 @@ def _between(shares: dict[str, float], at: Callable[..., Simulated]) -> Simulate
         for name in (numbers.keys() | everything.keys()) - {"host_rooms", "host_reading"}:
             base = nothing.ledger.numbers.get(name, 0.0)
             numbers[name] = numbers.get(name, 0.0) + share * (everything.get(name, 0.0) - base)
-        # A few tensors are read by way of as much memory as many.
+        # Reading a few tensors needs buffers as large as reading many.
         numbers["host_reading"] = max(numbers.get("host_reading", 0.0), everything.get("host_reading", 0.0))
     return replace(nothing, ledger=Ledger(numbers).settled())
 
 
 def _completed(ledger: Ledger, sample: Ledger) -> Ledger:
-    """What does not grow by the same amount with each layer: the build, one module at a time, and the allocator's."""
+    """Return the ledger with the figures that are not linear in the layers: the peak of the build, and `reserved`."""
     numbers = dict(ledger.numbers)
     numbers["peak.build"] = max(numbers["peak.build"], sample.numbers["peak.build"])
-    # What the allocator keeps beyond need is a few pieces of the largest sizes, however many layers there are.
+    # Beyond the peak, the allocator reserves a few blocks of the largest sizes, for any number of layers.
     spare = max(sample.numbers["reserved"] - sample.peak[1], _SPARE * ledger.peak[1])
     numbers["reserved"] = ledger.peak[1] + spare
     return Ledger(numbers).settled()

@@ -1,4 +1,4 @@
-"""Who holds how much memory, operation by operation, while a step runs on tensors without values."""
+"""Record the memory in use after every operation, while a step runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from plait.torch_internals import (
     wrap_tensor_meta_propagation,
 )
 
-# torch's caching allocator, without memory: what it asks the device for, given what it is asked for.
+# A simulation of torch's caching allocator: how much memory it reserves on the device, given the allocations.
 #
-# It keeps freed blocks for later and cuts large ones up, so the device gives more than is in use. How much more depends
-# on sizes and order alone, so it can be played. The rules are those of torch's CUDA allocator with its usual settings.
+# It keeps freed blocks for later and splits large ones, so it reserves more than is in use. How much more depends only
+# on the sizes and the order of allocations. The rules are those of torch's CUDA allocator with its default settings.
 
 
 _MIB = 2**20
 _UNIT = 512
 _SMALL = _MIB
-"""Up to this size a block comes from a segment that many share."""
+"""Blocks of up to this size come from small segments, which many blocks share."""
 _SMALL_SEGMENT = 2 * _MIB
 _LARGE_SEGMENT = 20 * _MIB
 _OWN_SEGMENT = 10 * _MIB
-"""From this size on, a new block gets a segment of its own."""
+"""A block of at least this size gets a segment of its own."""
 
 
 @dataclass(slots=True, eq=False)
 class SegmentBlock:
-    """A part of a segment."""
+    """A part of a segment, in use or free; a segment is memory that the allocator asked the device for at once."""
 
     segment: int
     start: int
@@ -57,7 +57,7 @@ class SegmentBlock:
 
 
 class _Pool:
-    """The free blocks of one kind, smallest first."""
+    """The free blocks of small or of large segments, smallest first."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
@@ -75,7 +75,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Gives out blocks; `reserved` is what the device would have given to it."""
+    """Allocates and frees blocks; `reserved`: bytes of all segments, which the real allocator has from the device."""
 
     def __init__(self) -> None:
         self.reserved = 0
@@ -83,7 +83,7 @@ class CachingAllocator:
         self._segments = self._used = 0
 
     def allocate(self, size: int) -> SegmentBlock:
-        """A block of at least `size` bytes."""
+        """Return a block of at least `size` bytes."""
         size = max(_UNIT, -(-size // _UNIT) * _UNIT)
         pool = self._small if size <= _SMALL else self._large
         block = pool.take(size) or self._new_segment(pool, size)
@@ -117,7 +117,7 @@ class CachingAllocator:
         pool.add(block)
 
     def stretch(self, size: int) -> None:
-        """Have so many bytes free, in pieces of any size."""
+        """Reserve more, if necessary, so that `size` bytes are free in blocks of any sizes."""
         missing = size - (self.reserved - self._used)
         if missing > 0:
             self._large.add(self._new_segment(self._large, max(missing, _OWN_SEGMENT)))
@@ -135,31 +135,31 @@ class CachingAllocator:
 
 
 _NOTABLE = 1.02
-"""A peak that is not higher than the one before by this factor is not looked at again."""
+"""`at_height` is called again only when memory exceeds the height before by this factor."""
 
 END = "backward.end"
 """The name of the peak at the end of the backward pass; the others are named by their phases."""
 
 
 class Watcher(Protocol):
-    """What wants to know of every operation."""
+    """Is called after every recorded operation."""
 
     def saw(self, phase: Phase, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """One operation was run."""
+        """Handle one operation, which was run in `phase` and returned `out`."""
 
 
 @dataclass(slots=True)
 class LiveMemory:
-    """One piece of memory that is in use."""
+    """A storage that is in use."""
 
     size: int
     born: Phase
     sent: bool = False
     """Whether a collective read or wrote it."""
     alive: Any = None
-    """A weak reference to its storage, which tells when it is free again."""
+    """A weak reference to the storage, with a callback for when it is freed."""
     block: Any = None
-    """Where the allocator put it."""
+    """Its block in the simulated allocator."""
 
 
 @dataclass(slots=True)
@@ -168,11 +168,11 @@ class Peak:
 
     bytes: int = 0
     reserved: int = 0
-    """What the allocator had asked the device for by then."""
+    """The most bytes that the allocator had reserved until then."""
 
 
 class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps account of all memory on one device. To be entered inside the fake world it watches."""
+    """Records all memory in use on one device. Enter it inside the fake world whose operations it records."""
 
     def __init__(
         self, device: str, *, allocator: CachingAllocator | None = None, watchers: tuple[Watcher, ...] = ()
@@ -185,18 +185,18 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The peak at the end of the backward pass: from `end_at` on."""
         self.end_at: int | None = None
         self.backward_operations = 0
-        """So many there were in the backward pass of the latest step."""
+        """How many operations the backward pass of the latest step had so far."""
         self.operations = 0
         self.pieces: dict[int, LiveMemory] = {}
         self.at_height: Callable[[int], None] | None = None
-        """Is called with the bytes in use whenever they rise above `height`, which is raised by that and a little."""
+        """Is called with the bytes in use whenever they exceed `height`, which then becomes 2 % more than that."""
         self.height = 0
         self.at_peak: Callable[[str, int, bool], None] | None = None
-        """Is called when a peak rises: its name, the bytes beyond all pieces, and whether a kernel has those."""
+        """Is called when a peak rises: with its name, the bytes beyond `pieces`, and if a kernel allocated those."""
         self.trail: list[tuple[Phase, int]] | None = None
-        """Bytes in use after every operation, where somebody wants them."""
+        """(Phase, bytes in use) after every operation; None: they are not kept."""
         self.paused = False
-        """Whether operations are let through unseen, as while another recorder looks at them."""
+        """Whether operations are run without being recorded, for example while another recorder records them."""
         self._device = device
         self._allocator = allocator
         self._watchers = watchers
@@ -212,7 +212,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
-        """Every operation, and storages that change their size by no operation."""
+        """Until the block ends, see every operation, and every `resize_` of a storage, which is not an operation."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -225,7 +225,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def ignoring_shape_propagation(self) -> Iterator[None]:
-        """Until the block ends, do not see what DTensor computes, once for each kind of operation, to know a shape."""
+        """Until the block ends, do not record what DTensor computes to find shapes, once for each kind of operation."""
 
         def unseen(ask: Callable[..., Any]) -> Callable[..., Any]:
             def asked(*args: Any, **kwargs: Any) -> Any:
@@ -238,19 +238,19 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def enter(self, phase: Phase) -> None:
-        """From now on the run is in this phase."""
+        """Set the phase of the operations that follow."""
         if phase is not Phase.IDLE and self.phase is Phase.IDLE:
             self.backward_operations = 0
         self.phase = phase
-        self._note_peak(phase)  # what is held when it begins, is held during it
+        self._note_peak(phase)  # memory in use at its beginning counts for its peak
 
     def current_phase(self) -> Phase:
-        """The phase that the run is in. A pipeline goes forward and back in turns without saying so."""
+        """Return the phase. A pipeline alternates forward and backward within `FORWARD`; autograd shows which it is."""
         inside_backward = self.phase is Phase.FORWARD and in_backward_pass()
         return Phase.BACKWARD if inside_backward else self.phase
 
     def rise(self, size: int) -> None:
-        """Note that for a moment so much more was in use, in pieces of their own."""
+        """Record that `size` more bytes were in use for a moment, in separate allocations."""
         if self.at_height is not None and self.in_use + size > self.height:
             self.height = int((self.in_use + size) * _NOTABLE)
             self.at_height(self.in_use + size)
@@ -261,7 +261,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def nested(self, *watchers: Watcher, phase: Phase | None = None) -> Iterator[MemoryRecorder]:
-        """Another one that begins at nothing, and alone sees what happens until the block ends."""
+        """Until the block ends, only a new recorder, with nothing in use, records the operations; yield it."""
         other = MemoryRecorder(self._device, watchers=watchers)
         other.phase = phase or Phase.IDLE
         self.paused = True
@@ -272,10 +272,10 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most of all calls, and each would go through all modes
+        if func is torch.ops.prim.device.default:  # the most frequent call; the usual path through all modes is slow
             return claimed_device(args[0])
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it comes again, for the part that this rank holds
+            return NotImplemented  # DTensor then calls the operation on the local tensors
         kwargs = kwargs or {}
         body = None if self.paused else body_of(func)
         if body is not None:
@@ -283,7 +283,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return body(*args, **kwargs)
         out = func(*args, **kwargs)
         if self.paused or active_fake_mode() is not self._mode:
-            return out  # or DTensor asks what shape a result would have
+            return out  # in another fake mode, DTensor computes the shape of a result
         phase = self.current_phase()
         self.operations += 1
         self.backward_operations += phase is Phase.BACKWARD
@@ -322,7 +322,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.at_peak(name, beyond, kernel)
 
     def hold(self, tensor: Tensor, phase: Phase, *, sent: bool) -> None:
-        """Count the memory of a tensor that exists in this phase; `sent`: another rank sent it."""
+        """Count the memory of a tensor that exists in `phase`; `sent`: a collective read or wrote it."""
         device = claimed_device(tensor)
         if device.type != self._device:
             return
@@ -364,5 +364,5 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._take(piece)
 
     def _rounded(self, size: int) -> int:
-        """What the device's allocator takes for so many bytes."""
+        """Return the size of an allocation of `size` bytes: CUDA rounds up to 512."""
         return -(-size // 512) * 512 if self._device == "cuda" else size

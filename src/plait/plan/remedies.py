@@ -220,7 +220,7 @@ class RemedySearch:
     def _params(self) -> int:
         model = self.config.model
         assert model is not None
-        if isinstance(model, HFConfig):  # its shapes are enough
+        if isinstance(model, HFConfig):  # no weights are needed, only shapes
             model = model.model_copy(update={"pretrained": False})
         with torch.device("meta"):
             return count_params(build_model(model, trust_code=self.config.trust_code))[0]

@@ -1,8 +1,9 @@
-"""Which share of an offloaded optimizer's work stays on the device: `ratio: auto`.
+"""Choose `strategy.offload.ratio: auto`: the *share* of an offloaded optimizer that is updated on the device.
 
-[Note: why a share] The device updates weights many times faster than the host, and has room for some of them. With a
-larger share the host has less to do, until its part takes no longer than the forward pass beside it; from there on a
-larger share only takes memory. So of all shares that fit, the smallest is taken that is about as fast as the fastest.
+[Note: why a share] The device updates weights many times faster than the host, and its memory has room for some of
+them. With a larger share the host has less work, until its part takes no longer than the forward pass that it overlaps
+with; from there on a larger share only uses memory. So of all shares that fit, the smallest is chosen that is about as
+fast as the fastest.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 SHARE = "strategy.offload.ratio"
 HOST_SHARE = "strategy.offload.host_ratio"
 STEPS = 20
-"""Shares are looked at in steps of one part in so many."""
+"""Shares are tried in steps of 1/20."""
 _USABLE = 0.95
-"""Of the device's memory, what a share may be planned to fill: the quick account may be off."""
+"""The fraction of the device's memory that a run may need by the estimate, which has an error."""
 _ALIKE = 1.01
-"""Two shares are as fast as each other where they differ by less."""
+"""Two shares count as equally fast if their step times differ by less than this factor."""
 
 
 def best_share(seconds: Callable[[float], float], needed: Callable[[float], float], memory: float) -> float:
-    """The best share, given what a step takes with one, and the memory that it needs; 0 where none fits."""
+    """Return the best share, given the seconds of a step and the GiB needed as functions of it; 0 if none fits."""
     fitting = [step / STEPS for step in range(STEPS) if needed(step / STEPS) <= memory * _USABLE]
     if not fitting:
         return 0.0
@@ -39,7 +40,7 @@ def best_share(seconds: Callable[[float], float], needed: Callable[[float], floa
 
 
 def with_ratio(config: RunConfig, hardware: Hardware, *, ranks: int, **options: Any) -> RunConfig:
-    """The run with a number for `ratio: auto`: the quick account's, or less where a simulation finds that too much."""
+    """Return the run with a number for `ratio: auto`: the estimated best, or less if a simulation does not fit."""
     if config.strategy.offload.ratio != "auto":
         return config
     from plait.plan.plan import make_plan
@@ -58,18 +59,18 @@ def with_ratio(config: RunConfig, hardware: Hardware, *, ranks: int, **options: 
 
 
 def lowered_shares(config: RunConfig, plan_with: Callable[[dict[str, Any]], Plan]) -> dict[str, float]:
-    """Settings with the largest shares, up to those that the run says, that fit; the smallest where none do.
+    """Return settings with the largest shares that fit, up to those of the run; the smallest shares if none fit.
 
-    [Note: what leaves the device goes to the host first] Of an optimizer in files, a part that has left the
-    device joins the share in host memory, where the run has one and the host has room; what is left goes to files,
-    which are slower. A run with shares is planned from runs with none and with nearly all ([Note: shares]), so once
-    these are known, any other share is a matter of adding.
+    [Note: what leaves the device goes to the host first] If the optimizer is in files, the part that no longer fits on
+    the device is added to the part in host memory (`host_ratio`), where the run has one and the host has room; the
+    rest goes to files, which are slower. A run with shares is interpolated between simulations with a share of 0 and
+    of nearly 1 ([Note: shares]), so once these are done, any other share needs no further simulation.
     """
     offload = config.strategy.offload
     ratio, host = offload.share, offload.host_ratio
 
     def shares_with(share: float) -> dict[str, float]:
-        """With so much on the device, and as much in host memory as it has room for."""
+        """Return settings with `share` on the device, and as large a part in host memory as fits."""
         on_device = {SHARE: share} if ratio > 0 else {}
         if host == 0:
             return on_device
@@ -84,12 +85,12 @@ def lowered_shares(config: RunConfig, plan_with: Callable[[dict[str, Any]], Plan
 
 
 def _largest(most: float, fits: Callable[[float], bool]) -> float:
-    """The largest of `most` and the steps below it that fits; 0 where none does. Less always needs less."""
+    """Return the largest of `most` and the steps below it that fits; 0 if none does. Smaller ones need less memory."""
     steps = [most, *(step / STEPS for step in reversed(range(ceil(round(most * STEPS, 6)))))]
     return steps[min(bisect_left(steps, True, key=fits), len(steps) - 1)]
 
 
 def with_share(config: RunConfig, share: float) -> RunConfig:
-    """The run with a number for how much of an offloaded optimizer's work stays on the device."""
+    """Return the run with this number as the share of an offloaded optimizer that is updated on the device."""
     offload = config.strategy.offload.model_copy(update={"ratio": share})
     return config.model_copy(update={"strategy": config.strategy.model_copy(update={"offload": offload})})

@@ -1,7 +1,8 @@
-"""One rank's training step, run by the real code on fake tensors.
+"""Simulate one rank's training step: the code that trains runs on fake tensors, and memory and time are recorded.
 
-[Note: two steps] The first step makes the optimizer's state, and lets DTensor find out how its operations are spread;
-the second is what every later step is like. Of the first, only the update is kept: the optimizer's beginning.
+[Note: two steps] The first step creates the optimizer's state and fills DTensor's caches of sharding decisions; all
+later steps are like the second. So the figures are those of the second step. Of the first, only the peak of the update
+is kept, as that of `Phase.INIT`.
 """
 
 from __future__ import annotations
@@ -55,42 +56,42 @@ from plait.plan.recorder import END, CachingAllocator, MemoryRecorder, Peak
 from plait.plan.timing import MATMUL_WORKSPACE, Timing, kernels_of_cuda
 from plait.torch_internals import in_backward_pass
 
-# What saving and loading take, by the code that does both, on tensors without values.
+# The memory of saving and loading a checkpoint, from the code that does both, on fake tensors.
 #
-# [Note: files that a plan does not write] The engine brings the model up to date as after loading, makes room for the
-# optimizer's state, and collects its state for a save: that is the code which runs, and the recorder sees it. What lies
-# between memory and files cannot run without files. It is computed from the same tensors by
-# `plait.checkpoint.checkpoint_memory`, which writing and reading take their numbers from. What an offloaded optimizer
-# has on the host is computed from its buckets: a plan makes no states there.
+# [Note: files that a plan does not write] The engine updates the model as after loading, allocates the optimizer's
+# state, and collects its state for a save: this code runs, and the recorder sees it. Writing and reading cannot run
+# without files. Their memory is computed from the same tensors by `plait.checkpoint.checkpoint_memory`, whose numbers
+# the real writer and reader also use. The host memory of an offloaded optimizer is computed from its buckets: a plan
+# does not allocate its state.
 
 
 COPY = "checkpoint copy"
-"""Whose the memory is that a save in the background copies the state to; it is kept for the next."""
+"""The category of the memory that a background save copies the state to; it is kept for the next save."""
 _SINCE_A_SAVE = (Phase.FORWARD, Phase.BACKWARD, END, Phase.REDUCE, Phase.STEP, Phase.SAVE, Phase.IDLE)
-"""Peaks of a run that has saved before."""
+"""Peaks that include that copy, in a run that has saved before."""
 
 
 class _Away(NamedTuple):
-    """Optimizer state that lives off the device."""
+    """Optimizer state that is not on the device."""
 
     entries: list[SavedTensor]
-    """As a checkpoint has it."""
+    """The tensors that a checkpoint has of it."""
     held: float = 0.0
-    """Bytes of host memory that it has between steps."""
+    """Bytes of host memory that it uses between steps."""
     largest: float = 0.0
-    """Bytes of the largest that a checkpoint has in another form: it is made to be saved, and read to be loaded."""
+    """Bytes of the largest tensor that a checkpoint has in another format: a save or a load converts it in memory."""
     in_files: frozenset[str] = frozenset()
-    """Entries of weights that a plan has no memory for: in a run they are that of files, all in one row."""
+    """Names of weights whose state is in files; a run saves them from there, as contiguous tensors."""
 
 
 class SimulatedCheckpoints:
-    """The checkpoints of a simulated run: loaded once it is built, saved once it has trained.
+    """The checkpoints of a simulated run: one is loaded after the build, and one is saved after the steps.
 
-    Whoever saves means to go on from it one day, and is taken to load.
+    A run that saves is assumed to resume from a checkpoint, so it also loads.
     """
 
     def __init__(self, engine: NativeEngine, recorder: MemoryRecorder, config: RunConfig, *, cores: int) -> None:
-        """`cores`: of the host."""
+        """`cores`: how many cores the host has; threads that read and write depend on it."""
         self._engine, self._recorder = engine, recorder
         self._settings, self._optim = config.checkpoint, config.optim
         self._cores, self._local_ranks = cores, engine.world.ranks.local_size
@@ -99,16 +100,16 @@ class SimulatedCheckpoints:
         self.loads = self.saves or self._settings.resume is not None
 
     def load(self) -> None:
-        """Bring the model up to date with weights that were loaded; the optimizer's state is added by `save`."""
+        """Record the update of the model after weights were loaded; the optimizer's state is counted by `save`."""
         if self.loads:
             self._recorder.enter(Phase.LOAD)
             self._engine.state_loaded()
             self._recorder.enter(Phase.IDLE)
 
     def save(self) -> dict[str, float]:
-        """Collect what a checkpoint has, and make room for it as for loading; returns what an account has of both.
+        """Collect the tensors of a checkpoint, then allocate them as for loading; return the `Ledger` figures of both.
 
-        The engine cannot train any more: its optimizer has lost its state.
+        The engine cannot train afterwards: its optimizer has lost its state.
         """
         engine, recorder, away = self._engine, self._recorder, self._away()
         if self.saves:
@@ -143,7 +144,7 @@ class SimulatedCheckpoints:
         return numbers | {"host_reading": needed.reading, "host_loading": wide + away.held - there}
 
     def _allocate_optimizer_state(self, tensors: dict[str, Entry]) -> float:
-        """What room for an optimizer's state takes on the device; the one that is there, in `tensors`, is given up."""
+        """Return the bytes that a new optimizer state takes on the device; the one in `tensors` is freed first."""
         shapes = {
             name.removeprefix("optim."): (tensor.shape, tensor.dtype)
             for name, tensor in tensors.items()
@@ -178,7 +179,7 @@ class SimulatedCheckpoints:
 
 
 def _copy_in_rows(tensors: Iterable[Tensor], device: str, writers: int) -> None:
-    """Copy tensors as each thread that writes does."""
+    """Copy tensors as the writer threads do: one copy per thread exists at a time."""
     under_way: deque[Tensor] = deque(maxlen=writers)
     for tensor in tensors:
         local = to_local(tensor)
@@ -187,7 +188,7 @@ def _copy_in_rows(tensors: Iterable[Tensor], device: str, writers: int) -> None:
 
 
 def _kept(entry: Entry, ranks: int) -> SavedTensor:
-    """What a checkpoint holds of an entry, in the form that it has there."""
+    """Return what a checkpoint has of an entry, in the format of the checkpoint."""
     if isinstance(entry, Tensor):
         return saved_tensor(entry, ranks)
     size = to_local(entry.like.detach()).numel() * entry.dtype.itemsize
@@ -195,7 +196,10 @@ def _kept(entry: Entry, ranks: int) -> SavedTensor:
 
 
 def completed(numbers: dict[str, float], *, one_memory: bool) -> dict[str, float]:
-    """With what loading makes for the optimizer; in `one_memory` with what others have on the host, too."""
+    """Return the figures with the optimizer state that loading allocates added to the peak of `Phase.LOAD`.
+
+    `one_memory`: the device is the host (a CPU), so buffers in host memory are added to the peaks too.
+    """
     completed_numbers = dict(numbers)
     loaded = {"optimizer": completed_numbers.pop("loaded", 0.0)}
     more = _host_memory_by_peak(completed_numbers) if one_memory else {}
@@ -211,7 +215,7 @@ def completed(numbers: dict[str, float], *, one_memory: bool) -> dict[str, float
 
 
 def _host_memory_by_peak(numbers: dict[str, float]) -> dict[str, dict[str, float]]:
-    """What a device of its own would have beside it, by peak and whose it is; taken out of `numbers`."""
+    """Remove the host memory of checkpoints from `numbers`; return it as peak → category → bytes."""
     copy, saving, reading, loading = (
         numbers.pop(f"host_{key}", 0.0) for key in ("copy", "saving", "reading", "loading")
     )
@@ -220,12 +224,14 @@ def _host_memory_by_peak(numbers: dict[str, float]) -> dict[str, dict[str, float
     return {**sizes, Phase.LOAD: {"temporaries": reading + loading}}
 
 
-# A micro-batch of the right shapes, without reading the data.
+# A micro-batch with the shapes of the data, made without reading the data.
 
 
 def example_of(config: RunConfig, micro: int) -> Any:
-    """What the model is called with, for `micro` samples of `config.data`; without data, tokens where the model says
-    how many it takes. To be called in a fake world: nothing in it has values."""
+    """Return a micro-batch of `micro` samples of `config.data`; without data, tokens of the model's `seq_len`.
+
+    Call it in a fake world, where its tensors have no values. Raise `ConfigError` if the shapes are not known.
+    """
     data = next((source for _, source in leaf_sources("data", config.data)), None)
     if config.data is not None and config.data.collate is not None:
         message = "a function of its own makes batches of them, so the shapes of a micro-batch are not known"
@@ -295,12 +301,12 @@ class TimeBudget:
 
 
 _REORDERED = 0.15
-"""Inductor orders a backward pass that recomputes in its own way; measured, that takes up to this share more of what a
-step takes beyond its states."""
+"""Inductor orders the operations of a backward pass with recomputation differently. Measured, this takes up to this
+fraction more of the memory beyond parameters and optimizer state."""
 _SOME_LENGTH = RunLength(total_steps=1000, steps_per_epoch=1000)
-"""A schedule may ask how long the run is; what a step takes does not depend on it."""
+"""A learning-rate schedule may need the length of the run; memory and time of a step do not depend on it."""
 _ONCE = (Phase.BUILD, Phase.LOAD, Phase.INIT)
-"""What comes once, before the step that is like all others."""
+"""Phases that occur once, before the step whose figures are used."""
 _FILED = (Phase.LOAD, Phase.SAVE)
 MakeExample = Callable[[RunConfig, int], Any]
 
@@ -311,11 +317,11 @@ class Simulated:
 
     ledger: Ledger
     flops_per_token: float | None
-    """Of the model's own account, where it gives one."""
+    """What the model's `flops_per_token` returns; None if it has none."""
     trail: list[tuple[Phase, int]] = field(default_factory=list)
-    """Bytes in use after every operation, from the build to a save; only where every layer was simulated."""
+    """(Phase, bytes in use) after every operation, from the build to a save; only if every layer was simulated."""
     sent_spec: Any = None
-    """What a pipeline stage hands to the next."""
+    """Shapes and dtypes of the tensors that a pipeline stage sends to the next; None without a pipeline."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -333,10 +339,11 @@ def simulate(
     detailed: bool = False,
     budget: TimeBudget | None = None,
 ) -> Simulated:
-    """Run `rank` of `ranks` through two steps, within `budget`; `detailed` adds whose the memory is.
+    """Run two steps of `rank` of `ranks` on fake tensors, and return the memory and time of the second.
 
-    `layers` is how many layers this rank has: the end of its backward pass is the last of so many parts.
-    `received` is what the stage before hands on, for ranks that are not first in a pipeline.
+    `layers`: how many layers this rank has; the last 1/`layers` of the backward pass is the peak `backward.end`.
+    `received`: the `sent_spec` of the stage before, for ranks that are not in the first pipeline stage. `detailed` adds
+    the categories of the memory at each peak. Raise `TimeUpError` when `budget` is spent.
     """
     notes: list[str] = []
     with ExitStack() as stack:
@@ -361,7 +368,7 @@ def simulate(
         mode = config.strategy.recompute.mode
         stack.enter_context(compiled_units(recorder, timing, notes.append))
         stack.enter_context(recorder.recording())
-        streams = 0 if not on_cuda else 2 if config.strategy.graphs is True else 1  # a recording is made aside
+        streams = 0 if not on_cuda else 2 if config.strategy.graphs is True else 1  # 2: one is for graph capture
         workspace = torch.empty(streams * 2 * MATMUL_WORKSPACE, dtype=torch.uint8, device=world.device)
         micro_batches = config.strategy.pipeline.micro_batches
         batch = resolve_batch(config.batch, world.layout.data_parallel, micro_batches=micro_batches)
@@ -397,10 +404,10 @@ def simulate(
         def step(count: int = batch.accumulation) -> None:
             engine.train_step([make_example(config, batch.micro) for _ in range(count)])
 
-        # Some schedules take certain numbers of micro-batches only.
+        # Schedules other than these accept only certain numbers of micro-batches.
         plain = engine.pipeline is None or config.strategy.pipeline.schedule in ("1f1b", "gpipe")
         step(1 if plain else batch.accumulation)
-        if batch.accumulation == 1:  # otherwise gradients are there from the first micro-batch on
+        if batch.accumulation == 1:  # otherwise all gradients exist after the first micro-batch
             recorder.end_at = recorder.backward_operations - recorder.backward_operations // max(layers, 1)
         timing.restart()
         recorder.peaks = defaultdict(Peak, {phase: recorder.peaks[phase] for phase in _ONCE if phase in recorder.peaks})
@@ -451,7 +458,7 @@ def _numbers(recorder: MemoryRecorder, timing: Timing, engine: NativeEngine, tok
 
 
 def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layout) -> dict[str, float]:
-    """What the update on the host takes, which a plan does not run."""
+    """Return the `Ledger` figures of the update on the host, which is computed and not simulated."""
     homes = {home: [bucket for bucket in store.buckets if bucket.span.home == home] for home in ("cpu", "nvme")}
     on_host, in_files = (sum(bucket.numel for bucket in homes[home]) for home in ("cpu", "nvme"))
     targets = [target for home in homes.values() for bucket in home for target in bucket.targets]
@@ -464,17 +471,17 @@ def _update(store: Offload, config: RunConfig, hardware: Hardware, layout: Layou
 
 
 def _look_at_peaks(recorder: MemoryRecorder, engine: NativeEngine, peaks: dict[str, dict[str, int]]) -> None:
-    """Whose the memory is at each of the peaks yet to come, filled in when they come, and at that of the build."""
+    """Fill `peaks` with the bytes of each category: now for the build, and at each later peak when it is reached."""
     owners = Owners(engine)
 
     def look(name: str, beyond: int, kernel: bool) -> None:
-        # What a compiled pass has made so far is for the backward pass, if it is the forward pass.
+        # What a compiled forward pass has allocated so far is kept for the backward pass.
         whose = "kernel workspaces" if kernel else "activations" if name == Phase.FORWARD else "temporaries"
         peaks[name] = held = owners.share_out(recorder)
         held[whose] = held.get(whose, 0) + beyond
 
     recorder.at_peak = look
-    # Of the build, what stayed is known; the rest was needed while values were made.
+    # Of the peak of the build, the tensors that still exist are known; the rest was used to initialize them.
     built = owners.share_out(recorder)
     built = {owner: built[owner] for owner in ("parameters", "kernel workspaces") if owner in built}
     built["temporaries"] = recorder.peaks[Phase.BUILD].bytes - sum(built.values())
@@ -482,7 +489,7 @@ def _look_at_peaks(recorder: MemoryRecorder, engine: NativeEngine, peaks: dict[s
 
 
 def _in_order(trail: list[tuple[Phase, int]], numbers: dict[str, float]) -> list[tuple[Phase, int]]:
-    """As a run has them that goes on from a checkpoint. Of loading and saving the highest point is there for sure."""
+    """Return the points in the order of a resumed run, with the peaks of loading and of saving added."""
     if not trail:
         return []
     tops = {phase: [(phase, int(numbers[f"peak.{phase}"]))] for phase in _FILED if f"peak.{phase}" in numbers}
@@ -492,7 +499,7 @@ def _in_order(trail: list[tuple[Phase, int]], numbers: dict[str, float]) -> list
 
 
 def _tokens(example: Any) -> int:
-    """Positions of a micro-batch; samples where there are no positions."""
+    """Return the tokens of a micro-batch; its samples if it has no tokens."""
     if isinstance(example, dict) and "input_ids" in example:
         return int(example["input_ids"].numel())
     first = example[0] if isinstance(example, (tuple, list)) else example

@@ -1,4 +1,4 @@
-"""What a search tries: candidates (settings put over the run description), and the space that they are drawn from.
+"""Candidates of a search (settings that override the run description), and the space of which they are combinations.
 
 Loads no torch, so that `plait tune` can answer a wrong option at once.
 """
@@ -16,34 +16,34 @@ from pydantic import BaseModel
 
 from plait.config import GptConfig, LlamaConfig, RunConfig, check, parse, resolve_batch, resolve_layout, yaml_io
 
-# One set of settings to try: dotted keys and values, put over the run description.
+# One set of settings to try: dotted keys and values that override those of the run description.
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings over the user's own; with none, the run as it is written."""
+    """Settings that override the user's own; without any, it is the unchanged run."""
 
     settings: Mapping[str, Any]
 
     @property
     def key(self) -> str:
-        """A short name that the settings alone decide, so that a later search knows what was tried."""
+        """A hash of the settings, by which a later search recognizes candidates that were tried."""
         text = json.dumps(dict(self.settings), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def overrides(self) -> list[str]:
-        """As they would be typed after `plait train run.yaml`."""
+        """The settings as arguments of `plait train run.yaml`."""
         return [f"{key}={written(value)}" for key, value in self.settings.items()]
 
     def changes(self, run: RunConfig) -> list[str]:
-        """The overrides without those that the run says already: what a person has to write."""
+        """Return the overrides that change the run, without settings that it has already."""
         return [f"{key}={written(value)}" for key, value in self.settings.items() if not _says(run, key, value)]
 
     def applied_to(self, run: RunConfig) -> RunConfig:
-        """The run with these settings; a `ConfigError` where that is none.
+        """Return the run with these settings; raise `ConfigError` if it is invalid.
 
-        Only what was written is written again: a default that another setting leaves without effect is accepted.
+        Only keys that the user set count as set, so a default that another setting makes ineffective is no error.
         """
         changed = parse(run.model_dump(mode="json", exclude_unset=True), self.overrides).config
         check(changed, has_val=changed.val_data is not None, require_length=False)
@@ -51,7 +51,7 @@ class Candidate:
 
 
 def _says(run: RunConfig, key: str, value: Any) -> bool:
-    """Whether a run has this value there; what lies inside lists and free sections is not looked at."""
+    """Return whether a run has this value at a key; false for keys inside lists and free-form sections."""
     section: Any = run
     for name in key.split("."):
         if not isinstance(section, BaseModel) or name not in type(section).model_fields:
@@ -61,7 +61,7 @@ def _says(run: RunConfig, key: str, value: Any) -> bool:
 
 
 def written(value: Any) -> str:
-    """A value as an override holds it, so that it is read back as it was."""
+    """Return a value as text for an override, which is parsed to the same value."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -70,36 +70,36 @@ def written(value: Any) -> str:
     return repr(value) if isinstance(value, int | float) else json.dumps(value)
 
 
-# What a search tries: the product of its dimensions, at the run's own global batch.
+# The candidates of a search: all combinations of its dimensions, with the run's own global batch.
 
 
 Settings = dict[str, Any]
 
 DIMENSIONS = ("zero", "layout", "recompute", "micro", "compile", "offload")
-"""What can be varied without the user's naming keys."""
+"""Names of what a search can vary by itself; each sets one or several keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is varied."""
+    """The dimensions and values of a search."""
 
     ranks: int
     dimensions: tuple[str, ...] = DIMENSIONS
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The user's own keys, and what to try for each; a dimension that would set one of them stands back."""
+    """Key → values to try, from the user; a dimension that would set one of these keys is not varied."""
     micro_min: int = 1
     micro_max: int = 1024
     micro_count: int = 5
-    """At most so many micro-batch sizes."""
+    """The most micro-batch sizes to try."""
 
 
 def useful_dimensions(device_type: str, dimensions: tuple[str, ...] = DIMENSIONS) -> tuple[str, ...]:
-    """Dimensions without those that can win nothing: where the device is the host, nothing is kept off it."""
+    """Return the dimensions that can make a run faster on this device: on a CPU, all but offload."""
     return tuple(dimension for dimension in dimensions if dimension != "offload" or device_type == "cuda")
 
 
 def candidates(run: RunConfig, space: Space) -> list[Candidate]:
-    """The run as it is written, then every combination of the values to try. Some may turn out to make no run."""
+    """Return the unchanged run, then every combination of the values to try. Some may be invalid."""
     dims: list[list[Settings]] = [
         _zero(run, space),
         _layouts(run, space),
@@ -114,7 +114,7 @@ def candidates(run: RunConfig, space: Space) -> list[Candidate]:
 
 
 def _wanted(dimension: str, space: Space, *keys: str) -> bool:
-    """Whether a dimension is varied: asked for, and none of its keys is the user's own."""
+    """Return whether a dimension is varied: it is in `space.dimensions`, and none of its keys in `space.values`."""
     return dimension in space.dimensions and not any(
         given == key or given.startswith(f"{key}.") or key.startswith(f"{given}.")
         for given in space.values
@@ -134,15 +134,15 @@ def _zero(run: RunConfig, space: Space) -> list[Settings]:
 
 
 def _offload(run: RunConfig, space: Space) -> list[Settings]:
-    """Nothing away from the device; the optimizer in host memory or in files; the weights too.
+    """Return settings for no offload, the optimizer in host memory or in files, and the weights in host memory too.
 
-    Where the run says more of it than where things live, it stays as it is written.
+    If the run sets other keys of offload than the targets and the path, offload is not varied.
     """
     offload = run.strategy.offload
     said = offload.model_fields_set - {"optimizer", "params", "activations", "path"}
     if said or not _wanted("offload", space, "strategy.offload"):
         return [{}]
-    if not run.optim.elementwise:  # it looks at whole parameters, or says nothing
+    if not run.optim.elementwise:  # its update needs whole parameters, or it is not known
         return [{}]
     home, weights, share, folder = (f"strategy.offload.{key}" for key in ("optimizer", "params", "ratio", "path"))
     stays: Settings = {weights: "none"} if offload.params != "none" else {}
@@ -158,7 +158,7 @@ def _offload(run: RunConfig, space: Space) -> list[Settings]:
 
 
 def _layouts(run: RunConfig, space: Space) -> list[Settings]:
-    """Tensor and pipeline parallelism, for models that are known to be able to; data parallelism takes the rest."""
+    """Return sizes of tensor and pipeline parallelism, for models that support them; other ranks are data-parallel."""
     model, layout = run.model, run.strategy.layout
     if (
         space.ranks == 1
@@ -175,7 +175,7 @@ def _layouts(run: RunConfig, space: Space) -> list[Settings]:
         and all(n % tp == 0 for n in heads)
         and pp <= model.layers
     ]
-    # What was fixed for the layout as it is written would contradict another one.
+    # Sizes that the user fixed for the original layout would contradict another one.
     free = {
         f"strategy.layout.{axis}": None for axis in ("dp_replicate", "dp_shard") if getattr(layout, axis) is not None
     }
@@ -184,7 +184,7 @@ def _layouts(run: RunConfig, space: Space) -> list[Settings]:
 
 
 def _batches(run: RunConfig, settings: Settings, space: Space) -> Iterator[Settings]:
-    """Ways to cut the global batch, which stays the same in every layout."""
+    """Yield micro-batch settings for the global batch, which is the same in every layout."""
     if any(key == "batch" for key in space.values):
         yield {}
         return
@@ -194,7 +194,7 @@ def _batches(run: RunConfig, settings: Settings, space: Space) -> Iterator[Setti
         yield {"batch.micro": keep, **fixed, **{key: settings[key] for key in settings if key.startswith("batch.")}}
         return
     share, left = divmod(fixed["batch.total"], _data_parallel(settings, run, space))
-    for micro in [None] if left else _sizes(share, space):  # what cannot be cut evenly is refused, with its reason
+    for micro in [None] if left else _sizes(share, space):  # None is rejected later, with a reason
         yield {**fixed, "batch.micro": micro}
 
 
@@ -209,7 +209,7 @@ def _fixed_batch(run: RunConfig, settings: Settings, space: Space) -> Settings:
 
 
 def _data_parallel(settings: Settings, run: RunConfig, space: Space) -> int:
-    """Ranks that see different samples, as far as the settings say; the check of the whole run comes later."""
+    """Return how many ranks have different samples, by the settings; the whole run is checked later."""
     sizes = {
         axis: settings.get(f"strategy.layout.{axis}", getattr(run.strategy.layout, axis)) for axis in ("tp", "pp", "cp")
     }
@@ -221,7 +221,7 @@ def _data_parallel(settings: Settings, run: RunConfig, space: Space) -> int:
 
 
 def _sizes(share: int, space: Space) -> list[int]:
-    """Divisors of a rank's share, largest first, spread evenly where there are too many."""
+    """Return divisors of `share`, the samples of a rank, largest first; evenly spaced ones if there are too many."""
     divisors = [n for n in range(min(share, space.micro_max), space.micro_min - 1, -1) if share % n == 0]
     count = min(space.micro_count, len(divisors))
     if count < 2:

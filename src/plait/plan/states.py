@@ -1,8 +1,8 @@
 """Memory of model states alone: weights, gradients and optimizer, without activations and everything else.
 
 The functions with long names take DeepSpeed's arguments and print DeepSpeed's table, so that numbers can be compared
-with those that people have. Where DeepSpeed's table says GB it means 2³⁰ bytes; the account of bytes for each parameter
-is in GB of 10⁹. Neither says what a run will need: `plait plan` does.
+with DeepSpeed's. GB in these tables are 2³⁰ bytes; in `StatesEstimate` they are 10⁹ bytes. Neither is the memory that a
+run needs: `plait plan` predicts that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from plait.config import AdamW8bitConfig, Layout, RunConfig
 
 
 def count_params(model: nn.Module) -> tuple[int, int]:
-    """All parameters, shared ones once, and those of the module that has most of its own.
+    """Return the number of parameters, shared ones once, and that of the module with the most parameters of its own.
 
-    Parameters are told apart by identity, not by address, so a model on the meta device is counted rightly.
+    Parameters are distinguished by object, not by address, so a model on the meta device is counted correctly.
     """
     total = sum(param.numel() for param in model.parameters())
     largest = max((sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()), default=0)
@@ -31,10 +31,10 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes of a node's host memory and of one GPU, at ZeRO stage 2."""
+    """Return (bytes of a node's host memory, bytes of one GPU) at ZeRO stage 2."""
     gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
-        # The GPU keeps 16-bit weights; everything in fp32, or one whole model for each process as it starts.
+        # The GPU has 16-bit weights; the host all fp32 states, or at the start a model per process if that is more.
         host = total_params * max(4 * gpus, 16) * additional_buffer_factor
         return int(host), 2 * total_params
     host = total_params * 4 * num_gpus_per_node * additional_buffer_factor
@@ -51,11 +51,11 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes of a node's host memory, of one GPU, and of the largest layer, gathered with its gradient, at stage 3."""
+    """Return bytes of (a node's host memory, one GPU, the largest layer gathered with its gradient) at stage 3."""
     gpus, share = num_nodes * num_gpus_per_node, 1 / num_nodes
     layer = 4 * largest_layer_params
     if not cpu_offload:
-        # The host holds a model for each process while it is built: all of it, or a layer at a time with `zero_init`.
+        # While models are built, the host has one per process: all of it, or one layer at a time with `zero_init`.
         building = largest_layer_params if zero_init else total_params
         host = building * 4 * num_gpus_per_node * additional_buffer_factor
         return int(host), layer + int(18 * total_params / gpus), layer
@@ -68,7 +68,7 @@ def estimate_zero3_model_states_mem_needs(
 def zero2_table(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> str:
-    """DeepSpeed's table for stage 2."""
+    """Return DeepSpeed's table for stage 2 as text."""
     lines = [*_head(num_gpus_per_node, num_nodes), f"SW: Model with {int(total_params / 1e6)}M total params.", _COLUMNS]
     for offload in (True, False):
         host, gpu = estimate_zero2_model_states_mem_needs(
@@ -85,7 +85,7 @@ def zero3_table(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> str:
-    """DeepSpeed's table for stage 3."""
+    """Return DeepSpeed's table for stage 3 as text."""
     model = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params."
     lines = [*_head(num_gpus_per_node, num_nodes), f"SW: Model with {model}", _COLUMNS]
     for offload, offload_params in ((True, True), (True, False), (False, False)):
@@ -156,52 +156,52 @@ def _device_name(offload: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StatesEstimate:
-    """Bytes that each parameter costs, and what they come to. By default 16-bit training with Adam: 2 + 2 + 12."""
+    """Bytes of model states, per parameter and in total. By default 16-bit training with Adam: 2 + 2 + 12."""
 
     params: int
     weights: float = 2
-    """Bytes of the weight that computes."""
+    """Bytes of a weight in the format of the computation."""
     gradients: float = 2
     optimizer: float = 12
-    """Bytes of an fp32 weight beside it, and of the moments."""
+    """Bytes of the separate fp32 weight, and of the moments."""
 
     @property
     def bytes_per_param(self) -> float:
-        """Of all three together."""
+        """Bytes per parameter of weight, gradient and optimizer state together."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """Bytes of all parameters."""
+        """Bytes of the states of all parameters."""
         return self.params * self.bytes_per_param
 
     def rows(self) -> tuple[tuple[str, float, float], ...]:
-        """What, bytes a parameter, GB (of 10⁹ bytes) in all; the sum last."""
+        """Return rows of (name, bytes per parameter, GB of 10⁹ bytes in total); the last row is the sum."""
         sizes = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         rows = [(name, size, self.params * size / 1e9) for name, size in sizes.items()]
         return (*rows, ("total", self.bytes_per_param, self.total / 1e9))
 
 
 def estimate_states(config: RunConfig, params: int) -> StatesEstimate:
-    """What the states of this run's parameters come to on one device, by its `precision` and `optim`.
+    """Return the bytes of the states of `params` parameters on one device, by the run's `precision` and `optim`.
 
-    Gradients are counted as Plait keeps them: in the format in which they are summed, beside fp32 weights; otherwise
-    in that of the weights.
+    Gradients have the format that Plait stores them in: that of the reduction if there are fp32 master weights, else
+    that of the weights.
     """
     precision, optim = config.precision, config.optim
     weights = 4 if precision.compute in ("fp32", "tf32") else 2
     separate = 4 if precision.master and weights == 2 else 0
     moment = 4.0 if precision.master else weights
     if isinstance(optim, AdamW8bitConfig):
-        moment = 1 + 4 / 256  # a code, and a share of a block's scale
+        moment = 1 + 4 / 256  # an 8-bit code, and 1/256 of the fp32 scale of its block
     gradients = weights if not precision.master or precision.reduce in ("bf16", "fp16") else 4
     return StatesEstimate(params, weights, gradients, separate + optim.moments * moment)
 
 
 def least_gib(config: RunConfig, params: int, layout: Layout) -> float:
-    """What a device needs at least: weights and optimizer where all parameters are trained, spread evenly.
+    """Return the GiB that a device needs at least: weights and optimizer state, if all parameters are trained.
 
-    A run takes more than that, never less: gradients come on top, activations, and weights that ranks hold together.
+    It is a lower bound: gradients, activations, and weights that are replicated or gathered are not counted.
     """
     strategy, offload = config.strategy, config.strategy.offload
     apart = layout.tp * layout.pp * layout.ep

@@ -1,9 +1,10 @@
-"""How long a step takes: every operation by its arithmetic, its memory traffic or its messages, whichever holds it up.
+"""Predict how long a step takes: each operation by its arithmetic, its memory traffic or its communication.
 
 [Note: what overlaps] The host starts operations ahead of the device, so a step takes as long as the slower of the two.
-Messages between data-parallel ranks travel while others compute, and show only where they take longer. Those inside a
-layer (tensor, context and expert parallelism) and between pipeline stages are waited for. Copies between device and
-host have links of their own, one each way; see [Note: what an offloaded step waits for] in `hosted`.
+Communication between data-parallel ranks overlaps with computation, and lengthens a step only if it takes longer.
+Communication inside a layer (tensor, context and expert parallelism) and between pipeline stages does not overlap.
+Copies between device and host overlap too, also those in opposite directions with each other. For offload see also
+`ledger`, [Note: what an offloaded step waits for].
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from plait.torch_internals import (
     tree_leaves,
 )
 
-# What an operation does: its arithmetic, and the bytes that it moves.
+# The FLOPs of an operation, and the bytes that it reads and writes.
 
 
 aten = torch.ops.aten
@@ -64,7 +65,7 @@ _FREE = {
     "aten::set_",
     "aten::_unsafe_view",
 }
-"""Operations that start nothing on the device."""
+"""Operations that start no kernel on the device."""
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 _PRODUCTS = {
     aten.mm: 0,
@@ -75,16 +76,16 @@ _PRODUCTS = {
     aten.addmm_: 1,
     aten.baddbmm: 1,
 }
-"""Matrix products, and which argument is the left matrix."""
+"""Matrix multiplications, and the index of the argument that is the left matrix."""
 
 
 def starts_kernel(func: Any) -> bool:
-    """Whether an operation starts something on the device."""
+    """Return whether an operation starts a kernel on the device."""
     return not func.is_view and func.namespace in ("aten", "prims") and schema_of(func).name not in _FREE
 
 
 def crosses(func: Any, args: Any, out: Any) -> Literal["out", "in"] | None:
-    """The way that an operation copies between device and host; None for all others."""
+    """Return `in` for a copy from host to device, `out` for one from device to host, None for other operations."""
     if func is aten.copy_.default:
         source, target = args[1].device.type, args[0].device.type
     elif func is aten_to_copy.default:
@@ -97,13 +98,13 @@ def crosses(func: Any, args: Any, out: Any) -> Literal["out", "in"] | None:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, str]:
-    """FLOPs of an operation, and its kind; 0 for those that memory holds up."""
+    """Return (FLOPs of an operation, its kind); 0 FLOPs for kind `memory`: its time depends on the bytes only."""
     packet = packet_of(func)
     left = _PRODUCTS.get(packet)
     if left is not None:
         return 2 * int(out.numel()) * int(args[left].shape[-1]), "matmul"
     count = flop_registry.get(packet)
-    if count is None and "attention_for_cpu" not in schema_of(func).name:  # which torch's own table leaves out
+    if count is None and "attention_for_cpu" not in schema_of(func).name:  # torch's own table does not have it
         return 0, "memory"
     if "attention" in schema_of(func).name:
         return _attention_flops(func, args), "attention"
@@ -112,7 +113,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, str]:
 
 
 def _attention_flops(func: Any, args: Any) -> int:
-    """Two products forward; five back, one of which is made again. Half of it where attention is causal."""
+    """Return the FLOPs: two matrix multiplications forward, five backward (one recomputed); half if it is causal."""
     back = "backward" in schema_of(func).name
     q, k = (args[1], args[2]) if back else (args[0], args[1])
     named = {argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)}
@@ -121,21 +122,21 @@ def _attention_flops(func: Any, args: Any) -> int:
 
 
 def computes_in(func: Any, args: Any, out: Any) -> torch.dtype:
-    """The format whose speed an operation has."""
+    """Return the number format whose peak rate limits an operation."""
     left = _PRODUCTS.get(packet_of(func))
     tensors = [args[left]] if left is not None else [t for t in tree_leaves((args, out)) if isinstance(t, Tensor)]
     return tensors[0].dtype if tensors else torch.float32
 
 
 def bytes_moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes."""
     made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
     if func in _LOOKUPS:
-        return 2 * sum(map(_nbytes, made))  # of a table, only the rows that are asked for
+        return 2 * sum(map(_nbytes, made))  # only the looked-up rows of a table are read
     read = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
     moved = sum(map(_nbytes, read))
     known = {storage_key(tensor) for tensor in read}
-    # What is changed in place is read and written; what is new is only written.
+    # Tensors that are changed in place are read and written; new ones are only written.
     moved += sum(_nbytes(tensor) for tensor in made if storage_key(tensor) not in known)
     if schema_of(func).is_mutable:
         moved += sum(map(_nbytes, _changed(func, args, kwargs)))
@@ -155,7 +156,7 @@ def _nbytes(tensor: Tensor) -> int:
     return int(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
 
 
-# What a collective sends, and along which axes of the layout.
+# The bytes that a collective sends, and the axes of the layout that its ranks lie along.
 
 
 _COLLECTIVES = {
@@ -181,7 +182,7 @@ _COLLECTIVES = {
     "wait_tensor": "",
     "_wrap_tensor_autograd": "",
 }
-"""Names of torch's collectives, and what they do. Receiving is the other side's sending."""
+"""Names of torch's collectives → their kind; empty for those that send nothing (receiving is counted as sending)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,46 +191,46 @@ class CollectiveCall:
 
     kind: str
     bytes: int
-    """Of the whole that is gathered, scattered, reduced or exchanged; of what is sent."""
+    """Bytes of the whole tensor that is gathered, scattered, reduced or exchanged; or of the tensor that is sent."""
     kept: float
-    """Of these, what does not leave this rank."""
+    """How many of these bytes do not leave this rank."""
     ranks: int
     stride: int
-    """How far apart the ranks are that take part."""
+    """The difference between the numbers of neighbouring ranks of the group."""
     axes: tuple[str, ...]
 
     @property
     def axis(self) -> str:
-        """The axes of the layout that it goes along, as one word."""
+        """The axes of the layout along which its ranks differ, joined by `+`."""
         return "+".join(self.axes)
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether it brings parameters or gradients together, between ranks that see other data."""
+        """Whether it gathers parameters or reduces gradients, between ranks with different samples."""
         others = set(self.axes) - {"dp_replicate", "dp_shard"}
         return len(others) < len(self.axes) or (others <= {"cp", "ep"} and self.kind in ("gather", "scatter", "reduce"))
 
     @property
     def sent(self) -> float:
-        """Bytes that leave this rank, as the best algorithm does it: a reduction goes around a ring twice."""
+        """Bytes that this rank sends, with the best algorithm: a reduction is a reduce-scatter and an all-gather."""
         return (2 if self.kind == "reduce" else 1) * (self.bytes - self.kept)
 
     def seconds(self, hardware: Hardware) -> float:
-        """How long it takes where nothing else is under way."""
+        """Return its seconds if no other communication is running."""
         link = hardware.link_between(self.ranks, self.stride)
         hops = {"reduce": 2 * (self.ranks - 1), "send": 1}.get(self.kind, self.ranks - 1)
-        # Rings of many ranks are not waited for hop by hop: collectives switch to trees.
+        # With many ranks the latency does not grow with every hop: collectives use trees instead of rings.
         return self.sent / (link.gbps * 1e9) + min(hops, 16) * link.latency_us * 1e-6
 
 
 def kind_of(func: Any) -> str | None:
-    """What kind of message a collective is; empty where it sends nothing, None where it is not known."""
+    """Return the kind of a collective; empty if it sends nothing, None if it is not known."""
     name = schema_of(func).name.split("::")[1]
     return _COLLECTIVES.get(name.rstrip("_"), _COLLECTIVES.get(name))
 
 
 def message_of(func: Any, args: Any, out: Any, layout: Layout | None = None) -> CollectiveCall | None:
-    """What a collective sends; None for other operations. Its axes are known where the layout is."""
+    """Return the call of a collective that sends something, else None. Without a layout it has no axes."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     kind = kind_of(func)
@@ -247,7 +248,7 @@ def message_of(func: Any, args: Any, out: Any, layout: Layout | None = None) -> 
 
 
 def _exchanged(func: Any, args: Any, group: dist.ProcessGroup) -> tuple[int, float]:
-    """Bytes that a rank puts into an exchange, and those that it sends to itself: without splits, its even share."""
+    """Return (bytes of a rank's input to an all-to-all, how many it keeps: 1/size of them unless there are splits)."""
     named = {argument.name: value for argument, value in zip(schema_of(func).arguments, args, strict=False)}
     given = named["input"] if "input" in named else named["input_tensors"]
     splits = named.get("input_split_sizes")
@@ -259,7 +260,7 @@ def _exchanged(func: Any, args: Any, group: dist.ProcessGroup) -> tuple[int, flo
 
 
 def axes_of(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
-    """The axes along which these ranks differ."""
+    """Return the axes of the layout along which these ranks differ."""
     axes, inner = [], layout.size
     for axis, size in layout.sizes().items():
         inner //= size
@@ -280,13 +281,13 @@ def _group_of(args: Any) -> dist.ProcessGroup | None:
 
 
 _KERNEL_S = 2e-6
-"""What a kernel takes on the device however small it is."""
+"""Seconds that the smallest kernel takes on the device."""
 _SUSTAINED = 0.95
-"""The share of its best speed that a device keeps up in training."""
+"""The fraction of its best measured rate that a device sustains in training."""
 _EDGES = 0.3
-"""Of the time that a matrix product's operands take to travel, the share that is not hidden behind arithmetic."""
+"""The fraction of a matrix multiplication's memory traffic that does not overlap with its arithmetic."""
 _POLICY = 2.0
-"""A policy that is asked about every operation doubles the host's work."""
+"""Selective recomputation calls a policy for every operation, which multiplies the host's time by this."""
 _FORMATS = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -297,7 +298,7 @@ _FORMATS = {
 
 
 class Timing:
-    """Adds up the time of the operations that it sees."""
+    """Sums the predicted times of all operations that the recorder reports to it."""
 
     def __init__(self, hardware: Hardware, config: RunConfig, layout: Layout) -> None:
         self._hardware, self._layout = hardware, layout
@@ -305,23 +306,23 @@ class Timing:
         self._stage = config.strategy.stage
         selective = config.strategy.recompute.mode == "selective" and not config.strategy.compile.enabled
         self._start_s = hardware.launch_us * 1e-6 * (_POLICY if selective else 1.0)
-        # Kernels of recorded passes are asked for all at once.
+        # All kernels of a CUDA graph are started at once.
         records = config.strategy.graphs is True and hardware.kind == "cuda"
         self._recorded = (Phase.FORWARD, Phase.BACKWARD) if records else ()
         self._watching = True
         self.numbers: dict[str, float] = defaultdict(float)
-        """What was seen so far, by the names that `Account` has for it."""
+        """The sums so far, by their names in `Ledger`."""
 
     def restart(self) -> None:
-        """Forget what was seen so far."""
+        """Set all sums to zero."""
         self.numbers.clear()
 
     def stop(self) -> None:
-        """See nothing any more."""
+        """Ignore all later operations."""
         self._watching = False
 
     def saw(self, phase: Phase, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """One operation was run."""
+        """Add the time of one operation, which was run in `phase`."""
         if not self._watching:
             return
         message = message_of(func, args, out, self._layout)
@@ -334,7 +335,7 @@ class Timing:
             self.add(phase, kind, flops, bytes_moved(func, args, kwargs, out), computes_in(func, args, out))
 
     def add(self, phase: Phase, kind: str, flops: int, moved: int, dtype: torch.dtype, kernels: int = 1) -> None:
-        """Count an operation of so many FLOPs that moves so many bytes."""
+        """Add an operation of `flops` FLOPs that reads and writes `moved` bytes, as `kernels` kernels."""
         if not self._watching:
             return
         self.numbers[f"compute.{phase}.{kind}"] += self.seconds(kind, flops, moved, dtype)
@@ -346,7 +347,7 @@ class Timing:
             self.numbers[f"host.{phase}"] += kernels * self._start_s
 
     def seconds(self, kind: str, flops: int, moved: int, dtype: torch.dtype) -> float:
-        """How long the device takes for it."""
+        """Return the seconds of an operation on the device."""
         machine = self._hardware
         travel = moved / (machine.memory_gbps * 1e9 * machine.memory_efficiency)
         if not flops:
@@ -365,7 +366,7 @@ class Timing:
         self._count_starts(phase)
 
     def _count_copy(self, phase: Phase, way: Literal["out", "in"], size: int) -> None:
-        # Gradients leave with the last micro-batch; activations and weights come and go with each.
+        # Gradients are copied out with the last micro-batch only; activations and weights are copied with each.
         per_micro_batch = phase is Phase.FORWARD or (phase is Phase.BACKWARD and way == "in")
         self.numbers[f"link.{way}.{PER_MICRO_BATCH if per_micro_batch else PER_STEP}"] += size / (
             self._hardware.pcie_gbps * 1e9
@@ -373,27 +374,26 @@ class Timing:
         self._count_starts(phase)
 
     def _comes_again(self, message: CollectiveCall) -> bool:
-        """Whether every micro-batch sends it: between data-parallel ranks, ZeRO decides."""
+        """Return whether every micro-batch has it; for data parallelism this depends on the ZeRO stage."""
         if not message.is_data_parallel:
             return True
         return self._stage == 3 or (self._stage == 2 and message.kind != "gather")
 
 
-# What runs on a GPU in place of what a machine without one would choose, and what it takes there unseen.
+# Kernels that torch chooses only on a GPU, and the memory that kernels allocate for themselves.
 #
-# The shares of a kernel's own memory were found on an H200 (torch 2.11), by comparing the peak around a call with its
-# arguments and results.
+# That memory was measured on an H200 (torch 2.11): the peak during a call, less its arguments and results.
 
 
 aten = torch.ops.aten
 
 MATMUL_WORKSPACE = 32 * 2**20
-"""What cuBLAS keeps for good on each thread that multiplies: the one that goes forward, and the one that goes back."""
+"""Bytes that cuBLAS keeps for each thread that multiplies: that of the forward and that of the backward pass."""
 
 
 @contextmanager
 def kernels_of_cuda(capability: tuple[int, int]) -> Iterator[None]:
-    """Attention goes to the kernel that torch prefers on such a GPU, until the block ends."""
+    """Until the block ends, attention calls the kernel that torch chooses on a GPU of this compute capability."""
     cudnn = capability[0] >= 9
 
     def attend(
@@ -450,12 +450,12 @@ _BACKWARD_EFFICIENT = {
 
 
 def hidden_bytes(func: Any, args: Any) -> int:
-    """Bytes that a kernel takes while it runs, beside its arguments and results."""
+    """Return the bytes that a kernel allocates while it runs, beside its arguments and results."""
     if func in _BACKWARD_ATTENTION:
         _, q, k = args[:3]
         rows = q.numel() // q.shape[-1]
-        # The gradient of the queries is summed in fp32, and a row has a sum of its own. Where queries share keys,
-        # each first gets gradients of keys and values for itself.
+        # The gradient of the queries is summed in fp32, and there is an fp32 sum per row. With grouped queries,
+        # gradients of keys and values are first computed for each query head.
         spread = 2 * q.numel() * q.element_size() if k.numel() < q.numel() and k.shape[1] < q.shape[1] else 0
         return 4 * int(q.numel()) + 4 * int(rows) + int(spread)
     if func in _BACKWARD_EFFICIENT:
@@ -465,7 +465,7 @@ def hidden_bytes(func: Any, args: Any) -> int:
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
-    """What one of Plait's own operators does, where `func` is one: its parts take memory that the whole hides."""
+    """Return the function behind one of Plait's own operators, whose operations are recorded one by one; else None."""
     if getattr(func, "namespace", None) != "plait":
         return None
     return body_of_custom_op(func)
