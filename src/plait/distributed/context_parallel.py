@@ -1,6 +1,7 @@
-"""Context parallelism (CP): a model's attention over sequences that are split over ranks.
+"""Context parallelism (CP): the attention of a model over rows of tokens that are split over ranks.
 
-Ring attention, Ulysses and all-gather attention themselves are in `context_parallel_attention.py`.
+This file replaces the attention functions of a model. Ring attention, Ulysses and all-gather attention themselves are
+in `context_parallel_attention.py`. A *full row* is a row with the tokens of all ranks, in order.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.transformers_internals import attn_implementation, is_stateful, is_transformers_model, no_split_modules
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
-"""(q, k, v, mask, dropout) → attention over full rows."""
+"""A function of q, k, v, mask and dropout that returns attention over full rows."""
 MakeMask = Callable[[Tensor], Any]
-"""Document ids of full rows → the mask of such an attention."""
+"""A function that returns the mask of such an attention from the document ids of full rows."""
 
 
 class SequenceAttention(ABC):
@@ -47,24 +48,24 @@ class SequenceAttention(ABC):
         self._cp = cp
 
     def check(self, heads: int | None, dropout: float) -> None:  # noqa: B027  # refuses nothing by default
-        """Refuse, before anything is sent, what is not supported; the number of heads may be unknown."""
+        """Raise a `ModelError` for a number of heads (None: unknown) or a dropout that is not supported."""
 
     @abstractmethod
     def mask(self, document_ids: Tensor, make: MakeMask) -> Any:
-        """This rank's document ids → the mask of `attend`. A collective, once per forward pass."""
+        """Return the mask of `attend` from this rank's document ids. A collective, called once per forward pass."""
 
     @abstractmethod
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Causal attention of this rank's queries; `inner` is the attention of the model, for full rows."""
+        """Return causal attention of this rank's queries over full rows; `inner` is the model's own attention."""
 
 
 class Ring(SequenceAttention):
-    """See [Note: the ring], `context_parallel_attention.py`. Its masks are the document ids of all ranks."""
+    """Ring attention; see [Note: the ring], `context_parallel_attention.py`."""
 
     def check(self, heads: int | None, dropout: float) -> None:
-        """Any number of heads; no dropout."""
+        """Raise a `ModelError` for dropout; any number of heads is supported."""
         if dropout:
             raise ModelError(
                 f"ring attention does not support attention dropout (dropout={dropout}): weights are computed again in "
@@ -73,13 +74,13 @@ class Ring(SequenceAttention):
             )
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Tensor:
-        """The ids of all ranks."""
+        """Return the document ids of all ranks, stacked: (rank, batch, tokens)."""
         return all_gather_stacked(document_ids, self._cp)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """Ring attention: keys and values are passed around the ranks."""
+        """Return ring attention: keys and values are sent from rank to rank."""
         self.check(q.shape[1], dropout)
         _check_halves(q)
         q, k, v = _cast_for_attention(q, k, v)
@@ -87,21 +88,21 @@ class Ring(SequenceAttention):
 
 
 class Ulysses(SequenceAttention):
-    """Full rows of some heads. Its masks are those of the model itself, for full rows."""
+    """Ulysses: each rank computes attention over full rows, for some of the heads."""
 
     def check(self, heads: int | None, dropout: float) -> None:
-        """Heads must divide; dropout is that of the model's own attention."""
+        """Raise a `ModelError` if heads do not divide by the ranks; the model's own attention does dropout."""
         if heads is not None:
             check_heads(heads, self._cp.size)
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Any:
-        """The mask that the model itself makes for full rows."""
+        """Return the mask that the model itself makes for full rows."""
         return make(unsplit(list(all_gather_stacked(document_ids, self._cp)), "ulysses"))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """All-to-all from tokens to heads, attention over full rows, all-to-all back."""
+        """Exchange tokens for heads (all-to-all), call `inner` with full rows, exchange back; return its result."""
 
         def attend_whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return inner(q, k, v, mask, dropout)
@@ -111,16 +112,16 @@ class Ulysses(SequenceAttention):
 
 
 class AllGather(SequenceAttention):
-    """All keys and values on every rank. Its masks are this rank's rows of the full mask; so is its dropout."""
+    """All-gather attention: every rank gathers all keys and values. Dropout is applied to its own queries."""
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Tensor:
-        """This rank's rows of the full mask."""
+        """Return the part of the full mask for this rank's queries; see `visible`."""
         return visible(all_gather_stacked(document_ids, self._cp), self._cp)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, *, scale: float | None, inner: Attend
     ) -> Tensor:
-        """All-gather keys and values, then attend with this rank's queries."""
+        """All-gather keys and values; return attention of this rank's queries to them."""
         _check_halves(q)
         q, k, v = _cast_for_attention(q, k, v)
         return allgather_attention(q, k, v, self._cp, mask=mask, dropout=dropout, scale=scale)
@@ -139,7 +140,7 @@ def _check_halves(q: Tensor) -> None:
 
 
 def _cast_for_attention(*tensors: Tensor) -> list[Tensor]:
-    """Cast as autocast does for attention; unchanged without autocast."""
+    """Return the tensors cast as autocast casts for attention; unchanged without autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -150,21 +151,22 @@ def _cast_for_attention(*tensors: Tensor) -> list[Tensor]:
 
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Further arguments of the attention of some models, which change its result."""
+"""Arguments that some models pass to their attention and that change its result: not supported."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def apply_to_transformers(model: Any, attention: SequenceAttention, cp: ContextGroup, kind: ContextKind) -> None:
-    """Register an attention and a mask function for this group, and have the model use them.
+    """Register an attention and a mask function for this group, and make the model use them.
 
-    Document ids are passed to the attention as a mask of four dimensions, which these models do not change. Positions
-    that restart are not taken for the start of a document, as some of their own attention functions do.
+    Document ids reach the attention as a four-dimensional mask, because these models pass such a mask on unchanged.
+    Only document ids separate documents: positions that restart at 0 do not, unlike in some attention functions of
+    `transformers`. A model that is not supported is a `ModelError`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config = model.config
     _check(model, attention)
-    # A name per group: the registries are shared by all models of the process.
+    # The name has the group in it: all models of the process share the registries.
     name = f"plait_{kind}_{cp.group.group_name}"
     AttentionInterface.register(name, partial(_attention, attention, cp))
     AttentionMaskInterface.register(name, partial(_mask, attention, cp))
@@ -232,8 +234,8 @@ def _mask(
     local_size: int | None = None,
     **shapes: Any,
 ) -> Tensor | None:
-    """The mask of a model: None where it is causal, document ids where there is padding."""
-    # transformers 5.0 names the queries by their positions.
+    """The registered mask function: return None for a causal mask, document ids where there is padding."""
+    # transformers 5.0 passes the positions of the queries, not their number.
     queries = shapes["q_length"] if "q_length" in shapes else len(shapes["cache_position"])
     _check_window(local_size, queries * cp.size)
     if attention_mask is None:
@@ -276,7 +278,10 @@ def _attention(
 
 
 def _document_mask_of(mask: Tensor, tokens: int, cp: ContextGroup) -> Tensor:
-    """The document ids that were passed as a mask by `_to_4d`; another mask of pairs is refused."""
+    """Return the mask that `_to_4d` made four-dimensional, as `attend` takes it.
+
+    Raise a `ModelError` for any other mask of (query, key) pairs.
+    """
     if mask.dtype == torch.bool and mask.shape[-1] == tokens * cp.size:
         return mask
     if not mask.is_floating_point() and mask.shape[-2:] == (cp.size, tokens):
@@ -292,7 +297,7 @@ def _attend_full_rows(
 ) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if mask is not None and grouped:
-        # The kernels that take a mask have no grouped form.
+        # The kernels that take a mask do not support fewer key heads than query heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
@@ -309,7 +314,7 @@ def _check_window(window: int | None, tokens: int) -> None:
 
 
 def apply_context_parallel(module: nn.Module, where: DeviceMesh | dist.ProcessGroup, *, kind: ContextKind) -> None:
-    """Make a model attend over all tokens of its rows, which are split over the ranks of `where`.
+    """Make a model compute attention over full rows, which are split over the ranks of `where`.
 
     | kind      | what is sent                          | needs                          | dropout   |
     |-----------|---------------------------------------|--------------------------------|-----------|
@@ -317,13 +322,13 @@ def apply_context_parallel(module: nn.Module, where: DeviceMesh | dist.ProcessGr
     | ulysses   | heads for tokens, all-to-all          | heads that divide by the ranks | yes       |
     | allgather | all keys and values to all ranks      | memory for those of a row      | yes       |
 
-    From then on the model is called with what `split_batch` returns for the same kind, and returns the loss and count,
-    or the logits, of this rank's tokens. Sums over the ranks, of losses and of gradients, are those of one process.
-    Ranks need different random states where the model has dropout, as they hold different tokens.
+    From then on the model has to be called with what `split_batch` returns for the same kind. It returns the loss and
+    count, or the logits, of this rank's tokens. Losses and gradients, summed over the ranks, equal those of one
+    process. If the model has dropout, ranks need different random states, because they hold different tokens.
 
-    Works on models whose attention modules have an `attend` and which make their masks by `make_mask` (Plait's own),
-    and on `transformers` models, unedited. No parameter is changed, so it may be applied before or after tensor
-    parallelism, on the meta device or not. All attention has to be causal self-attention.
+    Supported are models whose attention modules have an `attend` and whose masks come from a `make_mask` (Plait's own),
+    and unedited `transformers` models; anything else is a `ModelError`. All attention has to be causal self-attention.
+    No parameter is changed, so it may be applied before or after tensor parallelism, on the meta device or not.
     """
     if kind not in CONTEXT_KINDS:
         raise ConfigError(
@@ -371,7 +376,7 @@ def _set_once(module: Any, name: str, function: Any) -> None:
 
 
 def _local_heads(layer: Any) -> int | None:
-    """How many heads this rank has, from the projection of the queries; None where that is unknown."""
+    """Return how many heads this rank has, from the size of the query projection; None where that is unknown."""
     weight = getattr(getattr(layer, "q", None), "weight", None)
     head_dim = getattr(layer, "head_dim", None)
     if weight is None or head_dim is None:
@@ -390,7 +395,7 @@ def _make_mask(attention: SequenceAttention, make: Any, document_ids: Tensor | N
 
 
 def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a call without positions: each rank would count its tokens from 0, which is wrong."""
+    """Raise a `ModelError` for a call without positions: each rank would count its tokens from 0, which is wrong."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or len(args) > 2:
         return
@@ -401,22 +406,22 @@ def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         )
 
 
-# How the tokens of a row reach each other in a model of `transformers`.
+# Layers of `transformers` models that mix the tokens of a row other than by attention.
 #
-# Attention sees other tokens as its mask allows, and comes from a registry that can be extended. A recurrent state, a
-# convolution along the row or an index of compressed tokens has neither: it continues into the next document of a
-# packed row, and stays on its rank where a row is split over ranks.
+# Attention has a mask, and comes from a registry in which Plait can register its own. A recurrent state, a convolution
+# along the row or an index of compressed tokens has neither. It would mix the documents of a packed row, and where a
+# row is split over ranks, it would mix the tokens of one rank only.
 
 
 _MASKED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "window_attention"})
-"""Layer types of `transformers` whose tokens see each other only as the mask allows."""
+"""Layer types of `transformers` in which a token sees only the tokens that the attention mask allows."""
 _TOKENWISE_LAYERS = frozenset({"moe", "sparse", "dense", "mlp"})
 """Layer types of `transformers` that process each token alone."""
 _ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
 def mixer_without_mask(model: nn.Module) -> str | None:
-    """Describe a module of a model that mixes tokens without an attention mask; None where none is known."""
+    """Return a description of what mixes tokens without an attention mask in a model; None if nothing is known to."""
     for module in model.modules():
         types = {str(layer) for layer in getattr(getattr(module, "config", None), "layer_types", None) or ()}
         if other := sorted(types - _MASKED_LAYERS - _TOKENWISE_LAYERS):
@@ -427,7 +432,7 @@ def mixer_without_mask(model: nn.Module) -> str | None:
 
 
 def _blocks_without_registry(model: Any) -> Iterator[str]:
-    """The names of a model's layers in which no module takes its attention from the registry of `transformers`."""
+    """Yield the names of layers in which no module takes its attention from the registry of `transformers`."""
     classes = no_split_modules(model)
     for name, block in model.named_modules():
         listed = type(block).__name__ in classes and name.rpartition(".")[2].isdigit()

@@ -1,20 +1,22 @@
 """Context-parallel attention: ring attention, Ulysses (all-to-all) and all-gather attention; splitting of batches.
 
 [Note: the ring]
-Keys and values are passed around the ranks, queries stay. Rank r holds the chunks r and 2n - 1 - r of each row
-([Note: balanced causal attention]). In step s it has the keys and values of rank r - s, while those of rank r - s - 1
-are already being sent to it. Which of its queries attend to them, by the order of the chunks:
+Keys and values are sent from rank to rank in a ring; queries stay. With n ranks, rank r holds the chunks r and
+2n - 1 - r of each row ([Note: balanced causal attention]): its first and second half. In step s it computes with the
+keys and values of rank r - s (modulo n), while those of rank r - s - 1 are being sent to it. Which of its queries
+attend to which of these keys follows from the order of the chunks in the row:
 
-    own keys              all queries, causally (both halves are in order)
-    from an earlier rank  all queries attend to the first half; the second half lies after all of them
-    from a later rank     only the second half of the queries attends to them, but to all of them
+    its own keys          all queries to all keys, with a causal mask (both halves are in order)
+    of a lower rank       all queries to the first half of the keys; the second half comes after all queries
+    of a higher rank      the second half of the queries to all keys; all keys come after the first half
 
-So apart from its own keys no block needs a causal mask, and every step costs every rank the same. The results of the
-steps are merged by their log-sum-exp, in fp32.
+So only the step with its own keys needs a causal mask, and every step takes every rank the same time. The results of
+the steps are merged with their log-sum-exp, in fp32.
 
-The backward pass goes around the ring once more. The gradients of keys and values are sent after them, in fp32, one
-step behind: they start at the next rank and arrive at their own, n - 1 hops later. Beside its own tensors a rank holds
-two messages of keys and values and two of their gradients, however long the row is.
+The backward pass sends keys and values around the ring again. Their gradients, in fp32, follow one step behind: each
+rank adds its contribution to what it received and sends the sum on. The sum for the keys of a rank begins at the next
+rank and arrives at the rank itself after n - 1 hops. Besides its own tensors a rank holds two messages with keys and
+values and two with gradients, however many ranks a row is split over.
 """
 
 from __future__ import annotations
@@ -48,20 +50,21 @@ from plait.torch_internals import (
 
 # ---- kernels: attention of some queries to some keys, with the log-sum-exp by which results are merged
 #
-# A kernel is a pair of functions. Forward returns the output and, for each query, the log-sum-exp of its scores.
-# Backward takes output and log-sum-exp *of all keys*, and returns the contribution of these keys to the gradients; so
-# contributions are summed, whichever way the keys were divided.
+# A *block* is the attention of some queries to some keys. A kernel is a pair of functions. Forward returns the output
+# of a block and, for each query, the log-sum-exp of its scores. Backward takes the output and the log-sum-exp over
+# *all* keys, merged over blocks, and returns the contribution of one block to the gradients. The gradients are the sums
+# of these contributions, however the keys were divided into blocks.
 #
-# A query without any allowed key in the block has a log-sum-exp so low that its output has no weight in a merge.
+# For a query without any allowed key in a block the log-sum-exp is so low that its output has no weight in a merge.
 
 
 _aten: Any = torch.ops.aten
 
 
 class AttentionBlock(NamedTuple):
-    """Some queries, and the keys and values that they attend to: (batch, heads, tokens, head_dim) each.
+    """The inputs of a kernel: queries, and the keys and values that they attend to.
 
-    Keys and values may have fewer heads.
+    Each is (batch, heads, tokens, head_dim); keys and values may have fewer heads.
     """
 
     q: Tensor
@@ -72,22 +75,22 @@ class AttentionBlock(NamedTuple):
     causal: bool
     """Whether a query attends only to keys up to its own position."""
     scale: float
-    """The factor of the scores."""
+    """The factor that scores are multiplied by before softmax."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One implementation of a block; `reference` is the one that all others must agree with."""
+    """One implementation of attention for a block; tests compare all others with `reference`."""
 
     name: str
     forward: Callable[[AttentionBlock], tuple[Tensor, Tensor]]
-    """The output and the log-sum-exp (batch, heads, queries)."""
+    """A function of a block that returns the output and the log-sum-exp (batch, heads, queries)."""
     backward: Callable[[Tensor, AttentionBlock, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    """(gradient, block, output, log-sum-exp) to the gradients of q, k and v."""
+    """A function of (gradient of the output, block, output, log-sum-exp) that returns the gradients of q, k and v."""
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, biased: bool) -> Kernel:
-    """The fastest kernel that supports such tensors."""
+    """Return the fastest kernel that supports such tensors; `biased`: the block has a bias."""
     if q.device.type == "cpu":
         return cpu if q.shape[-1] == v.shape[-1] else reference
     if q.device.type != "cuda" or q.shape[-1] % 8 or v.shape[-1] % 8:
@@ -108,10 +111,10 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, biased: bool) -> Kernel:
 
 
 def bias_of(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias that masks all but the allowed pairs of a boolean mask.
+    """Return the bias for a boolean mask: 0 where a query may attend to a key, else a large negative number.
 
-    The others get a large negative number, not infinity: a query without any allowed key would come out as NaN.
-    Rows are a multiple of 16 wide in memory, as the memory-efficient kernel wants it.
+    Not minus infinity: the output of a query without any allowed key would be NaN. In memory each row has a multiple of
+    16 elements, as the memory-efficient kernel requires.
     """
     width = -(-allowed.shape[-1] // 16) * 16
     bias = torch.zeros((*allowed.shape[:-1], width), dtype=dtype, device=allowed.device)[..., : allowed.shape[-1]]
@@ -119,7 +122,7 @@ def bias_of(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results are summed."""
+    """Return the dtype in which partial results of `dtype` are summed: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -155,13 +158,13 @@ def _scores(block: AttentionBlock) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, repeated for each query head."""
+    """Return keys or values with each head repeated for the query heads that share it."""
     group = q.shape[1] // x.shape[1]
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def _sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of keys or values before `_repeat_heads`: summed over the query heads of each."""
+    """Return the gradient of keys or values before `_repeat_heads`: the sum over the query heads that share a head."""
     if gradient.shape[1] == x.shape[1]:
         return gradient
     batch, heads, tokens, dim = x.shape
@@ -193,7 +196,7 @@ def _flash_backward(
     gradient: Tensor, block: AttentionBlock, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, _, causal, scale = block
-    # Without dropout the random state is never read; it only has to be there.
+    # Without dropout the random state is not read, but the operator requires these arguments.
     state = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     of_q, of_k, of_v = aten_flash_backward(
         gradient, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, *state, scale=scale
@@ -206,14 +209,14 @@ def _efficient(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     output, lse, *_ = aten_efficient(
         q, _repeat_heads(k, q), _repeat_heads(v, q), _for_every_head(bias, q), True, 0.0, causal, scale=scale
     )
-    return output, lse[:, :, : q.shape[2]]  # it has rows for a multiple of 32 queries
+    return output, lse[:, :, : q.shape[2]]  # the kernel pads queries to a multiple of 32
 
 
 def _efficient_backward(
     gradient: Tensor, block: AttentionBlock, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, bias, causal, scale = block
-    # Rows beyond the queries have an infinite log-sum-exp, and so no weight, as the kernel itself fills them.
+    # The kernel pads queries to a multiple of 32; an infinite log-sum-exp gives the padding no weight.
     padded = lse.new_full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"))
     padded[:, :, : lse.shape[2]] = lse
     state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
@@ -235,7 +238,7 @@ def _efficient_backward(
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """The same tensor with the heads of a token side by side in memory, as the kernel's own output has it.
+    """Return the same values, laid out in memory as (batch, tokens, heads, dim), like the output of the kernel.
 
     In 16 bits the kernel assumes that layout, and reads out of bounds with any other.
     """
@@ -247,7 +250,7 @@ def _for_every_head(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 reference = Kernel("reference", _reference, _reference_backward)
-"""The definition, in plain operations; holds all scores of a block."""
+"""The definition of attention in plain operations; needs memory for all scores of a block."""
 cpu = Kernel("cpu", _cpu, _cpu_backward)
 flash = Kernel("flash", _flash, _flash_backward)
 efficient = Kernel("efficient", _efficient, _efficient_backward)
@@ -255,18 +258,18 @@ efficient = Kernel("efficient", _efficient, _efficient_backward)
 # ---- which tokens of a row belong to which rank, and splitting batches
 #
 # [Note: balanced causal attention]
-# Late tokens attend to more tokens than early ones. A row is therefore split into twice as many chunks as there are
-# ranks, and rank r of n gets the chunks r and 2n - 1 - r: with four ranks
+# Late tokens attend to more tokens than early ones. So a row is split into twice as many chunks as there are ranks, and
+# rank r of n gets the chunks r and 2n - 1 - r. With four ranks:
 #
 #     rank      0  1  2  3  3  2  1  0
 #     chunk     0  1  2  3  4  5  6  7
 #
-# so every rank has the same number of pairs of query and key. With Ulysses every rank has full rows of some heads,
-# which is balanced anyway; there rank r has the r-th of n chunks.
+# So every rank has the same number of (query, key) pairs. With Ulysses a rank computes full rows for some of the heads,
+# which is balanced anyway; there a row has n chunks, and rank r has chunk r.
 
 
 ContextKind = Literal["ring", "ulysses", "allgather"]
-"""`strategy.context.kind`: see `apply_context_parallel`."""
+"""The values of `strategy.context.kind`; see `apply_context_parallel`."""
 
 CONTEXT_KINDS: tuple[ContextKind, ...] = ("ring", "ulysses", "allgather")
 
@@ -281,33 +284,33 @@ _SEQUENCE_INPUTS: Mapping[str, int] = MappingProxyType(
         "token_type_ids": 0,
     }
 )
-"""The inputs that are split along the sequence, with their padding values."""
+"""The names of inputs that are split along the sequence, and the value that each is padded with."""
 
 
 def chunks_of(rank: int, size: int, kind: ContextKind) -> tuple[int, ...]:
-    """The chunks of a row that a rank holds, in order; see [Note: balanced causal attention]."""
+    """Return the numbers of the chunks of a row that a rank holds; see [Note: balanced causal attention]."""
     return (rank,) if kind == "ulysses" or size == 1 else (rank, 2 * size - 1 - rank)
 
 
 def chunk_count(size: int, kind: ContextKind) -> int:
-    """How many chunks a row is split into."""
+    """Return how many chunks a row is split into."""
     return size if kind == "ulysses" or size == 1 else 2 * size
 
 
 def padded_length(tokens: int, size: int, kind: ContextKind) -> int:
-    """The length of a row, padded until it divides into chunks."""
+    """Return the length of a row after it is padded to a multiple of the number of chunks."""
     chunks = chunk_count(size, kind)
     return -(-tokens // chunks) * chunks
 
 
 def split(x: Tensor, rank: int, size: int, kind: ContextKind, *, dim: int = 1) -> Tensor:
-    """A rank's chunks of a tensor along `dim`, which must divide."""
+    """Return a rank's chunks of a tensor, concatenated along `dim`, whose size must be a multiple of the chunks."""
     chunks = x.chunk(chunk_count(size, kind), dim=dim)
     return torch.cat([chunks[i] for i in chunks_of(rank, size, kind)], dim=dim)
 
 
 def unsplit(shards: Sequence[Tensor], kind: ContextKind, *, dim: int = 1) -> Tensor:
-    """The full tensor, in the order of the sequence, from the chunks of all ranks: undoes `split`."""
+    """Return the full tensor from what `split` returned on each rank: the inverse of `split`."""
     size = len(shards)
     chunks: dict[int, Tensor] = {}
     for rank, shard in enumerate(shards):
@@ -325,18 +328,19 @@ def split_batch(
     positions_as: str = "positions",
     real_as: str | None = None,
 ) -> dict[str, Any]:
-    """A rank's part of a batch of token rows: the inputs of a model for `apply_context_parallel` of this kind.
+    """Return a rank's part of a batch of token rows, the input of a model after `apply_context_parallel`.
 
     `input_ids`, `labels`, `positions`, `position_ids`, `document_ids`, `token_type_ids` and a 2-D `attention_mask`
-    are split along the sequence; everything else stays as it is. Labels have to be shifted already (as Plait's data
-    has them): the next token may be on another rank.
+    are split along the sequence; everything else is returned as it is. Labels have to be shifted already (as Plait's
+    data has them): the next token may be on another rank.
 
-    Positions are always explicit in the result, since a rank cannot count them itself. Where the batch has none, they
-    are 0, 1, 2, … of the full row, under the name `positions_as` ("position_ids" for a bare `transformers` model).
+    The result always has positions, because a rank cannot count them itself. If the batch has none, they are those of
+    the full row (0, 1, 2, …), with the name `positions_as` ("position_ids" for a bare `transformers` model).
 
-    A row that does not divide into chunks is padded at its end: with token 0, label -100, position 0, document -1. No
-    real token attends to what comes after it, and padding has no loss, so the sum of the loss, its count and all
-    gradients do not change. For a model that counts tokens, `real_as` is the name of a mask of real ones.
+    A row whose length is not a multiple of the chunks is padded at its end with token 0, label -100, position 0 and
+    document -1. No real token attends to the padding after it, and the padding has no loss, so the sum of the losses,
+    their count and all gradients do not change. If `real_as` is given and rows are padded, the result has a boolean
+    mask with this name, true for real tokens: for models that count tokens.
     """
     rows = _rows(inputs)
     tokens = rows.shape[1]
@@ -381,7 +385,7 @@ def _check_sequence_input(name: str, x: object, tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks over which sequences are split, and this rank's number among them."""
+    """The process group over whose ranks a row is split, with its size and this process's rank in it."""
 
     group: dist.ProcessGroup
     rank: int
@@ -389,7 +393,7 @@ class ContextGroup:
 
     @classmethod
     def of(cls, where: DeviceMesh | dist.ProcessGroup) -> ContextGroup:
-        """The group of a mesh with one axis, or a process group."""
+        """Return the `ContextGroup` for a mesh with one axis, or for a process group."""
         if isinstance(where, DeviceMesh):
             if where.ndim != 1:
                 raise WorldError(
@@ -401,14 +405,10 @@ class ContextGroup:
 
 
 class Hop:
-    """One message to the next rank of the ring, and the one from the rank before.
-
-    Both begin at once; `wait` returns what was received. On CUDA the host does not wait, only work that is queued
-    after it.
-    """
+    """A message to the next rank of the ring, and one from the rank before; both begin when it is created."""
 
     def __init__(self, cp: ContextGroup, outgoing: Tensor) -> None:
-        self._outgoing = outgoing  # must not be freed before it is sent
+        self._outgoing = outgoing  # kept, so that it is not freed before it is sent
         self._incoming = torch.empty_like(outgoing)
         after, before = (cp.rank + 1) % cp.size, (cp.rank - 1) % cp.size
         self._works: Sequence[Any] = dist.batch_isend_irecv(
@@ -419,32 +419,32 @@ class Hop:
         )
 
     def wait(self) -> Tensor:
-        """The tensor that the rank before has sent."""
+        """Return the tensor that the rank before has sent. On CUDA only the current stream waits, not the host."""
         wait_for(self._works, "an exchange between parts of the sequence")
         return self._incoming
 
 
 def all_gather_stacked(x: Tensor, cp: ContextGroup) -> Tensor:
-    """The tensors of all ranks, stacked in rank order; without gradients."""
+    """Return the tensors of all ranks, stacked in rank order; not differentiable."""
     everyone = x.new_empty(cp.size * x.numel())
     all_gather_flat(everyone, x.reshape(-1), group=cp.group)
     return everyone.view(cp.size, *x.shape)
 
 
 def reduce_scatter_stacked(x: Tensor, cp: ContextGroup) -> Tensor:
-    """The i-th slice of the sum over all ranks, for rank i; `x` has one slice for each rank. Without gradients."""
+    """Sum `x`, which has one slice per rank, over all ranks; return this rank's slice. Not differentiable."""
     local = x.new_empty(x[0].numel())
     reduce_scatter_flat(local, x.reshape(-1), group=cp.group)
     return local.view(x.shape[1:])
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """Tensors as one flat message."""
+    """Return the tensors, flattened and concatenated, as one message."""
     return torch.cat([x.reshape(-1) for x in tensors])
 
 
 def unpack(flat: Tensor, *shapes: Sequence[int]) -> list[Tensor]:
-    """The tensors of a message, as views of it."""
+    """Return the tensors of a message, which have these shapes, as views of it."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [chunk.view(*shape) for chunk, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
 
@@ -452,11 +452,11 @@ def unpack(flat: Tensor, *shapes: Sequence[int]) -> list[Tensor]:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, cp: ContextGroup, *, documents: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Ring attention: causal attention over rows that are split over the ranks of `cp`.
+    """Return causal attention of this rank's queries over full rows, by ring attention; see [Note: the ring].
 
     Tensors are (batch, heads, tokens of this rank, head_dim), split as by `split_batch`; keys and values may have
-    fewer heads. `documents` are the document ids of all ranks, (rank, batch, tokens): then tokens attend within their
-    document only. See [Note: the ring].
+    fewer heads. With `documents`, the document ids of all ranks (rank, batch, tokens), tokens attend within their
+    document only.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if torch.compiler.is_compiling():
@@ -467,23 +467,23 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True)
 class _BlockPair:
-    """Which queries of this rank attend to which keys of another."""
+    """Which queries of this rank attend to which keys of a rank, in one step of the ring."""
 
     queries: slice
     keys: slice
     same_rank: bool
-    """Whether both are of the same rank, and so attention is causal."""
+    """Whether the keys are those of this rank: only then a causal mask is needed."""
     ids: tuple[Tensor, Tensor] | None
     """Document ids of the queries and of the keys, (batch, tokens) each."""
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionBlock:
-        """The block for a kernel, from all queries of this rank and all keys and values of the other."""
+        """Return the block for a kernel, from all queries of this rank and all keys and values of the other."""
         queries, keys, values = q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
-        # The kernel applies the causal mask only where the bias does not include it.
+        # Where there is a bias, it includes the causal mask.
         return AttentionBlock(queries, keys, values, self._bias(q.dtype), self.same_rank and self.ids is None, scale)
 
     def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Made when needed: those of all blocks together are as large as the mask of full rows."""
+        """Return the bias of this block alone: those of all blocks together are as large as a full mask."""
         if self.ids is None:
             return None
         queries, keys = self.ids
@@ -499,7 +499,7 @@ def _block_pair(rank: int, source: int, tokens: int, documents: Tensor | None) -
 
 
 def _ring_steps(k: Tensor, v: Tensor, cp: ContextGroup) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each rank with its keys and values, this rank first; the next ones are sent while the caller computes."""
+    """Yield (rank, its keys, its values) for each rank, this one first; the next are sent while the caller computes."""
     message = pack(k, v)
     for step in range(cp.size):
         hop = Hop(cp, message) if step < cp.size - 1 else None
@@ -527,7 +527,7 @@ def _forward(
 
 
 def _merge(output: Tensor, lse: Tensor, block_output: Tensor, block_lse: Tensor) -> None:
-    """Merge the result over further keys into the running one, in place."""
+    """Merge the result for further keys into `output` and `lse`, the result for the keys so far, in place."""
     total = torch.logaddexp(lse, block_lse)
     output.mul_((lse - total).exp_()[..., None]).add_(block_output * (block_lse - total).exp_()[..., None])
     lse.copy_(total)
@@ -594,8 +594,9 @@ class _Ring(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-# For `torch.compile` the ring is one custom operator forward and one backward: it cannot trace point-to-point messages.
-# In eager mode it is not an operator, so that modes that count or fake operations see its parts.
+# For `torch.compile`, which cannot trace point-to-point messages, ring attention is a custom operator for the forward
+# pass and one for the backward pass. In eager mode it is neither, so that dispatch modes that count or fake operations
+# see the operations inside.
 
 
 @torch.library.custom_op("plait::ring_attention", mutates_args=())
@@ -660,7 +661,7 @@ _compiled_ring.register_autograd(_autograd_backward, setup_context=_setup_contex
 
 
 def _group_named(group_name: str) -> ContextGroup:
-    # Operators take no process groups; functional collectives find theirs by this function too.
+    # A custom operator cannot take a process group, only its name.
     return ContextGroup.of(group_by_name(group_name))
 
 
@@ -677,7 +678,7 @@ def allgather_attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """All-gather attention: causal attention over rows that are split over the ranks of `cp`.
+    """Return causal attention of this rank's queries over full rows, whose keys and values are all-gathered.
 
     Tensors are (batch, heads, tokens of this rank, head_dim), split as by `split_batch`; keys and values may have
     fewer heads. `mask` (batch, 1, tokens of this rank, all tokens) is true where a token may be attended to; see
@@ -698,24 +699,25 @@ def allgather_attention(
 def _attend_at_the_end(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None
 ) -> Tensor:
-    """Attention of queries at the last positions of the keys; causal where there is no mask."""
+    """Return attention of queries that are the last tokens of the keys; causal where there is no mask."""
     if mask is None and not torch.compiler.is_compiling() and choose_kernel(q, k, v, biased=False) is flash:
-        # This operator aligns "causal" with the last key, so no mask is needed.
+        # The causal mask of this operator puts the last query at the last key, as needed here.
         output: Tensor = aten_flash(q, k, v, dropout, True, scale=scale)[0]
         return output
     if mask is None:
         queries, keys = q.shape[2], k.shape[2]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     if q.shape[1] != k.shape[1]:
-        # The kernels that take a mask have no grouped form.
+        # The kernels that take a mask do not support fewer key heads than query heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
 def visible(documents: Tensor, cp: ContextGroup) -> Tensor:
-    """Which of all tokens those of this rank may attend to: earlier ones of the same document.
+    """Return the boolean mask (batch, 1, tokens of this rank, all tokens) of the tokens that may be attended to.
 
-    From the document ids of all ranks, (rank, batch, tokens), to (batch, 1, tokens of this rank, all tokens).
+    These are the token itself and earlier ones of the same document. `documents` are the document ids of all ranks,
+    (rank, batch, tokens).
     """
     everyone = unsplit(list(documents), "allgather")
     chunk = documents.shape[2] // 2
@@ -727,7 +729,7 @@ def visible(documents: Tensor, cp: ContextGroup) -> Tensor:
 
 
 class _KeyValueGather(torch.autograd.Function):
-    """All-gather of flat messages, stacked; the backward pass reduce-scatters gradients in fp32."""
+    """`all_gather_stacked` with a gradient: the backward pass reduce-scatters it in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextGroup) -> Tensor:
@@ -746,13 +748,14 @@ class _KeyValueGather(torch.autograd.Function):
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, cp: ContextGroup, inner: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Ulysses: any attention over rows that are split over the ranks of `cp`, in order.
+    """Return the attention of this rank's tokens that `inner` computes over full rows, for some heads on each rank.
 
-    Tensors are (batch, heads, tokens of this rank, head_dim). `inner` is called with all tokens of 1/n of the heads,
-    between two all-to-alls.
+    Tensors are (batch, heads, tokens of this rank, head_dim), where rank r has chunk r of each row. One all-to-all
+    gives each of n ranks all tokens of 1/n of the heads, `inner` is called with them, and another all-to-all returns
+    the results to the ranks of the tokens.
 
-    The heads of `q` have to divide by the number of ranks. Where those of keys and values do not, they are repeated
-    until they do: then ranks share a head.
+    The heads of `q` have to divide by the number of ranks. If those of keys and values do not, heads are repeated until
+    they do, so that several ranks have the same head.
     """
     check_heads(q.shape[1], cp.size)
     kv_heads = lcm(k.shape[1], cp.size)
@@ -762,13 +765,13 @@ def ulysses_attention(
         q, k, v = _scatter_heads([q, k, v], cp)
     else:
         (q, k), (v,) = _scatter_heads([q, k], cp), _scatter_heads([v], cp)
-    # Back: (batch, local heads, all tokens) is split by tokens, and what is received is concatenated by heads.
+    # The way back: split (batch, heads of this rank, all tokens, dim) by tokens, concatenate what is received by heads.
     back = torch.stack(inner(q, k, v).chunk(cp.size, dim=2))
     return all_to_all(back, cp.group).transpose(0, 1).flatten(1, 2)
 
 
 def check_heads(heads: int, size: int) -> None:
-    """Refuse a number of heads that does not divide by the number of ranks."""
+    """Raise a `ModelError` if the heads do not divide by the number of ranks."""
     if heads % size:
         raise ModelError(
             f"ulysses splits the heads of attention over the ranks, and {heads} heads do not divide by cp={size}; "
@@ -777,7 +780,10 @@ def check_heads(heads: int, size: int) -> None:
 
 
 def _scatter_heads(tensors: Sequence[Tensor], cp: ContextGroup) -> Sequence[Tensor]:
-    """From (batch, heads, tokens of this rank, dim) to (batch, heads of this rank, tokens, dim), in one message."""
+    """Return (batch, heads of this rank, all tokens, dim) for each (batch, heads, tokens of this rank, dim).
+
+    All tensors are sent in one all-to-all.
+    """
     by_rank = [x.reshape(x.shape[0], cp.size, -1, *x.shape[2:]).transpose(0, 1) for x in tensors]
     arrived = all_to_all(torch.cat(by_rank, dim=2), cp.group)
     whole = arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)

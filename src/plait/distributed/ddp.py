@@ -1,10 +1,12 @@
 """DDP (data parallelism with replicated parameters): gradient buckets, all-reduced while the backward pass runs.
 
+Also the interface `Gradients`, which collectors of gradients have for every kind of sharding.
+
 [Note: why not DistributedDataParallel]
-Its reducer sums in the dtype of the parameters and hands the sum back in it; mixed precision here sums in
-`reduce` and keeps the sum ([Note: one meaning of mixed precision]). It also wraps the module, which renames
-every parameter, and needs `find_unused_parameters` where some are not used in a step. The buckets below need
-neither, and cost the same: one copy of each gradient, and one all-reduce per bucket.
+DistributedDataParallel sums gradients in the dtype of the parameters; here they are summed and kept in the dtype
+`reduce` ([Note: one meaning of mixed precision]). It also wraps the module, which renames every parameter, and needs
+`find_unused_parameters` if some parameters are not used in a step. The buckets below do neither, and cost the same: one
+copy of each gradient, and one all-reduce per bucket.
 """
 
 from __future__ import annotations
@@ -21,23 +23,23 @@ from torch import Tensor, nn
 from plait.distributed.dtensor import is_sharded, local_grad, to_local
 from plait.torch_internals import non_persistent_buffers
 
-# The interface of what collects gradients: `ShardedGradients` (ZeRO), `GradientBuckets` (replicated parameters),
-# `LocalGradients` (one process), `StreamedGradients` (offload). The engine calls its two methods at the same moments
-# for all of them.
+# Classes that collect gradients: `ShardedGradients` (ZeRO), `GradientBuckets` (replicated parameters),
+# `LocalGradients` (one process), `StreamedGradients` (offload). The engine calls the two methods of their interface in
+# the same way for all of them.
 
 
 class Gradients(Protocol):
-    """What collects gradients over micro-batches and ranks."""
+    """A collector: it sums gradients over micro-batches and ranks."""
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch; `last`: the optimizer steps after its backward pass."""
+        """Prepare for the backward pass of one micro-batch; `last`: it is the last one before the optimizer's step."""
 
     def finish(self) -> None:
-        """Complete the step's gradients."""
+        """Complete the gradients of a step, after its last backward pass."""
 
 
 def combine_collectors(collectors: Sequence[Gradients]) -> Gradients:
-    """One collector that forwards to those of all pipeline stages on this rank."""
+    """Return one collector that forwards to `collectors`, those of all pipeline stages on this rank."""
     return collectors[0] if len(collectors) == 1 else _CollectorList(collectors)
 
 
@@ -58,14 +60,14 @@ class _CollectorList:
             collector.finish()
 
 
-# Hooks on gradients that do not keep parameters alive.
+# Gradient hooks that do not keep parameters alive.
 
 
 def listen(params: Sequence[nn.Parameter], collect: Callable[[int, Tensor], None]) -> None:
-    """Call a method with the index of a parameter, and the parameter, whenever its gradient has been accumulated.
+    """Call `collect(index, param)` whenever autograd has accumulated the gradient of a parameter.
 
-    The method's object is held weakly. torch does not show a parameter's hooks to the garbage collector, so a hook that
-    held an object that holds the parameters would keep all of them, for as long as the process lives.
+    `collect` is a method, whose object is referenced weakly: torch hides a parameter's hooks from the garbage
+    collector, so a strong reference from a hook to an object that refers to the parameters would never be freed.
     """
     method = weakref.WeakMethod(collect)
     for index, param in enumerate(params):
@@ -78,15 +80,15 @@ def _call_if_alive(method: weakref.WeakMethod[Callable[[int, Tensor], None]], in
         collect(index, param)
 
 
-# Gradients of one process that computes in a smaller dtype: left in `.grad`, as long as that is exact.
+# Gradients of one process that computes in 16 bits: kept in `.grad` if a step has one micro-batch.
 #
-# With one micro-batch per step there is nothing to sum: the gradient that the backward pass made is the gradient of the
-# step, and an optimizer that reads any dtype needs no wide copy of it. That saves four bytes per parameter, and a pass
-# over them. Where a step has several micro-batches they are summed in the wider dtype, as everywhere else.
+# Then there is nothing to sum: the gradient of the backward pass is the gradient of the step, and an optimizer that
+# reads any dtype needs no fp32 copy. That saves four bytes per parameter, and the time to write and read them. If a
+# step has several micro-batches, gradients are summed in the dtype `reduce`, as with any other layout.
 
 
 class LocalGradients:
-    """Each parameter's `.grad` in a step with one micro-batch; the sum in `reduce` in a step with several."""
+    """Holds gradients of one process: `.grad` in a step with one micro-batch, a sum in `reduce` in one with several."""
 
     def __init__(self, params: Sequence[nn.Parameter], reduce: torch.dtype) -> None:
         self._params = list(params)
@@ -96,17 +98,17 @@ class LocalGradients:
         self._listens = False
 
     def of(self, index: int) -> Tensor:
-        """The gradient of one parameter, once the step's are complete."""
+        """Return the gradient of one parameter, after `finish`."""
         param, total = self._params[index], self._sums[index]
         if total is not None:
             return total
         if param.grad is None:
-            # Not used in this step. A gradient of zero, as with several ranks, of which another may have used it.
+            # Not used in this step: zeros, as with several ranks, where another rank may have used it.
             param.grad = torch.zeros_like(param)
         return param.grad
 
     def clear(self) -> None:
-        """Forget the sums of this step."""
+        """Drop the sums of this step."""
         self._sums = [None] * len(self._params)
 
     def _collect(self, index: int, param: Tensor) -> None:
@@ -122,19 +124,19 @@ class LocalGradients:
         param.grad = None
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch; one that is not the last, or not the only one, is summed."""
+        """Prepare for one micro-batch; its gradients are summed unless it is the only one of the step."""
         self._summing = self._summing or not last
-        if self._summing and not self._listens:  # not before: a call for each parameter, which most runs never need
+        if self._summing and not self._listens:  # not earlier: most runs need no hooks, a call per parameter
             self._listens = True
             listen(self._params, self._collect)
 
     def finish(self) -> None:
-        """The step's gradients are complete."""
+        """Complete the gradients of a step: `of` returns them from now on."""
         self._summing = False
 
 
 class _GradientBucket:
-    """A flat buffer, and the parameters whose gradients it holds."""
+    """A flat buffer with the gradients of some parameters; it is all-reduced as a whole."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None, sizes: Sequence[torch.Size]
@@ -145,15 +147,15 @@ class _GradientBucket:
         self.views = [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
         self.waiting = len(sizes)
         self.held: list[torch.Tensor] = []
-        """Gradients that were copied, kept until the step's end: on CPU, allocating their memory again costs more, in
-        page faults, than the copy itself."""
+        """On CPU, gradients that were copied to the buffer, kept until the end of the step: if each were freed at once,
+        allocating the next one would cost more, in page faults, than the copy itself."""
 
 
 class GradientBuckets:
-    """Collects each parameter's gradient in the reduce dtype, and sums it over the ranks with the same shard.
+    """Sums each parameter's gradient, in the reduce dtype, over the ranks that have the same shard of the parameter.
 
-    The gradient of this rank's shard of a parameter is stored in its view of a bucket (`view_of`). Buckets are reduced
-    strictly in order, so ranks whose gradients become ready in different order, or not at all, still agree.
+    The gradient of this rank's shard is stored in a view of a bucket (`view_of`). Buckets are reduced in a fixed order:
+    all ranks call the same collectives, even if gradients become ready in different order, or not at all.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class GradientBuckets:
         group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
         bucket_bytes: int,
     ) -> None:
-        """`group_of` gives the ranks over which a parameter's gradient is summed; None: this one alone."""
+        """`group_of` returns the group over which a parameter's gradient is summed; None: it is not summed."""
         self._params = list(params)
         self._buckets: list[_GradientBucket] = []
         self._bucket_and_position: list[tuple[int, int]] = [(0, 0)] * len(self._params)
@@ -177,12 +179,12 @@ class GradientBuckets:
         listen(self._params, self._collect)
 
     def view_of(self, index: int) -> torch.Tensor:
-        """The view of a bucket that holds the gradient of the parameter with this index."""
+        """Return the view of a bucket that holds the gradient of the parameter with this index."""
         bucket, position = self._bucket_and_position[index]
         return self._buckets[bucket].views[position]
 
     def _fill_buckets(self, dtype_of: Any, group_of: Any, bucket_bytes: int) -> None:
-        # The backward pass meets the last parameters first, so they share the first bucket.
+        # The backward pass computes the gradients of the last parameters first, so these are in the first bucket.
         pending: list[int] = []
         size = 0
         previous: Any = None
@@ -220,7 +222,7 @@ class GradientBuckets:
                 view.add_(grad)
             else:
                 view.copy_(grad)
-            # Further micro-batches accumulate straight into the bucket where the dtype allows it.
+            # If the dtypes are equal, autograd adds the gradients of further micro-batches directly to the bucket.
             param.grad = view if view.dtype == param.dtype and not sharded else None
             if view.device.type == "cpu":
                 bucket.held.append(grad)
@@ -232,7 +234,7 @@ class GradientBuckets:
                 self._launch_in_order()
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch; on the `last` one gradients are reduced as they become ready."""
+        """Prepare for one micro-batch; in the `last` one gradients are reduced as they become ready."""
         self._reducing = last
 
     def _launch_in_order(self) -> None:
@@ -248,7 +250,10 @@ class GradientBuckets:
         self._works.append(work)
 
     def collected(self) -> Callable[[], None]:
-        """A function that records again which gradients exist, after a CUDA graph has replayed this micro-batch."""
+        """Return a function that marks the gradients that exist now as existing.
+
+        It is called after a CUDA graph has replayed the backward pass of this micro-batch, which runs no hooks.
+        """
         touched = list(self._touched)
 
         def restore() -> None:
@@ -257,7 +262,7 @@ class GradientBuckets:
         return restore
 
     def finish(self) -> None:
-        """Complete the step's gradients: zeros for unused parameters, and wait for all sums."""
+        """Complete the gradients of a step: write zeros for unused parameters, and wait for all reductions."""
         for index, touched in enumerate(self._touched):
             if not touched:
                 self.view_of(index).zero_()
@@ -279,7 +284,10 @@ class GradientBuckets:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a checkpoint holds, each under its first name; others are computed from the configuration."""
+    """Return (name, buffer) of the buffers that checkpoints contain, each with its first name.
+
+    Buffers with `persistent=False` are left out: they are computed from the configuration.
+    """
     non_persistent = {
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules()
@@ -290,9 +298,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup, ranks: int) -> None:
-    """Make every rank's persistent buffers the same: floating-point ones their mean, others those of rank 0.
+    """Make the persistent buffers equal on all ranks: the mean of floating-point ones, rank 0's of all others.
 
-    Other buffers are tables, computed from the configuration and equal everywhere.
+    Non-persistent buffers are computed from the configuration, and so equal already.
     """
     for _, buffer in persistent_buffers(model):
         if buffer.is_floating_point():

@@ -1,4 +1,4 @@
-"""Which device this rank computes on, and the process-group backend that belongs to it."""
+"""Choose the device of this rank, and the process-group backend for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xc
 
 
 def choose_device(setting: str, ranks: Ranks) -> torch.device:
-    """The device of this rank: the one that `device` names, or the best that is available."""
+    """Return the device of this rank: the type that `setting` (the key `device`) names, or the best available one.
+
+    It becomes the current device. Raise a `WorldError` if this rank has no such device.
+    """
     device_type = _best_device_type(ranks) if setting == "auto" else setting
     if device_type == "cpu":
         return torch.device("cpu")
@@ -41,9 +44,9 @@ def choose_device(setting: str, ranks: Ranks) -> torch.device:
 
 
 def device_from_env(variable: str) -> str:
-    """The device type that an environment variable names: `auto` where it names none.
+    """Return the device type that an environment variable names; `auto` if it is not set.
 
-    Raises `WorldError` for one that Plait does not compute on.
+    Raise a `WorldError` for a type that Plait does not support or that torch does not find.
     """
     device_type = os.environ.get(variable) or "auto"
     if device_type not in ("auto", *BACKENDS):
@@ -58,17 +61,17 @@ def device_from_env(variable: str) -> str:
 
 
 def may_set_expandable_segments(environment: Mapping[str, str], platform: str) -> bool:
-    """Whether the allocator settings may be changed: on Linux, where the user has set none."""
+    """Return whether Plait may change allocator settings: on Linux, unless the user has set some."""
     return platform == "linux" and not any(environment.get(name) for name in _ALLOCATOR_SETTINGS)
 
 
 def use_expandable_segments() -> None:
-    """Let torch's CUDA allocator extend a segment in place rather than allocate another one.
+    """Let torch's CUDA allocator extend a segment in place, rather than allocate another one.
 
-    Otherwise memory that is freed in the backward pass, in blocks of some sizes, cannot be used by the update, which
-    needs others: on a device that is almost full, a few per cent are lost to this fragmentation.
+    Otherwise the optimizer's update cannot use memory that the backward pass freed in blocks of other sizes: on a
+    device that is almost full, a few per cent are lost to this fragmentation.
     """
-    # The public setting is an environment variable, which is read once, perhaps before this, and inherited by children.
+    # The public setting is an environment variable, which torch may have read already and children inherit.
     set_allocator_settings("expandable_segments:True")
 
 
@@ -88,7 +91,10 @@ def _choose_mps(ranks: Ranks) -> torch.device:
 
 
 def choose_backend(setting: str, device: torch.device) -> str:
-    """The process-group backend: the one that `backend` names, or the one that belongs to the device."""
+    """Return the process-group backend that `setting` (the key `backend`) names, or the default one for the device.
+
+    Raise a `WorldError` for a backend that is not built in or does not support the device.
+    """
     if setting == "auto":
         return BACKENDS[device.type]
     if not torch.distributed.is_backend_available(setting):
@@ -103,7 +109,7 @@ def choose_backend(setting: str, device: torch.device) -> str:
 
 
 def export_ranks(ranks: Ranks) -> None:
-    """Set torchrun's variables, for libraries that read them, where another launcher has not set them."""
+    """Set the environment variables of torchrun, for libraries that read them, unless they are set."""
     known = {
         "RANK": ranks.rank,
         "WORLD_SIZE": ranks.size,
@@ -118,7 +124,7 @@ def export_ranks(ranks: Ranks) -> None:
 
 
 def open_group_of_one(device: torch.device) -> None:
-    """Create a process group of one process, for libraries that need one; nothing where there is a group."""
+    """Create a process group with this process alone, for libraries that need one, unless there is a group."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(choose_backend("auto", device), store=store, rank=0, world_size=1)

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether this is a DTensor: a tensor of which this rank may hold only a shard."""
+    """Return whether this is a DTensor, of which this rank may have only a shard."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's local tensor. Call it without gradients enabled."""
+    """Return the local tensor of a DTensor; any other tensor as it is. Call it without gradients enabled."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def dtensor_like(local: Tensor, template: Tensor) -> Tensor:
-    """A local tensor as a DTensor with the mesh and placements of `template`; as it is where that is not a DTensor."""
+    """Return `local` as a DTensor like `template`, with its mesh and placements; as it is if that is not a DTensor."""
     if not is_sharded(template):
         return local
     from torch.distributed.tensor import DTensor
 
     if local.device.type != template.device_mesh.device_type:
-        # `from_local` would copy a host tensor to the device, and writes would not reach it.
+        # `from_local` would copy a host tensor to the device, so that writes would not change the host tensor.
         wrapped: Tensor = dtensor_of(local, template)
         return wrapped
     return DTensor.from_local(
@@ -50,9 +50,9 @@ def dtensor_like(local: Tensor, template: Tensor) -> Tensor:
 
 
 def local_grad(gradient: Tensor, param: Tensor) -> Tensor:
-    """This rank's local gradient, with the placements of its parameter.
+    """Return this rank's local part of a gradient, with the placements of its parameter.
 
-    Where a parameter is replicated, each rank may have computed a partial sum only, which is reduced here.
+    The gradient of a replicated parameter may be a partial sum on each rank; then it is summed over ranks here.
     """
     if not is_sharded(gradient):
         return gradient

@@ -1,4 +1,8 @@
-"""FP8: linear layers of a model's blocks multiply in 8 bits; see [Note: numbers in 8 bits] in `kernels/fp8.py`."""
+"""FP8: linear layers of a model's blocks multiply in 8 bits; see [Note: numbers in 8 bits] in `kernels/fp8.py`.
+
+A tensor is multiplied by a *scale* and cast to 8 bits. A scale is computed from a largest absolute value (*amax*): a
+*current* one from that of the tensor itself, a *delayed* one from those in the same layer in the last steps.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +32,21 @@ from plait.kernels import apply_linears as apply_plain_linears
 from plait.kernels import bypassed_layers as bypassed_plain_layers
 from plait.kernels import feed_forward as plain_feed_forward
 
-# Delayed scaling: the largest absolute values (amax) of the last steps, for all layers that multiply in 8 bits.
+# Delayed scaling: the amax values of the last steps, for all layers that multiply in 8 bits.
 #
-# [Note: what is kept of a step] See [Note: scales of earlier steps] in `kernels/fp8.py`. The maxima of a step are
-# reduced over the ranks with other data, all layers in one message, so that scales are the same everywhere, and are
-# those of one process. Values that are not finite are left out; apart from that a skipped step counts as any other, so
-# nothing depends on whether it was skipped. Until there are as many steps as the history is long, scales are found at
-# once: values change most in the beginning, and a first step may have gradients of zero. A run that resumes without
-# such a state, or with that of other layers, starts in the same way.
+# [Note: what is kept of a step] See [Note: scales of earlier steps] in `kernels/fp8.py`. The amax values of a step are
+# maximized over the ranks with other data, in one all-reduce for all layers, so that all ranks use the same scales, and
+# the same as one process would. Values that are not finite are left out; otherwise a step that is skipped because of an
+# overflow counts like any other, so the history does not depend on whether a step was skipped. Until the history is
+# full, scales are current ones: values change most in the beginning, and the gradients of a first step may be zero. A
+# run that resumes from a checkpoint without a history, or with that of other layers, begins with current scales too.
 
 
 class AmaxHistory:
-    """The amax history of some layers: for each 8-bit format and layer, the largest values of the last steps."""
+    """The amax history of some layers: for each 8-bit format and layer, the amax of each of the last steps."""
 
     def __init__(self, names: Sequence[str], *, history: int, headroom: float, device: torch.device) -> None:
-        """`names` are those of the layers; values may grow by `headroom` before they are clipped."""
+        """`names` are those of the layers. Values may grow by the factor `headroom` before they are clipped."""
         self._names = list(names)
         self._headroom = headroom
         shape = len(FORMATS), len(self._names)
@@ -54,9 +58,9 @@ class AmaxHistory:
         self._peaks = self._compute_peaks()
 
     def of(self, rows: Sequence[int], x: Tensor) -> DelayedScales:
-        """The history of the layers with these numbers, for a training pass over `x`."""
+        """Return the scales of the layers with these numbers, for a forward pass with the input `x` in training."""
         first, count = rows[0], len(rows)
-        # Layers of one module are consecutive here; others, and fake tensors, have no view.
+        # A slice has consecutive layers, as those of one module are. Others, and fake tensors, use current scales.
         if list(rows) != list(range(first, first + count)) or not is_like(x, self._recorded):
             return CURRENT_SCALES
         peaks = self._peaks if self._steps == len(self._history) else None
@@ -65,7 +69,7 @@ class AmaxHistory:
 
     @torch.no_grad()
     def after_step(self, group: dist.ProcessGroup | None) -> None:
-        """Add the maxima of a step; `group`: the ranks with other data. The host does not wait for the device."""
+        """Add the amax values of a step; `group`: the ranks with other data. The host does not wait for the device."""
         seen = self._recorded.view(torch.float32)
         seen = seen.where(seen.isfinite(), 0.0)
         if group is not None:
@@ -76,21 +80,22 @@ class AmaxHistory:
         self._steps = min(self._steps + 1, len(self._history))
 
     def _compute_peaks(self) -> Tensor:
-        """The values that scales must represent. A layer without history has a scale of one.
+        """Return, for each format and layer, the largest value to be represented, from which its scale is computed.
 
-        Always a new tensor: a backward pass needs the scales of its own forward pass.
+        A layer without history has a scale of one. The tensor is always a new one: a backward pass needs the scales of
+        its own forward pass.
         """
         largest = self._history.amax(0)
         return torch.where(largest > 0, largest * self._headroom, self._limits)
 
     def state(self) -> dict[str, list[list[float]]]:
-        """For each layer and format, the largest values of the last steps, the latest one last."""
+        """Return, for each layer and format, the amax values of the last steps, the latest one last."""
         known = self._history[len(self._history) - self._steps :].permute(2, 1, 0).tolist()
         return dict(zip(self._names, known, strict=True))
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        """Load a `state`, whichever layers and however many steps it has."""
+        """Load a `state`, which may have other layers and another number of steps."""
         history = torch.zeros(self._history.shape)
         length, steps = len(history), len(history)
         for column, name in enumerate(self._names):
@@ -104,7 +109,7 @@ class AmaxHistory:
         self._peaks = self._compute_peaks()
 
 
-@on_fake_tensors(lambda history: len(history))  # a plan is about the steps that come after the first ones
+@on_fake_tensors(lambda history: len(history))  # a simulated run has a full history
 def _steps_seen(history: Tensor) -> int:
     return 0
 
@@ -115,22 +120,22 @@ class Fp8Linear(nn.Linear):
     rowwise: bool
     emulated: bool
     scales: AmaxHistory | None = None
-    """The history for delayed scaling; without it, scales are found at once."""
+    """The history for delayed scaling; None: scales are current ones."""
     row: int
     """This layer's number in `scales`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` times the weight, plus the bias, up to rounding."""
+        """Return what `nn.Linear` returns for `x`, up to the rounding to 8 bits."""
         return apply_fp8_linears(x, [self])[0]
 
 
 def are_fp8(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[Fp8Linear]]:
-    """Whether these layers multiply in 8 bits with one scale per tensor, and have no hooks."""
+    """Return whether these layers multiply in 8 bits with one scale per tensor, and have no hooks."""
     return all(type(layer) is Fp8Linear and not layer.rowwise and is_untouched(layer) for layer in layers)
 
 
 def apply_fp8_linears(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, ...]:
-    """The output of each layer for `x`, which is rounded once for all."""
+    """Return the output of each layer for `x`, which is cast to 8 bits once for all layers."""
     dtype = _format(x, layers[0])
     weights = [layer.weight.to(dtype) for layer in layers]
     biases = [None if layer.bias is None else layer.bias.to(dtype) for layer in layers]
@@ -145,7 +150,10 @@ def apply_fp8_linears(x: Tensor, layers: Sequence[Fp8Linear]) -> tuple[Tensor, .
 
 
 def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`, as one operation where `kernels/fp8_gated.py` has one."""
+    """Return `down(silu(gate(x)) * up(x))`.
+
+    It is one operation (`fp8_feed_forward`) unless a layer has a bias, only some are trained, or torch.compile runs.
+    """
     layers = gate, up, down
     learning = {layer.weight.requires_grad for layer in layers}
     if any(layer.bias is not None for layer in layers) or len(learning) > 1 or torch.compiler.is_compiling():
@@ -157,23 +165,24 @@ def feed_forward_fp8(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear)
 
 def _earlier(x: Tensor, layers: Sequence[Fp8Linear]) -> DelayedScales:
     scales = layers[0].scales
-    if scales is None or not layers[0].training:  # evaluation data may be unlike the data of the history
+    if scales is None or not layers[0].training:  # evaluation data may differ from the data of the history
         return CURRENT_SCALES
     return scales.of([layer.row for layer in layers], x)
 
 
 def _format(x: Tensor, layer: Fp8Linear) -> torch.dtype:
-    # The dtype that autocast would give `nn.Linear`.
+    # The dtype in which `nn.Linear` would compute under autocast.
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
 
 
 def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device: torch.device) -> dict[str, Fp8Linear]:
-    """Make linear layers inside these blocks multiply in 8 bits; returns them by name.
+    """Make linear layers inside these blocks multiply in 8 bits; return these layers by name.
 
-    Embedding and head are outside of blocks, and stay as they are; of a model without blocks, which has the name "",
-    the last linear layer does. A layer changes its class in place, so no parameter changes its name. Layers whose sizes
-    are not multiples of 16, and frozen ones, are left alone.
+    `blocks` are (name, module). Embedding and head are outside of blocks, and are not changed. A model without blocks
+    is one block with the name ""; its last linear layer is taken to be its head. The layers' class is changed in place,
+    so no parameter changes its name. Layers whose sizes are not multiples of 16, and frozen ones, are not changed; if
+    no layer is left, a `ModelError` is raised.
     """
     if config.recipe == "none":
         return {}
@@ -204,7 +213,7 @@ def apply_fp8(blocks: Iterable[tuple[str, nn.Module]], config: Fp8Config, device
 def enable_delayed_scaling(
     layers: Mapping[str, Fp8Linear], config: Fp8Config, device: torch.device
 ) -> AmaxHistory | None:
-    """Use delayed scaling, where `config` asks for it; returns the history, which belongs in checkpoints."""
+    """Use delayed scaling if `config` sets it; return the history, to be saved in checkpoints, or None."""
     if not layers or config.scales != "earlier":
         return None
     scales = AmaxHistory(list(layers), history=config.history, headroom=config.headroom, device=device)
@@ -224,7 +233,7 @@ def _fits(module: nn.Linear) -> bool:
 
 
 def _require(device: torch.device) -> None:
-    """Refuse a device that has no products of 8-bit numbers."""
+    """Raise a `ConfigError` for a device without matrix multiplication in 8 bits."""
     if device.type != "cuda":
         reason = f"{device.type} has none"
     elif torch.cuda.get_device_capability(device) < (8, 9):
@@ -245,23 +254,23 @@ def _require(device: torch.device) -> None:
 
 
 def are_fusable(layers: Sequence[nn.Module]) -> bool:
-    """Whether layers that share an input are computed together; otherwise each is called."""
+    """Return whether layers that share an input can be computed in one operation; otherwise each is called."""
     return all(map(is_plain, layers)) or are_fp8(layers)
 
 
 def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """The output of each layer for `x`."""
+    """Return the output of each layer for `x`, computed in one operation; the layers must be `are_fusable`."""
     return apply_fp8_linears(x, layers) if are_fp8(layers) else apply_plain_linears(x, layers)
 
 
 def feed_forward(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`."""
+    """Return `down(silu(gate(x)) * up(x))`."""
     layers = gate, up, down
     return feed_forward_fp8(x, *layers) if are_fp8(layers) else plain_feed_forward(x, gate, up, down)
 
 
 def bypassed_layers(model: nn.Module) -> set[nn.Module]:
-    """Layers that are not called themselves: a module that names them in `together` computes their outputs."""
+    """Return the layers that are not called: the module that lists them in `together` computes their outputs."""
     bypassed = bypassed_plain_layers(model)
     for module in model.modules():
         layers = [module.get_submodule(name) for names in getattr(type(module), "together", ()) for name in names]

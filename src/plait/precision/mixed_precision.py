@@ -16,7 +16,7 @@ from plait.torch_internals import AnyBatchNorm
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FP32_MODULES: tuple[type[nn.Module], ...] = (AnyBatchNorm,)
-"""Modules whose running statistics are fp32 and whose kernels need parameters of the same dtype."""
+"""Modules that stay in fp32: their running statistics are fp32, and their kernels need parameters of that dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Policy:
     """The dtypes of computation, gradient reduction and master weights.
 
     [Note: one meaning of mixed precision]
-    Parameters are cast to `compute` before the forward pass, each micro-batch's gradients come out in
-    `compute`, are summed over micro-batches and ranks in `reduce`, and update fp32 weights. That is what
-    `fully_shard` does, so the replicated path does the same, and bf16 losses agree between layouts.
-    Autocast is added only for operations that need fp32, such as softmax and losses.
+    Parameters are cast to `compute` before the forward pass. The gradients of each micro-batch are computed in
+    `compute`, and summed over micro-batches and ranks in `reduce`; the optimizer updates fp32 master weights. That is
+    what `fully_shard` does. Training without it does the same, so that bf16 losses agree between all layouts.
+    Autocast is used only so that operations that need fp32, such as softmax and losses, compute in it.
     """
 
     compute: torch.dtype
@@ -39,18 +39,18 @@ class Policy:
 
     @property
     def mixed(self) -> bool:
-        """Whether `compute` is a smaller dtype than fp32."""
+        """Whether `compute` is not fp32."""
         return self.compute != torch.float32
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass: autocast, or nothing."""
+        """Return the context of a forward pass: autocast to `compute`, or an empty one."""
         if self.mixed and self.autocast:
             return torch.autocast(device.type, dtype=self.compute)
         return nullcontext()
 
 
 def make_policy(config: PrecisionConfig) -> Policy:
-    """The policy of a `precision` section."""
+    """Return the policy for the section `precision` of a configuration."""
     return Policy(
         compute=DTYPES[config.compute],
         reduce=DTYPES[config.reduce],
@@ -62,7 +62,7 @@ def make_policy(config: PrecisionConfig) -> Policy:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply a function to the tensors of a mapping, sequence or single value; leave the rest alone."""
+    """Return `value` (a tensor, or nested mappings and sequences) with `function` applied to its tensors."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -75,15 +75,17 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors of a mapping, sequence or single value; leave the rest alone."""
+    """Return `value` (a tensor, or nested mappings and sequences) with its floating-point tensors cast to `dtype`."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 class LossScaler:
-    """Keeps small gradients representable: the loss is multiplied by `scale`, the gradients divided by it.
+    """Loss scaling, which keeps small fp16 gradients representable.
 
-    Dynamic: an overflow uses up one unit of hysteresis, and once that is gone halves the scale; `window`
-    clean steps double it. Static: the scale never moves.
+    The loss is multiplied by `scale`, and the gradients are divided by it.
+
+    A dynamic scale is halved at the `hysteresis`-th overflow and at each one after it, and doubled after every `window`
+    steps without overflow, which also restores the hysteresis. A static scale never changes.
     """
 
     def __init__(self, config: ScalerConfig) -> None:
@@ -91,15 +93,15 @@ class LossScaler:
         self.scale = float(config.static if config.static is not None else 2.0**config.initial_power)
         self._clean_steps = 0
         self.tolerance = config.hysteresis
-        """Overflows that remain before the scale is halved."""
+        """The scale is halved at an overflow when this is 1; otherwise the overflow lowers it by 1."""
 
     @property
     def at_minimum(self) -> bool:
-        """Whether the scale cannot be reduced after an overflow."""
+        """Whether the scale cannot be reduced any further: it is static, or at its minimum."""
         return self.config.static is not None or self.scale <= self.config.minimum
 
     def update(self, *, overflow: bool) -> None:
-        """Adjust the scale after a step."""
+        """Adjust a dynamic scale after a step; `overflow`: its gradients were not finite."""
         config = self.config
         if config.static is not None:
             return
@@ -118,7 +120,7 @@ class LossScaler:
             self.scale *= 2.0
 
     def state(self) -> dict[str, float]:
-        """The state for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "clean_steps": self._clean_steps, "tolerance": self.tolerance}
 
     def restore(self, state: dict[str, float]) -> None:

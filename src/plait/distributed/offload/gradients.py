@@ -43,7 +43,7 @@ class GradientOffloadQueue:
     """
 
     def __init__(self, buckets: Sequence[Bucket], streams: CopyStreams, *, sets: int) -> None:
-        """`sets`: how many sets of host buffers; with two, a backward pass fills one while an update reads the other."""
+        """`sets`: how many sets of host buffers; with two, a backward pass fills one while an update reads one."""
         self._streams = streams
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.span.indices}
         self._buffer_sets: list[dict[int, Tensor]] = [{} for _ in range(sets)]

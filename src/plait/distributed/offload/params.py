@@ -173,7 +173,7 @@ class ParamStream:
         self._release(group)
 
     def follow_updates(self, bucket_of: Mapping[int, Bucket], wait: Callable[[Bucket], None]) -> None:
-        """`bucket_of` has the bucket of each parameter, by the parameter's `id`; `wait` blocks until its update ends."""
+        """`bucket_of` has the bucket of each parameter, by the parameter's `id`; `wait` blocks until it is updated."""
         self._bucket_of, self._wait = bucket_of, wait
 
     def _buckets(self, group: _OffloadedGroup) -> list[Bucket]:
