@@ -1,4 +1,4 @@
-"""An engine's state in a checkpoint, written and read the same way for the Runner and for custom loops."""
+"""Write and read an engine's state as a checkpoint, for the Runner and for custom loops (`engine.save`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrozenTensors:
-    """The tensors that a trainable-only checkpoint leaves out: their names, and a fingerprint of their values.
+    """The frozen tensors that a trainable-only checkpoint leaves out: their names, and a fingerprint of their values.
 
     The fingerprint does not depend on how the tensors are sharded.
     """
@@ -50,9 +50,9 @@ class FrozenTensors:
 
     @classmethod
     def of(cls, engine: Engine, names: Iterable[str], channel: Channel) -> FrozenTensors:
-        """Return those of the names that some rank has, with their current values. Every rank must call it.
+        """Return the record of those of `names` that some rank has; in a pipeline, a rank has only its stages' tensors.
 
-        Each rank of a pipeline has only the tensors of its stages.
+        Every rank must call it.
         """
         tensors = engine.state_entries()
         local_names = sorted(tensors.keys() & set(names))
@@ -61,14 +61,14 @@ class FrozenTensors:
         return cls(everywhere, fingerprint(WriteAssignment(channel).mine(held), channel))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
+        """Return the JSON-compatible form that a checkpoint stores."""
         return {"names": sorted(self.names), "fingerprint": self.fingerprint}
 
 
 def check_left_out(path: object, saved: Mapping[str, Any], engine: Engine, channel: Channel) -> frozenset[str]:
-    """Return the names that a trainable-only checkpoint leaves out, after checking that this model has their values.
+    """Return the names of the tensors that a trainable-only checkpoint leaves out.
 
-    Raises `CheckpointError` if it does not. Every rank must call it.
+    Raises `CheckpointError` if this model does not have them, or has other values. Every rank must call it.
     """
     names = frozenset(saved["names"])
     current = FrozenTensors.of(engine, names, channel)
@@ -95,7 +95,7 @@ _SHOWN = 8
 
 
 def tensors_of(engine: Engine) -> dict[str, Entry]:
-    """Return the tensors of an engine's checkpoint: its logical state, and this rank's random state."""
+    """Return the tensors of an engine's checkpoint: weights, optimizer states, and this rank's random state."""
     tensors = engine.state_entries()
     for name, tensor in rng_state(engine.world.device).items():
         tensors[f"rng.{engine.world.rank}.{name}"] = tensor
@@ -113,10 +113,12 @@ def resume_engine(
     channel: Channel | None = None,
     warn: Callable[[str], None],
 ) -> list[Mismatch]:
-    """Continue from a checkpoint: weights, optimizer, counters, loss scale and, on as many ranks, random state.
+    """Load a checkpoint into an engine: weights, optimizer states, step count, skipped steps, loss scale.
 
-    `more` are further tensors to fill. The tensors that `partial` names may differ; returns those that did. `channel`
-    connects the ranks for the comparison that a trainable-only checkpoint needs. Every rank must call it.
+    Random state is loaded too if the checkpoint was saved by the same number of ranks. `more` are further tensors to
+    load into; entries that match `ignore` are not loaded. Tensors whose names match a pattern of `partial` may be
+    missing or have another shape; those that do are returned. `channel` connects the ranks for the check of a
+    trainable-only checkpoint (`check_left_out`). Every rank must call it.
     """
     state, world = checkpoint.manifest.state, engine.world
     patterns = _patterns(checkpoint, partial)
@@ -129,7 +131,7 @@ def resume_engine(
     if "frozen" in state:
         left_out = check_left_out(checkpoint.folder, state["frozen"], engine, channel or Channel(world))
         tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    has_generators = any(name.startswith("rng.") for name in checkpoint.index.tensors)  # not in a converted one
+    has_generators = any(name.startswith("rng.") for name in checkpoint.index.tensors)  # a converted one has none
     same_world = checkpoint.manifest.world_size == world.size and has_generators
     generators = rng_state(world.device)
     if same_world:
@@ -154,7 +156,7 @@ def resume_engine(
 
 @contextmanager
 def naming_state(checkpoint: Checkpoint, key: str) -> Iterator[None]:
-    """Turn errors about malformed state into a `CheckpointError` that names the file and the key."""
+    """Within the block, turn errors about malformed state into a `CheckpointError` that names the file and the key."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -169,7 +171,10 @@ def stored_value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _patterns(checkpoint: Checkpoint, partial: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns of names that may differ; refuse a weights-only checkpoint unless they name the optimizer."""
+    """Return the patterns of tensor names that may be missing or differ in shape.
+
+    Raises `CheckpointError` for a weights-only checkpoint, unless `partial` matches the optimizer state.
+    """
     if "engine" in checkpoint.manifest.state:
         return tuple(partial)
     if not any(matches("optim.any.exp_avg", (pattern,)) for pattern in partial):
@@ -182,7 +187,7 @@ def _patterns(checkpoint: Checkpoint, partial: Sequence[str]) -> tuple[str, ...]
 
 
 def _fitting_entries(checkpoint: Checkpoint, tensors: Mapping[str, Entry], patterns: tuple[str, ...]) -> dict[str, Any]:
-    """Return the optimizer's entries to load: not those of a weight whose shape has changed."""
+    """Return the entries of optimizer state to load: without those of a weight whose shape differs in the model."""
     saved = entries(checkpoint.index, "optim.")
     if not patterns:
         return saved
@@ -225,7 +230,7 @@ class EngineSaver:
         """Write a checkpoint, in the background with `checkpoint.async_save`.
 
         `contents` returns its tensors and state; while it runs, the model has the weights to evaluate with. `tidy` is
-        called on one rank once the checkpoint is complete.
+        called on one rank when the checkpoint is complete, for example to delete older ones.
         """
         self.wait()
         self.engine.sync_buffers()
@@ -234,7 +239,7 @@ class EngineSaver:
             self.writer_for(target.parent).save(target, tensors, state, step=self.engine.steps, tidy=tidy)
 
     def writer_for(self, root: Path) -> CheckpointWriter:
-        """Return the writer for checkpoints in `root`. Every rank must ask for it at the same moment."""
+        """Return the writer for checkpoints in `root`; creating it is a collective, so every rank must call it."""
         if self._writer is None or self._root != root:
             self.close()
             options = self.engine.config.checkpoint
@@ -247,7 +252,7 @@ class EngineSaver:
         return self._writer
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written in the background; raises what made it fail."""
+        """Wait for the checkpoint that is being written in the background; if writing failed, raise its error."""
         if self._writer is not None:
             self._writer.wait()
 
@@ -268,7 +273,7 @@ def _close(saver: weakref.ref[EngineSaver]) -> None:
 
 
 def save_engine(engine: Engine, folder: str | Path, extra: Mapping[str, Any] | None) -> Path:
-    """See `Engine.save`."""
+    """Write a checkpoint of an engine; return its folder. See `Engine.save`."""
     target, world = Path(folder).absolute(), engine.world
     if engine.pending:
         raise TrainingError(
@@ -289,7 +294,7 @@ def save_engine(engine: Engine, folder: str | Path, extra: Mapping[str, Any] | N
 def load_engine(
     engine: Engine, folder: str | Path, partial: Sequence[str], warn: Callable[[str], None]
 ) -> dict[str, Any]:
-    """See `Engine.load`."""
+    """Load a checkpoint into an engine; return its `extra`. See `Engine.load`."""
     wanted = Path(folder).absolute()
     if engine.pending:
         raise TrainingError(
@@ -298,7 +303,7 @@ def load_engine(
         )
     path = on_main(engine.world, lambda: CheckpointFolder(wanted).find(str(wanted)))
     assert path is not None  # `find` raises an error for a named path that does not exist
-    on_main(engine.world, lambda: open_checkpoint(path))  # an error in it is reported once
+    on_main(engine.world, lambda: open_checkpoint(path))  # first on rank 0, so that an error is reported only once
     checkpoint = open_checkpoint(path)
     engine.settle()
     resume_engine(engine, checkpoint, ignore=("hook.",), partial=partial, warn=warn)
@@ -314,7 +319,7 @@ def _refuse_to_overwrite(target: Path) -> None:
 
 
 def _check_extra(value: Any, key: str) -> None:
-    """Refuse values that a round trip through JSON would change."""
+    """Raise `CheckpointError` for values that would change when written as JSON and read again."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):

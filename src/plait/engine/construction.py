@@ -1,4 +1,7 @@
-"""Build the module to train, on the meta device if possible, and find what will initialize it."""
+"""Build the module to train, on the meta device if possible, and find its initializer; cast and replace layers.
+
+An initializer is the function that sets the initial values of a model after its parameters were allocated.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ from plait.precision import FP32_MODULES, Fp8Linear
 def build_module(
     config: RunConfig, model: ModelSource, *, log: LogFunction = lambda _text: None
 ) -> tuple[nn.Module, Initializer | None]:
-    """Return the module, and its initializer; None as initializer if it already has values."""
+    """Return the module and its initializer; the initializer is None if the module has values already.
+
+    Raises `ModelError` for parameters that cannot be trained.
+    """
     module, initializer = _build(config, model, log)
     _check_parameters(module, log)
     return module, initializer
@@ -51,7 +57,7 @@ def _build(config: RunConfig, model: ModelSource, log: LogFunction) -> tuple[nn.
             raise ModelError("no model is given: pass one as an object, or describe it in the section `model`")
         model = partial(build_model, described, trust_code=config.trust_code)
     if config.strategy.meta_init:
-        seed_everything(config.seed, 0)  # a constructor may choose constants by Python's generator
+        seed_everything(config.seed, 0)  # a constructor may draw constants from Python's generator
         on_meta, reason = _build_on_meta(model)
         if on_meta is not None:
             return on_meta
@@ -68,7 +74,7 @@ def _build(config: RunConfig, model: ModelSource, log: LogFunction) -> tuple[nn.
 
 
 def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Initializer] | None, str]:
-    """Return a model on the meta device and its initializer; or None, and the reason why that is impossible."""
+    """Return the model on the meta device with its initializer, and ""; or None, and why that is impossible."""
     try:
         with torch.device("meta"), ConstructionRecord() as built:
             module = model()
@@ -76,7 +82,7 @@ def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Ini
         error = raised.__cause__ if isinstance(raised, ConfigError) else raised
         if not isinstance(error, (RuntimeError, NotImplementedError)):
             raise
-        # Most likely the constructor reads values; any other error is raised again by the build on a real device.
+        # Most likely the constructor reads values. If not, the build on a real device will raise the error again.
         return None, f"its constructor raised {type(error).__name__} there: {str(error).partition(chr(10))[0]}"
     initializer = find_initializer(module, built)
     if initializer is None:
@@ -85,7 +91,10 @@ def _build_on_meta(model: Callable[[], nn.Module]) -> tuple[tuple[nn.Module, Ini
 
 
 def _initializer_of(module: nn.Module, log: LogFunction) -> Initializer | None:
-    """Return the initializer of a model that was given as an object; None unless it lies on the meta device."""
+    """Return the initializer of a model that was given as an object; None if it is not on the meta device.
+
+    Raises `ModelError` if it is on the meta device and nothing can initialize it.
+    """
     on_meta = [name for name, tensor in _named_tensors(module) if not is_lazy(tensor) and tensor.is_meta]
     if not on_meta:
         return None
@@ -113,7 +122,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_parameters(module: nn.Module, log: LogFunction) -> None:
-    """Refuse parameters that cannot be trained, and log initial values that are not finite."""
+    """Raise `ModelError` for parameters without a shape or memory; log a warning about non-finite initial values."""
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ModelError(
@@ -217,8 +226,8 @@ def load_pretrained_into(
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters in place, except those of modules that need fp32.
 
-    A plain parameter stays the same object. A DTensor is replaced by another one, in all modules that share it: its
-    local tensor computes, and assigning `data` would change the dtype of the wrapper only.
+    A plain parameter stays the same object. A DTensor is replaced by another one, in all modules that share it:
+    assigning its `data` would change the dtype of the DTensor only, and not that of its local tensor.
     """
     # The old parameters are kept here too: an `id` is unique only among objects that are alive.
     replaced: dict[int, tuple[Tensor, nn.Parameter]] = {}
@@ -247,7 +256,7 @@ def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter
 
 
 def use_fp8(given: Preparation, module: nn.Module, units: Sequence[WrapUnit]) -> dict[str, Fp8Linear]:
-    """Replace linear layers by fp8 ones as `precision.fp8` says; return them by name."""
+    """Replace linear layers by fp8 ones as `precision.fp8` says; return the new layers by name."""
     config, device, log = given.config, given.device, given.log
     wanted = config.precision.fp8
     layers: dict[str, Fp8Linear] = build(wanted, "precision.fp8", _blocks(module, units), device=device)
@@ -266,7 +275,7 @@ def use_fp8(given: Preparation, module: nn.Module, units: Sequence[WrapUnit]) ->
 
 
 class PrecisionRecipe(Protocol):
-    """The interface of what `precision.recipe` may name."""
+    """The interface of a function or object that `precision.recipe` may name: it replaces layers."""
 
     tensor_parallel: bool
     """Whether it can replace layers that tensor parallelism shards (`strategy.layout.tp`). Absent: no."""
@@ -279,7 +288,10 @@ class PrecisionRecipe(Protocol):
 
 
 def use_recipe(given: Preparation, module: nn.Module, units: Sequence[WrapUnit]) -> None:
-    """Let the user's recipe replace layers, if `precision.recipe` names one."""
+    """Call the user's recipe, which replaces layers, if `precision.recipe` names one.
+
+    Raises `ConfigError` if it changes parameters or their names, or returns no names of layers.
+    """
     config, section, key = given.config, given.config.precision.recipe, "precision.recipe"
     if section is None:
         return
@@ -307,7 +319,7 @@ def _blocks(module: nn.Module, units: Sequence[WrapUnit]) -> list[tuple[str, nn.
 
 
 def use_fp8_at_the_head(module: nn.Module, config: RunConfig) -> None:
-    """Let the head compute its gradients in fp8 if `precision.fp8.head` says so; before the model is split."""
+    """If `precision.fp8.head` is set, let the output layer compute its gradients in fp8; before stages are split."""
     wanted, compiler = config.precision.fp8, config.strategy.compile
     if not wanted.head:
         return

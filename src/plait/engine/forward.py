@@ -1,4 +1,4 @@
-"""The forward pass: inputs are moved and cast, and the model is called under autocast, compiled if that works."""
+"""The forward pass: move and cast the inputs, select the model's fields, and call the model, under autocast."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from plait.distributed import first_input, undo_compile
 from plait.errors import ModelError
 from plait.precision import Policy, cast_floats, map_tensors
 
-# [Note: copies on their own stream] The host is a step ahead of the device. A copy on the stream of the device's work
-# would begin when that work is done; on its own stream it begins at once, and a batch arrives before the device needs
-# it. A copy from memory that is not pinned makes the host wait for its stream; this one is empty.
+# [Note: copies on their own stream] The host is up to a step ahead of the GPU. A copy of the next batch on the compute
+# stream would begin only after the queued kernels; on a stream of its own it begins at once, and overlaps with them. A
+# copy from memory that is not pinned blocks the host until its stream is done; the copy stream has no other work, so
+# that takes as long as the copy.
 
 
 class InputMover:
@@ -27,7 +28,7 @@ class InputMover:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, value: Any) -> Any:
-        """Return the same structure with every tensor on the device."""
+        """Return the same structure with every tensor on the device; the compute stream waits for the copies."""
         moved: list[Tensor] = []
         result = map_tensors(lambda tensor: self._copy(tensor, moved), value)
         if moved and self._stream is not None:
@@ -46,19 +47,20 @@ class InputMover:
         return copy
 
 
-# Which fields of a micro-batch the model is called with; a `loss_fn` sees all of them.
+# Which fields of a micro-batch the model is called with; a `loss_fn` receives all of them.
 #
 # [Note: what goes to the model]
-# torch's datasets yield `(x, y)`: the model takes `x`, the loss compares its output with `y`. `model_inputs` names the
-# model's fields. Without it, and with a `loss_fn` that can use the rest, the signature of `forward` decides if it is
-# unambiguous: fields of a mapping without a parameter in `forward` belong to the loss, and so do values of a tuple
-# beyond the required ones. Fields that change how the model reads its input (a mask, positions) are never dropped by
-# guessing, and an optional parameter is not filled with a possible target, unless its name says so (`labels=None`):
-# both are errors that say what to write.
+# torch's datasets yield `(x, y)`: the model takes `x`, and the loss compares its output with `y`. `model_inputs` names
+# the fields that the model receives. Without it, and with a `loss_fn`, they follow from the signature of `forward`:
+# fields of a mapping that `forward` has no parameter for are for the loss only, and so are values of a tuple beyond
+# the required parameters. Two cases are ambiguous, and raise an error that says what to write: a field that changes how
+# the model reads its input (a mask, positions) and has no parameter, which must not be dropped silently; and a value of
+# a tuple that might be a target but would be passed as an optional parameter, unless the parameter's name says that it
+# is a target (`labels=None`).
 
 
 Select = Callable[[Any], Any]
-"""From the inputs of a micro-batch to those of the model."""
+"""From all fields of a micro-batch to those that the model receives."""
 
 _LOSS_FIELDS = ("label", "target", "loss", "weight")
 _READING_FIELDS = ("mask", "position", "document", "segment", "token_type", "seqlens")
@@ -67,7 +69,10 @@ _PIPELINE_INPUT = "hidden"
 
 
 def select_inputs(model: nn.Module, wanted: int | Sequence[str] | None, *, has_loss: bool) -> Select | None:
-    """Return what selects the model's fields, by `model_inputs` or the signature of `forward`; None: all fields."""
+    """Return the function that selects the model's fields, by `wanted` (the key `model_inputs`) or by `forward`.
+
+    None: the model receives all fields.
+    """
     if isinstance(wanted, int):
         return lambda inputs: _first_values(inputs, wanted)
     if wanted is not None:
@@ -107,7 +112,7 @@ class _BySignature:
             return inputs
         left = [key for key in inputs if key not in self._names]
         if any(marker in key for key in left if not _is_of_loss(key) for marker in _READING_FIELDS):
-            return inputs  # refused when the model is called
+            return inputs  # calling the model with all of them raises an error that names the field
         return {key: value for key, value in inputs.items() if key in self._names}
 
     def _of_sequence(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -170,7 +175,7 @@ LogFunction = Callable[[str], None]
 
 
 class Forward:
-    """Calls the model. What a call needs is decided once, not on every step."""
+    """Calls the model. Which of moving, casting, autocast, … a call needs is decided once, not in every step."""
 
     def __init__(
         self,
@@ -184,9 +189,11 @@ class Forward:
         select: Select | None = None,
         log: LogFunction,
     ) -> None:
-        """`cut` returns this rank's shard of a micro-batch that ranks share; `before` is called before each call.
+        """`cut` returns this rank's shard of a micro-batch, if ranks along `cp` share one.
 
-        `select` selects the model's fields of a micro-batch; see `select_inputs`.
+        `before` is called before each forward pass. `select` selects the model's fields; see `select_inputs`.
+        `compiled` are the modules that `torch.compile` was applied to; if the first call fails in the compiler, they
+        are called without it from then on.
         """
         self._model = model
         self._move = InputMover(device) if device.type != "cpu" else None
@@ -197,13 +204,13 @@ class Forward:
         self._before = before
         self._select = select
         self._log = log
-        # An `nn.Sequential` takes one argument. A pipeline calls it with the first value of a micro-batch; so do we.
+        # An `nn.Sequential` takes one argument: it gets the first value of a micro-batch, as in a pipeline.
         self._is_sequential = type(model).forward is nn.Sequential.forward
         self.plain = self._move is None and self._context is None and cut is None and not compiled and before is None
-        """Whether inputs are passed on unchanged, and nothing is done around a call."""
+        """Whether a call needs none of: moving, casting, `cut`, autocast, compilation, `before`."""
 
     def ready(self, inputs: Any) -> Any:
-        """Return inputs on the device, in the compute dtype; of a micro-batch that ranks share, this rank's shard."""
+        """Return the inputs on the device, in the compute dtype; with `cut`, this rank's shard of them."""
         if self._cut is not None:
             inputs = self._cut(inputs)
         if self._move is not None:
@@ -211,17 +218,17 @@ class Forward:
         return inputs if self._cast_to is None else cast_floats(inputs, self._cast_to)
 
     def model_fields(self, inputs: Any) -> Any:
-        """Return the inputs that the model is called with."""
+        """Return those of the inputs that the model is called with."""
         return inputs if self._select is None else self._select(inputs)
 
     def context(self) -> AbstractContextManager[Any]:
-        """Return the context for a forward pass that a pipeline runs, after calling `before`."""
+        """Call `before`, and return the autocast context for a forward pass that a pipeline runs."""
         if self._before is not None:
             self._before()
         return nullcontext() if self._context is None else self._context
 
     def __call__(self, inputs: Any) -> Any:
-        """Return the model's outputs for inputs that are ready: a mapping or sequence of arguments, or a single one."""
+        """Return the model's outputs for inputs that `ready` returned: a mapping or sequence of arguments, or one."""
         if self._select is not None:
             inputs = self._select(inputs)
         if self._is_sequential:
@@ -243,7 +250,7 @@ class Forward:
             raise
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the model's outputs for arguments that are ready."""
+        """Return the model's outputs for arguments that `ready` returned."""
         if self.plain:
             return self._model(*args, **kwargs)
         if self._before is not None:
@@ -272,7 +279,7 @@ class Forward:
 
 
 def _refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelError | None:
-    """Return the error if a model's `forward` does not take a micro-batch's fields; None if it does."""
+    """Return the error for arguments that a model's `forward` does not accept; None if it accepts them."""
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)

@@ -1,14 +1,16 @@
-"""Forward and backward pass captured as a CUDA graph, without Python between their kernels.
+"""Forward and backward pass captured as one CUDA graph, which launches their kernels without Python.
+
+In this file, *both passes* are the forward and the backward pass of a step with one micro-batch.
 
 [Note: a pass that repeats itself] A small model is launch-bound: a kernel takes less time than Python needs to launch
-the next one. A graph launches all kernels of both passes at once. It reads its inputs from static tensors, into which
-each micro-batch is copied, and writes its gradients to static tensors. A graph is for one input signature: other
-shapes, and other values that are not tensors, have a graph of their own. What Python does on the way (a branch, a
-count, a hook) was done during capture, and is not repeated.
+the next one. A CUDA graph launches all kernels of both passes at once. It reads its inputs from static tensors, into
+which each micro-batch is copied, and writes its gradients to static tensors. A graph is for one signature of the
+inputs: the shapes, strides and dtypes of their tensors, and their other values. Each other signature needs another
+graph. Python code between the kernels (a branch, a counter, a hook) runs during the capture, and not in a replay.
 
-The first steps of each signature are not captured: libraries choose and initialize their kernels in those. They run on
-the stream of the capture, where autograd keeps its buffers. Unless `strategy.graphs` asks for it, steps run as without
-graphs until the model is known to be launch-bound (`LaunchBoundDetector`).
+The first steps of each signature run eagerly: libraries choose and initialize their kernels in those. They run on the
+stream of the capture, so that autograd allocates its buffers there. With `graphs: auto`, nothing is captured until the
+model is known to be launch-bound (`LaunchBoundDetector`).
 """
 
 from __future__ import annotations
@@ -31,17 +33,19 @@ from plait.monitor import MessageEvent
 from plait.torch_internals import forward_hooks, is_hooked, tree_flatten, tree_unflatten
 
 IGNORED_STEPS = 3
-"""First steps, which are not looked at: kernels are chosen, built and loaded in those."""
+"""The first steps are not observed: kernels are chosen, built and loaded in those."""
 OBSERVED_STEPS = 8
-"""Steps in a row in which the device must have been idle."""
+"""The model is launch-bound if the device was idle at the beginning of this many consecutive steps."""
 MAX_MEMORY_SHARE = 0.4
-"""The largest share of the device's memory that a run may use: captured passes take as much again."""
+"""The largest fraction of the device's memory that a run may use to be captured with `graphs: auto`: the graph
+allocates as much memory again."""
 
 
 class LaunchBoundDetector:
-    """Checks in the first steps whether the device is done with a step's passes when the host begins the next step.
+    """Finds out in the first steps whether the model is launch-bound: the device is idle when the host begins a step.
 
-    A busy device is about a step behind its host. One that waits for Python, or for data, is not.
+    A device that is the bottleneck is still computing the previous step then; one that waits for Python, or for data,
+    has finished it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,10 +53,10 @@ class LaunchBoundDetector:
         self._steps = 0
         self._mark: torch.cuda.Event | None = None
         self.launch_bound: bool | None = None
-        """None until it is known."""
+        """Whether the model is launch-bound, and the memory suffices for a capture; None until it is known."""
 
     def passes_begin(self) -> None:
-        """Check whether the device is done with the passes before."""
+        """Check whether the device is done with the previous step; call it before both passes."""
         if self.launch_bound is not None:
             return
         self._steps += 1
@@ -63,7 +67,7 @@ class LaunchBoundDetector:
                 self.launch_bound = self._has_memory()
 
     def passes_end(self) -> None:
-        """Record an event after both passes were launched."""
+        """Record an event; call it after both passes were launched."""
         if self.launch_bound is None:
             self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._mark.record(torch.cuda.current_stream(self._device))
@@ -75,24 +79,25 @@ class LaunchBoundDetector:
 
 
 def is_watched(modules: list[nn.Module]) -> bool:
-    """Whether modules have hooks, which a graph would not call."""
+    """Whether any module has hooks, which a graph would not call."""
     return any(map(is_hooked, modules))
 
 
 Passes = Callable[[Any, float, Tensor | float | None], WeightedLoss]
-"""Both passes over inputs of so many samples, the loss multiplied by a scale; returns the loss, detached."""
+"""(inputs, number of samples, loss scale) → the detached loss: runs both passes."""
 
 Recording = Literal["always", "where it pays"]
-"""`where it pays`: not configured; captured only if launch-bound, and without a message if that fails."""
+"""`always`: `strategy.graphs: true`. `where it pays`: `auto`, which captures only launch-bound models, and logs nothing
+if the capture fails."""
 
 WARM_UP = 3
-"""Steps of each signature before the capture. They train like any other."""
+"""Eager steps of each signature before the capture. They are ordinary training steps."""
 MAX_RECORDINGS = 8
-"""Signatures that are captured; each keeps a gradient for every parameter."""
+"""The largest number of signatures that are captured; each keeps a gradient for every parameter in memory."""
 MAX_AUTO_RECORDINGS = 2
-"""The same if not configured: full batches, and the rest of an epoch."""
+"""The same with `graphs: auto`: full batches, and the shorter last batch of an epoch."""
 CONSTANTS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
-"""Types that inputs may hold besides tensors."""
+"""Types of values that inputs may contain besides tensors; they are part of the signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +110,10 @@ class CapturedPasses:
     loss: WeightedLoss
     gradients: list[tuple[nn.Parameter, Tensor]]
     notify_collector: Callable[[], None]
-    """Tells the gradient collector that gradients exist."""
+    """Tells the gradient collector which gradients the replay has computed, as its hooks do in an eager pass."""
 
     def replay(self, inputs: list[Tensor], scale: float | None) -> WeightedLoss:
-        """Run both passes over these inputs."""
+        """Run both passes over these inputs, and set the gradients; return the loss."""
         for static, tensor in zip(self.inputs, inputs, strict=True):
             static.copy_(tensor, non_blocking=True)
         if self.scale is not None and scale is not None:
@@ -132,7 +137,7 @@ class RecordedPasses:
         recording: Recording,
         log: LogFunction,
     ) -> None:
-        """`gradients`: the gradient collector, if any, of one process."""
+        """`passes` runs both passes eagerly. `gradients` is the gradient collector, if there is one."""
         self._passes = passes
         self._gradients = gradients
         self._modules = list(model.modules())
@@ -147,11 +152,11 @@ class RecordedPasses:
 
     @property
     def asked_for(self) -> bool:
-        """Whether the user configured it."""
+        """Whether the user has written `strategy.graphs: true`."""
         return self._launch_bound is None
 
     def __call__(self, inputs: Any, samples: float, scale: float | None) -> WeightedLoss:
-        """Both passes over inputs that are ready."""
+        """Run both passes over inputs that `Forward.ready` returned; return the loss."""
         if self._on and self._launch_bound is not None and self._launch_bound.launch_bound is None:
             self._launch_bound.passes_begin()
             if not self._launch_bound.launch_bound:
@@ -169,7 +174,7 @@ class RecordedPasses:
             return self._run_passes(inputs, samples, scale)
         if (
             self._recordings and self._facts != self._recorded_facts()
-        ):  # something was moved, frozen or thawed since then
+        ):  # since the capture, a tensor was moved, or a parameter was frozen or unfrozen
             self._recordings.clear()
             self._seen.clear()
             if not self.asked_for and is_watched(self._modules):
@@ -202,7 +207,7 @@ class RecordedPasses:
 
     @contextmanager
     def _on_recording_stream(self) -> Iterator[None]:
-        """Run the block on the capture stream, after all work so far and before all that follows."""
+        """Within the block, the capture stream is the current one; it waits for earlier work, and later work for it."""
         if not self._on or self._device.type != "cuda":
             yield
             return
@@ -214,7 +219,7 @@ class RecordedPasses:
         current.wait_stream(recording)
 
     def _record(self, leaves: list[Any], tree: Any, samples: float, scale: float | None) -> CapturedPasses:
-        """Capture both passes; nothing is computed yet, and gradients are the tensors that replays will write."""
+        """Capture both passes; return the graph. Nothing is computed: `.grad` is set to tensors that replays write."""
         self._release_cached_memory()
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         factor = None if scale is None else torch.empty((), device=self._device)
@@ -237,8 +242,8 @@ class RecordedPasses:
         )
 
     def _release_cached_memory(self) -> None:
-        """Release the memory cached by the steps before: a graph has its own memory."""
-        gc.collect()  # also, nothing may be freed during the capture that would query the device
+        """Release the memory that the allocator cached for eager steps: a graph allocates from a pool of its own."""
+        gc.collect()  # also so that nothing is freed during the capture: freeing may call CUDA, which is an error then
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -247,9 +252,9 @@ class RecordedPasses:
         self._on = False
         self._recordings.clear()
         for param in self._parameters():
-            param.grad = None  # perhaps partly captured
+            param.grad = None  # the failed capture may have set some
         if self._gradients is not None:
-            self._gradients.finish()  # forgets the gradients that it collected meanwhile
+            self._gradients.finish()  # discards the gradients that it collected during the failed capture
         if self.asked_for:
             message = f"strategy.graphs is on, but the passes cannot be captured: {reason}. Training continues without"
             self._log(message)
@@ -258,7 +263,10 @@ class RecordedPasses:
         return (param for module in self._modules for param in module._parameters.values() if param is not None)
 
     def _recorded_facts(self) -> list[Hashable]:
-        """Return what a graph depends on: modes, hooks, trained parameters, and the addresses of all tensors."""
+        """Return the properties of the model that a graph depends on; if one changes, graphs must be captured again.
+
+        Training mode, hooks, which parameters are trained, and the addresses of all parameters and buffers.
+        """
         facts: list[Hashable] = []
         for module in self._modules:
             facts.append((module.training, *forward_hooks(module)))
@@ -272,7 +280,7 @@ class RecordedPasses:
 
 
 def _no_collector() -> None:
-    """Nothing to notify: gradients are read from the parameters."""
+    """Do nothing: without a collector, gradients are read from the parameters."""
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -280,14 +288,14 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _signature(leaf: Any) -> Hashable:
-    """Return the part of an input that a graph is captured for. `1`, `1.0` and `True` are equal, and not the same."""
+    """Return the part of an input that is in the signature; the type too, since `1 == 1.0 == True`."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return type(leaf), leaf
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the original error: the end of a failed capture raises another one."""
+    """Return the first line of the original error: ending a failed capture raises a second one, chained to it."""
     while error.__context__ is not None:
         error = error.__context__
     return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)

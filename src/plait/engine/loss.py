@@ -1,4 +1,7 @@
-"""Read a weighted loss from a model's outputs, and normalize it by the global number of targets."""
+"""Read a loss from a model's outputs, and normalize it by the number of targets of the step, over all ranks.
+
+A target is what a loss is summed over: a token with a label, or a sample.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from plait.models import LossTerm
 from plait.plugins import load_function
 
 LossFunction = Callable[[Any, Any], Any]
+"""(the model's outputs, the micro-batch) → a scalar, a `LossTerm`, or a mapping with `loss`."""
 
 
 def configured_loss(config: RunConfig) -> LossFunction | None:
@@ -24,14 +28,14 @@ def configured_loss(config: RunConfig) -> LossFunction | None:
 
 
 class WeightedLoss(NamedTuple):
-    """A loss and its weight: a sum over `weight` targets, or a mean with the weight `weight`."""
+    """The loss of a micro-batch: a sum over `weight` targets, or (`is_mean`) their mean."""
 
     value: Tensor
     weight: Tensor | float
     is_mean: bool
 
     def mean(self) -> Tensor:
-        """Return the mean over this micro-batch."""
+        """Return the mean over the targets of this micro-batch."""
         if self.is_mean:
             return self.value
         # Without any target the loss is zero, not 0 / 0.
@@ -39,7 +43,7 @@ class WeightedLoss(NamedTuple):
         return self.value / (torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1.0)
 
     def total(self) -> Tensor:
-        """Return the sum over this micro-batch."""
+        """Return the sum over the targets of this micro-batch."""
         return self.value * self.weight if self.is_mean else self.value
 
 
@@ -47,7 +51,8 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
     """Return the weighted loss of a micro-batch, read from the model's outputs.
 
     A `LossTerm` is a sum with its count. A scalar is a mean, weighted by the number of samples in the micro-batch. A
-    filler (no samples) has weight zero, but keeps its graph, so that its backward pass takes part in every collective.
+    micro-batch with `samples` 0 is a filler, which only completes a pipeline step: its loss is multiplied by zero, but
+    not detached, so that its backward pass runs the same collectives. Raises `ModelError` if there is no loss.
     """
     result = outputs if loss_function is None else loss_function(outputs, inputs)
     if isinstance(result, Mapping):
@@ -77,17 +82,18 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
 
 
 class StepLoss(NamedTuple):
-    """A step's loss over all micro-batches and ranks; possibly still being computed on the device."""
+    """A step's loss, summed over all micro-batches and ranks; as tensors that the device may still compute."""
 
     total: Tensor
-    """The sum of the loss; without a divisor, its mean."""
+    """The sum of the loss over all targets; if `divisor` is None, their mean."""
     count: Tensor | float  # type: ignore[assignment]  # hides tuple.count
     flag: Tensor | bool
-    """Whether some rank has set `LossNormalizer.flag`."""
+    """Nonzero if some rank has set `LossNormalizer.flag`."""
     divisor: float | None
-    """What the gradients were divided by; None if that was the count itself."""
+    """The number that the gradients were divided by; None if it was the exact number of targets."""
     local_mean: Tensor | None = None
-    """This rank's mean, reported instead of the global one. It decides nothing, since ranks have different ones."""
+    """If set, the mean over this rank only, reported instead of the global one. It is not used to decide whether to
+    skip the step, since ranks have different values."""
 
     def mean(self) -> Tensor:
         """Return the mean loss."""
@@ -96,7 +102,7 @@ class StepLoss(NamedTuple):
         return self.total if self.divisor is None else self.total / self._nonzero_count()
 
     def correction(self) -> Tensor | float:
-        """Return the factor that the gradients must still be multiplied by."""
+        """Return the factor by which the gradients must be multiplied in the update: `divisor / count`."""
         return 1.0 if self.divisor is None else self.divisor / self._nonzero_count()
 
     def _nonzero_count(self) -> Tensor:
@@ -113,20 +119,22 @@ class StepLoss(NamedTuple):
 
 
 class LossNormalizer:
-    """Divides by the number of targets over all micro-batches and ranks.
+    """Divides losses by the step's number of targets, over all micro-batches and ranks.
 
     [Note: dividing before the count is known]
-    The count is known after the last forward pass, when most backward passes are over. So losses are divided by a power
-    of two near the count, which costs no precision, and the optimizer applies the exact remaining factor
-    (`correction`). With one process and one micro-batch the count is known, and no correction is needed. The all-reduce
-    of the counts overlaps with the last backward pass.
+    The number of targets of a step (the count) is known after the last forward pass, when most backward passes are
+    done. So losses are divided by a power of two near the count, which costs no precision, and the update multiplies
+    the gradients by the exact remaining factor (`StepLoss.correction`). With one process and one micro-batch the count
+    is known before the backward pass, and no correction is needed. The all-reduce of the counts overlaps with the last
+    backward pass.
 
-    In fp16 the divisor still decides which gradients overflow. So there each step uses the power of two near the count
-    of the step before, which is the same in every layout and is saved; only the first step of a run uses an estimate.
+    In fp16, which gradients overflow depends on the divisor. So there each step uses the power of two near the count of
+    the previous step, which is the same in every layout and is saved in checkpoints; only the first step of a run uses
+    an estimate from its first micro-batch.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, counts: bool = True) -> None:
-        """`counts`: whether this rank's losses are summed; not if another rank has the same ones."""
+        """`counts`: whether this rank's losses are added to the sum; false if another rank computes the same ones."""
         self._group = group
         self._counts = counts
         self._device = device
@@ -140,7 +148,7 @@ class LossNormalizer:
         """If set on any rank, `finish` returns it on every rank: it is all-reduced with the loss."""
 
     def add(self, loss: WeightedLoss, *, micro_batches: int) -> None:
-        """Add one micro-batch's loss, before its backward pass."""
+        """Add the loss of one of `micro_batches` micro-batches, before its backward pass; the last starts the sum."""
         self._exact = micro_batches == 1 and self._group is None
         if self._divisor is None and not self._exact:
             self._divisor = self._choose_divisor(loss.weight, micro_batches)
@@ -150,37 +158,40 @@ class LossNormalizer:
 
     @property
     def divisor(self) -> float | None:
-        """What gradients are divided by before the count is known; None if the count was known."""
+        """The number that losses are divided by; None if that is not chosen yet, or the exact count is used."""
         return self._divisor
 
     def expect(self, count: float) -> None:
-        """Estimate this rank's targets per step, for ranks that may see no loss. Every rank must call it."""
+        """Choose the divisor of the first step from an estimate of each rank's number of targets.
+
+        For pipelines, where ranks without the last stage have no losses to count. Every rank must call it.
+        """
         if self._divisor is None:
             self._divisor = self._choose_divisor(count, 1)
 
     def learn(self, count: float) -> None:
-        """Divide the next step by about as many targets as there were in this one."""
+        """Set the divisor of the next step to the power of two nearest to `count`, this step's number of targets."""
         if count > 0:
             self._divisor = _power_of_two(count)
 
     def add_nothing(self) -> None:
-        """Take part in the all-reduce of a step whose losses other ranks have."""
+        """Start the all-reduce of the step's losses on a rank that has none."""
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
         self._sum(zero, zero)
 
     def scaled(self, loss: WeightedLoss) -> Tensor:
-        """Return the loss of a micro-batch to call backward on."""
+        """Return the normalized loss of a micro-batch: the tensor to call backward on."""
         if self._exact:
             return loss.mean()
         assert self._divisor is not None
         return loss.value * (loss.weight / self._divisor if loss.is_mean else 1.0 / self._divisor)
 
     def scaled_mean(self, mean: Tensor) -> Tensor:
-        """Return the loss to call backward on, from the mean of the micro-batch that was added last."""
+        """Return the normalized loss, to call backward on, for a mean over the micro-batch that was added last."""
         return self.scaled(WeightedLoss(mean, self._losses[-1].weight, is_mean=True))
 
     def finish(self) -> StepLoss:
-        """Return the step's loss, summed over all micro-batches and ranks."""
+        """Return the step's loss, summed over all micro-batches and ranks, and begin the next step."""
         losses, self._losses = self._losses, []
         if self._exact:
             flag, self.flag = self.flag, False
@@ -204,18 +215,18 @@ class LossNormalizer:
         for loss in self._losses:
             total = total + loss.total().to(self._dtype)
             count = count + loss.weight
-        # A number is filled in, not copied from the host: a copy would wait for the device.
+        # `full_like` runs on the device; a copy from host memory would make the host wait for the device.
         known = not isinstance(count, Tensor)
         self._sum(total, torch.full_like(total, count) if known else count.to(total.device, self._dtype))
 
     def _sum(self, total: Tensor, count: Tensor) -> None:
         flag = torch.full((), float(self.flag), dtype=self._dtype, device=total.device)
-        self.flag = False  # if set from now on, it belongs to the next step
+        self.flag = False  # set after this, it is all-reduced with the next step
         self._box = torch.stack((total, count, flag)) if self._counts else torch.stack((total * 0, count * 0, flag))
         if self._group is not None:
             self._work = dist.all_reduce(self._box, group=self._group, async_op=True)
 
 
 def _power_of_two(count: float) -> float:
-    """Return the nearest power of two."""
+    """Return the power of two nearest to `count`, at least 1."""
     return float(2.0 ** round(math.log2(max(count, 1.0))))

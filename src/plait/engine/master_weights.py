@@ -1,10 +1,11 @@
-"""Master weights: the tensors that the optimizer updates, plain and fp32, whatever the model computes with.
+"""Master weights: the tensors that the optimizer updates. They are fp32 also if the model computes in bf16 or fp16.
 
 [Note: the optimizer sees local tensors]
 Most optimizers are elementwise, so a shard is enough for them. They get this rank's shard as a plain tensor that shares
 its storage with the model's DTensor: their operations do not dispatch through DTensor, and fused kernels work as in one
-process. Optimizers over whole parameters (LAMB, Adafactor, Muon) get the DTensor itself; those that know nothing of
-ranks get the full parameter as a plain tensor, on the rank that updates it: see `ParamForm` in `optim.base`.
+process. Plait's optimizers over whole parameters (LAMB, Adafactor, Muon) get the DTensor itself. Other optimizers that
+are not elementwise get the full parameter as a plain tensor, on the rank that updates it: see `ParamForm` in
+`optim.base`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
 
 
 def trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    """Return the names and the parameters that are trained, in the order of the model."""
+    """Return the names and the parameters that are trained, in the order of `named_parameters`.
+
+    Raises `ModelError` if there are none.
+    """
     pairs = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     if not pairs:
         raise ModelError(
@@ -50,25 +54,29 @@ def trainable(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 class MasterWeights(ABC):
-    """The trainable parameters by name, each with the tensor that the optimizer updates in its place."""
+    """The trainable parameters of this rank (`params`), and for each the tensor that the optimizer updates (`tensors`).
+
+    The two are the same tensor, or share storage, or the second is an fp32 copy, perhaps offloaded; then `publish`
+    copies it to the first. `names`, `params` and `tensors` have the same order, whose positions are called `index`.
+    """
 
     norm_group: dist.ProcessGroup | None = None
-    """The ranks over which the squared norms of local gradients are summed."""
+    """The ranks over which the squared norms of local gradients are summed; None if this rank has full gradients."""
     shows_gradients: ClassVar[bool] = True
-    """Whether all gradients of a step exist at the same time, once they are complete."""
+    """Whether `gather_gradients` returns all gradients of a step; false if they are offloaded as they are computed."""
     norm_weights: list[float] | None = None
-    """The weight of each gradient in that sum; see `optim.grad_norm`."""
+    """The weight of each squared norm in that sum; None: all 1. See `optim.grad_norm`."""
     frozen: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
-    """The original values of parameters that are cast for computing and do not train."""
+    """The values before casting of parameters that are cast and not trained; checkpoints hold these."""
     owned: OwnedParams | None = None
-    """Full parameters for an optimizer that knows nothing of ranks, each on the rank that updates it."""
+    """For an optimizer that needs full parameters: each as a plain tensor on the rank that updates it; else None."""
     buckets: GradientBuckets | None = None
-    """What sums replicated gradients over ranks; None if no gradients are collected in buckets."""
+    """The buckets that all-reduce the gradients of replicated parameters; None if there are none."""
     before_forward: Callable[[], None] | None = None
-    """Called before each call of the model, for what cannot be done in module hooks."""
+    """Called before each forward pass, if module hooks cannot wait for updated weights; see `engine/offload.py`."""
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter], *, elementwise: bool = True) -> None:
-        """`elementwise`: the optimizer gets this rank's shard of a parameter."""
+        """`elementwise`: the optimizer gets this rank's shard of a parameter as a plain tensor, not the DTensor."""
         self.names = list(names)
         self.params = list(params)
         self._elementwise = elementwise
@@ -78,14 +86,14 @@ class MasterWeights(ABC):
     def _make_tensors(self) -> list[nn.Parameter]: ...
 
     def _optimizer_param(self, tensor: Tensor) -> nn.Parameter:
-        """Return what the optimizer gets for a parameter, or for its fp32 weights."""
+        """Return the tensor for the optimizer that stands for `tensor`, a parameter or its fp32 weights."""
         if self._elementwise and is_sharded(tensor):
             with torch.no_grad():
                 return nn.Parameter(tensor.to_local())
         return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
     def use_owned_params(self) -> None:
-        """Give the optimizer full parameters: see [Note: one owner per parameter]. Every rank must call it."""
+        """Have the optimizer update full parameters: see [Note: one owner per parameter]. Every rank must call it."""
         if any(is_sharded(tensor) for tensor in self.tensors):
             from plait.optim import OwnedParams
 
@@ -93,35 +101,36 @@ class MasterWeights(ABC):
 
     @property
     def updated(self) -> Sequence[nn.Parameter | None]:
-        """For each parameter the tensor that the optimizer has; None if another rank updates it."""
+        """For each parameter the tensor that this rank's optimizer updates; None if another rank updates it."""
         return self.tensors if self.owned is None else self.owned.updated
 
     def gathered(self, *, gradients: bool = False) -> AbstractContextManager[None]:
-        """Within the block, the optimizer's tensors have the model's current weights; at its end the model gets them.
+        """Within the block, the optimizer's tensors have the model's current weights; at its end they are copied back.
 
-        Every rank must enter it.
+        `gradients`: they have the step's gradients, too. Does nothing unless there are `owned` parameters. Every rank
+        must enter it.
         """
         return nullcontext() if self.owned is None else self.owned.gathered(gradients=gradients)
 
     @abstractmethod
     def gather_gradients(self) -> list[Tensor]:
-        """Set the gradients of the optimizer's tensors; return this rank's shard of each, as plain tensors."""
+        """Set `.grad` of the optimizer's tensors; return this rank's shard of each gradient, as plain tensors."""
 
     def rounded_params(self) -> dict[Tensor, Tensor]:
         """Return for each updated tensor the parameter that `publish` rounds it into.
 
-        An elementwise optimizer may write it there itself. Empty if nothing is rounded.
+        An elementwise optimizer may write it there itself (`OnePassAdam`). Empty if no parameter is rounded.
         """
         return {}
 
     def publish(self) -> None:  # noqa: B027  # most share storage with the model
-        """Copy the updated tensors to the model's parameters."""
+        """Copy the updated tensors to the model's parameters, in their dtype."""
 
     def settle(self) -> None:  # noqa: B027  # most updates are complete when they return
         """Wait until the model has the weights of the last update."""
 
     def publish_frozen(self) -> None:
-        """Copy `frozen`, which only loading changes, to the model."""
+        """Copy the tensors of `frozen` to the model; needed after a checkpoint was loaded into them."""
         with torch.no_grad():
             for param, whole in self.frozen.items():
                 param.copy_(whole)
@@ -132,36 +141,36 @@ class MasterWeights(ABC):
             param.grad = None
 
     def gradient_of(self, name: str) -> Tensor:
-        """Return this rank's gradient, a view of its bucket; only if there are `buckets`."""
+        """Return this rank's gradient of a named parameter, a view of its bucket; only if there are `buckets`."""
         assert self.buckets is not None
         return self.buckets.view_of(self.names.index(name))
 
     def gradient(self, index: int) -> Tensor | None:
-        """Return the gradient of this step; None if it has none (any more)."""
+        """Return the gradient of one parameter in this step; None if there is none, or it was freed."""
         return self.tensors[index].grad
 
     def readable(self) -> AbstractContextManager[None]:
-        """Within the block, the tensors and the optimizer's state can be read, wherever they are stored."""
+        """Within the block, the tensors and the optimizer's state can be read, also if they are stored in files."""
         return nullcontext()
 
     def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
-        """Allocate optimizer states of the parameters' shapes in files, if they are stored in files.
+        """Allocate the optimizer states that are stored in files; `wanted` has a function per parameter and state.
 
-        Returns the indices of the parameters for which that was done.
+        Returns the indices of the parameters whose states are in files; the caller allocates the others.
         """
         return frozenset()
 
     def local(self, index: int) -> Tensor:
-        """Return this rank's shard of one tensor."""
+        """Return this rank's shard of one of `tensors`, as a plain tensor."""
         return to_local(self.tensors[index])
 
     def logical(self, index: int, local: Tensor) -> Tensor:
-        """Return a local tensor, shaped like the optimizer's tensor, as a global tensor."""
+        """Return the global tensor whose shard on this rank is `local`, sharded like the parameter."""
         return dtensor_like(local, self.params[index])
 
 
 class DirectParams(MasterWeights):
-    """One process, and no smaller dtype: the parameters themselves."""
+    """For one process without mixed precision: the optimizer updates the parameters themselves."""
 
     def _make_tensors(self) -> list[nn.Parameter]:
         return self.params
@@ -178,7 +187,7 @@ class DirectParams(MasterWeights):
 
 
 class BucketParams(MasterWeights):
-    """Replicated parameters: gradients come from buckets, weights may be fp32 copies."""
+    """For replicated parameters: gradients are all-reduced in buckets, and cast parameters have fp32 master weights."""
 
     def __init__(
         self,
@@ -239,7 +248,10 @@ class BucketParams(MasterWeights):
 
 
 class ShardedParams(MasterWeights):
-    """Parameters of which some are sharded, and whose gradients are already reduced: this rank's shard of each."""
+    """For parameters sharded by FSDP or `tp`, with gradients in `.grad` that are reduced already.
+
+    The optimizer updates this rank's shards, or the DTensors.
+    """
 
     def _make_tensors(self) -> list[nn.Parameter]:
         return [self._optimizer_param(param) for param in self.params]
@@ -264,8 +276,9 @@ class ShardedParams(MasterWeights):
 
 
 class RoundedParams(MasterWeights):
-    """One process with cast weights and the one-pass optimizer, which reads their gradients and writes them itself.
+    """For one process with cast parameters, fp32 master weights, and `OnePassAdam` as optimizer.
 
+    That optimizer reads gradients in the compute dtype, and writes the cast parameters itself, so neither is copied.
     See `optim.fused_adam` and `LocalGradients` in `distributed`.
     """
 
@@ -300,11 +313,11 @@ class RoundedParams(MasterWeights):
         return grads
 
     def gradient(self, index: int) -> Tensor | None:
-        """Return the gradient of this step; None if it has none (any more)."""
+        """Return the gradient of one parameter in this step; None if there is none, or it was freed."""
         return self._gradients.of(index)
 
     def clear_gradients(self) -> None:
-        """Free gradients and sums."""
+        """Free the gradients, and their sums over micro-batches."""
         super().clear_gradients()
         self._gradients.clear()
         for tensor in self.tensors:
@@ -324,9 +337,9 @@ class RoundedParams(MasterWeights):
 def replicate(
     given: Preparation, module: nn.Module, *, elementwise: bool, leaves: bool
 ) -> tuple[Gradients | None, MasterWeights]:
-    """Return the gradient collector of a model at ZeRO stage 0, if one is needed, and its master weights.
+    """Return the gradient collector of a model that FSDP does not shard (None if none is needed), and master weights.
 
-    `leaves`: gradients may stay as the backward pass computes them, if that is exact.
+    `leaves`: each step has one backward pass, so its gradients need no buffer to be summed in.
     """
     layout, policy = given.world.layout, given.policy
     rounds = policy.mixed and policy.master
@@ -337,7 +350,7 @@ def replicate(
             return None, ShardedParams(names, params, elementwise=elementwise)
         return None, DirectParams(names, params)
     masters = [rounded.get(param) for param in params]
-    # A checkpoint holds their original values, in every layout.
+    # Kept because a checkpoint holds the values before casting, in every layout.
     frozen = {param: data for param, data in rounded.items() if not param.requires_grad}
     alone = leaves and layout.size == 1 and given.config.train.clip_value is None
     if alone and is_one_pass(given.config.optim, [rounded.get(param, param) for param in params]):
@@ -348,7 +361,7 @@ def replicate(
 
 
 def make_buckets(given: Preparation, params: list[nn.Parameter]) -> GradientBuckets:
-    """Return buckets that sum each gradient over the ranks with other data. Every rank must call it."""
+    """Return buckets that sum each gradient over the ranks that read other data. Every rank must call it."""
     world, policy = given.world, given.policy
     # Both groups are created on every rank: one pipeline stage may have experts, and another none.
     dense = world.group("dp_replicate", "dp_shard", "ep", "cp")

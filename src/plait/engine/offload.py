@@ -1,4 +1,7 @@
-"""Offloading in the native engine: master weights in host memory or files, and how `prepare` moves them there."""
+"""Offload in the native engine: master weights in host memory or files, and how `prepare` moves them there.
+
+`optim/offload.py` has the store itself, `Offload`, and its updates.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,10 @@ from plait.optim import (
 
 
 class OffloadedParams(MasterWeights):
-    """Master weights in host memory or in files, one tensor for this rank's shard of each parameter.
+    """Master weights in host memory or in files: one tensor for this rank's shard of each parameter.
 
-    Gradients arrive as they are computed (`StreamedGradients`), from buckets that sum them over ranks, or, without
-    either, from the parameters once they are complete.
+    Gradients are queued for the copy to the host: with `streamed`, each as soon as the backward pass has computed it
+    (`StreamedGradients`); else at the end of the step, from the buckets that all-reduce them, or from `.grad`.
     """
 
     shows_gradients = False
@@ -77,7 +80,7 @@ class OffloadedParams(MasterWeights):
         return self.store.masters
 
     def gather_gradients(self) -> list[Tensor]:
-        """Queue all gradients for the copy to the host; returns none, since the queue owns them."""
+        """Queue all gradients for the copy to the host; return an empty list, since the queue owns them."""
         if not self._streamed and not self._gathered:
             with torch.no_grad():
                 for index, param in enumerate(self.params):
@@ -91,11 +94,11 @@ class OffloadedParams(MasterWeights):
         return to_local(torch.zeros_like(param)) if param.grad is None else local_grad(param.grad, param)
 
     def gradient(self, index: int) -> Tensor | None:
-        """Return the gradient of this step; None if it has none (any more)."""
+        """Return the gradient of one parameter in this step; None if there is none, or it was freed."""
         return self.store.gradient_queue.of(index)
 
     def clear_gradients(self) -> None:
-        """Free the gradients of a skipped step; an update frees the others."""
+        """Free the gradients of a skipped step; those of other steps are freed by the update."""
         super().clear_gradients()
         self.store.gradient_queue.drop()
         self._gathered = False
@@ -105,15 +108,15 @@ class OffloadedParams(MasterWeights):
         return self.store.gradient_queue.norms()
 
     def publish(self) -> None:
-        """Copy the masters, which were set from outside, to the model."""
+        """Copy the master weights to the model, after they were loaded or written to."""
         self.store.publish()
 
     def settle(self) -> None:
-        """Wait for the pending update."""
+        """Wait until no update is pending and the model has the new weights."""
         self.store.settle()
 
     def publish_frozen(self) -> None:
-        """Copy the frozen weights to the model, wherever these are stored."""
+        """Copy the frozen weights to the model, also if the model's own weights are offloaded."""
         stream = self.store.stream
         with torch.no_grad():
             for param, whole in self.frozen.items():
@@ -124,27 +127,27 @@ class OffloadedParams(MasterWeights):
                     stream.put(location, to_local(whole).to(param.dtype))
 
     def local(self, index: int) -> Tensor:
-        """Return this rank's shard of one tensor; one in a file as a memory map."""
+        """Return this rank's shard of one master weight; one in a file as a memory map."""
         return self.store.weight(index)
 
     def readable(self) -> AbstractContextManager[None]:
-        """Within the block, masters and states can be read."""
+        """Within the block, master weights and optimizer states can be read; those in files are memory maps."""
         return self.store.readable()
 
     def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> frozenset[int]:
-        """Create files for the states that a checkpoint is about to fill; return the indices of these parameters."""
+        """Create the files of states that a checkpoint will be loaded into; return the indices of their parameters."""
         self.store.allocate_states(wanted)
         return frozenset(index for index in wanted if self.store.in_files(index))
 
 
 class OffloadedUpdater(Updater):
-    """Decides as `Updater` does, and starts an update that runs while training continues."""
+    """An `Updater` that reads the norm on the host and then starts an update that runs in the background."""
 
     _master_weights: OffloadedParams
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.stays_on_device = False  # the host must know the norm to begin
+        self.stays_on_device = False  # the host needs the norm before it can start the update
 
     def _norm(self, grads: list[Tensor]) -> float:
         return norm_of(self._master_weights.norms(), self._master_weights.norm_group, self._master_weights.norm_weights)
@@ -154,7 +157,11 @@ class OffloadedUpdater(Updater):
 
 
 class Offloading:
-    """Moves the weights of a model to the host or to files while `prepare` builds it."""
+    """Moves the weights of a model to the host or to files during `prepare`, so that the device never holds them all.
+
+    Order of calls: `keep_initial_values` and `store_initial_values` per stage (for a model that already has values),
+    `open` once parameters are allocated, `keep` for each parameter that is initialized or loaded, `master_weights`.
+    """
 
     def __init__(self, given: Preparation) -> None:
         config, world, policy = given.config, given.world, given.policy
@@ -167,7 +174,7 @@ class Offloading:
         self._world = world
         self._log = given.log
         self.rounds = policy.mixed and policy.master
-        """Whether the model computes with weights of a smaller dtype."""
+        """Whether the model computes with weights rounded to a smaller dtype than the master weights."""
         self._policy = policy
         self._initial_values: dict[str, Tensor] = {}
         self._kept: dict[nn.Parameter, Tensor] = {}
@@ -176,15 +183,15 @@ class Offloading:
         self._streams = CopyStreams(world.device, fake=world.fake)
         self._stream = _param_stream(config, self._streams)
         self.take_params = None if self._stream is None else self._stream.take
-        """Takes over the weights of a wrapped module that do not stay on the device; None if all stay."""
+        """A function that moves the weights of an FSDP-wrapped module off the device; None if all of them stay."""
 
     def keep_initial_values(self, module: nn.Module) -> None:
-        """Keep the values of a model that came with values, before they are cast or moved."""
+        """Keep the values of a model that is not on the meta device, before they are cast or moved."""
         if self.rounds or self._stream is not None:
             self._initial_values |= {name: param.data for name, param in module.named_parameters() if not param.is_meta}
 
     def store_initial_values(self, stage_module: nn.Module) -> None:
-        """Store the values kept by `keep_initial_values`, now that parameters are sharded."""
+        """Store this rank's shards of the values kept by `keep_initial_values`; call it after sharding."""
         if self._stream is not None and self._initial_values:
             for wrapped in [wrapped for wrapped in stage_module.modules() if hasattr(wrapped, "unshard")]:
                 self._stream.take(wrapped)
@@ -197,7 +204,7 @@ class Offloading:
     def keep(self, param: nn.Parameter, full: Tensor) -> bool:
         """Store this rank's shard of the fp32 values of a parameter; see `materialize.Keep`.
 
-        Returns whether the parameter itself does not need them.
+        Returns whether the parameter's own weights are offloaded, so that the caller need not set them.
         """
         location = None if self._stream is None else self._stream.location_of(param)
         with torch.no_grad():
@@ -214,7 +221,10 @@ class Offloading:
         return location is not None
 
     def open(self, model: nn.Module, units: Sequence[Sequence[WrapUnit]]) -> None:
-        """Allocate the store of a model's trained weights, and move the values kept so far into it."""
+        """Allocate the store of a model's trained weights, and move the values kept so far into it.
+
+        Raises `ConfigError` if host memory or disk is too small.
+        """
         names, params = trainable(model)
         offload = self._config.strategy.offload
         with torch.no_grad():
@@ -248,7 +258,7 @@ class Offloading:
                 self.store.keep(self._index_of[param], self._kept.pop(param))
 
     def _on_device(self) -> bool:
-        """Whether the device computes the update; the same on all ranks, since some may hold the same weights."""
+        """Return whether the device computes the update. All ranks decide alike: replicas must have equal weights."""
         world = self._world
         mine = updates_on_device(
             self._config,
@@ -269,10 +279,10 @@ class Offloading:
         collectors: Sequence[Gradients],
         compiled: Sequence[nn.Module],
     ) -> tuple[Gradients | None, OffloadedParams]:
-        """Return the gradient collector and the master weights; the model's weights must have their values.
+        """Return the gradient collector and the master weights; the model must be initialized already.
 
-        `stage_modules` are the pipeline stages that `model` is joined from, or the model alone; `collectors` are those
-        of sharded modules.
+        `stage_modules` are the pipeline stages that `model` is joined from, or the model alone; `units` are their FSDP
+        wrap units. `collectors` are the gradient collectors of sharded modules.
         """
         store = self.store
         assert store is not None
@@ -289,11 +299,13 @@ class Offloading:
             }
         self._kept = {}
         inner: Gradients | None = combine_collectors(collectors) if collectors else buckets
-        # In a pipeline, stages that share a weight first sum its gradients, which they read from the parameters.
+        # Not in a pipeline: there the gradients of weights that stages share are first summed in `.grad`.
         streamed = buckets is None and self._world.layout.pp == 1
         master_weights = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets)
         if compiled or self._config.strategy.forward_prefetch:
-            master_weights.before_forward = store.settle  # compiled code and prefetched modules have no hook to wait in
+            # A compiled module, or one that is gathered ahead of its forward pass, has no hook that could wait for its
+            # own weights: wait for all of them before the forward pass.
+            master_weights.before_forward = store.settle
         else:
             for module, mine in zip(stage_modules, units, strict=True):
                 self._wait_by_unit(module, mine, params)
@@ -307,7 +319,7 @@ class Offloading:
         return collector, master_weights
 
     def _buckets(self, params: list[nn.Parameter]) -> GradientBuckets | None:
-        """Return what sums gradients over replicas, and over stages that share a weight; None if nothing is summed."""
+        """Return buckets that sum gradients over replicas, and over stages that share a weight; None if not needed."""
         layout = self._world.layout
         if layout.replicas == 1 and layout.pp == 1:
             return None
@@ -317,7 +329,7 @@ class Offloading:
         return self._policy.reduce if tensor.dtype == self._policy.compute else tensor.dtype
 
     def _wait_by_unit(self, module: nn.Module, units: Sequence[WrapUnit], params: Sequence[nn.Parameter]) -> None:
-        """Let the forward pass of each wrapped module wait for its weights."""
+        """Have the forward pass of each wrapped module wait for the update of its own weights."""
         index_of = {id(param): index for index, param in enumerate(params)}
         inside: set[int] = set()
         for unit in units:
@@ -339,19 +351,19 @@ class Offloading:
 
 
 class UpdateAwareBuckets:
-    """Gradient buckets that a pending update may still read: the next backward pass waits for the update first."""
+    """Gradient buckets whose next backward pass first waits for the background update, which still reads them."""
 
     def __init__(self, buckets: GradientBuckets, store: Offload) -> None:
         self._buckets = buckets
         self._store = store
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch, after the pending update."""
+        """Wait for the pending update, then prepare the buckets for the backward pass of one micro-batch."""
         self._store.finish()
         self._buckets.before_backward(last=last)
 
     def finish(self) -> None:
-        """Complete the step's gradients."""
+        """Wait until the step's gradients are reduced."""
         self._buckets.finish()
 
 
@@ -371,6 +383,9 @@ def offload_folder(config: RunConfig) -> Path:
 
 
 def _order(params: Sequence[nn.Parameter], units: Sequence[WrapUnit]) -> list[int]:
-    """Return the order in which the forward pass uses parameters: first those outside of wrapped modules."""
+    """Return the parameters' indices in the order in which the forward pass uses them: by wrap unit.
+
+    Parameters outside of wrapped modules (embeddings) come first.
+    """
     sample_unit = {id(param): number for number, unit in enumerate(units) for param in unit.module.parameters()}
     return sorted(range(len(params)), key=lambda index: (sample_unit.get(id(params[index]), -1), index))

@@ -1,4 +1,8 @@
-"""`recompute: auto`: choose what each wrapped module recomputes, before the model has memory."""
+"""`recompute: auto`: choose what each FSDP wrap unit recomputes so that a step fits into the device's memory.
+
+The choice is made before parameters are allocated. A wrapped module, or unit, is a submodule that is sharded, compiled
+and recomputed as one, usually a block. *Products* are the matrix multiplications outside of attention.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +41,26 @@ _LEVEL_TEXTS: dict[RecomputeLevel, str] = {
 
 @dataclass(frozen=True, slots=True)
 class FullModelActivations:
-    """The activations that a model keeps for its backward pass, before it is distributed over ranks.
+    """The activations that the full model keeps for its backward pass, counted before it is distributed over ranks.
 
-    [Note: counted while it is whole] Distributed layers communicate, and a pipeline stage cannot run a micro-batch by
-    itself. So activations are counted before, which is an upper bound for a rank: tensor parallelism shards the inside
-    of layers, and only one stage has the logits.
+    [Note: counted while it is whole] Activations are counted by running a micro-batch on fake tensors. That does not
+    work after the model is distributed: its layers communicate, and a pipeline stage cannot run a micro-batch alone. So
+    the full model is counted first, which gives an upper bound for a rank: tensor parallelism also shards activations
+    inside of layers, and only one stage has the logits.
     """
 
     units: Mapping[str, UnitMemory]
+    """What each wrapped module keeps, by name."""
     outside: int
+    """Bytes kept outside of all wrapped modules."""
     transient: int
+    """Bytes that exist only at the end of the forward pass, in addition."""
 
     def of(self, units: Sequence[WrapUnit], ranks: int, times: int) -> Activations:
-        """Return what these wrapped modules keep of rows shared by `ranks`, with `times` micro-batches in flight."""
+        """Return the activations of these wrapped modules on one rank.
+
+        `ranks` split the tokens of a micro-batch between them; `times` micro-batches are in flight at the same time.
+        """
         empty = UnitMemory()
         units_memory = [_scaled(self.units.get(unit.name, empty), times / ranks) for unit in units]
         return Activations(units_memory, outside=self.outside // ranks, transient=self.transient // ranks)
@@ -82,9 +93,9 @@ def choose_recompute_levels(
     late_gradients: bool,
     full_model: FullModelActivations | None,
 ) -> list[list[RecomputeLevel]]:
-    """Return for each stage what each wrapped module recomputes, and log it.
+    """Return for each stage the level of each wrapped module, and log a summary; empty lists unless `recompute: auto`.
 
-    `late_gradients`: gradients exist from their backward pass to the update only.
+    `late_gradients`: gradients are not kept in memory between steps, but allocated by each backward pass.
     """
     config, world = given.config, given.world
     if config.strategy.recompute.mode != "auto":
@@ -114,7 +125,7 @@ def choose_recompute_levels(
 
 
 def gradients_are_transient(given: Preparation) -> bool:
-    """Whether one process keeps each gradient as the backward pass computed it, for steps of one micro-batch."""
+    """Whether each backward pass allocates the gradients anew, for one process and steps of one micro-batch."""
     config, world, policy = given.config, given.world, given.policy
     if world.layout.size > 1 or config.train.clip_value is not None:
         return False
@@ -125,23 +136,23 @@ def gradients_are_transient(given: Preparation) -> bool:
 
 
 _HEADROOM = {"cuda": 0.96, "cpu": 0.9}
-"""Shares of the memory that are used; the rest is for other workspaces and for fragmentation. On CUDA, expandable
-segments leave little of the latter; see `distributed.device`. On a host other processes need memory too."""
+"""The fraction of the free memory that is used; the rest is for other workspaces and for fragmentation. On CUDA,
+expandable segments leave little fragmentation; see `distributed.device`. On a host, other processes need memory too."""
 _WORKSPACES = 2 * 32 * 2**20
 """Workspaces of cuBLAS: one for the thread of the forward pass, one for that of the backward pass."""
 _AT_WORK = 0.5
-"""Intermediate gradients inside a wrapped module take about this share of its activations."""
+"""Intermediate gradients inside a wrapped module take about this fraction of the bytes of its activations."""
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one rank besides activations."""
+    """The memory of one rank besides activations."""
 
     steady: float
-    """Weights, optimizer state, and gradients if those persist."""
+    """Bytes of weights, optimizer state, and of gradients if they stay allocated between steps."""
     gradient: float
-    """Bytes per element of gradients that exist from the backward pass to the update only; 0 if they persist."""
+    """Bytes per element of gradients, if each backward pass allocates them; 0 if they stay allocated."""
     outside: int
-    """Elements of trained parameters outside of all wrapped modules."""
+    """The number of elements of trained parameters outside of all wrapped modules."""
 
 
 def recompute_levels(
@@ -154,10 +165,10 @@ def recompute_levels(
     late_gradients: bool = False,
     activations: Activations | None = None,
 ) -> list[RecomputeLevel]:
-    """Return what each wrapped module recomputes so that a step fits the budget: the least possible, cheapest first.
+    """Return the level of each wrapped module with which a step fits into the budget, with the least recompute.
 
-    `late_gradients`: each backward pass allocates them anew, in the compute dtype. `activations`: counted before the
-    model was distributed over ranks; absent: counted here.
+    `late_gradients`: each backward pass allocates gradients anew, in the compute dtype. `activations`: counted before
+    the model was distributed over ranks; None: they are counted here.
     """
     if activations is None:
         activations = measure(module, units, example, config, world)
@@ -166,7 +177,10 @@ def recompute_levels(
 
 
 def measure(module: nn.Module, units: Sequence[WrapUnit], example: Any, config: RunConfig, world: World) -> Activations:
-    """Count the activations of one micro-batch; refused without one, or if the model fails on fake tensors."""
+    """Return the activations of one micro-batch, counted on fake tensors.
+
+    Raises `ConfigError` if there is no micro-batch, or the model fails on fake tensors.
+    """
     path = "strategy.recompute.mode"
     if example is None:
         message = "'auto' needs one micro-batch to measure, and none is given"
@@ -182,7 +196,10 @@ def measure(module: nn.Module, units: Sequence[WrapUnit], example: Any, config: 
 
 
 def choose(activations: Activations, states: StateBytes, budget: float) -> list[RecomputeLevel]:
-    """Return what each wrapped module recomputes for a step to take at most `budget` bytes."""
+    """Return the level of each wrapped module with which a step takes at most `budget` bytes.
+
+    If none does: `full` for all.
+    """
     levels: list[RecomputeLevel] = ["none"] * len(activations.units)
     for index, level in _reductions(activations.units):
         if peak_bytes(activations, states, levels) <= budget:
@@ -192,17 +209,21 @@ def choose(activations: Activations, states: StateBytes, budget: float) -> list[
 
 
 def _reductions(units: Sequence[UnitMemory]) -> Iterator[tuple[int, RecomputeLevel]]:
-    """Yield every reduction, cheapest first. The first modules keep their activations longest, so they go first."""
+    """Yield (module index, level) in the order in which levels are raised: the cheapest recompute per byte first.
+
+    At each level the first modules come first, since their activations are kept longest.
+    """
     yield from ((index, "cheap") for index, unit in enumerate(units) if kept_bytes(unit, "cheap") < unit.saved)
     for index, unit in enumerate(units):
-        # Operations per byte, compared by cross multiplication: either may be zero.
+        # If recomputing attention takes more FLOPs per byte than recomputing products, recompute only the products
+        # first. Ratios are compared by cross multiplication, since either number of bytes may be zero.
         if unit.attention_flops * unit.products > unit.product_flops * unit.attention > 0:
             yield index, "attention"
     yield from ((index, "full") for index in range(len(units)))
 
 
 def kept_bytes(unit: UnitMemory, level: RecomputeLevel) -> int:
-    """Return the bytes that a wrapped module keeps between its forward and its backward pass."""
+    """Return the bytes that a wrapped module with this level keeps between its forward and its backward pass."""
     return {
         "none": unit.saved,
         "cheap": unit.inputs + unit.products + unit.attention,
@@ -212,7 +233,7 @@ def kept_bytes(unit: UnitMemory, level: RecomputeLevel) -> int:
 
 
 def peak_bytes(activations: Activations, states: StateBytes, levels: Sequence[RecomputeLevel]) -> float:
-    """Return the peak memory of a step: at the end of the forward pass, or in the backward pass of a wrapped module."""
+    """Return the peak bytes of a step, which are reached at the end of the forward pass, or in a module's backward."""
     sizes = [kept_bytes(unit, level) for unit, level in zip(activations.units, levels, strict=True)]
     total = states.steady + activations.outside + sum(sizes)
     highest = total + activations.transient
@@ -251,7 +272,7 @@ def _budget(module: nn.Module, config: RunConfig, world: World) -> float:
     if device.type != "cuda":
         return psutil.virtual_memory().available * _HEADROOM["cpu"] / world.ranks.local_size
     free = torch.cuda.mem_get_info(device)[0]
-    # Memory that this process has reserved can be used, except what others than the model hold.
+    # Memory that this process has reserved can be used, except for tensors other than the model's parameters.
     model_bytes = sum(param.nbytes for param in module.parameters() if param.device.type == "cuda")
     others = max(torch.cuda.memory_allocated(device) - model_bytes, 0)
     return (free + torch.cuda.memory_reserved(device) - others) * _HEADROOM["cuda"] - _WORKSPACES

@@ -1,4 +1,10 @@
-"""Offloaded optimizer state: fp32 weights, gradients and states of this rank in host memory or in files."""
+"""Offloaded optimizer state: this rank's fp32 weights, gradients and optimizer states in host memory or in files.
+
+Terms: *masters* are the fp32 weights that the optimizer updates; *states* are the optimizer's, such as Adam's moments.
+Both are stored in *buckets* of several parameters, which are updated one at a time. The *home* of a bucket is where its
+masters and states are stored: `device`, `cpu` (host memory) or `nvme` (files). `targets` are the weights that the model
+computes with, into which updated masters are rounded.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +46,7 @@ from plait.optim.swapper import HOST_BUFFERS, NvmeSwapper
 from plait.optim.wrap import bare_step
 from plait.torch_internals import foreach_mul_, storage_key
 
-# The update of one bucket: by the optimizer itself, or by a kernel that does the same in one pass.
+# The update of one bucket: by the optimizer itself, or by a kernel that also casts gradients and rounds weights.
 
 
 @torch.no_grad()
@@ -52,9 +58,9 @@ def step_bucket(
     clip_value: float | None,
     threads: ThreadPool | None = None,
 ) -> None:
-    """Update the masters of a bucket with `grads` times `factor`, and round each into its tensor of `rounded`, if any.
+    """Update the masters of a bucket with `grads` times `factor`; copy each to its tensor in `rounded`, unless None.
 
-    `threads` run the one-pass kernel, if it applies.
+    `threads` run the one-pass CPU kernel, if it supports the optimizer (`_in_one_pass`).
     """
     optimizer = bucket.optimizer
     assert optimizer is not None
@@ -70,7 +76,10 @@ def step_bucket(
 def _in_one_pass(
     optimizer: Optimizer, bucket: Bucket, grads: Sequence[Tensor], rounded: Sequence[Tensor | None]
 ) -> bool:
-    """Whether the kernel that widens gradients and rounds weights in the same pass applies, and saves something."""
+    """Whether to use the one-pass CPU kernel, which casts gradients to fp32, updates, and rounds weights in one loop.
+
+    It supports Adam and AdamW with `fused`, and saves time only if gradients or weights are not fp32.
+    """
     first = bucket.masters[0]
     if type(optimizer).step not in (Adam.step, AdamW.step) or first.device.type != "cpu":
         return False
@@ -137,39 +146,43 @@ def _step_any(optimizer: Any, bucket: Bucket, grads: Sequence[Tensor], factor: f
 
 # The update of offloaded weights on the device: states are copied to it (H2D), updated, and copied back (D2H).
 #
-# [Note: why states travel] An update does a few operations per element, so memory bandwidth decides. Cores read and
-# write 28 bytes of host memory per element of AdamW. A link moves 12 to the device and 12 back, both ways at once, with
-# 8-bit moments half of that; there the arithmetic is free, while on cores it takes longer than their memory accesses.
-# Also, the new weights are then already on the device.
+# [Note: why states travel] An update does a few operations per element, so its time is that of its memory accesses. On
+# the CPU, AdamW reads and writes 28 bytes of host memory per element. With the update on the GPU, PCIe or NVLink moves
+# 12 bytes to the GPU and 12 back, in both directions at the same time; with 8-bit moments, half of that. With these the
+# GPU's arithmetic takes no extra time, while on the CPU it takes longer than the memory accesses. Also, the new weights
+# are then already on the GPU.
 #
 # [Note: three device buffers] Tensors are copied in pieces of some rows, so the device memory for this does not grow
-# with the model: one piece is copied in while one is updated and one is copied back. Streams keep them in order; the
-# host waits for nothing, except when a piece is then written to a file.
+# with the model: one piece is copied in while another is updated and a third is copied back. CUDA events order the
+# three streams; the host does not wait, except before it writes a bucket to its file.
 
 
 PIECE = 1 << 24
-"""Elements that are copied as one piece."""
+"""The largest number of elements in one piece."""
 DEVICE_BUFFERS = 3
 _GRADIENT_BYTES = 4
 """Bytes per gradient element, at most: gradients summed over micro-batches or ranks are fp32."""
 _ALIGNMENT = 512
-"""Tensors in a buffer begin at multiples of so many bytes, as in torch's allocator."""
+"""Tensors in a buffer begin at multiples of this number of bytes, as in torch's allocator."""
 
 
 class BucketRows(NamedTuple):
-    """Some rows of a bucket's tensor."""
+    """Some rows of one of a bucket's tensors."""
 
     tensor_index: int
-    """Which of the bucket's tensors."""
+    """The position of the tensor in the bucket."""
     rows: slice
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these rows of a tensor; a scalar is returned as it is."""
+        """Return a view of these rows of a tensor; a scalar is returned unchanged."""
         return tensor[self.rows] if tensor.ndim else tensor
 
 
 def split_into_pieces(shapes: Sequence[torch.Size], most: int) -> list[list[BucketRows]]:
-    """Split tensors into pieces of at most `most` elements, or of one longer row; small tensors share a piece."""
+    """Split tensors of these shapes into pieces of at most `most` elements; return the rows that are in each piece.
+
+    A row with more elements is a piece by itself; small tensors share a piece.
+    """
     pieces: list[list[BucketRows]] = [[]]
     free = most
     for index, shape in enumerate(shapes):
@@ -190,42 +203,45 @@ def split_into_pieces(shapes: Sequence[torch.Size], most: int) -> list[list[Buck
 
 
 class _DeviceBuffer:
-    """Memory of the device for one piece at a time."""
+    """Device memory that is reused for one piece after another."""
 
     def __init__(self, streams: CopyStreams, size: int) -> None:
         self._streams = streams
         self._memory = torch.empty(size, dtype=torch.uint8, device=streams.device)
         self._taken = 0
         self.copied_back: Any = None
-        """The event after which the last contents have been copied back."""
+        """The event after the last piece in this buffer was copied back to the host."""
 
     def reserve(self, size: int) -> None:
-        """Begin a piece of `size` bytes, in a larger allocation if needed; the last one must have been copied back."""
+        """Begin a new piece of `size` bytes, with a larger allocation if needed.
+
+        The current stream must already wait for `copied_back`.
+        """
         self._taken = 0
         if size > self._memory.numel():
             self.wait()
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._streams.device)
 
     def copy_in(self, tensor: Tensor) -> Tensor:
-        """Return a device copy of a host tensor, asynchronously copied."""
+        """Return a copy of a host tensor in this buffer; it is copied asynchronously, on the current stream."""
         begin, size = self._taken, tensor.numel() * tensor.element_size()
         self._taken += -(-size // _ALIGNMENT) * _ALIGNMENT
         held = self._memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
         return held.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until the last contents have been copied back."""
+        """Block until the last piece was copied back."""
         if self.copied_back is not None:
             self.copied_back.synchronize()
 
 
 def device_buffer_bytes(largest: float, state_bytes: float) -> float:
-    """Return the device memory that updates on the device take if a bucket has at most `largest` elements."""
+    """Return the bytes of device memory for `DeviceUpdates`, if a bucket has at most `largest` elements."""
     return DEVICE_BUFFERS * min(PIECE, largest) * (4 + state_bytes + _GRADIENT_BYTES)
 
 
 class DeviceUpdates:
-    """Updates buckets whose state is in host memory, on the device; see [Note: three device buffers]."""
+    """Computes the updates of buckets on the device, with states in host memory; see [Note: three device buffers]."""
 
     def __init__(self, streams: CopyStreams, *, largest: int, state_bytes: float) -> None:
         """`largest`: elements of the largest bucket; `state_bytes`: bytes of optimizer state per element."""
@@ -233,22 +249,23 @@ class DeviceUpdates:
         size = int(device_buffer_bytes(largest, state_bytes) / DEVICE_BUFFERS)
         self._buffers = [_DeviceBuffer(streams, size) for _ in range(DEVICE_BUFFERS)]
         self._h2d, self._compute, self._d2h = (streams.new_stream() for _ in range(3))
-        streams.wait_on(self._h2d, streams.record())  # the buffers' memory may have been in use until now
+        streams.wait_on(self._h2d, streams.record())  # earlier kernels may still use the memory of the new buffers
         self._turn = 0
         self._constants: dict[tuple[int, torch.device], tuple[Any, Any]] = {}
         self._pinned_states: set[int] = set()
-        """Parameters whose state lies in pinned memory."""
+        """The `id`s of the masters whose state is known to be in pinned memory."""
 
     def forget(self) -> None:
-        """States were replaced: check again whether they are pinned."""
+        """Check again whether states are in pinned memory; call it after they were replaced (loaded)."""
         self._pinned_states.clear()
 
     def update(
         self, bucket: Bucket, sent: Sequence[OffloadedGradient], factor: float, clip_value: float | None, computed: Any
     ) -> None:
-        """Update a bucket with these gradients times `factor`, after the event `computed`; returns before it is done.
+        """Start the update of a bucket with the gradients `sent` times `factor`, after the event `computed`.
 
-        `bucket.published` is the event after which the model's weights are written, too.
+        Returns before the update is done. Sets `bucket.published`, the event after the model's weights were written,
+        and `bucket.home`, the event after masters and states were copied back to the host.
         """
         new: dict[int, dict[str, Any]] = {}
         scalars: dict[int, dict[str, Tensor]] = {}
@@ -265,7 +282,7 @@ class DeviceUpdates:
             self._pinned_states.update(id(master) for master in bucket.masters)
 
     def settle(self) -> None:
-        """Wait until everything is copied back."""
+        """Block until masters and states of all updates are copied back to the host."""
         for buffer in self._buffers:
             buffer.wait()
 
@@ -341,7 +358,10 @@ class DeviceUpdates:
     def _host_state(
         self, bucket: Bucket, chunk: BucketRows, state: Mapping[str, Any], new: dict[int, dict[str, Any]]
     ) -> Any:
-        """Return the host tensors that a state is copied back to: the existing ones, or new ones."""
+        """Return the host tensors that a state is copied back to, by key.
+
+        Those of the current state if dtypes match and they are pinned; else new ones, which are collected in `new`.
+        """
         assert bucket.optimizer is not None
         master = bucket.masters[chunk.tensor_index]
         if chunk.tensor_index not in new:
@@ -364,13 +384,13 @@ class DeviceUpdates:
         return dict(state_tensors(new[chunk.tensor_index]))
 
     def _is_pinned(self, bucket: Bucket, master: Tensor, known: Mapping[str, Tensor]) -> bool:
-        """Whether a state lies in pinned memory; one that was loaded does not."""
+        """Whether a state is in pinned memory; a state loaded from a checkpoint is not."""
         if bucket.span.home != "cpu" or id(master) in self._pinned_states:
             return True
         return all(self._streams.copies_asynchronously(leaf) for leaf in known.values())
 
     def _constant_on(self, device: torch.device) -> Callable[[Any], Any]:
-        """Return what moves the tables that states refer to, each once."""
+        """Return a function that copies the lookup tables of 8-bit states to a device; each table is copied once."""
 
         def move(value: Any) -> Any:
             key = id(value), device
@@ -385,7 +405,7 @@ class DeviceUpdates:
 def _buffer_sizes(
     bucket: Bucket, piece: Sequence[BucketRows], states: Sequence[Mapping[str, Any]], sent: Sequence[OffloadedGradient]
 ) -> Iterator[int]:
-    """Yield the bytes of a buffer that each tensor takes, at most."""
+    """Yield the bytes that each tensor of a piece may take in a device buffer."""
     for chunk, state in zip(piece, states, strict=True):
         tensors = [
             bucket.masters[chunk.tensor_index].data,
@@ -398,7 +418,10 @@ def _buffer_sizes(
 
 
 def _optimizer_over(optimizer: Optimizer, device_params: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Return a copy of an optimizer over `device_params` in place of some of its parameters, without state."""
+    """Return a copy of an optimizer, without state, that updates only the parameters in `device_params`.
+
+    `device_params` has the device copies by the `id` of the optimizer's parameters.
+    """
     other = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
     other.param_groups = [
@@ -424,7 +447,7 @@ def _scalars_on_device(state: Mapping[str, Any], optimizer: Optimizer, device_pa
 
 
 def _keep_scalars(state: dict[str, Any], counted: Mapping[str, Tensor]) -> None:
-    """Take over the scalars of a piece; the step count is incremented without reading it from the device."""
+    """Copy the scalars of a piece to the state; a step count on the device is not read: one is added instead."""
     for key, value in counted.items():
         known = state.setdefault(key, torch.zeros((), dtype=value.dtype))
         if key == "step" and value.device != known.device:
@@ -435,19 +458,19 @@ def _keep_scalars(state: dict[str, Any], counted: Mapping[str, Tensor]) -> None:
 
 # The update of offloaded weights: bucket by bucket, on a separate thread.
 #
-# [Note: what overlaps with what] Gradients are copied from the device while the backward pass still runs. Whether a
-# step is applied is known after the last of them: the norm is needed for clipping and for skipping non-finite steps.
-# From then on the buckets are updated one after another, in the order in which the next forward pass uses them. While
-# one is updated, the weights of the one before are copied to the device, and the files of the next are read. The next
-# forward pass begins at once, and before each wrapped module waits for the buckets of that module.
+# [Note: what overlaps with what] Gradients are copied from the device while the backward pass still runs. The update
+# begins after the last gradient, since the norm of all of them is needed for clipping and to skip non-finite steps.
+# Then the buckets are updated one after another, in the order in which the next forward pass uses their weights. While
+# one bucket is updated, the weights of the previous one are copied to the device, and the files of the next one are
+# read. The next forward pass begins at once; each wrapped module waits for the buckets that contain its weights.
 
 
 _WEIGHT_SCRATCHES = 2
-"""Sets of pinned memory for updated weights: one is filled while the other is copied to the device."""
+"""Pinned buffers for updated weights: one is filled while the other is copied to the device."""
 
 
 class BucketUpdates:
-    """Updates buckets, and copies the new weights to the model."""
+    """Updates all buckets of a step on a separate thread, and copies the new weights to the model."""
 
     def __init__(
         self,
@@ -458,13 +481,17 @@ class BucketUpdates:
         *,
         delayed: bool,
     ) -> None:
-        """`device_updates` computes updates on the device; without it the CPU does."""
+        """`swapper` reads and writes buckets in files. `device_updates` computes updates on the device; None: the CPU.
+
+        `delayed`: the update of a step runs while the next step computes, and the model gets the new weights only
+        after that step; see `strategy.offload.delayed`.
+        """
         self._buckets = buckets
         self._streams = streams
         self._swapper = swapper
         self._device_updates = device_updates
         self._writing_back: Bucket | None = None
-        """A bucket in files that is being copied back from the device."""
+        """A bucket in files that is being copied back from the device, and must then be written to its file."""
         self._delayed = delayed
         self._optimizer: Optimizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plait-offload", initializer=streams.enter_thread)
@@ -477,7 +504,7 @@ class BucketUpdates:
         self._delayed_scratch: dict[int, Scratch] = {}
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Set the optimizer, of which each bucket gets a copy over its masters."""
+        """Set the optimizer; each bucket gets a copy of it that updates the bucket's masters."""
         self._optimizer = optimizer
         for bucket in self._buckets:
             bucket.optimizer = optimizer_for(optimizer, bucket.masters)
@@ -485,7 +512,7 @@ class BucketUpdates:
     # ---- on the thread of the training loop
 
     def begin(self, sent: dict[int, OffloadedGradient], factor: float, clip_value: float | None) -> None:
-        """Start the update of all buckets with these gradients times `factor`."""
+        """Start the update of all buckets with the gradients `sent` (by parameter index) times `factor`."""
         assert self._optimizer is not None
         self.finish()
         self.publish_delayed()
@@ -501,9 +528,10 @@ class BucketUpdates:
                 bucket.update = self._submit(partial(self._update, bucket, grads, factor, clip_value, events))
 
     def wait_for(self, bucket: Bucket, gathering: Any = None) -> None:
-        """Wait until a bucket is updated; copies to the device are waited for by the current stream only.
+        """Block until a bucket is updated on the host; have the current stream wait until its weights are copied.
 
-        `gathering` is another stream that reads the weights.
+        `gathering` is another stream that reads the weights (FSDP's all-gather), and waits too. With `delayed`, does
+        nothing.
         """
         if self._delayed:
             return
@@ -516,7 +544,7 @@ class BucketUpdates:
         bucket.published = None
 
     def finish(self) -> None:
-        """Wait for pending updates."""
+        """Block until no update is pending and files are written."""
         for bucket in self._buckets:
             if bucket.update is not None:
                 bucket.update.result()
@@ -527,7 +555,7 @@ class BucketUpdates:
             self._swapper.settle()
 
     def settle(self) -> None:
-        """Wait until updates are done, the model has the new weights, and files are written."""
+        """Block until no update is pending and files are written, and have the current stream wait for new weights."""
         self.finish()
         self.publish_delayed()
         for bucket in self._buckets:
@@ -535,7 +563,7 @@ class BucketUpdates:
             bucket.published = None
 
     def publish_delayed(self) -> None:
-        """Copy the weights of a delayed update to the model."""
+        """Copy the weights of the previous, delayed update to the model."""
         delayed, self._delayed_weights = self._delayed_weights, []
         self._streams.h2d_wait(self._streams.record())
         for bucket, weights in delayed:
@@ -544,7 +572,7 @@ class BucketUpdates:
             self._streams.wait(bucket.published)
 
     def publish(self) -> None:
-        """Copy all masters to the model, after they were initialized or loaded."""
+        """Copy all masters to the model; called after they were initialized or loaded."""
         self._delayed_weights = []
         if self._device_updates is not None:
             self._device_updates.forget()
@@ -563,7 +591,7 @@ class BucketUpdates:
         if not self._streams.fake:
             return self._thread.submit(work)
         done: Future[None] = Future()
-        done.set_result(None)  # in a plan: the host's work costs the device nothing
+        done.set_result(None)  # in a plan the work is not done: it takes no time on the device
         return done
 
     # ---- on the thread of the updates
@@ -578,7 +606,7 @@ class BucketUpdates:
     ) -> None:
         computed, fetched = events
         if fetched is not None:
-            fetched.synchronize()  # weights that lie on the host may still be copied to the device
+            fetched.synchronize()  # the update overwrites weights on the host, which may still be copied to the device
         files = self._swapper if bucket.span.home == "nvme" else None
         if files is not None:
             files.swap_in(bucket)
@@ -598,7 +626,10 @@ class BucketUpdates:
             self._copy_to_model(bucket, targets)
 
     def _write_back(self, bucket: Bucket, files: NvmeSwapper) -> None:
-        """Write the bucket before this one to its file, now that this one is being updated; the last one at once."""
+        """Write the previously updated bucket to its file, while this one is updated on the device.
+
+        If this one is the last, write it too.
+        """
         assert self._device_updates is not None
         waiting = [self._writing_back] if self._writing_back is not None else []
         self._writing_back = bucket
@@ -610,7 +641,7 @@ class BucketUpdates:
             files.swap_out(written)
 
     def _gradients_on_host(self, bucket: Bucket, sent: Sequence[OffloadedGradient], computed: Any) -> list[Tensor]:
-        """Return the gradients on the host."""
+        """Return the gradients as host tensors; those still on the device are copied to a scratch buffer."""
         scratch = self._gradient_scratch.views([(gradient.tensor.shape, gradient.tensor.dtype) for gradient in sent])
         grads: list[Tensor] = []
         for gradient, copy in zip(sent, scratch, strict=True):
@@ -624,11 +655,14 @@ class BucketUpdates:
         return grads
 
     def _rounded_outputs(self, bucket: Bucket) -> list[Tensor]:
-        """Return the tensors that new weights are rounded into: the model's own weights if those lie on the host."""
+        """Return the host tensors that new weights are rounded into.
+
+        The model's own weights if they are on the host; else views of a pinned buffer, to be copied to the device.
+        """
         needed = [(target.shape, target.dtype) for target in bucket.targets]
         if self._delayed:
             if bucket.published is not None:
-                bucket.published.synchronize()  # the last ones were still being copied
+                bucket.published.synchronize()  # the buffer's previous weights may still be copied to the device
             return self._delayed_scratch.setdefault(id(bucket), Scratch(self._streams)).views(needed)
         scratch = self._weight_scratch[self._turn % _WEIGHT_SCRATCHES]
         self._turn += 1
@@ -660,26 +694,29 @@ class OffloadOptions:
     """Options of `Offload`."""
 
     home: Home
+    """Where buckets are stored by default: `cpu` or `nvme`."""
     limit: int
-    """Elements in one bucket."""
+    """The largest number of elements in one bucket."""
     ratio: float = 0.0
-    """Share whose state stays on the device."""
+    """The fraction of elements whose masters and states stay on the device."""
     host_ratio: float = 0.0
-    """Share whose state stays in host memory, with the home `nvme`."""
+    """With the home `nvme`: the fraction of elements whose masters and states are in host memory instead."""
     state_bytes: float = 8.0
     """Bytes of optimizer state per element."""
     delayed: bool = False
+    """Whether the model gets the weights of an update one step later; see `BucketUpdates`."""
     on_device: bool = False
     """Whether the device computes the update."""
     folder: Path | None = None
-    """For files; only with the home `nvme`."""
+    """The folder of the files; only with the home `nvme`."""
 
 
 class Offload:
-    """fp32 weights, gradients and optimizer state of the trainable parameters, offloaded from the device.
+    """The offloaded masters, gradients and optimizer states of this rank's trainable parameters.
 
-    `masters` are the tensors that the optimizer updates. Parameters are updated in the order of `order`, which should
-    be that in which the forward pass uses them.
+    `masters` are the tensors that the optimizer updates, in the order of `params`. A step queues gradients in
+    `gradient_queue`, and calls `begin`; the update then runs in the background, in the order of `order` (parameter
+    indices), which should be that in which the forward pass uses the parameters.
     """
 
     def __init__(
@@ -693,7 +730,7 @@ class Offload:
         stream: ParamStream | None = None,
         log: Callable[[str], None],
     ) -> None:
-        """`dtypes`: of the masters; `stream`: brings the model's weights to the device if they do not lie there."""
+        """`dtypes` are those of the masters. `stream` copies offloaded model weights to the device."""
         with torch.no_grad():
             targets = [to_local(param.detach()) for param in params]
         sinks: list[Sink | None] = [None] * len(params)
@@ -703,7 +740,7 @@ class Offload:
                 if (location := stream.location_of(param)) is not None:
                     targets[index] = stream.target(location, targets[index].shape)
                     sinks[index] = None if not stream.in_files else partial(stream.put, location)
-        # Those of `stream`, too: writes of weights on the host must wait for copies that still read them.
+        # The same streams as in `stream`: an update of weights on the host must wait for copies that still read them.
         self.streams = streams
         self.options = options
         shares: list[tuple[Home, float]] = [("device", options.ratio), ("cpu", options.host_ratio), (options.home, 1.0)]
@@ -728,10 +765,10 @@ class Offload:
                 in_files, options.folder, log, pinned=options.on_device and self.streams.separate
             )
         self.stand_in = torch.empty(int(self._states_on_host()) if self.streams.fake else 0, dtype=torch.uint8)
-        """A plan allocates no states; on a CPU this stands for their memory."""
+        """In a plan no states are allocated; this (fake) tensor has their size, so that they are counted on a CPU."""
         self.gradient_queue = GradientOffloadQueue(self.buckets, self.streams, sets=2 if options.delayed else 1)
         away = (bucket.numel for bucket in self.buckets if bucket.span.home != "device")
-        largest = max(away, default=0)  # a rank may hold nothing of a small model
+        largest = max(away, default=0)  # a rank may have no shard of a small model
         device_updates = (
             DeviceUpdates(self.streams, largest=largest, state_bytes=options.state_bytes) if options.on_device else None
         )
@@ -753,20 +790,20 @@ class Offload:
         return nn.Parameter(torch.empty((), dtype=dtype).expand(target.shape))
 
     def host_bytes(self) -> float:
-        """Return the host memory for masters, states, gradients in flight, and buffers for files."""
+        """Return the bytes of host memory for masters, states, queued gradients, and buffers for files."""
         on_host = [bucket for bucket in self.buckets if bucket.span.home == "cpu"]
         grads = sum(target.nbytes for bucket in on_host for target in bucket.targets)
         return self.built_bytes() + self._states_on_host() + grads * (3 if self.options.delayed else 1)
 
     def built_bytes(self) -> float:
-        """Return the part of `host_bytes` allocated before the first step: masters, and weights not on the device."""
+        """Return the part of `host_bytes` allocated before the first step: masters, and offloaded model weights."""
         masters = (bucket.masters for bucket in self.buckets if bucket.span.home == "cpu")
         return sum(master.nbytes for bucket_masters in masters for master in bucket_masters) + (
             self.stream.host_bytes() if self.stream else 0
         )
 
     def _states_on_host(self) -> float:
-        """Return the part of `host_bytes` for states and file buffers."""
+        """Return the part of `host_bytes` for optimizer states and file buffers."""
         states = sum(bucket.numel for bucket in self.buckets if bucket.span.home == "cpu") * self.options.state_bytes
         return states + self.host_buffer_bytes()
 
@@ -778,7 +815,7 @@ class Offload:
     # ---- at the start
 
     def keep(self, index: int, values: Tensor) -> None:
-        """Set the fp32 weights of one parameter: this rank's shard."""
+        """Set the master of one parameter: the fp32 values of this rank's shard."""
         bucket = self.bucket_of[index]
         master = self.masters[index]
         with torch.no_grad():
@@ -797,26 +834,26 @@ class Offload:
     # ---- a step
 
     def begin(self, factor: float, clip_value: float | None) -> None:
-        """Start the update of all weights with the queued gradients times `factor`."""
+        """Start the update of all masters with the queued gradients times `factor`."""
         if self.stream is not None:
             self.stream.restart()
         self._updates.begin(self.gradient_queue.take_all(), factor, clip_value)
 
     def wait_for(self, buckets: Sequence[Bucket], gathering: Any = None) -> None:
-        """Wait until the model has the new weights of these buckets; `gathering` is another stream that reads them."""
+        """Wait until the model has the new weights of these buckets; see `BucketUpdates.wait_for`."""
         for bucket in buckets:
             self._updates.wait_for(bucket, gathering)
 
     def finish(self) -> None:
-        """Wait until no update is pending; delayed weights may not be in the model yet."""
+        """Block until no update is pending; with `delayed`, the model may not have the new weights yet."""
         self._updates.finish()
 
     def settle(self) -> None:
-        """Wait until no update is pending and the model has all new weights."""
+        """Block until no update is pending and the model has all new weights."""
         self._updates.settle()
 
     def publish(self) -> None:
-        """Copy the masters, which were set from outside, to the model."""
+        """Copy the masters to the model, after they were loaded or written to."""
         self._updates.finish()
         if self._swapper is not None:
             self._swapper.sync_files()
@@ -852,7 +889,7 @@ class Offload:
         return self._swapper is not None and self.bucket_of[index].span.home == "nvme"
 
     def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> None:
-        """Create the files of the optimizer states that lie in files."""
+        """Create the files of the optimizer states of parameters that are stored in files."""
         self.settle()
         if self._swapper is not None:
             self._swapper.allocate_states(wanted)

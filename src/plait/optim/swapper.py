@@ -1,7 +1,7 @@
-"""The NVMe swapper: buckets of optimizer state in files pass through a few buffers of host memory.
+"""The NVMe swapper: optimizer state in files, of which a few buckets at a time are in host memory.
 
-[Note: host buffers] While one bucket is updated, the next is read and the one before is written: three buffers, in
-turn. They are all the host memory that the state of any number of parameters takes.
+[Note: host buffers] While one bucket is updated, the next one is read and the previous one is written. So three buffers
+of host memory, each as large as a bucket, are enough for any number of parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WEIGHT = "weight"
 
 
 class _HostBuffer:
-    """Host memory for one bucket at a time."""
+    """Host memory that is reused for one bucket after another; `bucket` is the number of the one in it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -55,12 +55,15 @@ class _HostBuffer:
 
 
 class NvmeSwapper:
-    """The fp32 weights and optimizer state of buckets in files; tensors have memory only while they are swapped in."""
+    """Stores the fp32 weights and optimizer states of buckets in files.
+
+    The tensors that the optimizer holds have memory only between `swap_in` and `swap_out` of their bucket.
+    """
 
     def __init__(
         self, buckets: Sequence[Bucket], folder: Path, log: Callable[[str], None], *, pinned: bool = False
     ) -> None:
-        """`pinned`: a device copies from and to the buffers."""
+        """`pinned`: use pinned buffers, since a device copies from and to them."""
         self._folder = folder
         self._queue = FileQueue()
         self._buckets = list(buckets)
@@ -75,7 +78,7 @@ class NvmeSwapper:
         ]
         self._states: list[OffloadFile | None] = [None] * len(self._buckets)
         self._packed: dict[Key, Any] = {}
-        """States that consist of several tensors, without the tensors."""
+        """States that are named tuples of tensors (8-bit moments): the tuples, with None in place of each tensor."""
         self._buffers = [_HostBuffer(pinned=pinned) for _ in range(HOST_BUFFERS)]
         self._optimizer: Optimizer | None = None
         for bucket in self._buckets:
@@ -87,11 +90,11 @@ class NvmeSwapper:
     # ---- weights at the start
 
     def put_weight(self, bucket: Bucket, index: int, values: Tensor) -> None:
-        """Store the fp32 weights of one parameter."""
+        """Write the fp32 weights of one parameter to the file."""
         self._weights[self._number[id(bucket)]].put((index, _WEIGHT), values.contiguous()).wait()
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Store the state that the optimizer has from the start."""
+        """Set the optimizer, and write the states that it has before the first step to files."""
         self._optimizer = optimizer
         for number, bucket in enumerate(self._buckets):
             if self._tensors(bucket):
@@ -101,7 +104,7 @@ class NvmeSwapper:
     # ---- swapping one bucket
 
     def swap_in(self, bucket: Bucket) -> None:
-        """Read a bucket's tensors, and begin to read the next bucket."""
+        """Read a bucket's tensors and set them in the optimizer; start to read the next bucket."""
         number = self._number[id(bucket)]
         buffer = self._fetch(number)
         buffer.wait()
@@ -110,14 +113,14 @@ class NvmeSwapper:
             self._fetch(number + 1)
 
     def swap_out(self, bucket: Bucket) -> None:
-        """Begin to write a bucket's tensors back, and release their memory."""
+        """Start to write a bucket's tensors to its files; the optimizer's tensors have no memory afterwards."""
         number = self._number[id(bucket)]
         buffer = self._buffers[number % HOST_BUFFERS]
         states = self._states[number]
         weights = self._weights[number]
         buffer.under_way.append(weights.write(buffer.memory(0, weights.size)))
         if states is None or {key for key, _ in self._tensors(bucket)} != states.regions.keys():
-            self._store_states(number, bucket)  # the first update has allocated some
+            self._store_states(number, bucket)  # the first update created states, whose files do not exist yet
         else:
             buffer.under_way.append(states.write(buffer.memory(1, states.size)))
         buffer.bucket = None
@@ -128,7 +131,7 @@ class NvmeSwapper:
         return bucket is self._buckets[-1]
 
     def weights(self, bucket: Bucket) -> list[Tensor]:
-        """Return a bucket's fp32 weights, valid until the next call, for updating the model outside of a step."""
+        """Return a bucket's fp32 weights, in a buffer that the next call overwrites; for use outside of a step."""
         number = self._number[id(bucket)]
         buffer, file = self._buffers[number % HOST_BUFFERS], self._weights[number]
         buffer.wait()
@@ -142,7 +145,7 @@ class NvmeSwapper:
         return self._weights[self._number[id(bucket)]].mapped()[index, _WEIGHT]
 
     def settle(self) -> None:
-        """Wait until the files hold everything."""
+        """Block until all pending reads and writes of files are done."""
         for buffer in self._buffers:
             buffer.wait()
             buffer.bucket = None
@@ -150,7 +153,7 @@ class NvmeSwapper:
     def _fetch(self, number: int) -> _HostBuffer:
         buffer = self._buffers[number % HOST_BUFFERS]
         if buffer.bucket != number:
-            buffer.wait()  # until the bucket that was here is written
+            buffer.wait()  # until the previous bucket in this buffer is written
             weights, states = self._weights[number], self._states[number]
             buffer.under_way.append(weights.read(buffer.memory(0, weights.size)))
             if states is not None:
@@ -166,7 +169,7 @@ class NvmeSwapper:
     # ---- for checkpoints
 
     def map_files(self) -> None:
-        """Make the tensors of every bucket memory maps of the files, until `unmap_files`."""
+        """Let the optimizer's tensors of every bucket be memory maps of the files, until `unmap_files`."""
         self.settle()
         for number, bucket in enumerate(self._buckets):
             for file in (self._weights[number], self._states[number]):
@@ -174,18 +177,21 @@ class NvmeSwapper:
                     self._set_tensors(bucket, file.mapped())
 
     def sync_files(self) -> None:
-        """Flush mapped tensors that were written to: direct I/O does not see the page cache."""
+        """Flush memory maps that were written to: direct I/O, which reads the files later, bypasses the page cache."""
         for file in (*self._weights, *self._states):
             if file is not None:
                 file.sync()
 
     def unmap_files(self) -> None:
-        """Release the mapped tensors; references to them stay valid."""
+        """End `map_files`; references to the memory maps stay valid."""
         for bucket in self._buckets:
             self._release(bucket)
 
     def allocate_states(self, wanted: Mapping[int, Mapping[str, MakeState]]) -> None:
-        """Create the files of the states that a checkpoint is about to fill; `wanted` allocates each state."""
+        """Create the files of states that a checkpoint will be loaded into.
+
+        `wanted` has for each parameter index and state a function that allocates the state.
+        """
         for number, bucket in enumerate(self._buckets):
             tensors = []
             for index, master, _ in bucket.items():
@@ -216,7 +222,7 @@ class NvmeSwapper:
             self._record_packed(index, self._optimizer.state[master])
 
     def _record_packed(self, index: int, state: Mapping[str, Any]) -> None:
-        """Keep the structure of states that consist of several tensors, for when these are read again."""
+        """Record the named tuples that hold several tensors of a state, to rebuild them when the tensors are read."""
         for name, value in state.items():
             if hasattr(value, "_replace"):
                 empty = {field: None for field in value._fields if isinstance(getattr(value, field), Tensor)}
@@ -239,40 +245,44 @@ class NvmeSwapper:
 
     def _release(self, bucket: Bucket) -> None:
         for _, master, _ in bucket.items():
-            # The right shape, without memory.
+            # One element, expanded to the shape of the master: it takes no memory.
             master.data = torch.empty((), dtype=master.dtype).expand(master.shape)
             state = self._optimizer.state.get(master, {}) if self._optimizer is not None else {}
             for key in {key.partition(STATE_SEPARATOR)[0] for key, _ in state_tensors(state)}:
                 del state[key]
 
 
-# How much host memory and disk an offloaded run takes, and which side computes its updates.
+# How much host memory and disk an offloaded run takes, and whether the CPU or the device computes its updates.
 
 
 _SAMPLE = (64, 256)
+"""The shape of the parameter with which `state_bytes` measures."""
 _IO_BYTES = 10 << 20
-"""Of a budget, for the I/O threads and their buffers; at most a quarter."""
+"""Bytes of `budget_gib` that are reserved for the I/O threads and their buffers; at most a quarter of it."""
 _WARN_SHARE = 0.8
-"""From this share of the free memory on, a warning is logged."""
+"""A warning is logged if offload takes at least this fraction of the free host memory."""
 _PATH = "strategy.offload"
 
 
 LINK_GBPS_PER_CORE = 2.0
-"""GB/s of the link that equal one host core. A core updates about 4 GB/s of host memory (16 beside an H200 did 63), and
-an update on the host moves twice as many bytes per number as an update on the device moves over the link."""
+"""How many GB/s of PCIe or NVLink bandwidth are worth one host core, in deciding where to update.
+
+A core updates about 4 GB/s of host memory (16 cores of an H200 machine reached 63), and an update on the host moves
+twice as many bytes of memory per element as an update on the device moves over the link."""
 
 
 def updates_on_device(config: RunConfig, device_type: str, *, cores: float, link_gbps: Callable[[], float]) -> bool:
-    """Whether a device of this type computes the update, with `cores` host cores per device.
+    """Return whether a device of this type computes the update, by `strategy.offload.update`.
 
-    `link_gbps` measures the bandwidth of copies to the device; called only if it decides.
+    `auto` compares `cores`, the host cores per device, with `link_gbps()`, which measures the bandwidth of copies to
+    the device; it is called only if needed.
     """
     offload = config.strategy.offload
     if offload.update != "auto":
         return offload.update == "device"
     if device_type != "cuda" or offload.delayed or offload.params != "none":
         return False
-    # With 8-bit moments the host's update is bound by arithmetic, not by memory.
+    # With 8-bit moments the host's update is limited by its arithmetic, not by memory bandwidth.
     return isinstance(config.optim, AdamW8bitConfig) or link_gbps() > LINK_GBPS_PER_CORE * cores
 
 
@@ -287,7 +297,11 @@ def state_bytes(config: RunConfig) -> float:
 
 
 def bucket_elements(config: RunConfig, sizes: Sequence[int], names: Sequence[str]) -> int:
-    """Return the elements of one bucket."""
+    """Return the largest number of elements in a bucket, by `bucket_mb` and `budget_gib`.
+
+    `sizes` and `names` are those of the trained parameters on this rank. Raises `ConfigError` if the budget is too
+    small for the largest of them.
+    """
     offload = config.strategy.offload
     wanted = max(int(offload.bucket_mb * 2**20 / 4), 1)
     if offload.budget_gib is None:
@@ -312,7 +326,7 @@ def bucket_elements(config: RunConfig, sizes: Sequence[int], names: Sequence[str
 
 
 def host_need(config: RunConfig, numbers: int) -> float:
-    """Return the bytes of host memory that offloading takes on one rank for so many trained elements."""
+    """Return the bytes of host memory that offload takes on one rank with `numbers` trained elements."""
     offload = config.strategy.offload
     away = numbers * (1.0 - offload.share - offload.host_ratio)
     computing = _computing_bytes(config)
@@ -328,7 +342,7 @@ def host_need(config: RunConfig, numbers: int) -> float:
 
 
 def file_need(config: RunConfig, numbers: int) -> float:
-    """Return the bytes of disk that one rank takes."""
+    """Return the bytes of disk that offload takes on one rank with `numbers` trained elements."""
     offload = config.strategy.offload
     away = numbers * (1.0 - offload.share - offload.host_ratio) if offload.optimizer == "nvme" else 0.0
     params = numbers * _computing_bytes(config) if offload.params == "nvme" else 0.0
@@ -341,12 +355,15 @@ def _computing_bytes(config: RunConfig) -> int:
 
 
 def _bytes_in_passing(config: RunConfig) -> float:
-    """Return the host memory per element of a bucket in files: its buffers, a gradient, and an updated weight."""
+    """Return the bytes of host memory per element of a bucket in files: its buffers, a gradient, an updated weight."""
     return HOST_BUFFERS * (4 + state_bytes(config)) + 8
 
 
 def check_space(config: RunConfig, world: World, sizes: Sequence[int], folder: Path | None) -> str:
-    """Refuse a run whose state does not fit; return a warning if it barely fits, else "". Every rank must call it."""
+    """Raise `ConfigError` if offloaded state does not fit in memory or disk; return a warning if it barely fits, or "".
+
+    `sizes` are the elements of the trained parameters on this rank. Every rank must call it.
+    """
     numbers = sum(sizes)
     my_node = world.ranks.rank // world.ranks.local_size
     needs = world.gather((my_node, host_need(config, numbers), file_need(config, numbers)))
