@@ -81,7 +81,7 @@ class _Away(NamedTuple):
     largest: float = 0.0
     """Bytes of the largest tensor that a checkpoint has in another format: a save or a load converts it in memory."""
     in_files: frozenset[str] = frozenset()
-    """Names of weights whose state is in files; a run saves them from there, as contiguous tensors."""
+    """Names of weights whose bucket is in files; in a run (not in a plan) they are contiguous."""
 
 
 class SimulatedCheckpoints:

@@ -1,8 +1,9 @@
-"""Profiling: where a step's time and memory go, from a few recorded steps of a run.
+"""Profile a few steps of a run: the time of a step by category, its FLOPs, its communication and its memory.
 
-`hook` decides which steps are counted and which are recorded. `marks` names phases and modules in a trace; `count` runs
-one step under a recorder, for arithmetic, messages and memory; `breakdown` reads the trace back and gives each moment
-to one category; `report` joins both; `page` shows them.
+`hook` decides which steps are counted and which are recorded with torch's profiler. `marks` adds named ranges of phases
+and modules to the trace. `count` runs one step under a recorder, for FLOPs, messages (collectives, sends and receives)
+and memory. `breakdown` reads the trace, and assigns one category to each moment. `report` combines both; `page` writes
+them as HTML.
 """
 
 from typing import TYPE_CHECKING

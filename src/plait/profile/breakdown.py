@@ -1,11 +1,13 @@
-"""The time of a step by category: each moment has one category, so that they add up to the whole.
+"""The time of a step by category: each moment has one category, so that the categories add up to the whole step.
+
+A *slice* is an interval in which an operator runs itself, and not an operator that it calls.
 
 [Note: one category at every moment]
-Many things run concurrently: kernels on several streams, collectives, the host ahead of the device. A moment belongs
-to arithmetic where any runs; else to communication, which is then exposed; else to copies between host and device;
-else to an optimizer update on threads of the host; else to data, where the run waits for them. A validation or a save
-between steps has all of its time. The rest is idle time of a device, or Python and framework time of a host. So
-communication counts as exposed exactly where nothing is computed at the same time, and as hidden elsewhere.
+Many things run concurrently: kernels on several streams, collectives, the host ahead of the device. The category of a
+moment is the first of these that is running: a validation or a save between steps; computation; communication, which
+is then *exposed*; copies between host and device; an optimizer update on threads of the host; waiting for data. If none
+is, a moment is idle time of the device, or, on a CPU, time of Python and the framework. So communication counts as
+exposed exactly when nothing is computed at the same time, and as *hidden* otherwise.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class Trace:
     streams: dict[int, list[TraceSpan]]
     """Kernels and copies of the device, by stream; empty in a run on the CPU."""
     launches: dict[int, tuple[int, float]]
-    """By the correlation id of a kernel: the thread that launched it, and when."""
+    """Correlation id of a kernel → (the thread that launched it, when)."""
     steps: list[tuple[float, float]]
+    """(Start, end) of each recorded step."""
     phases: TracePhases = field(default_factory=lambda: TracePhases([], []))
 
     def between_steps(self) -> list[TraceSpan]:
@@ -76,7 +79,7 @@ class Trace:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the start of the first recorded step to the end of the last."""
+        """(Start of the first recorded step, end of the last)."""
         return self.steps[0][0], self.steps[-1][1]
 
     @property
@@ -95,7 +98,7 @@ class TracePhases:
         self._backward_starts = [start for start, _ in self._backward]
 
     def at(self, moment: float) -> str:
-        """Return the phase; `idle` between steps. A pipeline alternates forward and backward, which autograd shows."""
+        """Return the phase; `idle` between steps. In a pipeline, `forward` contains backward passes too."""
         index = bisect_right(self._starts, moment) - 1
         if index < 0 or moment >= self.spans[index][1]:
             return "idle"
@@ -103,7 +106,7 @@ class TracePhases:
         return "backward" if phase == "forward" and self.in_backward(moment) else phase
 
     def in_backward(self, moment: float) -> bool:
-        """Whether autograd runs a backward pass."""
+        """Return whether autograd runs a backward pass at this time."""
         index = bisect_right(self._backward_starts, moment) - 1
         return index >= 0 and moment < self._backward[index][1]
 
@@ -125,7 +128,7 @@ def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file of `torch.profiler`, with steps marked."""
+    """Return the trace in a file of `torch.profiler`; raise `TrainingError` if no step is marked in it."""
     threads: dict[int, list[TraceSpan]] = defaultdict(list)
     streams: dict[int, list[TraceSpan]] = defaultdict(list)
     launches: dict[int, tuple[int, float]] = {}
@@ -160,7 +163,7 @@ def read_trace(path: Path) -> Trace:
 
 
 _STICKY = ("matmul", "attention", "packing", COMMUNICATION, "data", "evaluate", "save")
-"""Categories that operators called inside inherit."""
+"""Categories that also apply to the operators that an operator of them calls."""
 _PHASES_OF_UPDATE = ("step",)
 
 
@@ -170,16 +173,16 @@ class Slice(NamedTuple):
     start: float
     end: float
     category: str | None
-    """None where nothing is computed."""
+    """None if it computes nothing."""
     name: str
     module: str | None
     phase: str
     first: bool
-    """Whether it is the first slice of its operator; the others follow a child."""
+    """Whether it is the first slice of its operator; the others follow an operator that it called."""
 
     @property
     def length(self) -> float:
-        """In microseconds."""
+        """The duration in microseconds."""
         return self.end - self.start
 
 
@@ -192,14 +195,14 @@ class _Frame:
     name: str
     category: str | None
     inherited: str | None
-    """The category of all operators in it; None: each operator's own."""
+    """The category of all operators that it calls; None: each has its own."""
     module: str | None
     back: bool
     first: bool = True
 
 
 def host_slices(trace: Trace) -> dict[int, list[Slice]]:
-    """Return the slices of every thread. The training thread comes first: backward operators look up its modules."""
+    """Return thread → slices. The training thread is read first: backward operators look up its modules."""
     owners: dict[int, str | None] = {}
     order = sorted(trace.threads, key=lambda thread: thread != trace.main)
     return {thread: list(_flatten(trace.threads[thread], trace, owners)) for thread in order}
@@ -223,7 +226,7 @@ def _flatten(spans: Sequence[TraceSpan], trace: Trace, owners: dict[int, str | N
 
 
 def _rest(frame: _Frame, trace: Trace, until: float | None = None) -> Iterator[Slice]:
-    """Yield the time of a frame since its last child."""
+    """Yield the slice of a frame since the last operator that it called, if there is one."""
     end = frame.end if until is None else until
     if end > frame.cursor or (until is None and frame.first):
         phase = trace.phases.at(frame.cursor)
@@ -254,12 +257,12 @@ def _frame(span: TraceSpan, end: float, parent: _Frame | None, owners: dict[int,
         category = above
     inherited = category if category in _STICKY else None
     if span.cat == "user_annotation" and category not in MARKS.values() and not name.startswith(COMPILED):
-        category = None  # an annotation computes nothing itself
+        category = None  # an annotation is not an operator, and computes nothing
     return _Frame(end, span.start, name, category, inherited, module, back)
 
 
 def device_slices(trace: Trace, hosts: dict[int, list[Slice]]) -> dict[int, list[Slice]]:
-    """Return the slices of each stream, with the module and the phase of the operator that launched them."""
+    """Return stream → slices, with the module and the phase of the operator that launched each."""
     starts = {thread: [piece.start for piece in slices] for thread, slices in hosts.items()}
 
     def launched(span: TraceSpan) -> Slice | None:
@@ -283,18 +286,19 @@ def _on_device(span: TraceSpan, source: Slice | None) -> Slice:
 
 
 _EXPECTED = "expected"
-"""A receive: communication where it is exposed, never counted as hidden."""
+"""The category of a receive: it counts as communication if it is exposed, and is never counted as hidden."""
 _LAYERS = (BETWEEN_STEPS, COMPUTE, (COMMUNICATION, _EXPECTED), ("copies",), ("update",), ("data",))
 """The categories by priority: a moment belongs to the first that is active."""
 _LAYER_OF = {category: index for index, layer in enumerate(_LAYERS) for category in layer}
 _OPERATORS = 40
-"""How many operators are kept, the longest."""
+"""How many operators a breakdown has: those with the most time."""
 Interval = tuple[float, float, str]
+"""Start, end, category."""
 
 
 @dataclass(slots=True)
 class TimeUse:
-    """Calls and time of something, per step on average."""
+    """Calls and milliseconds of an operator or a category, per step on average."""
 
     calls: float = 0.0
     ms: float = 0.0
@@ -314,7 +318,7 @@ class TimeBreakdown:
 
     steps: int
     ms: float
-    """A step, from the end of the one before to its own."""
+    """Milliseconds of a step, from the end of the step before to its own end."""
     kinds: dict[str, TimeUse] = field(default_factory=dict)
     """The time of each category; the `ms` add up to that of the step."""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -322,7 +326,7 @@ class TimeBreakdown:
     hidden_ms: float = 0.0
     """Communication time during which something was computed."""
     operators: list[Operator] = field(default_factory=list)
-    """The longest first."""
+    """Those with the most time, in descending order."""
     modules: dict[str, dict[str, float]] = field(default_factory=dict)
     """Milliseconds of arithmetic by module and direction (`forward`, `backward`), without its submodules."""
 
@@ -335,8 +339,9 @@ class Timeline:
     hosts: dict[int, list[Slice]]
     streams: dict[int, list[Slice]]
     moments: list[Interval]
-    """The recorded steps as intervals, each with its category."""
+    """The recorded steps, divided into intervals with one category each."""
     hidden: float
+    """Microseconds of hidden communication."""
 
     @property
     def work(self) -> Iterator[Slice]:
@@ -373,7 +378,7 @@ def _under_way(trace: Trace) -> Iterator[Interval]:
     spans = [span for spans in trace.threads.values() for span in spans if is_running_collective(span.name)]
     for start, end in merged((span.start, span.end) for span in spans if not is_point_to_point(span.name)):
         yield start, end, COMMUNICATION
-    # A receive that is posted early is not transferring all the time, but nothing else shows who waits for it.
+    # A receive that is posted early does not transfer all the time, but the trace has nothing else to show the wait.
     for start, end in merged((span.start, span.end) for span in spans if span.name.endswith(":recv")):
         yield start, end, _EXPECTED
 
@@ -407,7 +412,7 @@ def _rank(category: str) -> tuple[int, int]:
 
 
 def breakdown_of(timeline: Timeline) -> TimeBreakdown:
-    """Sum up the time by category, phase, operator and module."""
+    """Return the time by category, phase, operator and module, per step on average."""
     trace, steps = timeline.trace, len(timeline.trace.steps)
     start, end = trace.window
     scale = 1e-3 / steps

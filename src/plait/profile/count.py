@@ -1,6 +1,6 @@
-"""Counting one step: FLOPs by module, every message, and the owners of memory at the peak.
+"""Count one step: FLOPs by module, every message (collective, send or receive), and the memory peak by category.
 
-The step runs with real tensors, but slowly, as every operator passes through Python. So it is counted, not timed.
+The step runs with real tensors, but slowly, because each operator calls a Python function. So it is not timed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class SentMessage:
     axis: str
     ranks: int
     bytes: int
-    """Of the whole tensor that is gathered, scattered, reduced or exchanged; of a send, what is sent."""
+    """Bytes of the whole tensor that is gathered, scattered, reduced or exchanged; of a send, of the tensor sent."""
     sent: float
-    """Of these, what this rank sends with a ring algorithm."""
+    """Bytes that this rank sends, with a ring algorithm."""
     phase: str
 
 
@@ -55,7 +55,7 @@ class Flops:
 
     forward: int = 0
     again: int = 0
-    """Of the forward pass, recomputed in the backward pass."""
+    """FLOPs of the forward pass that are recomputed in the backward pass."""
     backward: int = 0
 
     @property
@@ -69,10 +69,10 @@ class StepCounts:
     """The FLOPs, messages and memory of one step on one rank."""
 
     flops: dict[str, Flops] = field(default_factory=lambda: defaultdict(Flops))
-    """By module, without its submodules."""
+    """Module → its FLOPs, without those of its submodules."""
     messages: list[SentMessage] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes at the peak, by owner; empty where an engine does not expose its tensors."""
+    """Category → bytes at the peak, as `classify` returns; empty if an engine does not expose its tensors."""
     peak: int = 0
 
 
@@ -85,7 +85,7 @@ class _OperationCounter:
         self._layout = layout
         self._attend = attention._compiled_flex_attention
         self._makers: dict[int, str] = {}
-        """By the sequence number of an autograd node: the module that made it."""
+        """Sequence number of an autograd node → the module that made it."""
 
     def saw(self, phase: Phase, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count one operator that was run."""
@@ -165,7 +165,7 @@ class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def count_step(engine: Engine) -> Iterator[StepCounts]:
-    """Count what the engine does until the block ends, which is to be one step. Modules run uncompiled meanwhile."""
+    """Yield counts, which are filled until the block ends; run one step in it. Nothing runs compiled in it."""
     counted, stack = StepCounts(), ModuleStack()
     watcher = _OperationCounter(counted, stack, engine.world.layout)
     recorder = _RealRecorder(engine.world.device.type, watchers=(watcher,))
@@ -182,7 +182,7 @@ def count_step(engine: Engine) -> Iterator[StepCounts]:
         def look(height: int) -> None:
             counted.memory = classify(recorder, native)
             counted.peak = height
-            if height > recorder.in_use:  # a kernel's own
+            if height > recorder.in_use:  # allocated by a kernel for itself
                 counted.memory["kernel workspaces"] = (
                     counted.memory.get("kernel workspaces", 0) + height - recorder.in_use
                 )

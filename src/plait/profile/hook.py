@@ -1,9 +1,10 @@
-"""The hook that profiles a few steps of a run, without overhead before and after them.
+"""The hook that profiles a few steps of a run; other steps have no overhead.
 
 [Note: the steps of a profile]
-With `start: n`, steps are numbered from where the run began or resumed. Until n - 3 they run as usual, and the clock is
-read. Step n - 2 is counted under a recorder that sees every operator. Step n - 1 warms up the profiler, which is slow
-at first. Steps n, n + 1, … are recorded by it. So timed steps are not slowed down by counting.
+`start: n` counts steps from where the run began or resumed. Steps up to n - 3 run as usual, and are timed by the clock.
+Step n - 2 runs under a recorder that sees every operator, and is counted (FLOPs, messages, memory). Step n - 1 warms up
+the profiler, which is slow at first. Steps n, n + 1, … are recorded by the profiler. So counting does not slow down the
+steps that are timed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from plait.trainer import Hook, count_tokens, peak_flops
 if TYPE_CHECKING:
     from plait.trainer import Runner
 
-# From the trace, the counts and the clock to a report.
+# The report, from the trace, the counts and the clock.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class ProfileMeasurements:
     """The run's step count when it began or resumed."""
     counted: StepCounts
     tokens: int
-    """Of one step, on this rank."""
+    """Tokens of one step, on this rank."""
     clock: Mapping[int, float]
-    """The end of steps, by their number."""
+    """Number of a step → the time of its end, in seconds."""
 
     def recorded_ms(self) -> float:
         """Return the milliseconds of a recorded step, by the clock."""
@@ -59,7 +60,7 @@ class ProfileMeasurements:
         return (self.clock[first + steps] - self.clock[first]) * 1e3 / steps
 
     def plain_ms(self) -> float | None:
-        """Return the milliseconds of a step before the profile, without the first two; None where there were none."""
+        """Return the milliseconds of a step before the counted one, without the first two; None if there were none."""
         last = self.config.start - 3
         return (self.clock[last] - self.clock[2]) * 1e3 / (last - 2) if last > 2 else None
 
@@ -104,7 +105,7 @@ def assemble(
 
 
 def _formula_flops(runner: Runner, tokens: int) -> float | None:
-    """Return the FLOPs of so many tokens by the model's own formula, if it has one."""
+    """Return the FLOPs of `tokens` tokens by the model's `flops_per_token`; None if it has none."""
     sequence = getattr(getattr(runner.loader, "dataset", None), "seq_len", None)
     formula = getattr(runner.engine.model, "flops_per_token", None)
     return float(formula(sequence)) * tokens if formula is not None and sequence is not None and tokens else None
@@ -155,7 +156,7 @@ class Profile(Hook):
             self._loader.enter_context(replaced(runner.loader, "epoch", marked))
 
     def before_step(self, runner: Runner) -> None:
-        """Start counting or recording, where it is due."""
+        """Start counting or recording, if this is the step for it."""
         number, start = self._number(runner) + 1, self._config.start
         if number == start - 2:
             self._counted = self._counting.enter_context(count_step(runner.engine))
@@ -198,7 +199,7 @@ class Profile(Hook):
         self._between_steps.end()
 
     def after_run(self, runner: Runner) -> None:
-        """Warn where the run ended before the last step to record."""
+        """Log a warning if the run ended before the last step to record."""
         done = self._number(runner)
         if done >= self._config.start + self._config.steps - 1:
             return

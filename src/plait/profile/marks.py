@@ -72,7 +72,7 @@ _FREE_OPS = re.compile(
     r"|chunk|split(_with_sizes)?|unbind|detach|alias|(new_)?empty(_like|_strided)?|resize_|set_|result_type|item"
     r"|is_nonzero|_local_scalar_dense|lift_fresh"
 )
-"""Operators without computation: views, allocations and reads of one value."""
+"""Operators that compute nothing: views, allocations and reads of a single value."""
 _ATTENTION = re.compile(r"attention|flash|fmha|sdpa|\battn", re.IGNORECASE)
 _MATMUL = re.compile(
     r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgmma|triton_tem|sm\d\d_|splitK|convolve|conv\dd|[dw]grad|implicit|_mm_kernel",
@@ -81,22 +81,22 @@ _MATMUL = re.compile(
 
 
 def is_update(name: str) -> bool:
-    """Whether an operator is a fused optimizer update."""
+    """Return whether an operator is a fused optimizer update."""
     return _UPDATE.match(name) is not None
 
 
 def is_running_collective(name: str) -> bool:
-    """Whether an event of the trace is a running collective, which CPU backends record on their own threads."""
+    """Return whether an event of the trace is a running collective; CPU backends record it on their own threads."""
     return _RUNNING.match(name) is not None
 
 
 def is_point_to_point(name: str) -> bool:
-    """Whether such an event is a send or receive, which lasts from the call until it is waited for."""
+    """Return whether such an event is a send or receive, which lasts from the call until it is waited for."""
     return name.endswith((":send", ":recv"))
 
 
 def is_collective(name: str) -> bool:
-    """Whether an operator starts communication of `torch.distributed`."""
+    """Return whether an operator starts communication of `torch.distributed`."""
     return name.startswith(("c10d::", "_c10d_functional::"))
 
 

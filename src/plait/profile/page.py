@@ -38,7 +38,7 @@ _PHASE_COLOURS = MappingProxyType({"forward": "#9db8de", "backward": "#e2ba8f", 
 _MODULES = ("#7fb3d5", "#a9cce3")
 _WIDTH, _LEFT, _RIGHT, _ROW, _GAP, _TOP = 1080, 118, 28, 26, 8, 26
 _NARROW = 0.4
-"""Boxes of fewer pixels are merged with their neighbours."""
+"""Boxes narrower than this, in pixels, are merged with their neighbours."""
 Box = tuple[float, float, str, str]
 """Start, end, colour, title."""
 

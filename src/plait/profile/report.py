@@ -1,4 +1,4 @@
-"""The report of a profile, ready to be shown or written."""
+"""The report of a profile: messages, modules, memory and time, with the figures that are derived from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.profile.breakdown import TimeBreakdown, Trace, TraceSpan
 from plait.profile.count import OUTSIDE, Flops, SentMessage
 from plait.profile.marks import is_collective, is_point_to_point, is_running_collective
 
-# The message log: the messages of the counted step, with times from the trace.
+# The message log: collectives, sends and receives of the counted step, with times from the trace.
 
 
 _POINT_TO_POINT_OPS = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
@@ -20,7 +20,7 @@ _POINT_TO_POINT_OPS = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
 @dataclass(slots=True)
 class MessageRow:
-    """All equal messages of a step."""
+    """All messages of a step with the same kind, axis, group size and bytes."""
 
     kind: str
     axis: str
@@ -28,12 +28,12 @@ class MessageRow:
     ranks: int
     """The size of the group."""
     bytes: int
-    """Of one message."""
+    """Bytes of one message."""
     count: int
     sent: float
     """Bytes that this rank sends per step."""
     ms: float | None = None
-    """Per step, including waiting for the slowest rank; None where the trace cannot attribute the time."""
+    """Milliseconds per step, including waiting for the slowest rank; None if the trace does not show them."""
 
     @property
     def gbps(self) -> float | None:
@@ -50,7 +50,7 @@ class Log:
 
 
 def message_log(trace: Trace, messages: Sequence[SentMessage]) -> Log:
-    """Match the counted messages with the timed ones, which have the same order in every step."""
+    """Return the log of the counted messages, with the times of those in the trace, which have the same order."""
     times: list[float | None] | None = None
     steps = [_step_times(trace, window, {message.op for message in messages}) for window in trace.steps]
     names = [message.op for message in messages]
@@ -98,7 +98,7 @@ def _outermost(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
 
 
 def _on_device(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[float | None]:
-    """Return the time of each message: that of the kernels launched during its operator."""
+    """Return the milliseconds of each message: those of the NCCL kernels launched during its operator."""
     times = [0.0] * len(issued)
     by_thread: dict[int, list[int]] = {}
     for index, (thread, _) in enumerate(issued):
@@ -116,9 +116,9 @@ def _on_device(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequenc
 
 
 def _on_host(trace: Trace, issued: Sequence[tuple[int, TraceSpan]]) -> Sequence[float | None]:
-    """Return the time of each message: a backend's threads start them in the order in which they were issued.
+    """Return the milliseconds of each message. The backend's threads start messages in the order of their calls.
 
-    None for sends and receives, whose span lasts until the wait.
+    None for sends and receives: their spans last until the wait.
     """
     spans = (span for spans in trace.threads.values() for span in spans if is_running_collective(span.name))
     waiting = sorted((span for span in spans if not is_point_to_point(span.name)), key=lambda span: span.start)
@@ -143,7 +143,10 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 @dataclass(slots=True)
 class ModuleRow:
-    """One module, or all that differ in an index only, with their submodules. Of one step, on one rank."""
+    """Time and FLOPs of one step on one rank: of a module, or of all whose names differ only in an index.
+
+    Submodules are included.
+    """
 
     name: str
     depth: int = 0
@@ -155,7 +158,7 @@ class ModuleRow:
 
     @property
     def ms(self) -> float:
-        """Forward and backward."""
+        """Milliseconds of forward and backward together."""
         return self.forward_ms + self.backward_ms
 
     @property
@@ -170,7 +173,7 @@ def folded(name: str) -> str:
 
 
 def module_rows(root: str, times: Mapping[str, Mapping[str, float]], flops: Mapping[str, Flops]) -> list[ModuleRow]:
-    """Return the tree from its root, siblings by descending time."""
+    """Return the rows of the module tree, each parent before its children, siblings by descending time."""
     rows: dict[str, ModuleRow] = {}
     for name in dict.fromkeys([*times, *flops]):
         spent, done = times.get(name, {}), flops.get(name, Flops())
@@ -183,7 +186,7 @@ def module_rows(root: str, times: Mapping[str, Mapping[str, float]], flops: Mapp
             row.flops.again += done.again
             row.flops.backward += done.backward
     for parent in [path for path in rows if f"{path}.*" in rows]:
-        del rows[parent]  # a list of blocks is not called, and would repeat the blocks' numbers
+        del rows[parent]  # a `ModuleList` is not called, and would have the same numbers as its blocks
     for name, row in rows.items():
         row.depth = len(_parents(name, rows, root))
     return sorted(rows.values(), key=lambda row: _sort_key(row, rows, root))
@@ -208,7 +211,7 @@ def _with_parents(name: str, root: str) -> list[str]:
 
 
 def _sort_key(row: ModuleRow, rows: Mapping[str, ModuleRow], root: str) -> tuple[tuple[float, float, str], ...]:
-    """Return the sort key of a row: below its parents, after longer siblings."""
+    """Return the sort key of a row: after its parents, and after siblings with more time."""
     key = [(float(row.name == OUTSIDE), 0.0, "")]
     for name in [*_parents(row.name, rows, root), row.name]:
         if name != root:
@@ -221,13 +224,13 @@ class Memory:
     """Bytes of one rank at the peak of a step."""
 
     by_owner: dict[str, int]
-    """In the counted step."""
+    """Category → bytes, in the counted step."""
     counted: int
     """Their sum."""
     measured: int
     """The peak of the device's allocator; on a host, the memory of the process."""
     uncompiled: bool
-    """Whether the counted step ran uncompiled, and the run compiled."""
+    """Whether the run is compiled; the counted step was not."""
 
 
 @dataclass(slots=True)
@@ -256,23 +259,23 @@ class Report:
     first_step: int
     time: TimeBreakdown
     clock_ms: float
-    """A recorded step by the clock of the host."""
+    """Milliseconds of a recorded step, by the clock of the host."""
     plain_ms: float | None
-    """A step before the profiler started; None where there were too few."""
+    """Milliseconds of a step before the profiler started; None if there were too few steps."""
     modules: list[ModuleRow]
     messages: Log
     memory: Memory
     tokens: int = 0
-    """Of one step, over all ranks."""
+    """Tokens of one step, over all ranks."""
     formula_flops: float | None = None
-    """Of one step, over all ranks, by the model's formula; None where it has none."""
+    """FLOPs of one step, over all ranks, by the model's `flops_per_token`; None if it has none."""
     peak_flops: float | None = None
-    """Of one device, per second, where it is known."""
+    """Peak FLOP/s of one device; None if it is not known."""
     traces: list[str] = field(default_factory=list)
 
     @property
     def step_ms(self) -> float:
-        """The time of a step without the profiler, where it was measured."""
+        """Milliseconds of a step without the profiler if that was measured, else with it."""
         return self.plain_ms or self.time.ms
 
     @property
@@ -282,17 +285,17 @@ class Report:
 
     @property
     def covered(self) -> float:
-        """The share of the clock's time that the categories account for; 1.0 where they agree."""
+        """The sum of all categories as a fraction of the step's time by the clock; 1.0 if they agree."""
         return sum(use.ms for use in self.time.kinds.values()) / self.clock_ms
 
     @property
     def mfu(self) -> float | None:
-        """The model's FLOPs as a share of the devices' peak."""
+        """Model FLOPs utilization: the model's FLOP/s as a fraction of the devices' peak; None if not known."""
         return self._utilization(self.formula_flops)
 
     @property
     def hfu(self) -> float | None:
-        """All computed FLOPs as a share of the devices' peak."""
+        """Hardware FLOPs utilization: the same with all computed FLOPs, including recomputation."""
         return self._utilization(self.counted_flops)
 
     def _utilization(self, flops: float | None) -> float | None:
@@ -320,7 +323,7 @@ class Report:
 
 
 def slowest(ranks: Sequence[RankTime]) -> RankTime | None:
-    """Return the rank that the others wait for: the one that waits least itself. None for a single rank."""
+    """Return the rank that the others wait for: the one with the least exposed communication. None for one rank."""
     if len(ranks) < 2:
         return None
     return min(ranks, key=lambda rank: rank.kinds.get("communication", 0.0))

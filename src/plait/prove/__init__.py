@@ -1,4 +1,4 @@
-"""`plait prove`: shows on the user's own run that a strategy computes the same as one process."""
+"""`plait prove`: check with the user's own model and data that a strategy computes the same as one process."""
 
 from typing import TYPE_CHECKING
 

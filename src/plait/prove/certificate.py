@@ -1,4 +1,4 @@
-"""The certificate of a proof: every comparison and the verdict, as text, JSON and HTML."""
+"""The certificate of a proof: all comparisons and the verdict, as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ComparedQuantity:
     name: str
     """`loss`, `grad_norm`, `targets`, `skipped`, or a tensor: `model.<name>`, `optim.<name>.<key>`."""
     deviation: float
-    """Relative to the norm of the reference."""
+    """The difference from the reference, relative to the reference's norm."""
     allowed: float
     """The tolerance; infinite where rounding alone changes the quantity by about its own size."""
     detail: str = ""
@@ -63,7 +63,7 @@ class ComparedQuantity:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A property that must hold on several ranks and does not exist on one."""
+    """A property that must hold between ranks, so that it cannot be compared with one process."""
 
     name: str
     holds: bool
@@ -195,7 +195,7 @@ def _gap(measured: float, expected: float) -> float:
 
 
 MAX_ROWS = 12
-"""Differences that are shown; all of them are in the JSON file."""
+"""How many differences the page shows at most; the JSON file has all."""
 
 
 def write_page(certificate: Certificate, out: Path) -> None:

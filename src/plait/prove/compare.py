@@ -1,4 +1,4 @@
-"""Comparing two states tensor by tensor, with one tensor of each in memory, and the tolerances."""
+"""Compare two saved states, one tensor of each in memory at a time; the tolerances of the comparison."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from plait.prove.job import Deviation
 
 TRIMMED = 4
 """[Note: entries that rounding decides]
-Optimizers like Adam make steps of full length whatever the size of a gradient. Where a gradient is as small as its
-rounding error, the sign of the step is random. A large matrix always has a few such entries, in one run and not in the
-other. So the `TRIMMED` largest entries of a parameter's difference are ignored, where it has `LARGE` entries or more.
-An entry that is really wrong shows in the optimizer state, where nothing is ignored.
+Optimizers like Adam divide by the size of a gradient, so the size of a step does not depend on it. If a gradient is as
+small as its rounding error, the sign of the step is random. A large matrix always has a few such entries, other ones in
+each run. So the `TRIMMED` largest entries of a parameter's difference are ignored if it has `LARGE` entries or more.
+A real error in such an entry is found in the optimizer state, where no entry is ignored.
 """
 LARGE = 1024
 _CHUNK = 1 << 24
@@ -32,7 +32,7 @@ class NamedTensors(Protocol):
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Shape and dtype of each."""
+        """Name → shape and dtype."""
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, unsharded."""
@@ -104,13 +104,13 @@ def deviation(expected: Tensor, measured: Tensor, starts: tuple[Tensor, Tensor] 
         size += float(a.nan_to_num(0.0, 0.0, 0.0).square().sum())
         if trim:
             largest = torch.cat((largest, gap)).topk(trim).values
-    # Without any change, relative to its own norm.
+    # If the reference did not change, the deviation is relative to the norm of its value.
     scale = math.sqrt(size) or math.sqrt(value) or 1.0
     left = math.sqrt(max(difference - float(largest.sum()), 0.0))
     return Deviation(left / scale, torch.finfo(expected.dtype).eps * math.sqrt(value) / scale)
 
 
-# The tolerance of two runs of the same maths.
+# The tolerance for differences between two runs that compute the same.
 #
 # [Note: where a tolerance comes from]
 # Two layouts sum the same numbers in a different order, so they round differently, and training amplifies rounding: an
@@ -138,20 +138,20 @@ class Rounding:
     epsilon: float
     """The machine epsilon."""
     roundings: float
-    """How many of them any result may deviate."""
+    """The number of roundings, each of `epsilon`, by which any result may deviate."""
     margin: float
     """The allowed multiple of the measured effect of one rounding."""
 
     @property
     def floor(self) -> float:
-        """The least tolerance."""
+        """The smallest tolerance of any quantity."""
         return self.roundings * self.epsilon
 
     def allowed(self, sensitivity: float, stored: float = 0.0) -> float:
         """Return the tolerance of a quantity that one rounding of the weights changes by `sensitivity`.
 
-        `stored` is the effect of rounding it for storage, relative to the same norm. Infinite for noise; see
-        [Note: where a tolerance comes from].
+        `stored` is the effect of rounding it for storage, relative to the same norm. The tolerance of noise is
+        infinite; see [Note: where a tolerance comes from].
         """
         measured = self.margin * sensitivity
         if not measured < NOISE:

@@ -1,4 +1,4 @@
-"""The job of a run of a proof, and its trace, as JSON files. Imports no torch."""
+"""The JSON files of a proof: the `ProofJob` that a run gets, and the `ProofTrace` that it writes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Deviation(NamedTuple):
     value: float
     """Norm of the difference relative to the reference's norm; infinite where they cannot be compared."""
     stored: float
-    """One rounding to the tensor's own dtype, relative to the same norm."""
+    """The effect of one rounding to the tensor's own dtype, relative to the same norm."""
     problem: str = ""
     """Why they cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofJob:
-    """One run of a proof."""
+    """What one run of a proof trains, and where it writes."""
 
     config: dict[str, Any]
     folder: str
     """The folder that it writes to."""
     steps: int
     perturbation: float = 0.0
-    """Run the reference again with weights perturbed by up to this share of themselves."""
+    """If not 0, run the reference again with weights perturbed by up to this fraction of themselves."""
     against: str | None = None
     """The reference's folder; absent for the reference itself."""
 
@@ -45,7 +45,7 @@ class ProofJob:
 
     @classmethod
     def read(cls, path: Path) -> ProofJob:
-        """Read what `write` wrote."""
+        """Return the job that `write` wrote."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -64,7 +64,7 @@ class ProofTrace:
     uncompared: list[str] = field(default_factory=list)
     """Running statistics, which each rank computes over its own samples."""
     deviations: list[dict[str, Deviation]] = field(default_factory=list)
-    """From the reference, for the start and each step; empty for the reference itself."""
+    """Name → deviation from the reference, at the start and after each step; empty for the reference itself."""
     drops: list[str] = field(default_factory=list)
     """Modules whose dropout was turned off."""
     random: bool = False
@@ -78,7 +78,7 @@ class ProofTrace:
 
     @classmethod
     def read(cls, path: Path) -> ProofTrace:
-        """Read what `write` wrote."""
+        """Return the trace that `write` wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         for key in ("loss", "grad_norm", "targets"):
             content[key] = [float(value) for value in content[key]]

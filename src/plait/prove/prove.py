@@ -1,4 +1,4 @@
-"""Running a proof: the reference run, the run under the strategy, and their comparison."""
+"""Run a proof: the reference (one process), the candidate (the user's strategy), and their comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from plait.prove.certificate import Certificate, Check, compare_findings, write_
 from plait.prove.compare import Rounding, rounding_of
 from plait.prove.job import PERTURBED, TRACE, ProofJob, ProofTrace
 
-# From one run description to the two that are compared.
+# The run descriptions of the reference and of the candidate, from that of the user.
 
 
 _TIME_KEYS = ("by_epoch", "max_epochs", "max_steps", "clip_norm", "clip_value", "guard")
@@ -45,17 +45,17 @@ class Cases:
     """Two run descriptions that must compute the same."""
 
     reference: RunConfig
-    """One process, nothing recomputed, compiled or offloaded."""
+    """One process, without sharding, recomputation, compilation and offload."""
     candidate: RunConfig
     layout: Layout
     batch: ResolvedBatch
-    """The candidate's; both have the same `total` and `micro`."""
+    """The batch sizes of the candidate; the reference has the same `total` and `micro`."""
     remarks: tuple[str, ...]
-    """Differences from the user's own run."""
+    """Sentences on how both differ from the user's own run."""
 
 
 def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | None = None) -> Cases:
-    """Return the two runs. Without `ranks`: as many as the layout fixes, and two where it fixes none."""
+    """Return the two runs. Without `ranks`, the candidate has `default_ranks`; `layers` shrinks the model."""
     remarks: list[str] = []
     size = ranks or default_ranks(config)
     layout = resolve_layout(config.strategy, size=size, local_size=size)
@@ -76,14 +76,14 @@ def make_cases(config: RunConfig, *, ranks: int | None = None, layers: int | Non
 
 
 def default_ranks(config: RunConfig) -> int:
-    """Return the product of the axes that the layout fixes; two where that is one and an axis is free."""
+    """Return the product of the axis sizes that the layout sets; 2 if that is 1 and data parallelism is not set."""
     layout, fixed = config.strategy.layout, min_ranks(config.strategy)
     free = layout.dp_replicate is None or layout.dp_shard is None
     return 2 if fixed == 1 and free else fixed
 
 
 def shrink(config: RunConfig, layers: int, remarks: list[str]) -> dict[str, Any]:
-    """Return the `model` section with so many layers."""
+    """Return the `model` section with `layers` layers; add remarks on the change to `remarks`."""
     model = config.model
     depth = depth_of(model)
     if model is None or depth is None:
@@ -100,7 +100,7 @@ def shrink(config: RunConfig, layers: int, remarks: list[str]) -> dict[str, Any]
 
 
 def _common(config: RunConfig, remarks: list[str]) -> dict[str, Any]:
-    """Return the sections that affect a step, without those that write, measure or resume."""
+    """Return the sections that affect a step, without validation, hooks, checkpoints and logs."""
     base = to_dict(config)
     dropped = ("val_data", "test_data", "hooks", "checkpoint", "log", "batch")
     base = {key: value for key, value in base.items() if key not in dropped and value is not None}
@@ -151,12 +151,12 @@ def prove(
     out: str | Path | None = None,
     log: Callable[[str], None] = lambda _text: None,
 ) -> Certificate:
-    """Show whether a run computes the same under its strategy as on one process, and where it differs.
+    """Return a certificate of whether a run computes the same under its strategy as on one process.
 
-    `steps` steps of the run's own model and data run in real processes, in one and in `ranks` of them, and are
-    compared: loss, gradient norm, every parameter and every optimizer state after each step. `layers` shrinks a
-    model that is too large for one process. With `out`, a folder, `certificate.json` and
-    `certificate.html` are written there. The run's own `work_dir` is not touched. `log` is given a line at each stage.
+    `steps` steps of the run's own model and data are trained twice, by one process and by `ranks` processes. Loss,
+    gradient norm, every parameter and every optimizer state are compared after each step. `layers` shrinks a model that
+    is too large for one process. With `out`, a folder, `certificate.json` and `certificate.html` are written there. The
+    run's own `work_dir` is not changed. `log` is called with a line of text at each stage.
     """
     config = _checked(source, overrides, steps)
     if out is not None:

@@ -1,10 +1,10 @@
 """One rank of one run of `plait prove`: `python -m plait.prove.record JOB`.
 
 `plait prove` trains a model a few steps with one process, the reference, then with the user's strategy, and compares
-losses, weights and optimizer states. This program is both runs; that of the strategy also compares.
+losses, weights and optimizer states. Both runs are run by this module; that of the strategy also compares the states.
 
-The state after each step is saved as a checkpoint by all ranks. So states are compared by names and global shapes,
-which do not depend on the layout, and no process has to hold a whole model that it does not train.
+All ranks save the state after each step as a checkpoint. So states are compared by names and global shapes, which do
+not depend on the layout, and no process needs memory for a whole model that it does not train.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`plait tune`: finds the fastest settings by measuring."""
+"""`plait tune`: find the fastest settings of a run by measuring short runs (trials)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
 """The settings of a search, and the order of its trials.
 
 [Note: a search is not a section of a run]
-A run description says what is trained, is stored in every checkpoint, and has no key that a run ignores. A search is
-about many runs, results in another run description (`best.yaml`), and is over before that run starts. So its settings
-are separate: options of `plait tune`, or a file (`--search search.yaml`).
+A run description says what is trained, is stored in every checkpoint, and has no key that a run ignores. A search
+starts many runs, writes another run description (`best.yaml`), and ends before that run starts. So its settings are
+separate: options of `plait tune`, or a file (`--search search.yaml`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TuneConfig(Section):
 
 
 def make_tune_config(settings: Mapping[str, Any], *, origin: str = "") -> TuneConfig:
-    """Return a `TuneConfig`; raises a `ConfigError` with every problem of the settings."""
+    """Return a `TuneConfig`; raise a `ConfigError` with all problems. `origin` names the settings' file."""
     try:
         return TuneConfig.model_validate(dict(settings))
     except ValidationError as error:
@@ -79,7 +79,7 @@ def make_tune_config(settings: Mapping[str, Any], *, origin: str = "") -> TuneCo
 
 
 RankCandidates = Callable[[RunConfig, Sequence[Candidate]], Sequence[Candidate]]
-"""Returns candidates, the one expected to be fastest first. Those left out are tried last."""
+"""A function that returns candidates, those expected to be fastest first. Those it leaves out are tried last."""
 
 _OFFLOAD_KEYS = ("optimizer", "params")
 _OFFLOAD_COST = {"none": 0, "cpu": 1, "nvme": 2}

@@ -1,4 +1,4 @@
-"""The search: measures candidates one after another, until its limits are reached."""
+"""The search of `plait tune`: measure candidates one after another, until a limit is reached."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from plait.tune.trial import TrialOutcome, run_trial
 
 # The results of a search, in a folder from which it can be continued.
 #
-#     search.json      the run and how it is measured: a search can only be continued with the same
+#     search.json      the run and how it is measured; a search can only be continued if both are unchanged
 #     results.jsonl    one line for each finished candidate
 #     results.csv      the same as a table
 #     best.yaml        the run description with the best settings so far
@@ -132,7 +132,7 @@ class TrialRecords:
         return text.getvalue()
 
     def _identify(self, run: RunConfig, tune: TuneConfig) -> None:
-        """Refuse a folder with results of another run, or measured in another way."""
+        """Raise `ConfigError` if the folder has results of another run, or measured with other `names`."""
         names = ("nproc", "steps", "warmup", "metric")
         # Converted by JSON, like the stored value that it is compared with.
         wanted = json.loads(json.dumps({"run": to_dict(run), **{name: getattr(tune, name) for name in names}}))
@@ -226,11 +226,11 @@ def tune(
     fresh: bool = False,
     log: Callable[[str], None] = print,
 ) -> Tuned:
-    """Find the fastest settings for a run description by running it.
+    """Return the fastest settings for a run description, found by running it with many settings.
 
-    Continues an earlier search in `out`, unless `fresh`: a finished candidate is not run again. Raises `ConfigError`
-    where the run itself is invalid, and `TrainingError` where no candidate could be run; a candidate that fails gets a
-    record with its reason.
+    An earlier search in the folder `out` is continued, unless `fresh`: a finished candidate is not run again. A
+    candidate that fails gets a record with its reason. Raise `ConfigError` if the run itself is invalid, and
+    `TrainingError` if no candidate succeeds.
     """
     config = config or TuneConfig()
     parsed = parse(source, overrides)
@@ -254,7 +254,10 @@ def tune(
 
 
 def _refuse_code(records: TrialRecords, config: TuneConfig) -> None:
-    """Refuse stored results with keys that name code to run and are not in `space`: the best become settings."""
+    """Raise `ConfigError` if stored results set keys that name code to run and are not in `space`.
+
+    The best results become settings of a run, so a manipulated file could run any code.
+    """
     for record in records.records:
         if strange := [key for key in code_keys(record.settings) if key not in config.space]:
             message = f"{records.folder / 'results.jsonl'} sets {strange[0]}, which decides what code runs"
@@ -265,9 +268,9 @@ def _refuse_code(records: TrialRecords, config: TuneConfig) -> None:
 def _legal(
     candidates: Sequence[Candidate], source: str, overrides: Sequence[str], config: TuneConfig, records: TrialRecords
 ) -> list[Candidate]:
-    """Return the valid candidates, one of each that are equal; the others are recorded with their reason.
+    """Return the valid candidates, without duplicates; record the invalid ones with the reason.
 
-    A key of `space` that is valid in no candidate is an error: it is misspelt, or all its values are wrong.
+    Raise `ConfigError` for a key of `space` that is valid in no candidate: it is misspelt, or all its values are wrong.
     """
     kept: dict[str, Candidate] = {}
     refused: list[TrialRecord] = []
@@ -282,7 +285,7 @@ def _legal(
             refused.append(TrialRecord(candidate.settings, TrialOutcome("refused", 0.0, in_one_line(error)), None))
     why = {key: record.outcome.reason for record in reversed(refused) for key in record.settings}
     idle = [key for key in config.space if key in why and key not in possible]
-    if idle:  # one alone may keep all others from every run
+    if idle:  # one invalid key may make every combination invalid, also with valid values of the others
         remedy = "Leave the key out, or correct it."
         named = [key for key in idle if key in why[key]] or idle
         raise ConfigError(
@@ -301,7 +304,7 @@ def _measure(
     records: TrialRecords,
     log: Callable[[str], None],
 ) -> str:
-    """Run the candidates without a record; returns why the search ended."""
+    """Run the candidates that have no record yet; return why the search ended."""
     end = float("inf") if config.minutes is None else time.monotonic() + config.minutes * 60
     for candidate in ordered:
         if records.find(candidate) is not None:

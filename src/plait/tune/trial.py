@@ -38,13 +38,13 @@ class TrialOutcome:
 
     status: Status
     seconds: float
-    """From its start to its end."""
+    """Duration of the whole trial, including start-up."""
     reason: str = ""
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     step_time: float | None = None
     memory_mib: float | None = None
-    """The peak on rank 0."""
+    """Peak memory of rank 0."""
 
     def value(self, metric: str) -> float | None:
         """Return the metric, larger is better; None where the trial has none."""
@@ -58,9 +58,10 @@ class TrialOutcome:
 def run_trial(
     source: str, overrides: Sequence[str], run: RunConfig, tune: TuneConfig, folder: Path, *, limit_s: float
 ) -> TrialOutcome:
-    """Train a few steps with `plait train`, in a process session whose processes have all ended when this returns.
+    """Train a few steps with `plait train`, and return the outcome; a run that fails has one too.
 
-    The output of the run is in `folder/log.txt`. Any failure is a `TrialOutcome` too.
+    The trial has a process session of its own, all of whose processes have ended when this returns. The output of the
+    run is in `folder/log.txt`.
     """
     shutil.rmtree(folder, ignore_errors=True)  # files of a trial that was killed
     folder.mkdir(parents=True)
@@ -88,7 +89,7 @@ def run_trial(
 
 
 def measuring(run: RunConfig, tune: TuneConfig, work_dir: Path) -> list[str]:
-    """Return overrides that shorten a run without changing its steps."""
+    """Return overrides that end a run after a few steps, without changing what a step computes."""
     changes = [
         f"work_dir={work_dir}",
         f"train.stop_after={tune.steps}",
