@@ -1,4 +1,4 @@
-"""Starting processes, here and on other hosts. Imports no torch."""
+"""Starts the processes of a run, on this host and on others. Does not import torch."""
 
 from typing import TYPE_CHECKING
 

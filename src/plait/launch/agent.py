@@ -4,8 +4,9 @@
     python -m plait.launch.agent --node 1 --job …  for launchers without stdin: ranks print to the console
     python -m plait.launch.agent --end ID          end the agent that was started with --job
 
-In the first form the ranks end with the connection, whatever cuts it (Ctrl-C, `kill -9` of the launcher, a pulled
-cable): stdin closes, or the launcher's beats stop.
+In the first form the agent ends its ranks when the connection to the launcher is lost for any reason (Ctrl-C, `kill -9`
+of the launcher, a pulled cable): stdin closes, or the launcher's beats stop. A *beat* is a line that the launcher sends
+every few seconds to show that it still runs. *Orders* are to signal or end the ranks, or to request their stacks.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _CONNECT_S = 5.0
 
 
 class Connection:
-    """Sends messages and receives orders. Where the launcher cannot be reached it does neither, without an error."""
+    """Sends messages and receives orders. If the launcher cannot be reached, does nothing, and raises no error."""
 
     def __init__(self, contact: str) -> None:
-        """`contact` is address, port and password, as `Controller` gives them out."""
+        """`contact` is `address:port:password` of the launcher's `Controller`; empty: do not connect."""
         self.cut = False
         """The connection was open, and has been closed."""
         self._rest = b""
@@ -97,16 +98,16 @@ class Connection:
 
 
 SILENCE_S = 60.0
-"""Without a beat for so long, the launcher counts as ended."""
+"""If no beat is received for this many seconds, the launcher is considered to have ended."""
 ORPHANED_S = 5.0
-"""How long ranks may take to exit once the launcher has ended, or once one of them has failed."""
+"""Seconds that ranks may take to exit after the launcher has ended, or after one of them has failed."""
 _BLOCKED_S = 5.0
-"""How long the main thread may then still block on writing the ranks' output."""
+"""Seconds that the main thread may then still block on writing the ranks' output, before the process exits."""
 _TICK_S = 0.05
 
 
 def extra_variables(job: Job) -> dict[str, str]:
-    """Return the variables that ranks of a host get besides the job's own."""
+    """Return environment variables for the ranks of this host, in addition to the job's."""
     variables: dict[str, str] = {}
     if len(job.nodes) > 1:
         variables |= interface_variables(job.address, {**os.environ, **job.environment})
@@ -119,7 +120,7 @@ def extra_variables(job: Job) -> dict[str, str]:
 class _Link:
     """The connection to the launcher over stdin and stdout.
 
-    A thread reads, so that beats are received even while the main thread blocks on writing output.
+    A thread reads, so that beats are received also while the main thread blocks on writing output.
     """
 
     def __init__(self, output: IO[bytes], ranks: LocalRanks) -> None:
@@ -128,7 +129,7 @@ class _Link:
         self._output, self._ranks = output, ranks
 
     def listen(self) -> None:
-        """Start the reading thread. After the ranks have started: a process with threads should not fork."""
+        """Start the reading thread. Call it after the ranks have started: a process with threads should not fork."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, **message: Any) -> None:
@@ -149,14 +150,14 @@ class _Link:
             for line in lines:
                 self.orders.put(json.loads(line))
         self.cut = True
-        # The main thread ends the ranks now, unless it blocks on writing their output.
+        # Meanwhile the main thread ends the ranks, unless it blocks on writing their output.
         time.sleep(ORPHANED_S + _BLOCKED_S)
         self._ranks.send(signal.SIGKILL)
         os._exit(1)
 
 
 def serve(node: int) -> int:
-    """Run the job on the first line of stdin, under the launcher's orders."""
+    """Run the job that the first line of stdin describes, and carry out the launcher's orders; return the exit code."""
     job = Job.from_json(_first_line())
     with RankMessages() as messages:
         ranks = LocalRanks(job, node, messages=messages, variables=extra_variables(job), stdin=False)
@@ -173,7 +174,7 @@ def serve(node: int) -> int:
 
 
 def _first_line() -> str:
-    """Return the first line of stdin. Read byte by byte: the lines after it are orders."""
+    """Return the first line of stdin, read byte by byte so that no later line (an order) is buffered here."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -206,18 +207,18 @@ class _AgentRanks:
             self._reporter.report()
             if running and self._link.cut:
                 self._ranks.end(wait=0.0, grace=ORPHANED_S)
-            # A worker that outlives its rank may hold the pipe open: the rank's end counts, not the pipe's.
+            # Do not wait for the pipe to close: a data worker that outlives its rank may hold it open.
             if not running and not ready:
                 return
 
     def _pump(self, seconds: float) -> bool:
-        """Pass on the output of ranks."""
+        """Wait up to `seconds` for output of ranks, and send it to the launcher; return whether there was any."""
         ready = self._selector.select(seconds)
         for key, _ in ready:
             record, name = key.data
             data = os.read(key.fd, 65536)
             if data:
-                # latin-1 encodes any byte, and decodes it back.
+                # JSON holds text: latin-1 maps every byte to a character and back.
                 self._link.send(rank=record.placement.rank, **{name: data.decode("latin-1")})
             else:
                 self._selector.unregister(key.fileobj)
@@ -225,11 +226,11 @@ class _AgentRanks:
 
 
 def run_alone(job: Job, node: int) -> int:
-    """Run a host's ranks without orders on stdin: they print to the console, and end when that is closed."""
+    """Run a host's ranks without stdin. They print to the console, and end when that closes. Return the exit code."""
     pid_file = _pid_file(job.id, node)
     pid_file.write_text(str(os.getpid()), encoding="utf-8")
     console = select.poll()
-    console.register(sys.stdout.fileno(), 0)  # no events: only that the other end has closed is reported
+    console.register(sys.stdout.fileno(), 0)  # no events: only reports that the other end has closed
     try:
         return supervise_here(job, node, must_end=lambda: bool(console.poll(0)))
     finally:
@@ -245,7 +246,7 @@ def supervise_here(
 ) -> int:
     """Run ranks of this host to their end, connected to the launcher where it can be reached; return the exit code.
 
-    Where it cannot be reached, failures are reported here.
+    If it cannot be reached, failures are reported here.
     """
     connection = Connection(job.contact)
     with RankMessages() as messages:
@@ -282,21 +283,21 @@ def supervise_here(
 
 
 def end(job: str) -> int:
-    """End the ranks that `run_alone` runs here, if it does."""
+    """End the ranks of a job that `run_alone` runs on this host, if there are any; return the exit code."""
     for pid_file in Path(tempfile.gettempdir()).glob(_pid_file(job, "*").name):
         with suppress(OSError, ValueError):  # ended already
-            if pid_file.stat(follow_symlinks=False).st_uid == os.getuid():  # every user may leave files there
+            if pid_file.stat(follow_symlinks=False).st_uid == os.getuid():  # every user may write files to that folder
                 os.kill(int(pid_file.read_text(encoding="utf-8")), signal.SIGTERM)
     return 0
 
 
 def _pid_file(job: str, node: int | str) -> Path:
-    """Return the file with the agent's pid, for `end`; named for the host too, as hosts may share the folder."""
+    """Return the file with the agent's pid, for `end`; its name has the node number, as hosts may share the folder."""
     return Path(tempfile.gettempdir(), f"plait-{os.getuid()}-{job}-{node}.pid")
 
 
 def main() -> int:
-    """The command line of this module."""
+    """Run the command line of this module; return the exit code."""
     options = argparse.ArgumentParser(prog="plait.launch.agent")
     options.add_argument("--node", type=int, default=0)
     options.add_argument("--job")

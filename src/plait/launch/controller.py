@@ -33,7 +33,7 @@ from plait.launch.network import is_this_host, resolve, source_address
 from plait.launch.records import GRACE_S, HANG_GRACE_S, STACK_WAIT_S, exit_code, new_records, record_end
 
 _MOST_BYTES = 1 << 24
-"""A longer line is not from one of our ranks."""
+"""The longest line that is accepted: none of our ranks sends a longer one."""
 
 
 class Controller:
@@ -70,11 +70,11 @@ class Controller:
         return any(client.known for client in self._clients.values())
 
     def send(self, number: int) -> None:
-        """Pass a signal on to every rank at the next `poll`. Safe inside a signal handler."""
+        """Send a signal to every rank, at the next `poll`. Safe inside a signal handler."""
         self._signals.put(number)
 
     def poll(self, seconds: float) -> None:
-        """Receive messages for that time, and end a run that hangs."""
+        """Receive messages for that many seconds, and end the run if it hangs."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._server:
                 self._accept()
@@ -116,7 +116,7 @@ class Controller:
             self._disconnect(connection)
 
     def _handle(self, client: _Client, text: bytes) -> bool:
-        """Process a line; return whether the client keeps its connection."""
+        """Process a line from a client; return False if its connection must be closed."""
         if not client.known:
             client.known = self._is_password(text)
             return client.known
@@ -127,7 +127,7 @@ class Controller:
         return True
 
     def _is_password(self, text: bytes) -> bool:
-        """Whether a first line has the password. Anybody on the network may connect and send anything."""
+        """Return whether a client's first line has the password. Anybody on the network can connect and send data."""
         try:
             message = json.loads(text)
         except (ValueError, RecursionError):
@@ -138,7 +138,7 @@ class Controller:
         )
 
     def _disconnect(self, connection: socket.socket) -> None:
-        """Close a connection. Those of its ranks whose end was not reported are lost."""
+        """Close a connection. Mark those of its ranks whose end was not reported as lost."""
         self._selector.unregister(connection)
         connection.close()
         client = self._clients.pop(connection)
@@ -146,7 +146,7 @@ class Controller:
         for rank in client.ranks:
             record = self.records[rank]
             if record.running and others_left:
-                record_end(record, -signal.SIGKILL, by_us=True)  # as MPI and Slurm do once a rank has failed
+                record_end(record, -signal.SIGKILL, by_us=True)  # by MPI or Slurm, as a rank has failed
             elif record.running:
                 record.lost, record.ended = True, time.time()
 
@@ -158,12 +158,12 @@ class Controller:
                     connection.sendall(text)
 
     def report_end(self, code: int) -> int:
-        """Report why a run failed whose command ended with `code`; return the exit code of the worst rank."""
+        """Report why a run failed, if it did; `code` is its command's. Return the exit code of the worst rank."""
         deadline = time.monotonic() + 1.0
         while self._clients and time.monotonic() < deadline:
             self.poll(0.05)
         known = [record for record in self.records if record.exit_code is not None or record.lost]
-        # A command may exit with 0 although a rank has failed, as a shell does that only waits.
+        # A command may exit with 0 although a rank has failed, such as a shell that waits for background processes.
         failed = bool(code) or self.hung or any(record.failed for record in known)
         if known and failed:
             several = len(self.job.nodes) > 1
@@ -181,11 +181,11 @@ class _Client:
         self.ranks: set[int] = set()
 
 
-# A command of another program, with all that it needs, so that it can be printed and run from a shell as well.
+# A command of another program (mpirun, srun, pdsh, sbatch) with its variables, files and input, to run or to print.
 
 
 _GRACE_S = 5.0
-"""How long it may take to exit after SIGTERM, once `stop_grace` has passed."""
+"""Seconds that the command may take to exit after SIGTERM, which it gets after `stop_grace`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +196,14 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables on top of this process's."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path → text of files that are written before it starts."""
+    """Files to write before it starts: path → text."""
     keep_files: bool = False
-    """Keep these files when it has ended."""
+    """Whether these files are kept when it has ended."""
     stdin: str | None = None
     """The text of its standard input."""
 
     def shown(self) -> str:
-        """Return it as shell commands."""
+        """Return shell commands that do the same."""
         files = [f"cat > {shlex.quote(path)} <<'END'\n{text.rstrip()}\nEND" for path, text in self.files.items()]
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         line = " ".join([*variables, shlex.join(self.argv)])
@@ -230,7 +230,7 @@ def run_command(
 ) -> int:
     """Run a command to its end; return its exit code, or the worst rank's where the `controller` knows it.
 
-    Where it fails, `afterwards` are run, which end processes that it may have left.
+    If it fails, the commands in `afterwards` are run; they end processes that it may have left.
     """
     with command.with_files():
         code, signals = _run(command, stop_grace, controller)
@@ -266,10 +266,10 @@ def _run(command: Command, stop_grace: float | None, controller: Controller | No
 
 
 def _pass_on(process: subprocess.Popen[bytes], number: int, controller: Controller | None) -> None:
-    """Send a signal to the ranks themselves, where they are connected, so that they have time to save.
+    """Send a signal directly to the ranks if they are connected, so that they have time to save.
 
-    Else send it to the program that started them: mpirun, srun and pdsh all end their processes on SIGTERM, while two
-    of them want SIGINT twice.
+    Otherwise send it to the program that started them, as SIGTERM if it is SIGINT: mpirun, srun and pdsh all end their
+    processes on SIGTERM, but two of them only on a second SIGINT.
     """
     if controller is not None and controller.connected:
         controller.send(number)

@@ -63,11 +63,11 @@ class Diagnosis:
     what: str
     remedy: str = ""
     victim: bool = False
-    """It failed only because another rank was missing or late."""
+    """The rank failed only because another rank was missing or late."""
     outside: bool = False
-    """Something outside of the run ended it."""
+    """Something outside of the run ended the rank."""
     full: bool = False
-    """It ran out of memory where it computes: smaller micro-batches may fit."""
+    """It ran out of the memory that it computes in (of its GPU, or of the host): smaller micro-batches may fit."""
 
 
 def diagnose(record: RankRecord) -> Diagnosis:
@@ -168,7 +168,7 @@ def _diagnose_host_memory(record: RankRecord, what: str) -> Diagnosis:
 
 
 def _diagnose_memory(what: str, remedy: str, steps: tuple[int, int, int] | None, *, smaller: bool) -> Diagnosis:
-    """Diagnose too little memory; `smaller` micro-batches may fit, unless memory grew from step to step."""
+    """Diagnose too little memory. `smaller`: smaller micro-batches may fit, unless memory grew from step to step."""
     if steps is None:
         return Diagnosis(what, remedy, full=smaller)
     return Diagnosis(f"{what}; {growth_text(steps)}", LEAK_REMEDY)
@@ -192,14 +192,14 @@ def _computes_on_host(record: RankRecord) -> bool:
 
 
 def exception_in(lines: Sequence[str]) -> str:
-    """Return the exception that Python printed last, its message on one line; empty where there is none."""
+    """Return the exception that Python printed last, its message on one line; empty if there is none."""
     plain = [_GROUPS_PREFIX.sub("", _TORCHS_PREFIX.sub("", line)) for line in lines]
     starts = [index for index, line in enumerate(plain) if _EXCEPTION.match(line) or _ends_a_stack(plain, index)]
     return " ".join(line.strip() for line in plain[starts[-1] :][:_MESSAGE_LINES]) if starts else ""
 
 
 def _ends_a_stack(lines: Sequence[str], index: int) -> bool:
-    """Whether a line follows the frames of a stack, which makes it an exception, whatever its name."""
+    """Return whether a line directly follows the frames of a stack: it is then an exception, whatever its name."""
     if not _ANY_NAME.match(lines[index]):
         return False
     frames = takewhile(lambda line: line.startswith("  "), reversed(lines[:index]))
@@ -210,7 +210,7 @@ def _ends_a_stack(lines: Sequence[str], index: int) -> bool:
 
 
 def absent_ranks(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
-    """Return the ranks that the others wait for, and what is wrong with them; no ranks where that is not known."""
+    """Return the ranks that the others wait for, and what is wrong with them; no ranks if that is not known."""
     if stopped := [record for record in records if record.observation.state == "T"]:
         return stopped, "is stopped by a signal, while the others wait for it"
     known = [record for record in records if record.observation.beat is not None]
@@ -223,7 +223,7 @@ def absent_ranks(records: Sequence[RankRecord]) -> tuple[list[RankRecord], str]:
         if left:
             return left, "has left, and its exit code is 0, while the others wait for it"
         return away, f"did not come to {_common_collective(known)}"
-    # All of them wait, so they wait in different collectives: the minority has diverged.
+    # All ranks wait, so they wait in different collectives. The ranks in the less common ones are taken for the cause.
     groups = Counter(_collective_and_step(record) for record in known)
     common = groups.most_common()
     if len(common) < 2 or common[0][1] == common[1][1]:
@@ -251,7 +251,7 @@ def _common_collective(known: Sequence[RankRecord]) -> str:
 
 
 EXPLAINED_EXIT_CODE = 2
-"""The exit code of a rank that has reported what is wrong with the run."""
+"""The exit code of a rank that has ended with an error message for the user, such as a wrong setting."""
 _GIB = 1 << 30
 _LAST_LINES = 15
 _STACK_LINES = 25
@@ -260,7 +260,7 @@ _STACKS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class RootCause:
-    """The ranks that caused a failure, and why. No record: the cause is not known."""
+    """The ranks that caused a failure, and why they failed. Without records the cause is not known."""
 
     records: tuple[RankRecord, ...]
     diagnosis: Diagnosis
@@ -269,7 +269,7 @@ class RootCause:
 def report_end(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None, several_hosts: bool) -> None:
     """Report a failed run: on the console, and as `report.txt` in the run's folder.
 
-    Where every rank that failed has left an error message, only these messages are printed.
+    If every rank that failed has left an error message, only these messages are printed.
     """
     failed = causes(records)
     if not failed and not hung:
@@ -283,7 +283,7 @@ def report_end(records: Sequence[RankRecord], *, hung: bool, log_dir: str | None
     folder = next(filter(None, folders), log_dir)
     print(f"\n{page}", file=sys.stderr, flush=True)
     if folder is not None:
-        with suppress(OSError):  # a folder of another host, or a full disk: the console has the page
+        with suppress(OSError):  # the folder is on another host, or the disk is full; the page is also on the console
             Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, "report.txt").write_text(page, encoding="utf-8")
             _print([f"this page is in {Path(folder, 'report.txt')}"])
@@ -318,7 +318,7 @@ def find_root_cause(records: Sequence[RankRecord], *, hung: bool) -> RootCause:
 def needs_stacks(records: Sequence[RankRecord]) -> bool:
     """Whether only victims have failed, so that the stacks of the other ranks may show the cause.
 
-    Otherwise the cause is known, and ranks that lost their peers are left alone.
+    Otherwise the cause is known, and no stacks are requested.
     """
     return all(diagnose(record).victim for record in causes(records))
 
@@ -392,7 +392,7 @@ def _phase_text(record: RankRecord) -> str:
 
 
 def _other_ranks(records: Sequence[RankRecord]) -> list[str]:
-    """Return lines about the other ranks, grouped by what is the same for them."""
+    """Return lines about the other ranks; ranks that ended alike share a line."""
     same: dict[str, list[str]] = {}
     for record in records:
         beat = record.observation.beat
@@ -407,7 +407,7 @@ def _other_ranks(records: Sequence[RankRecord]) -> list[str]:
 
 
 def _stacks(records: Sequence[RankRecord], root_ranks: Sequence[RankRecord], hung: bool) -> list[str]:
-    """Return the stacks of all ranks where the run hung, else of the root cause; equal stacks once."""
+    """Return the stacks of all ranks if the run hung, else of the root cause's; equal stacks are listed once."""
     same: dict[str, list[int]] = {}
     order = [*root_ranks, *(record for record in records if record not in root_ranks)] if hung else root_ranks
     for record in order:
@@ -422,7 +422,7 @@ def _stacks(records: Sequence[RankRecord], root_ranks: Sequence[RankRecord], hun
 def _main_thread(stacks: str) -> list[str]:
     """Return the stack of the thread that got the signal: the main thread on request, or the one that crashed.
 
-    Where that thread is a library's without Python frames, return that of the main thread, which is written last.
+    If that thread belongs to a library and has no Python frames, return the main thread's, which is written last.
     """
     head = "Current thread" if "Current thread" in stacks else "\nThread "
     current = stacks.rpartition(head)[2].splitlines()[1:]

@@ -1,7 +1,7 @@
 """Elastic training: how many hosts take part, and when torch's elastic agent starts the ranks.
 
-Plait restarts ranks itself (`restart.py`). torch's agent does it where the flags are torchrun's own, and name a
-rendezvous that hosts join by themselves.
+Plait restarts ranks itself (`restart.py`), unless the flags are torchrun's and name a rendezvous, which hosts join by
+themselves: then torch's agent does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plait.launch.job import Job
 from plait.launch.options import LaunchOptions
 
 VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Otherwise ranks that restart find the addresses of the dead ranks in the store, and wait for them."""
+"""Variables for torch's agent. Otherwise restarted ranks find the dead ranks' addresses in the store, and wait."""
 _RESTARTS = 100
 
 
@@ -61,7 +61,7 @@ def range_of_nodes(options: LaunchOptions, host_count: int) -> tuple[int, int]:
 
 
 def elastic_job(job: Job, options: LaunchOptions) -> Job:
-    """Return the job with torch's agent between the host and its ranks."""
+    """Return the job changed to start torch's agent once per host, which then starts the ranks."""
     _check(job, options)
     least, most = range_of_nodes(options, len(job.nodes))
     endpoint = options.rdzv_endpoint or (
@@ -79,7 +79,7 @@ def elastic_job(job: Job, options: LaunchOptions) -> Job:
         flags |= {"log-dir": job.log_dir, "redirects": "3"}
     if options.node_rank is not None:
         flags["node-rank"] = str(options.node_rank)
-    conf = {"PET_RDZV_CONF": options.rdzv_conf} if options.rdzv_conf else {}  # as torchrun's own flag, by its variable
+    conf = {"PET_RDZV_CONF": options.rdzv_conf} if options.rdzv_conf else {}  # torchrun's own flag
     agent = [sys.executable, "-m", "torch.distributed.run", *(f"--{key}={value}" for key, value in flags.items())]
     how = ["--module"] if options.module else ["--no-python"] if options.no_python else []
     return replace(

@@ -1,4 +1,4 @@
-"""Variables of the environment that launchers read: where ranks meet, and how many there are. Flags come first."""
+"""Environment variables that launchers read: where ranks meet, and how many there are. Flags take precedence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TORCHRUNS = ("nnodes", "node_rank", "nproc_per_node", "rdzv_backend", "rdzv_end
 
 
 def with_variables(options: LaunchOptions) -> LaunchOptions:
-    """Return the options with the values of variables for flags that are not given."""
-    if options.standalone:  # it has a rendezvous of its own
+    """Return the options; flags that are not given have the values of their environment variables."""
+    if options.standalone:  # this flag chooses its own rendezvous
         return options
     options_read: dict[str, Any] = {}
     for name in _TORCHRUNS:
@@ -34,7 +34,7 @@ def with_variables(options: LaunchOptions) -> LaunchOptions:
 
 
 def check_address(address: str | None) -> None:
-    """Refuse an address of another host for ranks that start on this host only."""
+    """Raise an error if the address is another host's: used where ranks start only on this host."""
     if address is not None and not is_this_host(address):
         raise WorldError(
             f"--master_addr or MASTER_ADDR is {address}, which is not this host, and ranks are to start on this host "

@@ -1,7 +1,7 @@
-"""Errors of ranks are printed once, however many ranks met them.
+"""Prints an error once, even if many ranks raise it.
 
 A rank that Plait's launcher started leaves its message in a folder, and the launcher prints it when all ranks have
-ended. A rank of another launcher prints it itself.
+ended. A rank that another launcher started prints its message itself.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from plait.launch.heartbeat import FOLDER_VARIABLE
 
 _PREFIX = "plait-ranks-"
 _YOUNG_S = 60.0
-"""The launcher of a folder younger than this may not have locked it yet."""
+"""The age up to which a folder is not removed: its launcher may not have locked it yet."""
 
 
 def report_failure(error: PlaitError) -> None:
-    """Leave the message of an error for the launcher, or print it."""
+    """Write the message of an error to the launcher's folder, or print it if there is none."""
     rank = whole_number(os.environ.get("RANK", "")) or 0
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is not None and Path(folder).is_dir():
-        with suppress(OSError):  # most likely a full disk, which may be the error itself: then it is printed here
+        with suppress(OSError):  # such as a full disk, which may be the error itself: print it here
             Path(folder, str(rank)).write_text(str(error), encoding="utf-8")
             return
     if rank != 0:
         if isinstance(error, ConfigError):
-            return  # all ranks meet a wrong setting alike, and rank 0 prints it
-        # Rank 0 most likely met the same error and prints it first; if it did not, this rank's message counts.
+            return  # all ranks raise the same error for a wrong setting, and rank 0 prints it
+        # Rank 0 most likely has the same error, and prints it first. If it has not, this rank's message is printed.
         time.sleep(1.0)
     print(f"plait: {error}" if rank == 0 else f"plait: rank {rank}: {error}", file=sys.stderr, flush=True)
 
@@ -45,7 +45,7 @@ def report_failure(error: PlaitError) -> None:
 def _remove_abandoned(root: Path) -> None:
     """Remove the folders of launchers that were killed: a running launcher holds a lock on its folder."""
     for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or removed by now
+        with suppress(OSError):  # another user's folder, or removed in the meantime
             if time.time() - folder.stat().st_mtime < _YOUNG_S:
                 continue
             lock = os.open(folder, os.O_RDONLY)
@@ -57,7 +57,7 @@ def _remove_abandoned(root: Path) -> None:
 
 
 def _take_lock(lock: int) -> bool:
-    """Try to lock a folder; return whether that succeeded. False on a file system without locks, too."""
+    """Try to lock a folder; return whether that succeeded. On a file system without locks, return False."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -66,7 +66,7 @@ def _take_lock(lock: int) -> bool:
 
 
 class RankMessages:
-    """The folder in which ranks leave messages, heartbeats and stacks, while it is open."""
+    """The folder in which ranks leave messages, heartbeats and stacks. It exists while this context is open."""
 
     def __enter__(self) -> RankMessages:
         _remove_abandoned(Path(tempfile.gettempdir()))
@@ -88,7 +88,7 @@ class RankMessages:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that ranks need. torch's flight recorder reports collectives to the heartbeat."""
+        """The variables that ranks need. They enable torch's flight recorder, for the collectives in heartbeats."""
         return {
             FOLDER_VARIABLE: self._folder.name,
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "16"),
@@ -102,7 +102,7 @@ class RankMessages:
 
 
 def merge_messages(messages: Mapping[int, str]) -> list[str]:
-    """Return each message once, with the ranks that left it where they differ."""
+    """Return each message once; if not all are equal, with the ranks that left it."""
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(messages.items()):
         ranks.setdefault(text, []).append(rank)

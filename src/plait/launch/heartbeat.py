@@ -1,8 +1,8 @@
 """The heartbeat of a rank: its phase, step, last collective and memory, in a small file that outlives it.
 
-The rank writes with plain stores into mapped memory, so a change of phase costs no system call. The launcher only reads
-the file, whether the rank runs, hangs or has died. One thread writes each field below, in one store of a few bytes; a
-reader that comes in between sees at worst an old field beside a new one.
+The rank writes to the file through mapped memory, so a change of phase costs no system call. The launcher can read the
+file whether the rank runs, hangs or has died. Each field is written by only one thread, in one store of a few bytes, so
+a reader may see an old value of one field beside a new value of another, but no field that is half written.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Phase(StrEnum):
     """The phases of a run, in the order in which they come."""
 
     BUILD = "build"
-    """The model is made, spread and given its values."""
+    """The model is built, sharded and initialized."""
     LOAD = "load"
     """A checkpoint is read."""
     INIT = "optimizer init"
-    """The first update, in which an optimizer makes its state. Only a plan distinguishes it from `step`."""
+    """The first update, in which the optimizer allocates its state. Only plans have it; in runs it is `step`."""
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
-    """Gradients of all ranks are brought together, as far as the backward pass has not done it."""
+    """Gradients are reduced over ranks, unless the backward pass has already done it."""
     STEP = "step"
     """The optimizer updates the weights."""
     SAVE = "save"
@@ -36,11 +36,11 @@ class Phase(StrEnum):
     IDLE = "idle"
     """Between all of these: data, logs, hooks."""
     LEFT = "left"
-    """It was asked to stop, has saved, and exits. Its exit code is not a failure."""
+    """The rank was asked to stop, has saved, and exits. Its exit code then does not count as a failure."""
 
     @property
     def has_batches(self) -> bool:
-        """Whether it works on micro-batches: smaller ones help where memory is short in it."""
+        """Whether this phase computes on micro-batches. If memory runs out in it, smaller micro-batches help."""
         return self in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.STEP, Phase.EVALUATE)
 
 
@@ -58,7 +58,7 @@ _ABOUT_AT, _NOW_AT, _COLLECTIVE_AT, _MEMORY_AT, _FOLDER_AT, _SIZES_AT = 0, 64, 1
 _MOST_SIZES = (SIZE - _SIZES_AT) * 8
 
 put_now = _NOW.pack_into
-"""`put_now(buffer, NOW_AT, time, step, NUMBER[phase])`, for the writer that must lose no time."""
+"""`put_now(buffer, NOW_AT, time, step, NUMBER[phase])`, for writers that must be fast."""
 NOW_AT = _NOW_AT
 NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
 
@@ -73,19 +73,19 @@ class Beat:
 
     pid: int
     timeout_s: float
-    """How long its collectives may wait."""
+    """Seconds after which its collectives time out."""
     phase: Phase
     step: int
-    """Optimizer steps that are done."""
+    """The number of optimizer steps that are complete."""
     since: float
     """When the phase began."""
     collective: str = ""
-    """The last collective that it began; empty where none is known."""
+    """The last collective that it began; empty if none is known."""
     called: float = 0.0
     pending: bool = False
     """Whether that collective has not finished."""
     count: int = 0
-    """How many collectives it has begun."""
+    """The number of collectives that it has begun."""
     tick: int = 0
     """Number of the sample; samples of all ranks with the same number were taken at the same moment."""
     gpu: int = 0
@@ -94,20 +94,20 @@ class Beat:
     folder: str = ""
     """The folder for a report on this run."""
     sizes: tuple[int, ...] = ()
-    """World sizes with which this run can continue with the same batch; empty: not known."""
+    """World sizes with which this run could continue with the same total batch; empty if they are not known."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
+        """Return the fields as values that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Beat:
-        """What `to_json` wrote."""
+        """Return the heartbeat whose fields `to_json` returned."""
         return cls(**{**values, "phase": Phase(values["phase"]), "sizes": tuple(values["sizes"])})
 
 
 def put_about(buffer: Any, pid: int, timeout_s: float) -> None:
-    """Write the magic number, pid and timeout. Last of a new heartbeat, as this makes it readable."""
+    """Write the magic number, pid and timeout. Write them last in a new heartbeat: readers ignore one without them."""
     _ABOUT.pack_into(buffer, _ABOUT_AT, _MAGIC, pid, timeout_s)
 
 
@@ -144,7 +144,7 @@ def phase_in(buffer: Any) -> Phase:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Return the heartbeat in a file; None where there is none yet."""
+    """Return the heartbeat in a file; None if the file has none yet, or one of another version."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -154,7 +154,7 @@ def read_beat(path: Path) -> Beat | None:
     _, pid, timeout_s = _ABOUT.unpack_from(data, _ABOUT_AT)
     since, step, number = _NOW.unpack_from(data, _NOW_AT)
     if number >= len(_PHASES):
-        return None  # another version's, or torn
+        return None  # another version's, or only partly written
     called, count, tick, pending, name = _COLLECTIVE.unpack_from(data, _COLLECTIVE_AT)
     gpu, peak = _MEMORY.unpack_from(data, _MEMORY_AT)
     length, text = _TEXT.unpack_from(data, _FOLDER_AT)

@@ -11,11 +11,11 @@ from plait.launch.records import RankRecord
 
 EVERY_S = 1.0
 _OFFSET_S = 0.125
-"""Ranks sample their collectives on quarters of a second; this is well between two of those."""
+"""Ranks sample their collectives at multiples of 0.25 s of the clock; heartbeats are read halfway between two."""
 _LONGEST_SAMPLE_S = 3.0
-"""The most that counts of the time between two samples: on a machine that slept meanwhile, ranks did not wait."""
+"""The longest time between two samples that counts as waiting: if the machine slept in between, ranks did not wait."""
 _MARGIN, _MOST_MARGIN_S = 0.2, 10.0
-"""A hang is reported so long before the collective would time out, while all ranks can still write their stacks."""
+"""A hang is reported this share of the timeout (at most 10 s) before it, while ranks can still write their stacks."""
 
 _HINTS = {
     Phase.IDLE: "its data, logs or hooks are slow: give data.workers more, or look at its disk",
@@ -25,7 +25,10 @@ _HINTS = {
 
 
 class HeartbeatMonitor:
-    """Samples the records of all ranks, whose observations the caller keeps up to date."""
+    """Finds hangs and stragglers in the records of all ranks. The caller must update the records' observations.
+
+    It warns of a straggler that the others waited for in a share `share` of the last `window` samples.
+    """
 
     def __init__(self, records: Sequence[RankRecord], *, window: int = 40, share: float = 0.75) -> None:
         self._records = records
@@ -38,18 +41,18 @@ class HeartbeatMonitor:
         """By rank that waits: start and number of its collective, and how many seconds it was seen to wait."""
 
     def due(self) -> bool:
-        """Whether it is time for another sample, once a second."""
+        """Return whether it is time for another sample; true once a second."""
         now = time.time()
-        if self._next - 2 * EVERY_S < now < self._next:  # further back only where the clock was set back
+        if self._next - 2 * EVERY_S < now < self._next:  # `now` is earlier than that only if the clock was set back
             return False
         self._next = (now - _OFFSET_S) // EVERY_S * EVERY_S + EVERY_S + _OFFSET_S
         return True
 
     def hangs(self) -> bool:
-        """Whether a rank has waited in a collective for nearly its timeout. Call it once per sample.
+        """Return whether a rank has waited in a collective for nearly its timeout. Call it once per sample.
 
-        The waits that were seen are added up sample by sample: by the clock alone, a clock that is set forward, or a
-        machine that slept, would end runs in which no rank waits.
+        The time that a rank waits is added up from the times between samples. The difference of two clock times would
+        be wrong if the clock was set forward or the machine slept, and would end runs in which no rank waits.
         """
         now = time.monotonic()
         passed = float("inf") if self._sampled_at is None else min(now - self._sampled_at, _LONGEST_SAMPLE_S)
@@ -67,7 +70,10 @@ class HeartbeatMonitor:
         return hung
 
     def straggler(self) -> str | None:
-        """Return a warning about a rank that the others keep waiting for, once per rank. Call it once per sample."""
+        """Return a warning about a rank that the others often wait for, once per rank; else None.
+
+        Call it once per sample.
+        """
         beats = {
             r.placement.rank: r.observation.beat for r in self._records if r.running and r.observation.beat is not None
         }

@@ -16,12 +16,15 @@ Pool = dict[str, tuple[int, ...]]
 _NAME = re.compile(r"(?!-)[\w.:%@+~-]+")
 """A name or an address, optionally after `user@`. ssh would take a leading dash for an option."""
 MOST_SLOTS = 65_536
-"""More than any host has; a typo must not fill memory with numbers."""
+"""The most slots of a host: more than any has. A typo must not allocate a huge list of slots."""
 _LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?\s*")
 
 
 def read_hostfile(path: Path) -> Pool:
-    """Read lines such as `worker-0 slots=4`; `#` and `//` begin a comment, an IPv6 address may be in brackets."""
+    """Return the hosts in a file.
+
+    Its lines are like `worker-0 slots=4`; `#` and `//` begin a comment, and an IPv6 address may be in brackets.
+    """
     lines = read_lines(path, lambda reason: WorldError(f"the hostfile {reason}"))
     pool: Pool = {}
     for number, line in enumerate(lines, start=1):
@@ -60,7 +63,7 @@ def _without_brackets(host: str) -> str:
 def choose(pool: Pool, *, include: str = "", exclude: str = "") -> Pool:
     """Return the hosts and slots that a filter such as `worker-0@worker-1:0,2` leaves, in the order of the pool.
 
-    A host without slots means all of its slots. Only one of the two filters can be given.
+    A host that the filter names without slots stands for all of its slots. Only one of the two filters can be given.
     """
     if include and exclude:
         raise WorldError(f"--include {include!r} and --exclude {exclude!r} exclude each other; give one of them")
@@ -81,7 +84,7 @@ def choose(pool: Pool, *, include: str = "", exclude: str = "") -> Pool:
 
 
 def _named(text: str, pool: Pool, flag: str) -> Pool:
-    """Return the hosts and slots that a filter names, checked against the pool."""
+    """Return the hosts and slots that a filter names; raise an error for those that the pool does not have."""
     slots_of: dict[str, set[int]] = {}
     for entry in text.split("@"):
         name, slots = _split_entry(entry.strip(), flag)
@@ -95,7 +98,7 @@ def _named(text: str, pool: Pool, flag: str) -> Pool:
 
 
 def _split_entry(entry: str, flag: str) -> tuple[str, list[int]]:
-    """Split `worker-1:0,2` into name and slots. An IPv6 address with slots needs brackets: `[fd00::2]:0,2`."""
+    """Return the name and the slots in an entry such as `worker-1:0,2`. IPv6 needs brackets: `[fd00::2]:0,2`."""
     if entry.startswith("["):
         name, _, slots = entry[1:].partition("]")
         slots = slots.removeprefix(":")
@@ -113,7 +116,7 @@ def _split_entry(entry: str, flag: str) -> tuple[str, list[int]]:
 
 
 def _host(name: str, pool: Mapping[str, object], flag: str) -> str:
-    """Return the host of the pool with a name; `user@` in the pool does not count as part of it."""
+    """Return the pool's host with this name; it may be given without the `user@` that it has in the pool."""
     for host in pool:
         if name in (host, host.rpartition("@")[2]):
             return host

@@ -1,4 +1,4 @@
-"""A job: which program runs on which slots of which hosts, as plain data that is sent to every host."""
+"""A job: which program runs on which slots of which hosts. It is plain data, and is sent to every host as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cpu_count() -> int:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Parse a list of cores and ranges: `1,3-5,7` → (1, 3, 4, 5, 7)."""
+    """Return the cores in a list of numbers and ranges: `1,3-5,7` → (1, 3, 4, 5, 7)."""
     cores: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", entry)
@@ -43,7 +43,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def cores_of(local_rank: int, local_size: int, cores: tuple[int, ...], available: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the cores of one rank: equally many for each, neighbours together. Left-over cores stay idle."""
+    """Return the cores of one rank: adjacent ones, as many as every other rank has. Left-over cores stay idle."""
     missing_program = [core for core in cores if core not in available]
     if missing_program:
         raise WorldError(f"--bind_core_list: core {missing_program[0]} cannot be used here; {_ranges(available)} can")
@@ -85,37 +85,37 @@ class Job:
     """One launch. Ranks are numbered host by host, in the order of `nodes`."""
 
     program: tuple[str, ...]
-    """The command of every rank, up to and including the script."""
+    """The command of every rank, up to and including the script's path."""
     nodes: tuple[Node, ...]
     arguments: tuple[str, ...] = ()
-    """The script's own arguments, as they are."""
+    """The script's own arguments, unchanged."""
     id: str = "local"
     address: str = "127.0.0.1"
-    """Where rank 0 listens."""
+    """The address where rank 0 listens."""
     port: int = 29500
     folder: str | None = None
     """The current folder of ranks; None: that of the launcher."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for every host, on top of its own."""
+    """Environment variables for the ranks, in addition to those of each host."""
     devices: bool = False
-    """Slots are GPUs: ranks of a host see the GPUs of its slots only."""
+    """Whether slots are GPUs. If so, the ranks of a host see only the GPUs of its slots."""
     local_rank_flag: bool = False
-    """Give the script `--local_rank=N`, as older launchers did."""
+    """Whether the script gets the argument `--local_rank=N`, as with older launchers."""
     bind_cores: bool = False
-    """Each rank gets cores of its own."""
+    """Whether each rank is bound to its own cores."""
     cores: tuple[int, ...] = ()
     """The cores to bind ranks to; empty: all."""
     log_dir: str | None = None
-    """Folder of one file per rank for its output; None: it goes to the console."""
+    """The folder for output, one file per rank; None: output goes to the console."""
     log_prefix: str = ""
     spare: int = 0
-    """How many hosts may fail before the others are ended too."""
+    """The number of hosts that may fail without ending the job."""
     once_per_node: bool = False
-    """Start the program once per host: it starts the ranks itself."""
+    """Whether the program is started once per host, and starts the ranks itself."""
     contact: str = ""
     """Address, port and password of the launcher's `Controller`, which ranks connect to; empty: there is none."""
     rendezvous: bool = False
-    """The first host runs the rendezvous of torch's elastic agents."""
+    """Whether the first host runs the rendezvous of torch's elastic agents."""
 
     @property
     def size(self) -> int:
@@ -141,14 +141,14 @@ class Job:
         return [*self.program, *flag, *self.arguments]
 
     def variables(self, placement: RankPlacement, present: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that a rank gets on top of `present`, the environment of its host."""
+        """Return the variables that a rank gets in addition to `present`, the environment of its host."""
         variables = dict(self.environment)
         if self.devices and (
             visible := _visible(placement, self.nodes[placement.node].slots, {**present, **variables})
         ):
             variables["CUDA_VISIBLE_DEVICES"] = visible
         if self.rendezvous:
-            # torch would compare the address with the host's own name, which often leads to another one.
+            # Otherwise torch compares the address with that of the host's own name, which often is another one.
             variables["PET_RDZV_CONF"] = ",".join(
                 filter(None, (f"is_host={int(placement.node == 0)}", variables.get("PET_RDZV_CONF")))
             )
@@ -166,13 +166,13 @@ class Job:
         return variables
 
     def cores_for(self, placement: RankPlacement, available: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the cores that a rank is bound to; None where it is not bound."""
+        """Return the cores that a rank is bound to; None if it is not bound."""
         if not self.bind_cores:
             return None
         return cores_of(placement.local_rank, placement.local_size, self.cores or available, available)
 
     def log_file(self, placement: RankPlacement) -> str | None:
-        """Return the file for a rank's output; None where it goes to the console."""
+        """Return the file for a rank's output; None if it goes to the console."""
         return None if self.log_dir is None else f"{self.log_dir}/{self.log_prefix}rank{placement.rank}.log"
 
     def to_json(self) -> str:
@@ -192,7 +192,7 @@ class Job:
 
 
 def _visible(placement: RankPlacement, slots: tuple[int, ...], present: Mapping[str, str]) -> str | None:
-    """Return the GPUs of a host's slots. Slots index what CUDA_VISIBLE_DEVICES already allows there."""
+    """Return CUDA_VISIBLE_DEVICES for a host's slots, which are indices into the value that it has there already."""
     allowed = present.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return ",".join(map(str, slots))
@@ -207,11 +207,11 @@ def _visible(placement: RankPlacement, slots: tuple[int, ...], present: Mapping[
     return ",".join(names[slot] for slot in slots)
 
 
-# Finding a program on this host: a shell over ssh has a shorter path than a terminal.
+# Finding a program on this host. Over ssh, PATH has fewer folders than in a terminal.
 
 
 def find_program(name: str, *, path: str | None = None, folder: str | None = None) -> str | None:
-    """Return the path of a program; None where there is none.
+    """Return the path of a program; None if it is not found.
 
     A bare name is looked up on `path` (absent: this process's), then beside this Python, where `plait` itself and other
     commands of its environment are. A name with a slash is relative to `folder`.

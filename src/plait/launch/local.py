@@ -37,7 +37,7 @@ from plait.launch.records import (
     record_end,
 )
 
-# The output of ranks, passed on as it comes; the last lines of each are kept.
+# The output of ranks, copied to the console as it arrives; the last lines of each rank are kept.
 
 
 _CHUNK = 1 << 16
@@ -46,7 +46,7 @@ _CHUNK = 1 << 16
 class Relay:
     """Copies the output of ranks to this console, and keeps its last lines in their records.
 
-    All of that happens in `pump`, and not in a thread: ranks may be started again later, by a fork.
+    All work is done in `pump`, not in a thread, because ranks may be started again by a fork.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Relay:
             self._selector.register(pipe, selectors.EVENT_READ, (record, name))
 
     def pump(self, seconds: float) -> bool:
-        """Wait up to `seconds` for output; once there is some, pass it on and return true."""
+        """Wait up to `seconds` for output, and copy it to the console; return whether there was any."""
         if not self._selector.get_map():
             time.sleep(seconds)
             return False
@@ -77,7 +77,7 @@ class Relay:
         return bool(ready)
 
     def close(self) -> None:
-        """Pass on the rest and close the pipes, without waiting for data workers that still hold one open."""
+        """Copy the output that is left and close the pipes, without waiting for data workers that hold one open."""
         while self.pump(0.0):
             pass
         for key in list(self._selector.get_map().values()):
@@ -135,10 +135,10 @@ def run_ranks(command: Sequence[str], count: int) -> int:
 def run_job(
     job: Job, node: int, *, stop_grace: float | None, grace: float = GRACE_S, join: Callable[[], bool] = lambda: False
 ) -> LaunchOutcome:
-    """Run this host's ranks of a job to their end, and report why where they fail.
+    """Run this host's ranks of a job to their end, and return how they ended; if they fail, report why.
 
-    `stop_grace` is how many seconds ranks may take to exit after the first Ctrl-C; None: no limit. `grace` is how many
-    they may take once one has failed. When `join` returns true, other hosts can join the job: all ranks are asked to
+    `stop_grace` is the number of seconds that ranks may take to exit after the first Ctrl-C; None: no limit. `grace` is
+    the same after one has failed. When `join` returns true, other hosts can join the job: all ranks are asked to
     save and exit.
     """
     with RankMessages() as messages:
@@ -152,7 +152,7 @@ def run_job(
             if signals.interrupts > 1:
                 return LaunchOutcome(128 + signal.SIGINT, group.records, interrupted=True)
             if not signals.waited and not reform:
-                # Reported last, so that it stands below the output of the ranks.
+                # Report last, so that the report is printed below the output of the ranks.
                 several = len(job.nodes) > 1
                 report_end(group.records, hung=hung, log_dir=job.log_dir, several_hosts=several)
             code = signals.code(exit_code(group.records, hung=hung))
@@ -192,10 +192,10 @@ def _wait(
 class LocalRanks:
     """The processes of the ranks of one host, and their records.
 
-    A rank with a log file writes its output there. Otherwise stderr goes into a pipe of `outputs`, so that its last
-    lines can be shown again, and with `capture` stdout too; without, stdout is that of this process, so that a progress
-    bar finds the terminal. `pause` waits that many seconds; a caller that reads the pipes must do so in it, or a rank
-    that fills its pipe never ends. `placements` are the ranks to start; None: all of the host's.
+    A rank with a log file writes its output there. Otherwise its stderr is a pipe of `outputs`, so that its last lines
+    can be shown again; with `capture`, so is its stdout. Without `capture`, its stdout is this process's, so that a
+    progress bar finds the terminal. `pause(seconds)` is called to wait; a caller that reads the pipes must do it in
+    `pause` too, or a rank that fills its pipe never ends. `placements` are the ranks to start; None: all of the host's.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ class LocalRanks:
         self._ending = False
 
     def start(self) -> None:
-        """Start all of them, or none."""
+        """Start all ranks, or none."""
         cores = available_cores()
-        # Before the first rank starts, so that a wrong slot or core leaves no part of a job running.
+        # Before the first rank starts, so that a wrong slot or core leaves no rank running.
         bound = [self.job.cores_for(record.placement, cores) for record in self.records]
         environments = [
             self._environment(record.placement, mine) for record, mine in zip(self.records, bound, strict=True)
@@ -251,8 +251,8 @@ class LocalRanks:
     ) -> subprocess.Popen[bytes]:
         """Start a rank in a process group of its own.
 
-        A terminal sends Ctrl-C to its foreground group. With the ranks outside of it each signal reaches them once,
-        through `Signals`, wherever it came from.
+        A terminal sends Ctrl-C to its foreground process group. The ranks are not in it, so they get each signal only
+        once, from `Signals`, whether it came from the terminal or from another process.
         """
 
         def prepare() -> None:
@@ -274,7 +274,7 @@ class LocalRanks:
                 stdout=log or (subprocess.PIPE if self._capture else None),
                 stderr=subprocess.STDOUT if log else subprocess.PIPE,
                 process_group=0,
-                close_fds=False,  # ours are not inheritable anyway; MPICH passes one to its ranks
+                close_fds=False,  # our own are not inheritable; MPICH gives its ranks one that they need
                 preexec_fn=prepare,
             )
         finally:
@@ -307,11 +307,11 @@ class LocalRanks:
             record_end(record, code, by_us=self._ending and code != 0)
             self.observer.look(record)
             if code:
-                _kill_group(process.pid)  # its data workers
+                _kill_group(process.pid)  # data workers of the rank
         return any(record.exit_code is None for record in self.records[: len(self._processes)])
 
     def send(self, number: int) -> None:
-        """Pass a signal on to every rank that runs."""
+        """Send a signal to every running rank."""
         self.poll()
         for record, process in zip(self.records, self._processes, strict=False):
             if record.exit_code is None:
@@ -336,7 +336,7 @@ class LocalRanks:
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when the parent of this process ends, so that `kill -9` leaves no orphans."""
+    """Ask the kernel to send this process a signal when its parent ends, so that `kill -9` leaves no orphans."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, number)
@@ -357,14 +357,14 @@ class Signals:
         return 0.0 if self._first is None else time.monotonic() - self._first
 
     def code(self, code: int) -> int:
-        """Return the exit code of the run whose ranks ended with `code`: not 0 where a signal stopped it."""
+        """Return the exit code of a run whose ranks ended with `code`; if a signal stopped it, that is not 0."""
         return code or (128 + self._first_signal if self._first_signal else 0)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._first = self._first or time.monotonic()
         self.interrupts += number == signal.SIGINT
         if self.interrupts > 1:
-            number = signal.SIGKILL  # checkpoints survive it, and a rank in a collective handles no other signal
+            number = signal.SIGKILL  # does not damage checkpoints; in a collective, a rank handles no other signal
         elif number == signal.SIGHUP:
             number = signal.SIGTERM
         self._first_signal = self._first_signal or number
@@ -372,7 +372,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # Under `nohup` SIGHUP is ignored, and stays so.
+        # Signals that are ignored, such as SIGHUP under `nohup`, stay ignored.
         wanted = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._pass_on) for number in wanted}
         return self

@@ -1,4 +1,7 @@
-"""Messages between the launcher and the agents on hosts: ranks' states one way, orders the other. Plain values."""
+"""Messages between the launcher and the agents on hosts: agents report the state of ranks, the launcher sends orders.
+
+Messages are dicts that JSON can hold.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Reporter:
 
 
 def apply_message(record: RankRecord, message: dict[str, Any]) -> None:
-    """Write a message about a rank into its record."""
+    """Update a rank's record from a message about it."""
     if "pid" in message:
         record.pid, record.log, record.started = message["pid"], message["log"], time.time()
     elif "evidence" in message:

@@ -1,4 +1,4 @@
-"""Runs a job on several hosts: one connection to each, to its `plait.launch.agent`."""
+"""Runs a job on several hosts, with one connection to the `plait.launch.agent` of each."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from plait.launch.records import (
     record_end,
 )
 
-# One console for many ranks: whole lines, each with its host and rank.
+# Output of many ranks on one console, in whole lines that begin with host and rank.
 
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
 _LONGEST = 1 << 16
-"""A longer line is shown in parts."""
+"""The longest line, in bytes; longer ones are shown in parts."""
 
 
 class Console:
@@ -49,7 +49,7 @@ class Console:
         self._records = {record.placement.rank: record for record in records}
 
     def write(self, record: RankRecord, stream: str, data: bytes) -> None:
-        """Show output of a rank as far as its lines are complete; `\\r`, as in progress bars, ends a line too."""
+        """Show the complete lines of a rank's output, and keep the rest; `\\r` (progress bars) ends a line too."""
         key = (record.placement.rank, stream)
         *lines, rest = _LINE_END.split(self._rests.pop(key, b"") + data)
         if len(rest) > _LONGEST:
@@ -81,10 +81,10 @@ def _put(stream: str, line: bytes) -> None:
 
 
 BEAT_S = 5.0
-"""How often the launcher reports to the hosts that it is alive."""
+"""Seconds between two beats, by which the launcher tells the agents that it still runs."""
 _TICK_S = 0.05
 _CLEAR_S = 5.0
-"""How long a connection may stay open once its ranks must have ended."""
+"""Seconds that a connection may stay open after the time in which its ranks must have ended."""
 
 
 def run_multi_host(
@@ -95,9 +95,12 @@ def run_multi_host(
     grace: float | None = None,
     join: Callable[[], bool] = lambda: False,
 ) -> LaunchOutcome:
-    """Run a job to its end, one command per host, and report why where it fails. Arguments as of `run_job`."""
+    """Run a job to its end, with one command per host, and return how it ended; if it fails, report why.
+
+    The other arguments are those of `run_job`.
+    """
     run = MultiHostRun(job, commands, grace=GRACE_S if grace is None else grace, join=join)
-    suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # agents would take a suspended launcher for dead
+    suspended = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # suspended, it would send no beats
     try:
         with Signals(run.send) as signals:
             run.start()
@@ -114,7 +117,7 @@ def run_multi_host(
 
 
 class MultiHostRun:
-    """All hosts of a job. `records` knows every rank."""
+    """A running job on several hosts. `records` has the record of every rank."""
 
     def __init__(
         self,
@@ -143,23 +146,23 @@ class MultiHostRun:
         """Connect to all hosts at the same time."""
         for node in self._nodes:
             node.open()
-        for node in self._nodes:  # only now: a process with threads should not fork
+        for node in self._nodes:  # after all have started: a process with threads should not fork
             node.talk(self._job, self._messages)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        """In a thread of its own: while output to the console blocks, the launcher must not look dead."""
+        """Send beats from a thread of its own, so that they are sent also while output to the console blocks."""
         while any(node.is_open for node in self._nodes):
             time.sleep(BEAT_S)
             for node in self._nodes:
                 node.order(beat=True)
 
     def send(self, number: int) -> None:
-        """Pass a signal on to every rank on every host, from `supervise`. Safe inside a signal handler."""
+        """Have `supervise` send a signal to every rank on every host. Safe inside a signal handler."""
         self._signals.put(number)
 
     def supervise(self, signals: Signals, stop_grace: float | None) -> None:
-        """Run until every connection is closed; end all ranks when too many failed, or `stop_grace` has passed."""
+        """Run until every connection is closed; end all ranks if too many hosts failed, or `stop_grace` has passed."""
         deadlines = _Deadlines()
         while any(node.is_open for node in self._nodes):
             self._receive()
@@ -178,7 +181,7 @@ class MultiHostRun:
             self._enforce(deadlines)
 
     def _is_hung(self) -> bool:
-        """Check the heartbeats, once a second; return whether the run hangs."""
+        """Check the heartbeats, at most once a second; return whether the run hangs."""
         if self.hung or not self._watch.due():
             return False
         if (straggler := self._watch.straggler()) is not None:
@@ -211,7 +214,7 @@ class MultiHostRun:
                 node.order(signal=number)
 
     def _receive(self) -> None:
-        """Handle all messages that have come; wait a little where there is none."""
+        """Handle all messages that have arrived; if there are none, wait a little for one."""
         with suppress(queue.Empty):
             self._handle(*self._messages.get(timeout=_TICK_S))
             while True:
@@ -235,7 +238,7 @@ class MultiHostRun:
         apply_message(record, message)
 
     def _closed(self, node: _Connection, code: int) -> None:
-        """Handle a closed connection. Its ranks whose end was not reported are lost, unless they never started."""
+        """Handle a closed connection. Mark its ranks whose end was not reported as lost, unless they never started."""
         node.is_open = False
         for record in self.records:
             if record.placement.node != node.index or not record.running:
@@ -268,14 +271,14 @@ class MultiHostRun:
         report_end(self.records, hung=self.hung, log_dir=self._job.log_dir, several_hosts=True)
 
     def exit_code(self) -> int:
-        """Return the exit code of the worst rank; 0 where no more hosts failed than the job may lose."""
+        """Return the exit code of the worst rank; 0 if no more hosts failed than `job.spare`."""
         if 0 < len(self._failed_nodes()) <= self._job.spare and any(record.exit_code == 0 for record in self.records):
             return 0
         return exit_code(self.records, hung=self.hung) or (2 if self._errors else 0)
 
 
 class _Deadlines:
-    """When ranks are ended: at the earliest of all deadlines."""
+    """The time when ranks are ended: the earliest of all deadlines that were set."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -308,7 +311,7 @@ class _Connection:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            process_group=0,  # out of reach of the terminal's Ctrl-C, which is passed on as an order
+            process_group=0,  # so that the terminal's Ctrl-C does not reach it; it gets an order instead
             preexec_fn=end_with_parent,
         )
         self.is_open = True
@@ -331,9 +334,9 @@ class _Connection:
             if line.startswith(b'{"'):
                 messages.put((self, json.loads(line)))
             else:
-                messages.put((self, {"said": line}))  # a shell's greeting, or the like
+                messages.put((self, {"said": line}))  # not from the agent, such as a shell's greeting
         code = self._process.wait()
-        stderr_reader.join(1.0)  # ssh's own error message comes first
+        stderr_reader.join(1.0)  # so that ssh's own error message is handled first
         messages.put((self, {"closed": code}))
 
     def _listen(self, pipe: IO[bytes], messages: _HostMessages) -> None:
@@ -352,7 +355,7 @@ class _Connection:
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                return  # closed: `_talk` reports its end
+                return  # the connection is closed; `_talk` reports that
 
     def close_stdin(self) -> None:
         """Close the agent's stdin. It then ends its ranks."""

@@ -1,4 +1,4 @@
-"""Addresses, network interfaces and ports: whether a host is this one, and how it reaches rank 0."""
+"""Addresses, network interfaces and ports: whether a host name means this host, and how this host reaches rank 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolve(host: str) -> str:
 
 
 def is_this_host(host: str) -> bool:
-    """Whether a name is that of this host: only then a socket can be bound to its address."""
+    """Return whether a name is this host's, tested by binding a socket to its address."""
     try:
         address = resolve(host)
         with _datagrams(address) as probe:
@@ -40,7 +40,7 @@ def is_this_host(host: str) -> bool:
 
 
 def source_address(target: str) -> str:
-    """Return the local address of a connection to `target`. Sends nothing."""
+    """Return the local address that a connection to `target` would have. Nothing is sent."""
     with _datagrams(target) as probe:
         probe.connect((target, 9))
         address: str = probe.getsockname()[0]
@@ -48,7 +48,7 @@ def source_address(target: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address of this host."""
+    """Return the name of the network interface that has this local address; None if none has."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -58,7 +58,7 @@ def interface_of(address: str) -> str | None:
 
 
 def route_to(address: str) -> str | None:
-    """Return the interface over which this host reaches `address`; None without a route."""
+    """Return the interface over which this host reaches `address`; None if there is no route."""
     try:
         return interface_of(source_address(address))
     except OSError:
@@ -69,7 +69,7 @@ def interface_variables(address: str, present: Mapping[str, str]) -> dict[str, s
     """Return the variables that set gloo's and NCCL's interface, unless the user has set them.
 
     By default gloo takes the interface of the address that the host's own name resolves to. On many systems that is the
-    loopback interface, and ranks on different hosts then wait for each other at 127.0.1.1.
+    loopback interface; ranks on different hosts then wait for each other at 127.0.1.1.
     """
     absent = [name for name in _INTERFACE_VARIABLES if name not in present]
     interface = route_to(address) if absent else None
@@ -96,7 +96,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether rank 0, which listens on all addresses of its host, could take it."""
+    """Return whether rank 0, which listens on all addresses of its host, could use this port."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):  # noqa: S104  # as torch will; closed at once
         try:
             with socket.socket(family) as probe:
@@ -115,7 +115,10 @@ _TAKEN = {errno.EADDRINUSE, errno.EACCES}
 
 
 def check_port(port: int, *, asked_by: str = "--master_port") -> int:
-    """Return the port, if it is free here; else raise an error with the process that holds it, and what set it."""
+    """Return the port if it is free on this host. Else raise an error that names the process that holds it.
+
+    `asked_by` is the flag or variable that set the port, for the message.
+    """
     if not 0 < port < 1 << 16:
         raise WorldError(f"{asked_by} {port}: a port is a number from 1 to 65535")
     if port_is_free(port):
@@ -127,7 +130,7 @@ def check_port(port: int, *, asked_by: str = "--master_port") -> int:
 
 
 def port_holder(port: int) -> str:
-    """Return which process listens on a port of this host, as far as this user may see it."""
+    """Return a text about the process that listens on a port of this host, as far as this user may see it."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(table, port)}
     for process in Path("/proc").glob("[0-9]*"):
         if inodes & _sockets(process):
@@ -141,7 +144,7 @@ def _sockets(process: Path) -> set[str]:
     inodes = set()
     with suppress(OSError):
         for fd in (process / "fd").iterdir():
-            with suppress(OSError):  # closed by now
+            with suppress(OSError):  # closed in the meantime
                 inodes.update(_SOCKET.findall(str(fd.readlink())))
     return inodes
 

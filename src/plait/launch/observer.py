@@ -23,20 +23,20 @@ _ROOT = Path("/sys/fs/cgroup")
 
 _WARM_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 24, 512
 _SECTIONS, _LEAST_GROWTH = 6, 0.1
-"""Memory counts as growing where it grows in each of so many sections of the run, and by this share in all."""
+"""Memory counts as growing if it grew in each of this many sections of the run, and by this share in total."""
 
 
 class StepMemory:
-    """The least memory in use at each step, which is what a step leaves to the next one.
+    """The least memory in use during each step, which is what remains in use from one step to the next.
 
-    Where something keeps tensors of each step (a leak), that grows from step to step, however small micro-batches are.
+    If something keeps tensors of each step (a leak), this grows from step to step, however small micro-batches are.
     """
 
     def __init__(self) -> None:
         self._least: dict[int, int] = {}
 
     def add(self, step: int, used: int) -> None:
-        """Add a sample: `used` bytes at this step."""
+        """Add a sample: `used` bytes were in use during this step."""
         if step < _WARM_STEPS or not used:  # the optimizer's state and the allocator's caches are still growing
             return
         self._least[step] = min(used, self._least.get(step, used))
@@ -47,9 +47,9 @@ class StepMemory:
 
     @property
     def growth(self) -> tuple[int, int, int] | None:
-        """From which step to which it has grown by how many bytes; None where it does not grow all the time.
+        """(first step, last step, bytes by which memory grew between them); None unless it grew all the time.
 
-        Samples are taken at any moment of a step, so the least of several steps counts.
+        Samples are taken at arbitrary moments of a step, so the minimum over several steps is used.
         """
         steps = sorted(self._least)
         if len(steps) < _LEAST_STEPS:
@@ -70,11 +70,11 @@ class MemoryTrace:
         self.peak = 0
 
     def is_due(self) -> bool:
-        """Whether it is time for a sample: a few times a second."""
+        """Return whether it is time for a sample; true a few times a second."""
         return time.monotonic() >= self._next
 
     def follow(self, pid: int) -> bool:
-        """Take a sample of the process's memory; return whether there is such a process."""
+        """Take a sample of the process's memory; return whether the process exists."""
         now, resident = time.monotonic(), resident_bytes(pid)
         self._next = now + _EVERY_S
         if resident:
@@ -89,7 +89,7 @@ class MemoryTrace:
 
     @property
     def growth(self) -> tuple[float, int]:
-        """Over how many seconds before that it grew by how many bytes."""
+        """(seconds, bytes): how much memory grew, and in what time before the last sample."""
         if not self._samples:
             return 0.0, 0
         (start, first), (end, last) = self._samples[0], self._samples[-1]
@@ -97,12 +97,12 @@ class MemoryTrace:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0 where it has ended, or where the system does not report it."""
+    """Return the resident memory of a process; 0 if it has ended, or the system does not report it."""
     return _pages(pid)[0]
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return its resident memory without mapped files, such as data sets, which the kernel can evict."""
+    """Return the resident memory of a process without mapped files (such as data sets), which the kernel can evict."""
     resident, of_files = _pages(pid)
     return resident - of_files
 
@@ -119,8 +119,8 @@ def _pages(pid: int) -> tuple[int, int]:
 class OomCounter:
     """Counts processes that the kernel's OOM killer has ended.
 
-    Those of a process's own control group where that has a counter (`memory.events`, or `memory.oom_control` in version
-    1), otherwise those of the whole host (`/proc/vmstat`), which may be any processes.
+    It counts those of a process's control group if that has a counter (`memory.events`, or `memory.oom_control` in
+    version 1); otherwise those of the whole host (`/proc/vmstat`), which may be unrelated processes.
     """
 
     def __init__(self, pid: int | str = "self") -> None:
@@ -129,17 +129,17 @@ class OomCounter:
         """Whether it counts the processes of the control group alone."""
 
     def read(self) -> int:
-        """Return the count."""
+        """Return the number of processes that were killed so far."""
         count = self._of_group()
         return (_number(_read(Path("/proc/vmstat"))) or 0) if count is None else count
 
     def headroom(self) -> int | None:
-        """Return the bytes that are still available, in the control group or on the host; None where not known."""
+        """Return the bytes that are still available, in the control group or on the host; None if not known."""
         candidates = [available_bytes()]
         if self.limit is not None:
             names = ("memory.current", "memory.usage_in_bytes")
             used = next((text for name in names if (text := self._text(name)).isdecimal()), None)
-            # The page cache counts as used, and is freed before a process is killed.
+            # The page cache counts as used memory, but the kernel frees it before it kills a process.
             cached = re.search(r"^(?:total_)?inactive_file (\d+)$", self._text("memory.stat"), re.MULTILINE)
             if used is not None:
                 candidates.append(max(self.limit - int(used) + (int(cached[1]) if cached else 0), 0))
@@ -166,13 +166,13 @@ class OomCounter:
 
 
 def available_bytes() -> int | None:
-    """Return the host memory that is available without swapping; None where the system does not report it."""
+    """Return the host memory that is available without swapping; None if the system does not report it."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
     return int(match[1]) << 10 if match else None
 
 
 def memory_group(pid: int | str) -> Path | None:
-    """Return the folder of the control group that limits a process's memory."""
+    """Return the folder of the control group that limits a process's memory; None if it is not found."""
     for line in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" and (_ROOT / "cgroup.controllers").exists():
@@ -181,7 +181,7 @@ def memory_group(pid: int | str) -> Path | None:
             folder = _ROOT / "memory" / path.lstrip("/")
         else:
             continue
-        # Inside a container the path may be that of the host, while the group is mounted at the root.
+        # In a container, the path may be the one that the host sees, while the group is mounted at the root.
         return folder if folder.is_dir() else folder.parents[len(Path(path).parts) - 2]
     return None
 
@@ -215,7 +215,7 @@ _LOOKS_OF_AN_END = 2
 
 
 class Observer:
-    """Observes ranks from outside, including those that have died or hang and cannot report themselves."""
+    """Observes ranks from another process, so also those that have died or hang and cannot report their state."""
 
     def __init__(self, records: Sequence[RankRecord], folder: Path) -> None:
         self._records = records
@@ -224,7 +224,7 @@ class Observer:
         self._oom: OomCounter | None = None
 
     def begin(self) -> None:
-        """Start to observe ranks that have been started."""
+        """Start to observe; call this when the ranks have been started."""
         pids = [record.pid for record in self._records if record.pid is not None]
         self._oom = OomCounter(pids[0] if pids else "self")
         for memory in self._memory.values():
@@ -245,7 +245,7 @@ class Observer:
                 memory.host.add(beat.step, anonymous_bytes(record.pid))
 
     def look(self, record: RankRecord) -> RankObservation:
-        """Return all that can be observed of a rank now, and keep it in its record."""
+        """Return everything that can be observed of a rank now, and store it in the rank's record."""
         rank, memory, oom = record.placement.rank, self._memory[record.placement.rank], self._oom
         beat = read_beat(self._folder / f"{rank}.beat")
         kills, recent = (0, 0) if oom is None else memory.kills_since(oom.read())
@@ -272,13 +272,13 @@ class Observer:
         return record.observation
 
     def look_at_all(self) -> None:
-        """Look at the ranks that run; the others were observed when they ended."""
+        """Observe all running ranks; the others were observed when they ended."""
         for record in self._records:
             if record.running:
                 self.look(record)
 
     def request_stacks(self) -> None:
-        """Request the stacks of the running ranks; processes without a handler ignore the signal."""
+        """Send all running ranks the signal to write their stacks; processes without a handler ignore it."""
         for record in self._records:
             if record.running and record.pid is not None:
                 beat = read_beat(self._folder / f"{record.placement.rank}.beat")
@@ -287,7 +287,7 @@ class Observer:
 
 
 class _RankMemory:
-    """The memory of one rank over time, and the kernel's OOM kills meanwhile."""
+    """The memory of one rank over time, and the number of OOM kills at each sample."""
 
     def __init__(self) -> None:
         self.resident, self.gpu, self.host = MemoryTrace(), StepMemory(), StepMemory()
@@ -295,14 +295,14 @@ class _RankMemory:
         self._kills: deque[tuple[float, int]] = deque()
 
     def note_kills(self, count: int) -> None:
-        """Add the number of OOM kills so far, while the rank runs."""
+        """Store the number of OOM kills so far, while the rank runs."""
         now = time.monotonic()
         self._kills.append((now, count))
         while len(self._kills) > _LOOKS_OF_AN_END and self._kills[1][0] < now - _RECENT_S:
             self._kills.popleft()
 
     def kills_since(self, count: int) -> tuple[int, int]:
-        """Return how many OOM kills there were at its end, and in the half minute before.
+        """Return how many OOM kills there were when the rank ended, and in the half minute before that.
 
         The kernel counts a kill before the process has ended, so the last sample may include it.
         """
@@ -312,8 +312,8 @@ class _RankMemory:
 
 
 def _state(pid: int | None) -> str:
-    """Return the kernel's state of a process, one letter; stopped by a tracer is `T` too."""
-    _, _, facts = _text(Path(f"/proc/{pid}/stat")).rpartition(")")  # its name, before that, may hold anything
+    """Return the kernel's state of a process, one letter; `T` also if it was stopped by a tracer; empty if unknown."""
+    _, _, facts = _text(Path(f"/proc/{pid}/stat")).rpartition(")")  # before it: its name, any text
     return facts.split()[0].upper() if facts else ""
 
 

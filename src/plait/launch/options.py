@@ -1,6 +1,6 @@
 """The flags of `plait launch`, named as those of `deepspeed` and torchrun.
 
-Flags stand before the script, its own arguments after it; a flag on the wrong side is an error with the right place.
+Flags come before the script, the script's own arguments after it. The error for a flag on the wrong side says so.
 `-` and `_` inside a flag mean the same.
 """
 
@@ -55,7 +55,7 @@ def _launcher(text: str) -> str:
 
 
 def is_custom_launcher(name: str | None) -> bool:
-    """Whether a launcher is the user's: `package.module:name`, or a plug-in."""
+    """Return whether a launcher is the user's: `package.module:name`, or a plug-in."""
     return name is not None and name.lower() not in LAUNCHERS and (":" in name or name in entry_points_of("launcher"))
 
 
@@ -186,7 +186,7 @@ class LaunchOptions:
 
 
 def parse_options(argv: Sequence[str]) -> LaunchOptions:
-    """Parse the command line. The script and what follows it are kept as they are."""
+    """Return the options on the command line. The script and what follows it are kept unchanged."""
     parser = flags()
     before, after = _split(argv, parser)
     given = vars(parser.parse_args(before))
@@ -206,7 +206,7 @@ def without(argv: Sequence[str], *names: str) -> list[str]:
 
 
 def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Return the launcher's flags, each as one word with its value, and the rest from the script on."""
+    """Return (the launcher's flags, each as one word with its value; the script and everything after it)."""
     known = {flag: action for action in parser._actions for flag in action.option_strings}
     before: list[str] = []
     rest = list(argv)
@@ -224,7 +224,7 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _name(flag: str, known: Mapping[str, object]) -> tuple[str, str, str]:
-    """Split a flag: `--num-gpus=2` → `--num_gpus`, `=`, `2`; and `-Hfile` → `-H`, `=`, `file`."""
+    """Return the parts of a flag: `--num-gpus=2` → `--num_gpus`, `=`, `2`; and `-Hfile` → `-H`, `=`, `file`."""
     name, equals, value = flag.partition("=")
     if not flag.startswith("--"):
         return (name, equals, value) if name in known or len(name) == 2 else (flag[:2], "=", flag[2:])
@@ -232,7 +232,7 @@ def _name(flag: str, known: Mapping[str, object]) -> tuple[str, str, str]:
 
 
 def _explain(name: str, rest: Sequence[str], known: Iterable[str]) -> NoReturn:
-    """Raise the error for an unknown flag before the script: it is misspelt, or the script's."""
+    """Raise the error for an unknown flag before the script: it is misspelt, or one of the script's."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if close:
         raise WorldError(f"plait launch has no flag {name}; did you mean {close[0]}?")
@@ -271,7 +271,7 @@ def _check(options: LaunchOptions) -> None:
 
 
 def misplaced_flag(options: LaunchOptions) -> str | None:
-    """Return a note about a flag of the launcher among the script's arguments. It may be the script's own: no error."""
+    """Return a note about a launcher's flag among the script's arguments, or None. It may be the script's own."""
     ours = {flag for action in flags()._actions for flag in action.option_strings if flag.startswith("--")} - _COMMON
     names = (argument.partition("=")[0] for argument in options.arguments if argument.startswith("--"))
     name = next((name for name in names if "--" + name[2:].replace("-", "_") in ours), None)
@@ -284,4 +284,4 @@ def misplaced_flag(options: LaunchOptions) -> str | None:
 
 
 _COMMON = {"--help", "--module", "--include", "--exclude"}
-"""Flags that scripts often have themselves."""
+"""Flags that are not noted, because many scripts have flags of these names."""

@@ -1,4 +1,4 @@
-"""Checks every host before anything starts, and reports what would fail later, with the remedy."""
+"""Checks every host before any rank starts, and reports what would fail later, with remedies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.launch.network import is_this_host
 from plait.launch.probe import MARK, HostFacts, ProbeRequest
 
 Reach = Callable[[int, Sequence[str]], list[str]]
-"""(number of the host, argv) → the command that runs `argv` there."""
+"""Function (number of the host, argv) → the command that runs `argv` on that host."""
 
 _ANSWER_S = 60.0
 _SKEW_S = 2.0
@@ -44,7 +44,7 @@ class HostCheck:
     facts: HostFacts | None
     failure: str = ""
     skew: float = 0.0
-    """Seconds by which its clock is at least ahead of this host's, or behind; 0 where it may be right."""
+    """Least seconds by which its clock is ahead of this host's, or (negative) behind; 0 if it may be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,16 @@ def preflight(job: Job, reach: Reach, *, code: str | None, fixed_port: str | Non
         taken = not first.port_free and not fixed_port
         job = replace(job, address=address, port=first.other_port if taken else job.port)
     findings = [*_unreachable(checks), *_different(checks), *_lacking(checks, job), *_port(checks[0], job, fixed_port)]
-    findings += _without_route(checks, job) if asked else []  # the address that a host reports itself is reachable
+    findings += _without_route(checks, job) if asked else []  # one from the host itself is reachable
     return Preflight(checks, tuple(findings), job)
 
 
 @contextmanager
 def _marker(job: Job) -> Iterator[str | None]:
-    """Make a file in the job's folder while hosts are checked; None where it cannot be made."""
+    """Make a file in the job's folder, yield its path, and remove it on exit; yield None if it cannot be made.
+
+    A host that sees the file shares the folder with this one.
+    """
     path = Path(job.folder or os.curdir, f".plait-{job.id}").absolute()
     try:
         path.touch()
@@ -122,7 +125,7 @@ def _ask(host: str, command: Sequence[str], question: ProbeRequest) -> HostCheck
 
 
 def _failure(said: str, code: int) -> str:
-    """Return why a host gave no answer: its last line of output, or both fingerprints where its ssh key changed."""
+    """Return why a host gave no answer: its last line of output, or both fingerprints if its ssh key changed."""
     if _KEY_CHANGED not in said:
         return said.splitlines()[-1] if said else f"exit code {code}"
     shown = re.search(r"\bSHA256:[A-Za-z0-9+/=]+", said)
@@ -150,7 +153,7 @@ _HOST_KEYS = {
         "either the host was installed again, or another machine answers in its place and would read all that is sent; "
         f"do not connect before you know: {_COMPARE}. Only if they are equal, remove the old key from that file"
     ),
-    # Where ssh's own warning is switched off, a key that has changed looks like an unknown one.
+    # If ssh's own warning is switched off, a changed key gives the same message as an unknown one.
     "Host key verification": (
         f"its key is not known here, or it has changed: {_COMPARE} with that of `ssh HOST`, before you accept it"
     ),

@@ -1,4 +1,4 @@
-"""From flags to a launch that is ready to go: which hosts, which ranks, which launcher; shown, or run."""
+"""Makes a launch from flags: chooses its hosts, ranks and launcher, and shows or runs it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from plait.plugins import call, find
 
 
 class Starter(Protocol):
-    """What `--launcher` may name: a function, or a class without arguments whose object is called as one.
+    """The interface of a user's `--launcher`: a function, or a class without arguments whose objects are callable.
 
-    The command runs on this host until the job has ended. It starts `host_words(job, N)` once on the N-th of
-    `job.nodes`, for each; or `rank_words(job)` once per rank, under MPI's, PMI's or Slurm's variables.
+    The command that it returns runs on this host until the job has ended. It must start `host_words(job, N)` once on
+    the N-th host of `job.nodes`, for every N; or `rank_words(job)` once per rank, with variables of MPI, PMI or Slurm.
     """
 
     def __call__(self, job: Job, arguments: Sequence[str], /) -> Command:
@@ -54,11 +54,11 @@ STARTERS: Mapping[str, str] = MappingProxyType(
         "impi": "plait.launch.remote:impi_command",
     }
 )
-"""Plait's launchers by name, loaded as those of users are. `local` and `ssh` need no command of another program."""
+"""Plait's launchers as `module:name`, loaded like a user's. `local` and `ssh` are not here: they need no command."""
 
 
 def find_starter(name: str, **given: Any) -> Starter:
-    """Return the launcher of a name, Plait's or the user's. `given` are further arguments for it."""
+    """Return the launcher with a name, Plait's or the user's. `given` are further arguments for it."""
     key = "--launcher"
     target = find("launcher", STARTERS.get(name, name), key)
     starter = target() if isinstance(target, type) else target
@@ -81,23 +81,23 @@ def find_starter(name: str, **given: Any) -> Starter:
 
 @dataclass(frozen=True, slots=True)
 class PreparedLaunch:
-    """A launch with all that can be decided before it starts."""
+    """A launch, with everything that can be decided before it starts."""
 
     options: LaunchOptions
     launcher: str
     job: Job
     node: int = 0
-    """The number of this host, where each host is started by hand."""
+    """The number of this host, if the command is run by hand on each host."""
     argv: tuple[str, ...] = ()
-    """The command line that it was made from."""
+    """The command line that the launch was made from."""
 
     @property
     def remote(self) -> bool:
-        """Whether this launcher connects to other hosts itself, so that they can be checked first."""
+        """Whether this process connects to other hosts itself. If so, they can be checked first."""
         return self.launcher in ("ssh", "pdsh", *FAMILIES) and not all_on_this_host(self.job.nodes, self.options)
 
     def reach(self, node: int, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs `argv` on one of the hosts. This host needs no ssh, unless forced."""
+        """Return the command that runs `argv` on one of the hosts. On this host ssh is not used, unless forced."""
         host = self.job.nodes[node].host
         arguments, first = split_launcher_args(self.options.launcher_args if self.launcher == "ssh" else ())
         line = shell_line(argv, folder=self.job.folder, environment=self.job.environment, first=first)
@@ -121,16 +121,16 @@ class PreparedLaunch:
         return [self._starter()(job, options.launcher_args)]
 
     def _starter(self) -> Starter:
-        """Return what makes the one command that starts all ranks or hosts."""
+        """Return the launcher that makes the one command which starts all ranks or hosts."""
         further = {"ssh_port": self.options.ssh_port} if self.launcher == "pdsh" else {}
         return find_starter(self.launcher, **further)
 
     def final_job(self) -> Job:
-        """Return the job as hosts get it; last, when the address and the port are known."""
+        """Return the job as hosts get it. Call it when the address and the port are known."""
         return elastic_job(self.job, self.options) if uses_torchs_agent(self.options) else self.job
 
     def run(self) -> int:
-        """Run it to its end; return the exit code of the worst rank."""
+        """Run the launch to its end; return the exit code of the worst rank."""
         stop_grace = self.options.stop_grace
         with _pid_file(self.options.save_pid):
             if is_elastic(self.options) and not uses_torchs_agent(self.options):
@@ -141,7 +141,7 @@ class PreparedLaunch:
                 argvs = [command.argv for command in self.commands()]
                 return run_multi_host(self.final_job(), argvs, stop_grace=stop_grace).code
             if self.launcher == "slurm" and not remote.in_allocation():
-                return run_command(self.commands()[0], stop_grace=stop_grace)  # submits the job, and returns
+                return run_command(self.commands()[0], stop_grace=stop_grace)  # only submits the job
             with Controller(self.job) as controller:
                 connected = replace(self, job=controller.job)
                 cleanup = []
@@ -153,7 +153,7 @@ class PreparedLaunch:
 
 
 def run_elastic(setup: PreparedLaunch) -> int:
-    """Run a job that restarts when ranks or hosts are lost, or come back; return its last exit code."""
+    """Run a job; restart it when ranks or hosts are lost or hosts come back. Return the last exit code."""
     options, stop_grace = setup.options, setup.options.stop_grace
     least, most = range_of_nodes(options, len(setup.job.nodes))
     index = {node.host: number for number, node in enumerate(setup.job.nodes)}
@@ -170,7 +170,7 @@ def run_elastic(setup: PreparedLaunch) -> int:
 
 
 def _rendezvous_of_attempt(setup: PreparedLaunch, job: Job) -> Job:
-    """Return the job with an address and a port for this attempt: the last port may still be in use."""
+    """Return the job with an address and a new port for this attempt, as the last port may still be in use."""
     if setup.launcher == "local":
         return job if setup.options.master_port is not None else replace(job, port=free_port())
     first, same = job.nodes[0].host, job.nodes[0].host == setup.job.nodes[0].host
@@ -181,15 +181,15 @@ def _rendezvous_of_attempt(setup: PreparedLaunch, job: Job) -> Job:
 def _pid_file(wanted: bool) -> Iterator[None]:
     """Write the launcher's pid into a file while it runs, for programs that start it.
 
-    The name can be guessed, and every user may write into that folder: a link that another user has put there must not
-    be followed.
+    The file's name can be guessed, and every user can write to that folder. So a new file is created: a link that
+    another user has put there is not followed.
     """
     if not wanted:
         yield
         return
     path = Path(f"/tmp/{os.getpid()}.ds")  # noqa: S108  # where DeepSpeed writes it
     try:
-        path.unlink(missing_ok=True)  # of a process that had this number before
+        path.unlink(missing_ok=True)  # left by an earlier process with this pid
         with path.open("x", encoding="utf-8") as file:
             file.write(str(os.getpid()))
     except OSError as error:
@@ -203,35 +203,35 @@ def _pid_file(wanted: bool) -> Iterator[None]:
 
 
 def all_on_this_host(nodes: Sequence[Node], options: LaunchOptions) -> bool:
-    """Whether every host is this one, and ssh is not forced."""
+    """Return whether every host name means this host, and ssh is not forced."""
     return not options.force_multi and all(is_this_host(node.host) for node in nodes)
 
 
 def code_folder(options: LaunchOptions) -> str | None:
-    """Return the folder whose code hosts must share: the script's, or the current one for a module or program."""
+    """Return the folder whose code hosts must share: the script's, or the current one for others."""
     if not options.script:
         return None
     from_current_folder = options.module or options.no_python
     return os.getcwd() if from_current_folder else str(Path(options.script).absolute().parent)
 
 
-# which variables are forwarded to other hosts: only those named here.
+# Variables that are forwarded to other hosts: only those that are named here.
 
 
 PREFIXES = ("NCCL_", "PYTHON", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "MV2_", "FI_", "OMP_", "MLFLOW", "PLAIT_")
 """Variables with these prefixes are forwarded."""
 
 _NOT_FORWARDED = {"PYTHONHOME", "PYTHONSTARTUP", FOLDER_VARIABLE}
-"""Variables of this host or this process, not of the run."""
+"""Variables that are not forwarded although they have a prefix: they describe this host or this process."""
 
 ENV_FILES = (".deepspeed_env", ".plait_env")
-"""Read from the home folder and the current one; later ones override earlier ones."""
+"""Files with variables, read from the home folder, then from the current one; later values override earlier ones."""
 
 
 def forwarded_variables(present: Mapping[str, str], *, home: Path, folder: Path) -> dict[str, str]:
-    """Return the variables for every rank on every host: those with a known prefix, then those of the files.
+    """Return the variables for every rank on every host: those with a known prefix, then those in `ENV_FILES`.
 
-    `DS_ENV_FILE` names the file instead, by its name or its path.
+    If the variable `DS_ENV_FILE` is set, it is the name or path of the file to read instead.
     """
     variables = {
         name: value for name, value in present.items() if name.startswith(PREFIXES) and name not in _NOT_FORWARDED
@@ -240,7 +240,7 @@ def forwarded_variables(present: Mapping[str, str], *, home: Path, folder: Path)
     read = set()
     for name in names:
         for base in (home, folder):
-            path = (base / name).absolute()  # an absolute name stays as it is
+            path = (base / name).absolute()  # if `name` is absolute, it is the path
             if path.is_file() and path not in read:
                 read.add(path)
                 variables |= read_env_file(path)
@@ -271,7 +271,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 
 
 def prepare_launch(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
-    """Return the launch that the flags ask for: everything that can be decided without asking another host."""
+    """Return the launch that the flags ask for. No other host is asked."""
     options = with_variables(options)
     custom = is_custom_launcher(options.launcher)
     if is_elastic(options) and (custom or options.launcher in ("slurm", "pdsh", *FAMILIES)):
@@ -322,7 +322,7 @@ def _nodes(pool: Pool) -> tuple[Node, ...]:
 
 
 def _ranks_a_host(options: LaunchOptions) -> int | None:
-    """Return the number of ranks per host that the flags ask for; None where they do not."""
+    """Return the number of ranks per host that the flags ask for; None if they name no number."""
     count = _count(options)
     if count is not None and count > MOST_SLOTS:
         raise WorldError(f"{count} ranks per host: at most {MOST_SLOTS} are possible; use a smaller number")
@@ -346,7 +346,7 @@ def _count(options: LaunchOptions) -> int | None:
 
 
 def _without_hostfile(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
-    """Return a launch on this host alone, or on one of several that are each started by hand, as with torchrun."""
+    """Return a launch on this host alone, or on one of several on each of which the user runs the command (torchrun)."""
     custom = is_custom_launcher(options.launcher)
     if not custom and options.launcher not in (None, "local", *FAMILIES):
         raise WorldError(f"--launcher {options.launcher} needs hosts; name a file with --hostfile")
@@ -410,7 +410,7 @@ def _rendezvous_on_host(job: Job, options: LaunchOptions) -> Job:
 
 
 def _address(nodes: Sequence[Node]) -> str:
-    """Return the address of the first host, as the others see it; empty where the host must be asked."""
+    """Return the address of the first host, as the others see it; empty if the host itself must be asked."""
     first = nodes[0].host
     try:
         if not is_this_host(first):
@@ -418,7 +418,7 @@ def _address(nodes: Sequence[Node]) -> str:
         others = [resolve(node.host) for node in nodes[1:] if not is_this_host(node.host)]
         return source_address(others[0]) if others else resolve(first)
     except (WorldError, OSError):
-        return ""  # a name that only ssh's configuration knows
+        return ""  # only ssh's configuration has this name
 
 
 def _job(options: LaunchOptions, nodes: tuple[Node, ...], *, devices: bool) -> Job:

@@ -23,7 +23,7 @@ from plait.launch.job import find_program
 from plait.launch.network import free_port, port_holder, port_is_free, route_to
 
 MARK = "PLAIT-FACTS "
-"""The start of the line with the facts, which may stand among the output of a login shell."""
+"""The start of the line with the facts, which tells it from other output, such as a login shell's."""
 _MOST_FILES = 5000
 
 
@@ -33,15 +33,15 @@ class ProbeRequest:
 
     folder: str | None = None
     code: str | None = None
-    """The folder, or the one file, whose Python code all hosts must share."""
+    """The folder or file whose Python code must be the same on all hosts."""
     words: Sequence[str] = ()
-    """The arguments of the program: hosts must share the scripts, settings and modules that they name."""
+    """The program's arguments. Scripts, settings and modules that they name must be the same on all hosts."""
     marker: str | None = None
-    """A file that the launcher has just made; a host that sees it shares the folder."""
+    """A file that the launcher has just made. A host that sees it shares the folder with the launcher's host."""
     address: str | None = None
     """The address of rank 0."""
     port: int | None = None
-    """The port of rank 0; None where it is not on this host."""
+    """The port of rank 0; None if rank 0 is not on this host."""
     program: str = ""
     """The program of the ranks."""
 
@@ -56,7 +56,7 @@ class HostFacts:
     plait: str | None
     code: str
     program: str | None
-    """The path of the ranks' program; None: it does not exist."""
+    """The path of the ranks' program; None if it does not exist."""
     memory: int
     """Free bytes of the host's memory."""
     gpus: int
@@ -64,7 +64,7 @@ class HostFacts:
     """Free bytes of the GPU with the least free memory."""
     interface: str | None
     reached_at: str | None
-    """The address of this host in its ssh connection."""
+    """The address at which the ssh connection reached this host."""
     shared: bool
     port_free: bool
     port_holder: str
@@ -73,7 +73,7 @@ class HostFacts:
 
 
 def answer(question: ProbeRequest) -> HostFacts:
-    """Return the facts about this host that are asked for."""
+    """Return the facts about this host that the request asks for."""
     import psutil
 
     gpus = gpu_memory()
@@ -107,7 +107,7 @@ def _version(package: str) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA version that torch was built for, read from its files; None for a build without."""
+    """Return the CUDA version that torch was built for, read from its files; None for a build without CUDA."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -157,12 +157,12 @@ _TARGET = re.compile(r"(?<![\w.])([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
 def _values(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield each argument, and the value of each `--config=run.yaml`."""
+    """Yield each argument, and of an argument such as `--config=run.yaml` also the value."""
     return (value for argument in arguments for value in dict.fromkeys((argument, argument.partition("=")[2])) if value)
 
 
 def _modules(texts: Sequence[str]) -> list[Path]:
-    """Return the paths of user packages that texts name (`target: package.module:Name`), not of installed ones."""
+    """Return the paths of user packages that texts name (`target: package.module:Name`). Skip installed packages."""
     names = {name for text in texts for name in _TARGET.findall(text)}
     folders = []
     for name in sorted(names - sys.stdlib_module_names - {"plait"}):
@@ -200,7 +200,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Answer the request on stdin."""
+    """Read the request from stdin, and print the facts."""
     facts = answer(ProbeRequest(**json.loads(sys.stdin.readline())))
     print(MARK + json.dumps(asdict(facts)), flush=True)
 

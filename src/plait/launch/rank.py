@@ -27,7 +27,7 @@ _NAMES = (
 
 
 def rank_words(job: Job) -> list[str]:
-    """Return the command that mpirun or srun starts for each rank. They forward the environment themselves."""
+    """Return the command that mpirun or srun starts for each rank, without variables: they forward the environment."""
     return [sys.executable, "-m", "plait.launch.rank", "--job", replace(job, environment={}).to_json()]
 
 
@@ -37,13 +37,13 @@ def host_words(job: Job, node: int) -> list[str]:
 
 
 def launched_rank() -> int:
-    """Return the rank of this process, whichever launcher started it; 0 where none did."""
+    """Return the rank of this process, whichever launcher started it; 0 if none did."""
     values = (os.environ.get(name, "") for name in ("RANK", *(rank for rank, _ in _NAMES)))
     return next((number for text in values if (number := whole_number(text)) is not None), 0)
 
 
 def which_rank(environment: Mapping[str, str], size: int) -> int:
-    """Return the rank of this process among those that MPI or Slurm started, which must be `size`."""
+    """Return the rank that MPI or Slurm gave this process. Raise an error if they started other than `size` ranks."""
     for rank, count in _NAMES:
         if rank in environment:
             started = environment.get(count, str(size))
@@ -54,7 +54,7 @@ def which_rank(environment: Mapping[str, str], size: int) -> int:
 
 
 def main() -> int:
-    """Read the job, and run the script to its end."""
+    """Read the job, and run the script to its end; return its exit code."""
     options = argparse.ArgumentParser(prog="plait.launch.rank")
     options.add_argument("--job", required=True)
     try:

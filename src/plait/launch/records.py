@@ -20,49 +20,49 @@ class RankObservation:
     beat: Beat | None = None
     """The last heartbeat; None for a script that does not use Plait."""
     at: float = 0.0
-    """When it was read, by the clock of the rank's host."""
+    """The time when the heartbeat was read, by the clock of the rank's host."""
     state: str = ""
-    """The kernel's process state when it last ran: `T` stopped by a signal, `D` waiting in the kernel."""
+    """The kernel's process state at the last sample: `T` stopped by a signal, `D` waiting in the kernel."""
     stacks: str = ""
     """The stacks of all its threads, if they were requested or it crashed."""
     memory: int = 0
-    """Bytes of host memory when it last ran."""
+    """Bytes of host memory that it used at the last sample."""
     memory_peak: int = 0
     growth: tuple[float, int] = (0.0, 0)
-    """Over how many seconds before that its memory grew by how many bytes."""
+    """(seconds, bytes): how much its memory grew, and in what time before that sample."""
     oom_kills: int = 0
-    """Processes that the kernel's OOM killer ended at the time when this one ended."""
+    """The number of processes that the kernel's OOM killer ended at about the time when this one ended."""
     recent_oom_kills: int = 0
-    """The same in the half minute before; a data worker may have been one of them."""
+    """The number of processes that it ended in the half minute before; they may be data workers of this rank."""
     oom_of_group: bool = False
-    """Whether those counts are of its own control group; else of the whole host, and which processes is unknown."""
+    """Whether these counts are of its own control group. Otherwise they are of the whole host, for any processes."""
     headroom: int | None = None
-    """Bytes of host memory that were still available when it last ran; None: not known."""
+    """Bytes of host memory that were still available at the last sample; None: not known."""
     gpu_steps: tuple[int, int, int] | None = None
-    """From which step to which the GPU memory left by each step grew, and by how many bytes; None: it did not grow."""
+    """(first step, last step, bytes): growth of the GPU memory that steps leave in use; None if it did not grow."""
     host_steps: tuple[int, int, int] | None = None
-    """The same of host memory."""
+    """The same for host memory."""
     limit: int | None = None
     """The memory limit of its control group in bytes."""
 
     @property
     def grew_into_the_limit(self) -> bool:
-        """Whether its own growth was about to use up the memory when it last ran."""
+        """Whether, at the last sample, the growth of its memory was about to use up what was available."""
         _, grown = self.growth
         return self.headroom is not None and grown > 0 and self.headroom < max(grown, self.memory // 20)
 
     @property
     def waiting_s(self) -> float:
-        """Seconds that it has been waiting in a collective; 0 where it does not wait."""
+        """Seconds that it has been waiting in a collective; 0 if it does not wait."""
         return max(self.at - self.beat.called, 0.0) if self.beat is not None and self.beat.pending else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
+        """Return the fields as values that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankObservation:
-        """What `to_json` wrote."""
+        """Return the observation whose fields `to_json` returned."""
         beat = None if values["beat"] is None else Beat.from_json(values["beat"])
         pairs = {
             name: tuple(values[name]) for name in ("growth", "gpu_steps", "host_steps") if values[name] is not None
@@ -72,29 +72,29 @@ class RankObservation:
 
 _KEPT_LINES = 60
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a command that a signal stopped before its end."""
+"""Exit codes of a command that was stopped by SIGINT or SIGTERM before its end."""
 
 
 @dataclass(slots=True)
 class RankRecord:
-    """One rank, from before its start to after its end."""
+    """What the launcher knows about one rank, before its start, while it runs, and after its end."""
 
     placement: RankPlacement
     pid: int | None = None
-    """On its own host; None before it has started."""
+    """Process id on its host; None before it has started."""
     started: float | None = None
-    """Seconds since the epoch, by the launcher's clock, as are the others."""
+    """Time of its start in seconds since the epoch. All times here are by the launcher's clock."""
     exit_code: int | None = None
-    """None while it runs; negative: the signal that ended it."""
+    """None while it runs; if a signal ended it, minus the signal's number."""
     ended: float | None = None
     ended_by_us: bool = False
-    """The launcher ended it, because another rank failed or the user asked to stop: not a cause."""
+    """Whether the launcher ended it, because another rank failed or the user asked to stop. Then it is not a cause."""
     lost: bool = False
-    """Its host no longer answers, so how it ended is not known."""
+    """Whether its host no longer answers, so that it is not known how it ended."""
     log: str | None = None
-    """The file on its host that has its output; None where that went to the console."""
+    """The file on its host with its output; None if that went to the console."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
-    """The last lines it printed."""
+    """The last lines that it printed."""
     message: str = ""
     """The error message that it left for the launcher to print."""
     observation: RankObservation = field(default_factory=RankObservation)
@@ -112,17 +112,17 @@ class RankRecord:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, other than by being ended by the launcher."""
+        """Whether it failed by itself, and was not ended by the launcher."""
         return self.lost or (bool(self.exit_code) and not self.ended_by_us and not self.stopped)
 
 
 def new_records(job: Job, placements: Iterable[RankPlacement]) -> list[RankRecord]:
-    """Records of ranks that have not started yet."""
+    """Return a record for each placement, of a rank that has not started yet."""
     return [RankRecord(placement, log=job.log_file(placement)) for placement in placements]
 
 
 def record_end(record: RankRecord, code: int, *, by_us: bool) -> None:
-    """Record the end of a rank; `by_us`: the launcher ended it."""
+    """Write the end of a rank into its record; `by_us`: the launcher ended it."""
     record.exit_code, record.ended, record.ended_by_us = code, time.time(), by_us
 
 
@@ -132,15 +132,15 @@ def causes(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 
 def exit_code(records: Sequence[RankRecord], *, hung: bool = False) -> int:
-    """Return the exit code of the worst rank, as a shell reports it: 128 plus the signal where there was one.
+    """Return the exit code of the worst rank, as a shell reports it: 128 plus the number of a signal that ended it.
 
-    It is 1 for ranks that `hung`, which the launcher has ended.
+    It is 1 if the ranks `hung`: then the launcher has ended them.
     """
     if hung:
         return 1
     failed = causes(records)
     if not failed:
-        # Asked to stop, and stopped before the end: not a success.
+        # Ranks that were asked to stop have not finished the run: the exit code must not be 0.
         stopped = [record for record in records if record.stopped] or records
         return max((_shell(record.exit_code or 0) for record in stopped), default=0)
     signals = [record.exit_code for record in failed if (record.exit_code or 0) < 0]
@@ -162,7 +162,7 @@ def signal_name(number: int) -> str:
 
 
 SAVE_AND_EXIT_S = 60.0
-"""How long ranks may take to save and exit when they are to start again together with others."""
+"""Seconds that ranks may take to save and exit before they are restarted together with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +174,19 @@ class LaunchOutcome:
     records: Sequence[RankRecord]
     hung: bool = False
     interrupted: bool = False
-    """The user ended it."""
+    """Whether the user ended it."""
     reform: bool = False
-    """The ranks were asked to exit because others can join them now."""
+    """Whether the ranks were asked to exit because others can join them now."""
 
 
-# How long ranks are waited for once something has gone wrong.
+# Seconds for which ranks are waited for when something has gone wrong.
 
 
 FAILURE_WAIT_S = 2.0
-"""How long the other ranks keep running once one has failed: they may report an error of their own."""
+"""Seconds that the other ranks keep running after one has failed, as they may report their own errors."""
 GRACE_S = 10.0
-"""How long they may take to exit after SIGTERM. They cannot finish a step without the rank that failed."""
+"""Seconds that they may take to exit after SIGTERM. They cannot finish a step without the rank that failed."""
 HANG_GRACE_S = 2.0
-"""The same where the run hangs: a rank that waits in a collective does not handle signals."""
+"""The same if the run hangs; it is shorter, as a rank that waits in a collective does not handle signals."""
 STACK_WAIT_S = 0.5
-"""How long ranks may take to write their stacks."""
+"""Seconds that ranks may take to write their stacks."""

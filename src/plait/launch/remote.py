@@ -22,10 +22,10 @@ from plait.launch.options import LaunchOptions, without
 from plait.launch.rank import rank_words
 
 OPTIONS = (
-    ("BatchMode", "yes"),  # an error instead of a prompt that nobody sees
+    ("BatchMode", "yes"),  # fail instead of showing a prompt, which no user would see
     ("ConnectTimeout", "10"),
     ("ServerAliveInterval", "5"),
-    ("ServerAliveCountMax", "3"),  # a host that is unplugged is noticed after 15 seconds
+    ("ServerAliveCountMax", "3"),  # an unplugged host is noticed after 15 seconds
 )
 
 
@@ -35,7 +35,7 @@ class Ssh:
 
     port: int | None = None
     arguments: tuple[str, ...] = ()
-    """Options of ssh from `--launcher_args`; they come first, which gives them precedence."""
+    """Options of ssh from `--launcher_args`. They come first, as ssh uses the first value of an option."""
 
     def command(self, host: str, remote: str) -> list[str]:
         """Return the ssh command that runs a line of shell on `host`."""
@@ -45,23 +45,23 @@ class Ssh:
 
 
 def split_launcher_args(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Split `--launcher_args` for ssh and pdsh into their own options and a command to run first (`source env.sh`)."""
+    """Return the options in `--launcher_args` for ssh or pdsh, and the command to run first (`source env.sh`)."""
     begins = next((at for at, argument in enumerate(arguments) if argument in ("source", ".")), len(arguments))
     if arguments and not arguments[0].startswith("-"):
         begins = 0
     first = list(arguments[begins:])
     if first[:1] == ["source"]:
-        first[0] = "."  # which every shell has; but it looks up a bare name on the path
+        first[0] = "."  # every shell has `.`, but it searches PATH for a bare name
     if first[:1] == ["."] and len(first) > 1 and "/" not in first[1]:
         first[1] = f"./{first[1]}"
     return tuple(arguments[:begins]), shlex.join(first)
 
 
 def shell_line(argv: Sequence[str], *, folder: str | None, environment: Mapping[str, str], first: str = "") -> str:
-    """Return a command as a line of shell: in a folder, after the command `first`, with variables set."""
+    """Return a shell line that runs a command in a folder, after the command `first`, with variables set."""
     start = f"cd {shlex.quote(folder)} && " if folder else ""
     start += f"{first} && " if first else ""
-    # Only what Python itself needs to start; the rest is sent with the job, and does not show in `ps`.
+    # Only variables that Python needs to start. The others are sent with the job, so they are not visible in `ps`.
     variables = [f"{name}={value}" for name, value in environment.items() if name.startswith("PYTHON")]
     return start + shlex.join(["exec", *(["env", *variables] if variables else []), *argv])
 
@@ -75,13 +75,13 @@ def node_words(node: int) -> list[str]:
 
 
 def pdsh_command(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
-    """Return the pdsh command of a job: the same line on every host, with its number in place of `%n`."""
+    """Return the pdsh command of a job: one line for all hosts, in which pdsh replaces `%n` by the host's number."""
     argv = [sys.executable, "-m", "plait.launch.agent", "--job", job.to_json().replace("%", "%%"), "--node", "%n"]
     return _command(job, arguments, argv, ssh_port)
 
 
 def pdsh_end(job: Job, arguments: Sequence[str], *, ssh_port: int | None) -> Command:
-    """Return the pdsh command that ends ranks which an earlier one has left."""
+    """Return the pdsh command that ends ranks of the job that still run after its first command has ended."""
     return _command(job, arguments, [sys.executable, "-m", "plait.launch.agent", "--end", job.id], ssh_port)
 
 
@@ -111,7 +111,7 @@ def mpi_command(family: str, job: Job, arguments: Sequence[str]) -> Command:
     rank = rank_words(job)
     if family == "openmpi":
         lines = [f"{node.host} slots={len(node.slots)}" for node in job.nodes]
-        # Plait binds ranks to cores, or nothing does: mpirun's binding would put all threads of a rank on one core.
+        # Only Plait may bind ranks to cores: mpirun would bind all threads of a rank to one core.
         start = ["mpirun", "-n", str(job.size), "--hostfile", hosts, "--map-by", "slot", "--bind-to", "none"]
         exports = [option for name in job.environment for option in ("-x", name)]
     else:
@@ -140,7 +140,7 @@ def in_allocation() -> bool:
 
 
 def allocation(slots: int | None) -> Pool:
-    """Return the hosts of the allocation. Slots of each: `slots`, else its tasks, else its GPUs, else 1."""
+    """Return the hosts of the allocation. Slots per host: `slots`, else its tasks, else its GPUs, else 1."""
     node_list = os.environ.get("SLURM_JOB_NODELIST", "")
     listed = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True, check=False)
     if listed.returncode or not listed.stdout.split():
@@ -152,7 +152,7 @@ def allocation(slots: int | None) -> Pool:
 
 
 def job_port() -> int:
-    """Return a port derived from the job's number: whether it is free on the host of rank 0 cannot be checked here."""
+    """Return a port derived from the Slurm job's number. It cannot be checked here if it is free for rank 0."""
     digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))
     return 20000 + int(digits or "0") % 10000
 
@@ -196,7 +196,7 @@ def batch_file(options: LaunchOptions, argv: Sequence[str], environment: Mapping
         lines.append(f"#SBATCH {shlex.join(options.launcher_args)}")
     lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in environment.items()]
-    again = without(argv, "launcher_args", "dry_run")  # `launcher_args` are sbatch's here
+    again = without(argv, "launcher_args", "dry_run")  # here `launcher_args` are for sbatch
     lines += [f"exec {shlex.join([sys.executable, '-m', 'plait', 'launch', *again])}"]
     return "\n".join(lines) + "\n"
 

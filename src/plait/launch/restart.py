@@ -1,7 +1,7 @@
 """Restarts after a failure: with the same ranks, with those that are left, or with hosts that came back.
 
-Each attempt has new processes, which meet at a new port, so the last attempt cannot interfere. They resume from the
-last checkpoint: `PLAIT_ATTEMPT` reports the attempt to the Runner.
+An *attempt* is one start of all ranks. It has new processes, which meet at a new port, so processes that the last
+attempt left cannot interfere. They resume from the last checkpoint: `PLAIT_ATTEMPT` gives the Runner its number.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from plait.launch.network import DEFAULT_PORT, check_port
 from plait.launch.records import LaunchOutcome, causes
 
 GRACE_S = 2.0
-"""How long ranks may take to exit once one has failed. They wait for it, and cannot finish a step."""
+"""Seconds that ranks may take to exit after one has failed. They cannot finish a step without it."""
 PROBE_S = 10.0
-"""How often a host that does not answer is probed again."""
+"""Seconds between two probes of a host that does not answer."""
 WAIT_S = 600.0
-"""How long to wait for hosts where too few are left."""
+"""Seconds to wait for hosts to come back if too few are left."""
 
 _AGAIN = "starting again from the last checkpoint, if there is one"
 MICRO_BATCHES_SPLIT = "micro-batches are split, batch.total stays"
-"""Printed where a run is started again with smaller micro-batches."""
+"""Printed when a run is restarted with smaller micro-batches."""
 
 Slot = tuple[str, int]
 Reach = Callable[[str, Sequence[str]], list[str]]
-"""(host, words) → the command that runs them there."""
+"""Function (host, argv) → the command that runs `argv` on that host."""
 
 
 @dataclass
 class Membership:
-    """Which hosts could take part, which do, and which world sizes fit the run."""
+    """The hosts that may take part, those that do, and the world sizes with which the run can continue."""
 
     job: Job
     least: int
@@ -49,12 +49,12 @@ class Membership:
     away: set[str] = field(default_factory=set)
     """Hosts that do not answer."""
     bad: set[Slot] = field(default_factory=set)
-    """Slots on which ranks failed twice in the same place."""
+    """Slots on which a rank failed twice for the same reason at the same step; they are not used again."""
     sizes: tuple[int, ...] = ()
-    """World sizes that fit the run; empty: any does."""
+    """World sizes with which the run can continue with the same batch; empty: any."""
     size: int = 0
     split: int = 1
-    """Into how many parts each micro-batch is split, because larger ones did not fit into memory."""
+    """The number of parts that each micro-batch is split into, as larger ones did not fit into memory."""
     _probes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _next: float = 0.0
 
@@ -69,23 +69,23 @@ class Membership:
 
     @property
     def available(self) -> int:
-        """How many ranks could be started."""
+        """The number of ranks that could be started."""
         return sum(len(node.slots) for node in self.nodes())
 
     def update(self, outcome: LaunchOutcome) -> None:
-        """Update, from an attempt, the hosts that are lost and the world sizes that fit."""
+        """Update the lost hosts and the possible world sizes from an attempt's outcome."""
         beats = (record.observation.beat for record in outcome.records)
         self.sizes = next((beat.sizes for beat in beats if beat is not None and beat.sizes), self.sizes)
         self.away |= {record.placement.host for record in outcome.records if record.lost}
 
     def fitting(self, available: int) -> int:
-        """Return the largest world size up to `available` that fits the run; 0: none."""
+        """Return the largest world size up to `available` with which the run can continue; 0 if there is none."""
         if not self.sizes:
             return available
         return max((size for size in self.sizes if size <= available), default=0)
 
     def host_is_back(self) -> bool:
-        """Probe lost hosts in the background; return whether one came back with which the run would be larger."""
+        """Probe lost hosts in the background; return whether one came back that makes the run larger."""
         if not self.away:
             return False
         if time.monotonic() > self._next:
@@ -112,7 +112,10 @@ class Membership:
 def run_with_restarts(
     members: Membership, once: Callable[[Job, Callable[[], bool]], LaunchOutcome], *, restarts: int
 ) -> int:
-    """Attempt a job until it succeeds, or another attempt would be useless; return the last exit code."""
+    """Attempt a job until it succeeds, or another attempt would fail too; return the last exit code.
+
+    `once(job, join)` runs one attempt; when `join()` returns true, it must ask the ranks to save and exit.
+    """
     attempts, attempt = _Attempts(restarts), 0
     try:
         while True:
@@ -133,9 +136,9 @@ def run_with_restarts(
 
 
 def run_on_host(command: Sequence[str], count: int) -> int:
-    """Run a command once per rank on this host; again with smaller micro-batches where memory was too small for them.
+    """Run a command once per rank on this host; if memory ran out, run it again with smaller micro-batches.
 
-    Any other failure ends it. Return the exit code of the last attempt.
+    It is not run again after any other failure. Return the exit code of the last attempt.
     """
     nodes, split, attempt = (Node("localhost", tuple(range(count))),), 1, 0
     if (unused := unused_hosts_note()) is not None:
@@ -158,7 +161,7 @@ def run_on_host(command: Sequence[str], count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Several machines, on each of which the same command is started by hand."""
+    """Several machines, on each of which the user runs the same command."""
 
     count: int
     rank: int
@@ -172,7 +175,7 @@ class Machines:
 def run_on_machine(command: Sequence[str], count: int, machines: Machines) -> int:
     """Run a command once per rank on this machine, `count` ranks on each; return the exit code.
 
-    Nothing is started again: that would need the other machines, too.
+    The run is not restarted after a failure, as the other machines would have to restart too.
     """
     if machines.rank == 0:
         check_port(machines.port, asked_by="main_process_port")
@@ -184,7 +187,7 @@ def run_on_machine(command: Sequence[str], count: int, machines: Machines) -> in
 def restart_with_smaller_batches(command: Sequence[str], *, attempt: int, split: int, why: str) -> NoReturn:
     """Replace this process by a new attempt of its command, with micro-batches split once more.
 
-    It keeps this process's pid, and none of its memory.
+    The new attempt has this process's pid; all of its memory is freed.
     """
     _log_smaller(why)
     _log(_AGAIN)
@@ -218,7 +221,7 @@ def _first_slots(nodes: Sequence[Node], size: int) -> tuple[Node, ...]:
 
 
 class _Attempts:
-    """How earlier attempts failed, to distinguish chance from an error that will happen again."""
+    """How earlier attempts failed, to tell a chance failure from one that will happen again."""
 
     def __init__(self, restarts: int) -> None:
         self._restarts, self._done = restarts, 0
@@ -228,7 +231,10 @@ class _Attempts:
         return f"restart {self._done} of {self._restarts}"
 
     def useless(self, outcome: LaunchOutcome, members: Membership) -> str | None:
-        """Return why another attempt would be useless, or None. A slot that fails twice in one place is excluded."""
+        """Return why another attempt would fail too, or None if it may succeed.
+
+        A slot on which a rank failed twice for the same reason at the same step is excluded from further attempts.
+        """
         failed = causes(outcome.records)
         if not failed and not outcome.hung and any(record.stopped for record in outcome.records):
             return "its ranks were asked to stop, and not by the launcher; they have saved and exited"
@@ -260,7 +266,7 @@ class _Attempts:
 
 
 def _wants_smaller_batches(cause: RootCause) -> bool:
-    """Whether memory was short while a Runner computed on micro-batches, which it can split."""
+    """Return whether memory ran out while a Runner computed on micro-batches, which it can split."""
     beat = cause.records[0].observation.beat if cause.records else None
     return cause.diagnosis.full and beat is not None and bool(beat.sizes) and beat.phase.has_batches
 
@@ -274,7 +280,7 @@ def _log_smaller(why: str) -> None:
 
 
 def _failure_site(cause: RootCause) -> tuple[str, int, Slot] | None:
-    """Return why, at which step and on which slot it failed; None where that is not known."""
+    """Return why, at which step and on which slot a run failed; None if that is not known."""
     record = cause.records[0] if cause.records else None
     if record is None or record.lost:
         return None
@@ -283,7 +289,7 @@ def _failure_site(cause: RootCause) -> tuple[str, int, Slot] | None:
 
 
 def _too_few(members: Membership) -> str | None:
-    """Wait for hosts where too few are left; return why the wait has failed, or None."""
+    """If too few hosts are left, wait for others to come back. Return None, or why there are still too few."""
     deadline = time.monotonic() + WAIT_S
     if len(members.nodes()) < members.least:
         _log(f"{len(members.nodes())} hosts are left, and {members.least} are needed: waiting for others to come back")

@@ -224,7 +224,7 @@ def write_torch(source: Source, target: Path, *, optimizer: bool) -> int:
     """Write one file of `torch.save`; return its size in bytes.
 
     The content is `{name: tensor}`, or with `optimizer` `{"model": …, "optim": {"state": {name: {key: tensor}},
-    "param_groups": …}, "state": …}`, where `optim` is what `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` takes.
+    "param_groups": …}, "state": …}`; `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` takes `optim`.
     torch first writes the archive without the tensors' bytes; then these are filled in, one tensor after another.
     """
     names = [name for name in source.entries if name.startswith("model.")]
