@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp"})
-"""The suffixes that torchvision takes for images."""
+"""The suffixes of image files, as in torchvision."""
 FORMATS = ("PNG", "JPEG", "PPM", "BMP", "TIFF", "WEBP")
-"""Pillow goes by content, not by suffix, and would pass PostScript to Ghostscript, which runs it."""
+"""The formats that Pillow may open. It detects them by content, not by suffix, and would pass PostScript to
+Ghostscript, which runs programs in it."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -94,7 +95,7 @@ class ImageFolder(AugmentedImages):
 
 
 def _images_below(folder: Path) -> list[Path]:
-    """Return its images and those in its subfolders, except hidden ones."""
+    """Return the images in a folder and its subfolders, except hidden ones, sorted."""
     below = (path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     return sorted(path for path in below if not any(name.startswith(".") for name in path.relative_to(folder).parts))
 
@@ -227,7 +228,7 @@ def _read_pickle(path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Decode bytes as newer pickles write them; no other codec is needed, so none is allowed."""
+    """Return the bytes that a newer pickle stores as latin-1 text; any other codec raises a `DataError`."""
     if encoding != "latin1":
         raise DataError(f"a pickle asks for the codec {encoding!r}, which CIFAR-10 does not need")
     return text.encode("latin1")

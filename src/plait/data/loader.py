@@ -91,7 +91,7 @@ class WholeBatchCollate:
 
 
 class BatchReader:
-    """Reads samples and collates them."""
+    """Reads samples by their ids and collates them into the inputs of one micro-batch."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset = dataset
@@ -167,7 +167,7 @@ class WorkerExits:
         """Yield the loader's items."""
         before = set(active_children())
         items = iter(loader)
-        self._workers |= set(active_children()) - before  # those that stay from epoch to epoch are known already
+        self._workers |= set(active_children()) - before  # persistent workers were added in an earlier epoch
         try:
             yield from items
         except RuntimeError as error:
@@ -181,7 +181,7 @@ class WorkerExits:
             raise
 
 
-# Loading from a dataset with indices: in this process, or ahead of time in worker processes.
+# Loading from a dataset with indices: in this process, or prefetched by worker processes.
 
 
 class InProcessLoader:
@@ -193,7 +193,7 @@ class InProcessLoader:
         self._pin = pin_memory
 
     def epoch(self, epoch: int, start: int) -> Iterator[list[MicroBatch]]:
-        """The rest of an epoch."""
+        """Yield the micro-batches of each step of an epoch, from step `start` on."""
         set_epoch(self._fetch.dataset, epoch)
         fetch = self._fetch
         for step in self._steps.steps_from(epoch, start):
@@ -240,7 +240,7 @@ class WorkerLoader:
         )
 
     def epoch(self, epoch: int, start: int) -> Iterator[list[MicroBatch]]:
-        """The rest of an epoch."""
+        """Yield the micro-batches of each step of an epoch, from step `start` on."""
         if self._loader is None:
             raise DataError("this loader was closed; make a new one")
         self._turn += 1
@@ -317,7 +317,7 @@ class StreamLoader:
         self._options = options
 
     def epoch(self, epoch: int, start: int) -> Iterator[list[MicroBatch]]:
-        """Yield the rest of an epoch; the samples before step `start` are read and skipped."""
+        """Yield the micro-batches of each step of an epoch; the samples before step `start` are read and skipped."""
         if self._once and self._spent:
             raise DataError(
                 f"the stream is a {type(self._source).__name__}, which can be read only once: use an "
@@ -346,7 +346,7 @@ class StreamLoader:
 
 
 class _StreamSteps(IterableDataset[StepInputs]):
-    """The steps of one epoch of one rank."""
+    """Yields the inputs of each step of one epoch, on one rank, from step `start` on."""
 
     def __init__(
         self,
@@ -574,7 +574,7 @@ class DataLoaderSettings:
 
 
 def unwrap_dataloader(loader: DataLoader[Any]) -> DataLoaderSettings:
-    """Return the settings of a DataLoader; refuse one whose order cannot be made independent of the ranks."""
+    """Return the settings of a DataLoader; raise a `DataError` if its order depends on the number of ranks."""
     batches = loader.batch_sampler
     micro, sampler, drop_last = loader.batch_size or 1, loader.sampler, loader.drop_last
     collate = loader.collate_fn

@@ -1,4 +1,4 @@
-"""Several datasets as one, each with its share of every epoch.
+"""A mixture of several datasets, the sources: each provides a fixed number of samples per epoch, its share.
 
 [Note: shares of an epoch]
 The positions of an epoch are assigned to the sources, a contiguous range to each; the sample order, which shuffles
@@ -22,7 +22,7 @@ from plait.errors import DataError
 
 
 class MixtureSource(Dataset[Any]):
-    """`samples` per epoch, of each source in proportion to its weight; see [Note: shares of an epoch]."""
+    """A dataset with `samples` per epoch, of each source in proportion to its weight: [Note: shares of an epoch]."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class MixtureSource(Dataset[Any]):
         seed: int,
         shuffle: bool = True,
     ) -> None:
-        """Without `weights` shares are proportional to the sources' lengths; `shuffle`: shuffle within each source."""
+        """Without `weights`, shares are proportional to the sources' lengths. `shuffle`: shuffle within each source."""
         for source in sources:
             if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
                 raise DataError(f"{type(source).__name__} is a stream, which cannot be a source of a mixture")
@@ -90,7 +90,7 @@ class MixtureSource(Dataset[Any]):
 
 
 def _deal(samples: int, weights: Sequence[float]) -> list[int]:
-    """Return integer shares that sum to `samples`; the remainder goes to those that rounding reduced most."""
+    """Return integer shares that sum to `samples`, proportional to the weights (largest remainder method)."""
     exact = [samples * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_loss = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])

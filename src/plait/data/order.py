@@ -41,9 +41,9 @@ def _digest(text: str, size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The sample at each position of each epoch; every sample once per epoch.
+    """Maps positions of an epoch to samples; each epoch has every sample once.
 
-    The same on every platform and for every number of ranks and workers.
+    The order is the same on every platform and for every number of ranks and workers.
     See [Note: a permutation without a table].
     """
 
@@ -86,5 +86,5 @@ class SampleOrder:
             # The hash is cut to 48 bits so that the sum cannot wrap, which would not be a bijection.
             left = (left + (splitmix64(right + key) >> np.uint64(16))) % sizes[turn % 2]
             left, right = right, left
-        # An even number of rounds: each half is back where it started.
+        # After an even number of rounds, `left` and `right` are in their original roles.
         return left * sizes[1] + right

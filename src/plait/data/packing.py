@@ -52,11 +52,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             chosen = np.arange(len(offsets) - 1)
         lengths = offsets[chosen + 1] - offsets[chosen]
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
-        """The offset of each chosen document among the chosen ones."""
+        """The start of each document of the split, in the concatenation of these documents."""
         self._shifts = offsets[chosen] - self._starts[:-1]
-        """The difference between that and its offset in the file."""
+        """Its start in the file, minus its start in that concatenation."""
         self._count = int(self._starts[-1])
-        # Without a document mask the very last token would still need a label.
+        # Without a document mask the last token has no label, so it cannot be an input.
         self._length = (self._count - (not document_mask)) // seq_len
         if self._length < 1:
             prefix = "" if split == "all" else f"split {split!r} of "

@@ -30,10 +30,10 @@ from plait.plugins import build
 
 @dataclass(frozen=True, slots=True)
 class DataUse:
-    """How a dataset is used: what its builder needs beside its own section."""
+    """What a dataset's builder needs to know besides its own section."""
 
     training: bool
-    """The default of what the section leaves open (augmentation)."""
+    """Whether it is training data: the default of `augment`, and whether a mixture is shuffled."""
     seed: int
     """The seed of augmentation."""
     tokenizer: str | Path | None
@@ -42,7 +42,7 @@ class DataUse:
     """The key of its section, for messages."""
 
     def augments(self, wanted: bool | None) -> bool:
-        """Whether samples are augmented."""
+        """Return whether samples are augmented: `wanted`, or by default those of training data."""
         return self.training if wanted is None else wanted
 
 
@@ -51,7 +51,7 @@ class Indexed(Protocol):
     """A dataset whose samples are read by their index."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """One sample."""
+        """Return one sample."""
 
 
 def build_dataset(
@@ -111,7 +111,7 @@ def mixture(config: MixtureData, use: DataUse) -> Any:
 
 
 def prepare(config: DataConfig, *, tokenizer: str | Path | None = None) -> None:
-    """Tokenize and cache the text of a section, so that other ranks find it in the cache. Any rank may call it."""
+    """Tokenize and cache the text of a section, so that other ranks can read it from the cache. Not a collective."""
     shared = _shared(config, tokenizer)
     for _, text in text_sources("data", config):
         prepare_corpus(text, shared)
@@ -123,7 +123,7 @@ def tokenizer_path(config: DataConfig | None) -> Path | None:
 
 
 def _shared(config: DataConfig, tokenizer: str | Path | None) -> str | Path | None:
-    """Return the tokenizer for text that names none: in a mixture, by default that of its first text."""
+    """Return the tokenizer for text sources that name none: `tokenizer`, else that of a mixture's first text."""
     return tokenizer_path(config) if isinstance(config, MixtureData) and tokenizer is None else tokenizer
 
 

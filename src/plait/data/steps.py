@@ -59,7 +59,7 @@ def split_batch(n: int, *, ranks: int, accumulation: int, micro: int) -> Table:
 
 
 def micro_batches(n: int, *, ranks: int, micro: int) -> int:
-    """Return how many micro-batches the fullest rank needs when `n` samples are split evenly."""
+    """Return how many micro-batches the rank with the most samples needs when `n` samples are split evenly."""
     return max(1, -(-n // (ranks * micro)))
 
 
@@ -71,8 +71,8 @@ def split_evenly(start: int, stop: int, count: int) -> list[Slice]:
 
 
 CHUNK = 4096
-"""Samples whose order is computed at once: enough to make numpy's overhead vanish, small enough that the
-first batch does not wait."""
+"""The number of samples whose order is computed at once: enough that numpy's overhead per call is negligible, few
+enough that the first batch is not delayed."""
 
 Ids = tuple[list[int], int]
 """The samples of one micro-batch and how many of them count: all, or none for an empty micro-batch."""
@@ -119,7 +119,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """The samples of every step, computed on demand: any step costs the same."""
+    """The samples of each step on one rank, computed on demand: resuming at a late step costs no more."""
 
     order: SampleOrder
     share: RankShare
@@ -152,7 +152,7 @@ class StepSamples:
 
     def _short(self, epoch: int, step: int) -> list[Ids]:
         ids = self.ids(epoch, step).tolist()
-        # An empty micro-batch computes on a real sample, so that it takes the same path through the model.
+        # An empty micro-batch has a sample that does not count: this rank runs the same code and collectives.
         return [(ids[a:b], b - a) if b > a else (ids[:1], 0) for a, b in _slices(self.share, len(ids))]
 
 

@@ -29,7 +29,7 @@ LEFT_OUT = frozenset(
 """Folders of the standard library that are skipped: packages, tests, and generated tables."""
 
 Document = tuple[str, str]
-"""The prompt and the text to learn; plain text has an empty prompt."""
+"""The prompt, which is not trained on, and the text that is; plain text has an empty prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TextSource:
         return files if self.limit_mb is None else self._first(files, self.limit_mb)
 
     def fingerprint(self) -> str:
-        """A hash of everything that the documents are made of."""
+        """Return a hash of the files' contents, which determine the documents."""
         return hash_files(self.files())
 
     def documents(self) -> Iterator[Document]:
@@ -127,7 +127,7 @@ def _stdlib() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in LEFT_OUT]  # not even entered
+        below[:] = [name for name in below if name not in LEFT_OUT]  # `os.walk` does not enter the removed ones
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"this Python has no sources of its standard library in {root}; give another path")
@@ -164,7 +164,7 @@ class JsonlSource:
         return self.prompt_key is not None
 
     def fingerprint(self) -> str:
-        """A hash of everything that the documents are made of."""
+        """Return a hash of the keys and of the files' contents, which determine the documents."""
         keys = json.dumps([self.text_key, self.prompt_key, self.completion_key])
         return f"{keys} {hash_files(find_files(self.path))}"
 
@@ -212,15 +212,15 @@ def _string(record: dict[str, Any], key: str, where: str) -> str:
     return value
 
 
-# Cached folders: made once, then only read, by any number of processes.
+# The cache: folders that are written once, and then only read, by any number of processes.
 
 
 def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder `root/name`, filled by `build` if it does not exist yet.
+    """Return the folder `root/name`; if it does not exist, `build` writes it.
 
-    It appears complete or not at all. Processes that build it at the same time do not disturb each other: the
-    first to finish wins, and since the name is a hash of the content, the others' results are equal. Raises
-    `DataError` where the folder cannot be written.
+    It is built under a temporary name and renamed, so it is always complete. Several processes may build it at the
+    same time: the first to finish renames its folder, and the others use that one, whose content is equal because the
+    name is a hash of what determines it. Raise a `DataError` if the folder cannot be written.
     """
     entry = root / name
     try:
@@ -243,10 +243,10 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
 
 
 RECIPE = 1
-"""Counts changes in how a corpus is made, so that an older one in the cache is not reused."""
+"""The version of how a corpus is made. It is part of the cache key, so that older ones are not used."""
 
 GROUP_CHARS = 4_000_000
-"""Characters that are tokenized at once: enough for all cores, few enough for memory."""
+"""The number of characters tokenized at once: enough to use all cores, few enough for memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class Corpus:
 
 
 def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = None) -> Corpus:
-    """Tokenize a source, unless it is in the cache.
+    """Return a tokenized source, from the cache if it is there.
 
     `tokenizer` is used where the config names none: validation text must be tokenized by the tokenizer of
     the training text. Without either, a tokenizer is trained on the source itself.
@@ -275,7 +275,7 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
     source = _source(config)
     given = config.tokenizer or tokenizer
     if given is not None and not Path(given).is_file():
-        load_tokenizer(given)  # raises the error that fits
+        load_tokenizer(given)  # raises an error that says what is wrong
     how = f"trained {config.vocab_size}" if given is None else f"given {hash_files([Path(given)])}"
     what = f"{RECIPE} {type(source).__name__} {source.fingerprint()} {how}"
     name = f"{config.type}-{hashlib.sha256(what.encode()).hexdigest()[:32]}"
@@ -299,7 +299,7 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
 
 
 def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTokenizer, *, masked: bool) -> int:
-    """Tokenize documents into a token file, each followed by the end token; returns how many there were."""
+    """Write documents to a token file, each followed by the end token; return the number of documents."""
     tokens = TokenWriter(path, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.digest, masked=masked)
     with tokens:
         for group in _groups(documents):
@@ -314,7 +314,7 @@ def write_documents(path: Path, documents: Iterable[Document], tokenizer: TextTo
 
 
 def _whole(documents: Iterable[Document], tokenizer: TextTokenizer, path: str) -> Iterator[Document]:
-    """Yield the documents; a character that the tokenizer would drop is an error."""
+    """Yield the documents; raise a `DataError` for a character that the tokenizer would drop."""
     for number, document in enumerate(documents, start=1):
         for lost in filter(None, map(tokenizer.lost_in, document)):
             raise DataError(

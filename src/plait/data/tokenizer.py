@@ -49,7 +49,7 @@ class TextTokenizer:
     @property
     def vocab_size(self) -> int:
         """The size of the vocabulary, with added tokens."""
-        # Ids may have gaps, and an embedding must reach the highest one.
+        # Ids may have gaps, and an embedding needs a row for the highest one.
         highest: int = max(self.backend.get_vocab().values())
         return highest + 1
 
@@ -75,7 +75,7 @@ class TextTokenizer:
         """Return the first character of a text, other than a space, that has no token but perhaps the unknown token."""
         if self._knows_all:
             return None
-        if type(self.backend.model).__name__ not in ("BPE", "Unigram"):  # others have whole words
+        if type(self.backend.model).__name__ not in ("BPE", "Unigram"):  # other models split text into words first
             encoding = self.backend.encode(text, add_special_tokens=False)
             positions = (
                 at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in self._unknown
@@ -91,12 +91,12 @@ class TextTokenizer:
         return next((character for character in text if not self._characters[character]), None)
 
     def lost_in(self, text: str) -> str | None:
-        """Return the first character of a text that is dropped by the tokenizer."""
+        """Return the first character of a text that the tokenizer would drop; None if it drops none."""
         return None if self._unknown else self.unknown_in(text)
 
     @cached_property
     def _unknown(self) -> frozenset[int]:
-        """The unknown token, where there is one."""
+        """The ids of the unknown token; empty if there is none."""
         names = (getattr(self.backend.model, "unk_token", None) or "<unk>", "<unk>", "[UNK]")
         return frozenset(token for name in names if (token := self.backend.token_to_id(name)) is not None)
 
@@ -113,7 +113,7 @@ class TextTokenizer:
         return text
 
     def special_token(self, text: str) -> int | None:
-        """Return the special token that a text is, which decoding skips; None for any other text."""
+        """Return the id of the special token with this text, which decoding skips; None if there is none."""
         token: int | None = self.backend.token_to_id(text)
         return token if token is not None and not self.decode([token]) else None
 
@@ -130,7 +130,7 @@ def _begin_of(backend: Any) -> tuple[int, ...]:
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """Read a `tokenizer.json`."""
+    """Return the tokenizer of a `tokenizer.json`; raise a `DataError` if it cannot be read."""
     from tokenizers import Tokenizer
 
     if Path(path).is_dir():
@@ -145,7 +145,7 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train a byte-level BPE tokenizer. The same texts and size give the same tokenizer.
+    """Return a byte-level BPE tokenizer trained on texts. The same texts and size give the same tokenizer.
 
     A small text may not have enough pairs to reach `vocab_size`; the vocabulary is then smaller.
     """

@@ -37,7 +37,7 @@ class TokenMeta:
     version: int
     dtype: str
     count: int
-    """Tokens."""
+    """The number of tokens."""
     documents: int
     vocab_size: int
     tokenizer: str
@@ -46,7 +46,7 @@ class TokenMeta:
 
 
 class TokenWriter:
-    """Writes a token file document by document. The file appears under its name when it is closed.
+    """Writes a token file document by document, under temporary names; `close` renames its files.
 
     As a context manager it is closed at the end, or discarded if the block raises.
     """
@@ -87,7 +87,7 @@ class TokenWriter:
         self._files["docs"].write(OFFSET.type(self._count).tobytes())
 
     def close(self) -> TokenMeta:
-        """Sync the files and rename them into place."""
+        """Sync the files to disk and rename them; return the description."""
         meta = TokenMeta(
             version=VERSION,
             dtype=self._dtype.newbyteorder("=").name,

@@ -206,7 +206,7 @@ def end_text(event: Event) -> str:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Return the text with `?` for characters that the encoding of `stream` lacks, which would raise."""
+    """Return the text with `?` for characters that the encoding of `stream` lacks; writing those would raise."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 

@@ -40,7 +40,7 @@ class Event:
 
 
 class MessageEvent(str):
-    """A message of an engine for information; other messages of an engine are warnings."""
+    """A text that an engine emits as an `info` message; its other texts become warnings."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The file sinks: `events-rank*.jsonl`, which reports are made from, and CSV tables."""
+"""The file sinks: `events-rank*.jsonl`, from which reports are made, and CSV tables."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _revive(value: Any) -> Any:
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """Whether an earlier run was killed in the middle of a write."""
+    """Whether the last line of a file is incomplete, because an earlier run was killed during a write."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -130,7 +130,7 @@ _LATEST = 250_000_000_000
 
 
 def _checked(record: Mapping[str, Any], event_kind: EventKind, data: Any, where: str) -> tuple[int, int, float]:
-    """Return step, epoch and time of an event. A value that a report cannot show is a `DataError` with the line."""
+    """Return step, epoch and time of an event; raise a `DataError` with the line for a value of another type."""
     step, epoch, moment = (record.get(key) for key in ("step", "epoch", "time"))
     if type(step) is not int or type(epoch) is not int:
         raise DataError(f"{where}: step is {step!r:.40} and epoch {epoch!r:.40}, expected two numbers; remove the line")
@@ -191,7 +191,7 @@ class CsvFile:
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
                 rows = list(csv.reader(file))[1:]
-        # Written beside it and renamed, so that the file is complete at any moment.
+        # Written under another name and renamed, so that the file is complete at any moment.
         temporary = self._path.with_suffix(".csv.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)

@@ -48,7 +48,7 @@ class Segment:
 
     @property
     def seconds(self) -> float:
-        """How long it ran: as its RUN_END reports, or from its first to its last event."""
+        """Its duration: that in its RUN_END, else the time from its first to its last event."""
         reported = as_number(self.ending.data.get("seconds")) if self.ending else None
         if reported is not None:
             return reported
@@ -86,13 +86,13 @@ class History:
         return list(dict.fromkeys(key for segment in self.segments for key in segment.keys(event_kind)))
 
     def superseded_after(self, index: int) -> float:
-        """Return the step after which a later segment repeated steps."""
+        """Return the first step that a later segment was resumed from, after which steps were repeated; or infinity."""
         later = self.segments[index + 1 :]
         return min((segment.start for segment in later), default=math.inf)
 
 
 def history(events: Iterable[Event]) -> History:
-    """Build the history, with a new segment at every RUN_START."""
+    """Return the history of events, with a new segment at every RUN_START."""
     segments: list[Segment] = []
     messages: list[Event] = []
     for event in events:

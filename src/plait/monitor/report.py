@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML file that shows a run from its first step to its last."""
+"""The report of a run: one self-contained HTML file with its settings, curves, checkpoints and messages."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ footer { color: var(--faint); font-size: 13px; margin-top: 24px; }
 @media print { body { background: none; } .card, .facts { break-inside: avoid; } }
 """
 
-# The measurements of learning from preferences and rewards: their charts, and the figures at the top.
+# The measurements of post-training on preferences and rewards: their charts, and the figures at the top.
 
 
 def percent(value: float) -> str:
@@ -156,7 +156,7 @@ def percent(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One measurement of answers, by its key in events."""
+    """The title and format of one measurement of answers; `key` is its key in events."""
 
     key: str
     title: str
@@ -184,7 +184,7 @@ MEASURES = (
     Measure("zero_std_groups", "Groups with equal rewards", "share of prompts", percent),
     Measure("skipped_answers", "Answers left out", "", lambda value: f"{value:g}"),
 )
-"""In the order of their charts."""
+"""All measurements of answers, in the order of their charts."""
 
 
 def answer_figures(story: History) -> Iterator[tuple[str, str, str]]:
@@ -225,7 +225,7 @@ def document(title: str, body: Sequence[str]) -> str:
 
 
 def card(title: str, body: str, subtitle: str = "") -> str:
-    """Return a titled box; empty where `body` is."""
+    """Return a titled box; an empty text if `body` is empty."""
     if not body:
         return ""
     small = f" <small>{escaped(subtitle)}</small>" if subtitle else ""
@@ -559,17 +559,17 @@ def _legend(story: History, series: list[Series]) -> str:
     return f'<ul class="legend">{entries}<li class="keys">{keys}</li></ul>'
 
 
-# Files that a run writes beside its events and that the report shows: answers, and charts of hooks.
+# Other files of a run that the report shows: sample answers, and charts that hooks wrote.
 
 
 ANSWERS = "samples.jsonl"
 PICTURES = (("calibration.svg", "Calibration", "how sure the model is, and how often it is right"),)
 MOST_STEPS = 8
-"""How many steps answers are shown of, spread evenly over the run."""
+"""The number of steps of which answers are shown, spread evenly over the run."""
 MOST_EACH = 3
-"""How many answers are shown of one step."""
+"""The number of answers that are shown of one step."""
 MOST_SIGNS = 600
-"""How many characters of a text are shown; the rest is in the file."""
+"""The number of characters that are shown of a text; the file has all of it."""
 
 
 class ShownAnswer(NamedTuple):

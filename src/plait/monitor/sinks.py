@@ -1,4 +1,4 @@
-"""Building the sinks of a `log` section, and passing events to them."""
+"""Build the sinks of a `log` section, and pass events to them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _SINKS = MappingProxyType(
 
 
 def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mapping[str, Any] | None = None) -> Monitor:
-    """Build the sinks of a `log` section: all of them on rank 0, on other ranks those with `every_rank`.
+    """Return a monitor with the sinks of a `log` section: all on rank 0, on other ranks those with `every_rank`.
 
     `wandb` are further arguments of `wandb.init`. `html` implies `jsonl`, because the report is made from the event
     files of all runs in `work_dir`. Raises `MissingExtraError` where a sink's package is absent.
@@ -106,7 +106,7 @@ def build_monitor(config: LogConfig, work_dir: Path, rank: int, *, wandb: Mappin
         sinks.append(ConsoleSink(choose_mode(config.console, sys.stdout), sys.stdout))
     names = dict.fromkeys(sink for sink in config.sinks if isinstance(sink, str))
     if {"jsonl", "html"} & names.keys():
-        names = {"jsonl": None, **names}  # before `html`, which reads its file
+        names = {"jsonl": None, **names}  # `jsonl` first, because `html` reads its file
     for name in names:
         settings = {"project": config.wandb_project, "options": wandb} if name == "wandb" else {}
         sinks += _made(CustomSink(type=_SINKS[name], **settings), "log.sinks", work_dir, rank)
@@ -125,7 +125,7 @@ def report_progress(config: LogConfig, rank: int, text: str) -> None:
 
 
 def _made(config: CustomSink, key: str, work_dir: Path, rank: int) -> list[Sink]:
-    """Return the sink, on a rank that has one. Every rank loads it, so that a wrong name is an error on all."""
+    """Return the sink in a list, empty on ranks without one. All ranks import it, so that all fail for a bad name."""
     every_rank = getattr(load(config, key), "every_rank", False)
     if rank != 0 and not every_rank:
         return []

@@ -84,7 +84,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Downsample to about `limit` points that look the same: of each interval, the lowest and the highest."""
+    """Return about `limit` points with the same outline: the lowest and the highest of each interval."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(2 * len(points) / limit)

@@ -1,4 +1,4 @@
-"""LoRA adapters: in a model, under tensor parallelism, in files of `peft`, and beside weights of 4 or 8 bits.
+"""LoRA adapters: in a model, under tensor parallelism, in files of `peft`, and with base weights of 4 or 8 bits.
 
 [Note: an adapter is a child and a hook]
 A linear layer with an adapter stays the same module with the same class and `forward`, so everything that handles

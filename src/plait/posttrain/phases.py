@@ -77,7 +77,7 @@ class PhaseStep:
     after: tuple[PhaseStep, ...]
     """The earlier steps whose folders its run description names."""
     home: str
-    """The `work_dir` of its own description; the pipeline may have set another one, see `folder`."""
+    """The `work_dir` in its own description; the pipeline may have set another one, which is `folder`."""
     chosen: bool = True
     """Whether it is to be run; otherwise only its results are used."""
 
@@ -160,7 +160,7 @@ def unusable(step: PhaseStep, config: RunConfig) -> str | None:
 
 
 def _has_own_start(phase: str, config: RunConfig, policy: PhaseStep) -> bool:
-    """Whether a reward model starts from weights of its own: its `model.path` is not the one of the policy."""
+    """Whether a reward model does not start from the policy: its `model.path` is another one."""
     if phase != "reward" or not isinstance(config.model, HFConfig):
         return False
     theirs = policy.config.model

@@ -1,4 +1,4 @@
-"""Examples: prompts with answers, pairs of answers, conversations; from files, or made up."""
+"""Data of post-training: prompts with answers, pairs of answers, conversations; from files, or generated."""
 
 from plait.posttrain.data.prepare import PhaseData, prepare_data
 from plait.posttrain.data.records import ChatMessage, Example

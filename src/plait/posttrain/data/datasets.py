@@ -1,4 +1,4 @@
-"""Examples as what models are called with."""
+"""Data sets of tokenized examples, and the collate functions that make micro-batches of them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from plait.data import IGNORE
 from plait.posttrain.data.template import ChatTokens
 from plait.posttrain.losses import as_bits
 
-# Several examples in one row, none of them cut.
+# Packing: several examples in one row, none of them cut.
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of indices whose lengths add up to no more than `room`: the longest first, each where it fits best.
+    """Return rows of indices whose lengths add up to at most `capacity`, by best-fit decreasing.
 
-    A function of the lengths alone. Rows are given in the order of their first example.
+    The result depends on the lengths only. Rows are in the order of their first example.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []
-    """(space left, row), sorted."""
+    """The free space of each row, as sorted pairs (space, row)."""
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         assert 0 < length <= capacity, "examples that do not fit were left out before"
@@ -41,14 +41,14 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 STEP = 8
-"""Rows of different lengths are made as long as the longest, rounded up to this; then ranks can share them evenly."""
+"""Rows are padded to the longest one rounded up to a multiple of this, so that ranks can split the sequence evenly."""
 
 
 class ExampleRow:
-    """One example: the tokens, and for each the token after it where that is to be learned.
+    """One tokenized example. The label of a token is the next token if that is trained on, else -100.
 
-    The last token is only ever learned, and left out. A judge reads it too: whether an answer ended there is a part of
-    what it is worth.
+    The last token is only a label, and is not in `ids`. For a reward model it is (`judged`): the reward also depends on
+    whether the answer has ended.
     """
 
     __slots__ = ("ids", "labels")
@@ -62,7 +62,7 @@ class ExampleRow:
 
     @classmethod
     def judged(cls, tokens: ChatTokens) -> ExampleRow:
-        """The whole of it, with nothing to learn."""
+        """Return a row with all tokens and no labels, for a reward model."""
         row = cls.__new__(cls)
         row.ids = np.asarray(tokens.ids, dtype=np.int32)
         row.labels = np.full(len(row.ids), IGNORE, dtype=np.int32)
@@ -73,14 +73,14 @@ class ExampleRow:
 
     @property
     def has_targets(self) -> bool:
-        """Whether there is anything to learn."""
+        """Whether any token has a label."""
         return bool((self.labels != IGNORE).any())
 
 
 class AnswerRows(Dataset[dict[str, Tensor]]):
-    """Answers to learn: an example a row, or as many as fit into `seq_len` tokens.
+    """Examples for SFT: one per row, or with `packing` as many as fit into `seq_len` tokens.
 
-    Packed examples do not see each other: `document_ids` and `positions` are as `plait.data.packing` has them.
+    Packed examples do not attend to each other: `document_ids` and `positions` are those of `plait.data.packing`.
     """
 
     def __init__(self, rows: Sequence[ExampleRow], *, seq_len: int, packing: bool, pad: int) -> None:
@@ -113,12 +113,12 @@ class AnswerRows(Dataset[dict[str, Tensor]]):
 
 
 class PairRows(Dataset[dict[str, Tensor]]):
-    """A prompt with two answers, and what the reference thinks of both."""
+    """Pairs: a prompt with two answers, and their log-probabilities under the reference."""
 
     def __init__(self, pairs: Sequence[tuple[ExampleRow, ExampleRow]]) -> None:
         self._pairs = pairs
         self.reference = torch.zeros(len(pairs), 2)
-        """Log-probability of each answer to the reference model, where one was asked: chosen, rejected."""
+        """The log-probabilities (chosen, rejected) of each pair under the reference; zeros until they are computed."""
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -135,22 +135,23 @@ class PairRows(Dataset[dict[str, Tensor]]):
 
 
 class PadAnswers:
-    """Rows of different lengths as one micro-batch; what is added has no label, and nothing looks at it."""
+    """Collates rows of different lengths into one micro-batch; padding comes at the end and has no labels."""
 
     def __init__(self, pad: int) -> None:
         self._pad = pad
 
     def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack, each padded to the longest."""
+        """Return the micro-batch, each row padded to the longest."""
         fills = {"input_ids": self._pad, "labels": IGNORE, "positions": 0, "document_ids": 0}
         return {key: stack([item[key] for item in items], fills[key]) for key in items[0]}
 
 
 class PadPairs:
-    """Pairs as one micro-batch: all chosen answers first, then all rejected ones in the same order.
+    """Collates pairs into one micro-batch: all chosen answers first, then all rejected ones in the same order.
 
-    `last` is where each answer ends, of which a reward is read; labels and the reference's word are for losses that
-    look at every token. See [Note: inputs that keep their precision] in `logprobs`.
+    For a reward model (`rewards`) it has `last`, the position of each answer's last token; for DPO it has labels and
+    the log-probabilities under the reference, as bits: see [Note: inputs that keep their precision],
+    `posttrain/losses.py`.
     """
 
     def __init__(self, pad: int, *, rewards: bool) -> None:
@@ -158,7 +159,7 @@ class PadPairs:
         self._rewards = rewards
 
     def __call__(self, items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack, each padded to the longest."""
+        """Return the micro-batch, each row padded to the longest."""
         ids = [item[f"{which}_ids"] for which in ("chosen", "rejected") for item in items]
         batch = {"input_ids": stack(ids, self._pad)}
         if self._rewards:
@@ -169,7 +170,7 @@ class PadPairs:
 
 
 def stack(rows: Sequence[Tensor], fill: int) -> Tensor:
-    """One tensor of rows, each padded at its end."""
+    """Return one tensor of rows, each padded with `fill` at its end."""
     longest = -(-max(len(row) for row in rows) // STEP) * STEP
     out = torch.full((len(rows), longest), fill, dtype=torch.int64)
     for index, row in enumerate(rows):

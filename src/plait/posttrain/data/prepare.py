@@ -1,4 +1,7 @@
-"""From the section `posttrain` to the data of a phase."""
+"""Read, split and tokenize the data of a phase, as the section `posttrain` describes them.
+
+A *row* is an entry of a data file; an *example* is a conversation that was read from a row.
+"""
 
 from __future__ import annotations
 
@@ -48,29 +51,29 @@ from plait.posttrain.data.template import (
 )
 
 _TRAINED_SIZE = 4096
-"""Of a tokenizer that is trained here for a model that does not say how many tokens it knows."""
+"""The vocabulary size of a tokenizer that is trained for a model without a declared vocabulary size."""
 
 
 @dataclass
 class RowReport:
-    """What the rows were like: how many are used, why others were left out, and what is unusual about them."""
+    """Counts of the rows: how many are used, why others were left out, and what is unusual about them."""
 
     rows: int = 0
     kept: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
-    """What is said of rows that are used all the same."""
+    """Remarks about rows that are used."""
     first: dict[str, str] = field(default_factory=dict)
-    """For each reason, the first place where it was met."""
+    """For each reason and remark, the place of the first row."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Keys that nothing reads, and in how many rows they are."""
+    """Keys of rows that are not used, with the number of rows that have them."""
     prompts: Counter[int] = field(default_factory=Counter)
-    """How often each prompt comes, by the hash of its text."""
+    """How often each prompt occurs, by the hash of its text."""
     examples: Counter[int] = field(default_factory=Counter)
-    """The same of whole examples."""
+    """How often each example occurs, by the hash of its texts."""
 
     def leave_out(self, reason: str, where: str, *, refuse: bool, key: str, detail: str = "") -> None:
-        """Count one, or refuse it."""
+        """Count an example that is left out; or, with `refuse`, raise a `DataError` that names the setting `key`."""
         said = f"{reason} ({detail})" if detail else reason
         if refuse:
             raise DataError(f"{where}: {said}; set posttrain.{key}: skip to leave such examples out")
@@ -78,12 +81,12 @@ class RowReport:
         self.first.setdefault(reason, f"{where}{f': {detail}' if detail else ''}")
 
     def count(self, what: str, where: str) -> None:
-        """Count one that is used, and of which something is to be said."""
+        """Count a remark about an example that is used."""
         self.noted[what] += 1
         self.first.setdefault(what, where)
 
     def meet(self, example: Example) -> None:
-        """Count an example before it is known whether it can be used."""
+        """Count an example, whether or not it will be used."""
         self.prompts[hash(example.prompt_text)] += 1
         answers = tuple(message.content for message in example.messages if message.role == "assistant")
         self.examples[hash((example.prompt_text, answers, example.rejected))] += 1
@@ -91,7 +94,7 @@ class RowReport:
 
     @property
     def is_unusual(self) -> bool:
-        """Whether something happened that is easily overlooked."""
+        """Whether the report should be a warning: examples were left out or remarked on, or keys of turns not used."""
         return bool(self.left_out or self.noted or any("[]" in key for key in self.unread))
 
     def __str__(self) -> str:
@@ -109,23 +112,26 @@ class RowReport:
 
 @dataclass(frozen=True)
 class PhaseData:
-    """What a phase trains and validates on, and how its tokens are to be read."""
+    """The data sets of a phase, with their tokenizer and template."""
 
     train: Any
     val: Any
-    """None where nothing is kept for validation."""
+    """None if there is no validation data."""
     collate: Any
     tokenizer: ChatTokenizer
     template: Template
     folder: Path | None
-    """Where the tokenizer came from, if it was not made here."""
+    """The file or folder from which the tokenizer was read; None if it was trained or generated."""
     report: RowReport
     examples: tuple[Sequence[Example], Sequence[Example]]
-    """Those for training and for validation, before any was left out for its length."""
+    """The examples for training and for validation, including those left out later, for example for their length."""
 
 
 def prepare_data(config: RunConfig) -> PhaseData:
-    """Read, split and tokenize the examples of `config.phase`."""
+    """Read, split and tokenize the examples of `config.phase`; return its data.
+
+    Raise a `DataError` if no example is left to train on.
+    """
     section, phase = config.posttrain or PosttrainConfig(), config.phase
     assert phase is not None
     if not section.data:
@@ -172,7 +178,10 @@ def prepare_data(config: RunConfig) -> PhaseData:
 
 
 def prepare_rows(sources: Sequence[ExampleData], config: RunConfig, data: PhaseData) -> list[ExampleRow]:
-    """Answers of further examples as rows, in the tokens of a phase's data; what cannot be used counts there."""
+    """Return tokenized examples of other sources, with the tokenizer and template of `data`.
+
+    Examples that cannot be used are counted in `data.report`.
+    """
     section = config.posttrain or PosttrainConfig()
     examples = list(_examples(sources, section, data.report, pairs=False, answered=True))
     return list(_rows(examples, data.template, longest(config), section, data.report))
@@ -215,7 +224,7 @@ Written = TypeVar("Written")
 def _written(
     examples: Sequence[Example], write: Callable[[Example], Written], section: PosttrainConfig, report: RowReport
 ) -> Iterator[tuple[Example, Written]]:
-    """Examples as the template writes them; one that it cannot write is incomplete."""
+    """Yield examples with their tokens; one that the template cannot write is left out as incomplete."""
     for example in examples:
         try:
             yield example, write(example)
@@ -290,7 +299,7 @@ def _pairs(
 
 
 def _report_texts(examples: Sequence[Example], tokenizer: ChatTokenizer, report: RowReport) -> None:
-    """Count the rows in which somebody wrote a control token as text, or what the tokenizer has no tokens for."""
+    """Count examples with the text of a control token, or with characters that the tokenizer does not know."""
     controls = re.compile("|".join(map(re.escape, tokenizer.controls)) or "(?!)")
     for example in examples:
         texts = [*(message.content for message in example.messages), example.rejected or ""]
@@ -310,7 +319,7 @@ def _fitting(
     *,
     whole: bool = False,
 ) -> ExampleRow | None:
-    length = len(tokens.ids) if whole else len(tokens.ids) - 1  # the last one is only learned
+    length = len(tokens.ids) if whole else len(tokens.ids) - 1  # the last token is only a label
     if length <= limit:
         return ExampleRow(tokens)
     prompt = len(template.prompt(example.prompt))
@@ -321,7 +330,10 @@ def _fitting(
 
 
 def longest(config: RunConfig) -> int:
-    """Tokens of a prompt with its answer at most."""
+    """Return the greatest number of tokens of a prompt with its answer: `posttrain.max_len`, or `model.seq_len`.
+
+    Raise a `ConfigError` if there is neither, or if it exceeds the model's context.
+    """
     section = config.posttrain or PosttrainConfig()
     described: Any = config.model
     known = getattr(described, "seq_len", None)
@@ -341,7 +353,7 @@ def longest(config: RunConfig) -> int:
 
 
 def _folder(config: RunConfig, section: PosttrainConfig) -> Path | None:
-    """Where a tokenizer lies, where it is found without being made."""
+    """Return the file or folder of the tokenizer; None if one has to be trained or generated."""
     if section.tokenizer is not None:
         return Path(section.tokenizer)
     if isinstance(config.model, HFConfig) and config.model.path is not None:
@@ -369,7 +381,7 @@ def _tokenizer(
 def _check_same_tokens(
     config: RunConfig, section: PosttrainConfig, tokenizer: ChatTokenizer, folder: Path | None
 ) -> None:
-    """Refuse a tokenizer whose numbers mean other tokens than those that the weights have learned."""
+    """Raise a `DataError` if token ids differ from those with which the initial weights were trained."""
     tokenizers = {"posttrain.start": None if section.start is None else tokenizer_beside(section.start)}
     if isinstance(config.model, HFConfig) and config.model.path is not None:
         tokenizer_file = Path(config.model.path) / NAME
@@ -380,13 +392,13 @@ def _check_same_tokens(
 
 
 def tokenizer_beside(source: str | Path) -> Path | None:
-    """The `tokenizer.json` of a run, of one of its checkpoints, or of a Hugging Face folder."""
+    """Return the `tokenizer.json` of a run, of one of its checkpoints, or of a Hugging Face folder; or None."""
     path = Path(source).absolute()
     return next((folder / NAME for folder in (path, *path.parents[:2]) if (folder / NAME).is_file()), None)
 
 
 def check_same_tokens(key: str, file: Path, tokenizer: ChatTokenizer) -> None:
-    """Refuse where a token of `file`, which the weights under `key` were trained with, has another number here."""
+    """Raise a `DataError` if a token of `file`, the tokenizer of the weights `key`, has another id here."""
     known = tokenizer.vocabulary
     for token, number in sorted(read_tokenizer(file).vocabulary.items(), key=itemgetter(1)):
         if known.get(token) != number:
@@ -398,7 +410,7 @@ def check_same_tokens(key: str, file: Path, tokenizer: ChatTokenizer) -> None:
 
 
 def _description(model: HFConfig) -> dict[str, Any]:
-    """What `transformers` is told of a model, as far as it can be read here."""
+    """Return the model's `config.json` with the overrides of `model.config`; without a local folder, only these."""
     folder = None if model.path is None else Path(model.path)
     inner = (read_description(folder) if folder is not None and folder.is_dir() else None) or {}
     return {**inner, **inner.get("text_config", {}), **(model.config or {})}

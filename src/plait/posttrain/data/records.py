@@ -1,8 +1,9 @@
-"""From rows of a file to examples.
+"""Read rows of data files, and convert them to examples.
 
 [Note: no key of a row is passed over]
-A key is read, or it means something that cannot be done here and the row is refused, or it is counted as not used and
-the run says so when it starts (`Example.unread`). None is the same as absent: Parquet and `datasets` fill rows with it.
+Each key of a row is handled in one of three ways: it is read; or it asks for something unsupported, and the row is an
+error; or it is counted as not used, and the run logs that when it starts (`Example.unread`). A value None means that
+the key is absent, because Parquet and `datasets` fill missing keys with None.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from plait.errors import DataError, MissingExtraError
 
 ROLES = ("system", "user", "assistant")
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
-"""The words of ShareGPT, and OpenAI's newer word for `system`."""
+"""Role names of ShareGPT, and OpenAI's newer name for `system`."""
 ANSWER_KEYS = ("response", "answer", "completion", "output")
-"""Where an answer is looked for, when nothing is said; the better one of a pair may be it too."""
+"""Default keys of the answer; also of the chosen answer of a pair, after `chosen`."""
 MESSAGES_KEYS = ("messages", "conversations")
-"""The same of conversations."""
+"""Default keys of a conversation."""
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _SWITCHES = ("train", "training", "loss")
-"""Of a turn: whether it is learned, as axolotl and ms-swift write it; `weight` is OpenAI's."""
+"""Keys of axolotl and ms-swift for whether a turn is trained on; OpenAI's key is `weight`."""
 _REFUSED_OF_ROWS = {
     "tools": "are described, which no template here writes down",
     "functions": "are described, which no template here writes down",
@@ -40,7 +41,7 @@ _REFUSED_OF_ROWS = {
     "audios": "belong to the row, and only text can be read",
     "chat_template_kwargs": "are given, and the chat template is used with its defaults",
 }
-"""Keys that change what a row means, and cannot be honoured."""
+"""Keys that change the meaning of a row and are not supported, each with the rest of the error message."""
 _REFUSED_OF_TURNS = {
     "tool_calls": "has calls of tools, which no template here writes down",
     "function_call": "has calls of tools, which no template here writes down",
@@ -54,41 +55,41 @@ _REFUSED_OF_TURNS = {
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """What one side says."""
+    """One message of a conversation."""
 
     role: str
     content: str
     reasoning: str | None = None
-    """What the assistant thought before it answered: `reasoning_content`."""
+    """The assistant's reasoning before the answer: `reasoning_content`."""
     learned: bool = field(default=True, compare=False)
-    """False for an answer of which the data say that it is not to be learned."""
+    """False for an answer that the data exclude from training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation that ends with an answer, perhaps with a worse answer to compare it with."""
+    """A conversation that ends with an answer; in a pair, also a rejected answer."""
 
     messages: tuple[ChatMessage, ...]
     rejected: str | None
     where: str
-    """Where it came from, for messages."""
+    """File and line, for messages."""
     rejected_reasoning: str | None = None
     unread: tuple[str, ...] = ()
-    """Keys of the row that nothing here reads; those of its turns as `messages[].key`."""
+    """Keys of the row that are not used; those of its turns as `messages[].key`."""
 
     @property
     def prompt(self) -> tuple[ChatMessage, ...]:
-        """What comes before the last answer."""
+        """The messages before the last answer."""
         return self.messages[:-1]
 
     @property
     def prompt_text(self) -> str:
-        """All of the prompt in one piece; the same text means the same prompt."""
+        """The prompt as one text; equal texts mean equal prompts."""
         return "\x1e".join(f"{message.role}\x1f{message.content}" for message in self.prompt)
 
     @property
     def pair(self) -> tuple[tuple[ChatMessage, ...], tuple[ChatMessage, ...]]:
-        """The conversation with the better answer and with the worse one; earlier answers are not learned."""
+        """The conversation with the chosen and with the rejected answer; earlier answers are not trained on."""
         assert self.rejected is not None
         before = tuple(replace(message, learned=False) for message in self.prompt)
         worse = ChatMessage("assistant", self.rejected, self.rejected_reasoning)
@@ -96,65 +97,65 @@ class Example:
 
 
 class IncompleteError(Exception):
-    """A row that lacks a field, has one of the wrong type, or asks for something that cannot be honoured."""
+    """A row that lacks a field, has one of the wrong type, or asks for something that is not supported."""
 
 
 class EmptyError(Exception):
-    """A row that has nothing to learn: no answer, or no prompt."""
+    """A row that cannot be trained on: its answer or its prompt is empty, or both answers are equal."""
 
 
 class UnlearnedError(Exception):
-    """A row of which the data say themselves that nothing is to be learned from it."""
+    """A row that the data exclude from training (weight 0)."""
 
 
 class _Fields:
-    """A row or a turn, and which of its keys were read."""
+    """A row or a turn (an entry of its conversation); records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._read: set[str] = set()
         self._below: dict[str, None] = {}
-        """Keys of turns that were not read."""
+        """Unread keys of turns, as `messages[].key`; the values are not used."""
 
     def has(self, key: str) -> bool:
-        """Whether there is a value."""
+        """Whether a key has a value other than None."""
         return self._values.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """A value, or None; it counts as read."""
+        """Return a value, or None; mark the key as read."""
         self._read.add(key)
         return self._values.get(key)
 
     def take(self, key: str) -> Any:
-        """A value that has to be there."""
+        """Return a value; raise an `IncompleteError` if there is none."""
         if not self.has(key):
             raise IncompleteError(f"no {key!r}; it has {self.names}")
         return self.get(key)
 
     def text(self, key: str) -> str:
-        """A text that has to be there."""
+        """Return a text; raise an `IncompleteError` if there is none."""
         value = self.take(key)
         if not isinstance(value, str):
             raise IncompleteError(f"{key!r} is of type {type(value).__name__}, expected text")
         return value
 
     def first(self, keys: Sequence[str]) -> str | None:
-        """The first of these keys that has a value."""
+        """Return the first of these keys that has a value; None if none has."""
         return next((key for key in keys if self.has(key)), None)
 
     def refuse(self, refused: Mapping[str, str], name: str | None = None) -> None:
-        """Raise for a key that cannot be honoured; `name` is what a turn belongs to."""
+        """Raise an `IncompleteError` if an unsupported key has a value; `name`: the key of a turn's conversation."""
         for key, why in refused.items():
             if self.get(key):
                 raise IncompleteError(f"{(name or key)!r} {why}")
 
     def below(self, key: str, turn: _Fields) -> None:
-        """Take note of what was not read of a turn under `key`."""
+        """Add the unread keys of a turn of the conversation `key` to those of the row."""
         self._below.update(dict.fromkeys(f"{key}[].{name}" for name in turn.unread))
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Keys with a value that nothing has looked at."""
+        """Keys with a value that were not read."""
         return (*(key for key in self._values if key not in self._read and self.has(key)), *self._below)
 
     @property
@@ -166,9 +167,10 @@ class _Fields:
 def examples_in(
     row: Mapping[str, Any], config: FileData | Gsm8kData, where: str, *, pairs: bool, answered: bool = True
 ) -> Iterator[Example]:
-    """The examples of one row: one, or of graded solutions as many as there are pairs.
+    """Yield the examples of one row: one, or several if a row of GSM8K has graded solutions.
 
-    Where they need not be `answered`, a row may be a prompt alone; its answer is then an empty text.
+    With `pairs` they have a rejected answer. Unless `answered`, a row may be only a prompt; its answer is then empty.
+    Raise an `IncompleteError`, `EmptyError` or `UnlearnedError` for a row that cannot be used.
     """
     if isinstance(config, Gsm8kData):
         yield from _of_gsm8k(row, where, pairs=pairs, answered=answered)
@@ -202,7 +204,7 @@ def examples_in(
 
 
 def _learned(fields: _Fields, switches: Sequence[str]) -> bool:
-    """Return whether a row or a turn is learned, by its own keys."""
+    """Return whether a row or a turn is trained on, by its own keys."""
     learned = True
     for key in ("weight", *switches):
         value = fields.get(key)
@@ -215,7 +217,7 @@ def _learned(fields: _Fields, switches: Sequence[str]) -> bool:
 
 
 def _answer_keys(config: FileData, *, pairs: bool) -> tuple[str, ...]:
-    """Where the answer may be, the likeliest first; of pairs the better one."""
+    """Return the keys that may hold the answer (of pairs the chosen one), in the order in which they are tried."""
     named = (config.chosen_key if pairs else None) or config.answer_key
     if named is not None:
         return (named,)
@@ -231,7 +233,7 @@ def _conversation(fields: _Fields, config: FileData, keys: Sequence[str], *, ans
             return (*messages, ChatMessage("assistant", ""))
         return _ending_with_an_answer(messages, whole)
     key = fields.first(keys)
-    implied = key is not None and not isinstance(fields.get(key), str)  # the prompt may begin the answer's list
+    implied = key is not None and not isinstance(fields.get(key), str)  # the list may begin with the prompt
     before = _with_system(fields, _prompt(fields, config, implied=implied))
     if key is not None:
         return _answered(fields, key, before)
@@ -241,7 +243,10 @@ def _conversation(fields: _Fields, config: FileData, keys: Sequence[str], *, ans
 
 
 def _prompt(fields: _Fields, config: FileData, *, implied: bool) -> tuple[ChatMessage, ...]:
-    """What comes before the answer: text, messages, or an instruction with its input as Alpaca has it."""
+    """Return the prompt as messages, from a text, from messages, or from Alpaca's `instruction` and `input`.
+
+    `implied`: the answer is a conversation, which may contain the prompt.
+    """
     if config.prompt_key is None and not fields.has("prompt"):
         if fields.has("instruction"):
             texts = [fields.text("instruction"), *([fields.text("input")] if fields.get("input") else [])]
@@ -254,7 +259,7 @@ def _prompt(fields: _Fields, config: FileData, *, implied: bool) -> tuple[ChatMe
 
 
 def _history(fields: _Fields) -> Iterator[ChatMessage]:
-    """Earlier questions with their answers, as Alpaca's `history` has them."""
+    """Yield earlier questions and answers, from Alpaca's `history`."""
     for entry in fields.get("history") or ():
         if not isinstance(entry, Sequence) or len(entry) != 2 or not all(isinstance(item, str) for item in entry):
             raise IncompleteError(f"'history' holds {entry!r}, expected pairs of a question and its answer")
@@ -263,7 +268,7 @@ def _history(fields: _Fields) -> Iterator[ChatMessage]:
 
 
 def _with_system(fields: _Fields, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """The conversation with what the row itself has as `system`."""
+    """Return the messages after the row's own `system`, if it has one and they do not begin with it."""
     if not fields.get("system"):
         return messages
     system = ChatMessage("system", fields.text("system"))
@@ -275,7 +280,10 @@ def _with_system(fields: _Fields, messages: tuple[ChatMessage, ...]) -> tuple[Ch
 
 
 def _answered(fields: _Fields, key: str, before: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """The conversation with its answer: a text, the turns that follow, or the whole conversation once more."""
+    """Return the messages of the prompt (`before`) with the answer under `key`.
+
+    The answer is a text, a list of the messages after the prompt, or a list that repeats the prompt too.
+    """
     value = fields.take(key)
     if isinstance(value, str):
         return (*before, ChatMessage("assistant", value))
@@ -307,7 +315,7 @@ def _of_gsm8k(row: Mapping[str, Any], where: str, *, pairs: bool, answered: bool
         return
     right = [value.text("solution") for value in graded if value.get("is_correct") is True]
     wrong = [value.text("solution") for value in graded if value.get("is_correct") is False]
-    for good in right if answered else right[:1]:  # several answers are one prompt
+    for good in right if answered else right[:1]:  # without answers, one example per prompt
         for bad in wrong if pairs else [None]:
             example = Example((question, ChatMessage("assistant", good)), bad, where)
             _refuse_empty(example)
@@ -341,7 +349,7 @@ def _messages(fields: _Fields, key: str) -> tuple[ChatMessage, ...]:
 
 
 def _message(turn: _Fields, key: str) -> ChatMessage:
-    """One turn, with the words of OpenAI or of ShareGPT."""
+    """Return the message of a turn, in the format of OpenAI or of ShareGPT."""
     turn.refuse(_REFUSED_OF_TURNS, key)
     if not turn.has("role") and turn.has("from"):
         role, content = turn.text("from"), turn.text("value")
@@ -362,7 +370,7 @@ def _message(turn: _Fields, key: str) -> ChatMessage:
 
 
 def _content(turn: _Fields) -> str:
-    """A text, or a list of parts that are texts."""
+    """Return the text of a turn's content, which is a text or a list of text parts."""
     content = turn.take("content")
     if not isinstance(content, Sequence) or isinstance(content, str | bytes):
         return turn.text("content")
@@ -373,19 +381,19 @@ def _content(turn: _Fields) -> str:
     return "".join(_Fields(item).text("text") for item in content)
 
 
-# Rows of JSON, of Parquet, and of folders that `datasets` saved.
+# Rows of JSON files, Parquet files, and folders of `datasets.save_to_disk`.
 
 
 _UNREADABLE = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".csv", ".tsv", ".arrow")
-"""Files that may hold rows, and are not read; to pass over one would lose them."""
+"""Suffixes of files that may have rows but cannot be read; they are an error, so that no rows are lost silently."""
 _SPLIT = re.compile(r"(train|test|valid|val|dev|eval)(?:ation|ing|uation)?(?![a-z])", re.IGNORECASE)
 
 Row = tuple[str, Mapping[str, Any] | str]
-"""Where a row stands, and the row; or what is wrong with it."""
+"""The file and line of a row, and the row; or, as text, what is wrong with it."""
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """Every row of a file or folder, in order. A line that is not a JSON object is yielded as the reason."""
+    """Yield every row of a file or folder, in order; for a line that is not a JSON object, the reason as text."""
     source = Path(path)
     if not source.exists():
         raise DataError(f"{path} does not exist")
@@ -419,9 +427,9 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _list(path: Path) -> Iterator[Row]:
-    """The entries of a file that is one list."""
+    """Yield the rows of a file that is one JSON list."""
     try:
-        entries = parse_json(path.read_bytes(), allow_surrogates=True)  # each entry is looked at by itself
+        entries = parse_json(path.read_bytes(), allow_surrogates=True)  # `read_object` checks each entry
     except ValueError as error:  # also for text that is not UTF-8
         raise DataError(f"{path} begins as a list, and is not JSON: {error}") from error
     for number, entry in enumerate(entries, start=1):
@@ -440,10 +448,10 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _read_by_library(path: Path, read: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """What a library reads from a file; whatever it raises is an error that names the file."""
+    """Yield what a library reads from a file; turn its exceptions into a `DataError` that names the file."""
     try:
         yield from read()
-    except Exception as error:  # Arrow has a dozen kinds of its own
+    except Exception as error:  # Arrow has a dozen exception classes
         raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); get it again") from error
 
 
@@ -464,26 +472,27 @@ def _saved_dataset(path: Path) -> Iterator[Row]:
 
 
 def _refuse_mixed_splits(path: str, names: list[str]) -> None:
-    """What is kept for tests must not be learned because it lies in the same folder."""
+    """Raise a `DataError` if the files belong to several splits: test data must not be trained on by accident."""
     splits = {match[1].lower(): name for name in names if (match := _SPLIT.match(name))}
     if len(splits) > 1:
         raise DataError(f"{path} holds several splits, such as {' and '.join(splits.values())}: name the files of one")
 
 
-# Which examples belong to which phase, and which of those are for validation.
+# Splitting the examples between phases (`data_split`), and those of a phase into training and validation.
 #
-# Examples with the same prompt stay together, so that nothing is validated on a prompt that was trained on, and no two
-# phases share one. The order of prompts is a hash of their text: it depends on neither seed nor file order.
+# Examples with the same prompt stay together, so that no prompt is used both for training and for validation, nor by
+# two phases. Prompts are ordered by a hash of their text, so the split depends on neither the seed nor the order of
+# files.
 
 
 SHARE_OF_PHASE = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2, "grpo": 2}
-"""Which of the three shares a phase takes."""
+"""Which of the three parts of `data_split` (SFT, preferences, prompts) a phase uses."""
 
 
 def split(
     examples: Sequence[Example], phase: str, *, data_split: tuple[int, ...] | str | None, val_fraction: float
 ) -> tuple[list[Example], list[Example]]:
-    """The examples of a phase: for training, for validation."""
+    """Return the examples of a phase for training and for validation; raise a `DataError` if its part is empty."""
     prompts = sorted({example.prompt_text for example in examples}, key=_hash)
     shares, share = split_shares(data_split), SHARE_OF_PHASE[phase]
     if sum(shares):

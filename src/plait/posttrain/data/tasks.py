@@ -1,7 +1,7 @@
-"""Made-up questions with answers that can be checked: all of post-training runs on them, with nothing to fetch.
+"""Generated tasks: questions with answers that can be checked, so that all phases can run without a download.
 
-A task is a numbered list of questions, all of them different. Which numbers are taken is a permutation, so any number
-of samples is spread evenly over all questions.
+A task is a numbered list of distinct questions. Samples are taken in the order of a permutation of the numbers, so any
+number of samples is spread evenly over all questions.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from plait.errors import ConfigError, Problem
 from plait.posttrain.data.records import ChatMessage, Example
 
 _ORDER_SEED = 2024
-"""The same for every run: phases that split a task between them must mean the same questions."""
+"""The same for every run, so that phases which split a task between them agree on the questions."""
 
 
 class Task(ABC):
     """Questions by number, with a right answer and a wrong one."""
 
     alphabet: str
-    """Every character that a question or an answer may have."""
+    """All characters of questions and answers."""
     count: int
-    """How many different questions there are."""
+    """The number of different questions."""
 
     @abstractmethod
     def question(self, number: int) -> tuple[str, str]:
-        """A question and its answer."""
+        """Return a question and its answer."""
 
     @abstractmethod
     def wrong(self, number: int, which: int = 0) -> str:
-        """An answer that is not right; there are many, of which `which` says one."""
+        """Return a wrong answer; different values of `which` give different mistakes."""
 
     @abstractmethod
     def solve(self, question: str) -> str | None:
-        """The right answer; None if it is not a question of this task."""
+        """Return the right answer; None if this is not a question of the task."""
 
     def reward(self, question: str, answer: str) -> float:
-        """One for the right answer, zero for any other."""
+        """Return 1 for the right answer, 0 for any other."""
         right = self.solve(question)
         return float(right is not None and answer.strip() == right)
 
     def credit(self, question: str, answer: str) -> float:
-        """From zero to one: half for the share of places that are right, half for all of it."""
+        """Return a partial reward from 0 to 1: half the share of right characters, plus 0.5 if all are right."""
         right, given = self.solve(question), answer.strip()
         if right is None:
             return 0.0
@@ -56,7 +56,7 @@ class Task(ABC):
         return 0.5 * same / max(len(right), len(given)) + 0.5 * (given == right)
 
     def examples(self, samples: int, wrongs: int = 1) -> list[Example]:
-        """So many questions with their right answers, as often as there are to be wrong ones beside them."""
+        """Return examples of `samples` questions; each question occurs `wrongs` times, with different wrong answers."""
         if samples > self.count:
             message = f"{samples}, but there are only {self.count} different questions of this size"
             raise ConfigError(Problem("posttrain.data.samples", message, "Ask for fewer, or raise `size`."))
@@ -70,7 +70,7 @@ class Task(ABC):
 
 
 class Arithmetic(Task):
-    """`17+25=` and `17-25=`, with numbers of up to so many digits."""
+    """`17+25=` and `17-25=`, with numbers of at most `digits` digits."""
 
     alphabet = "0123456789+-="
 
@@ -79,20 +79,20 @@ class Arithmetic(Task):
         self.count = 2 * self._limit**2
 
     def question(self, number: int) -> tuple[str, str]:
-        """A sum or a difference."""
+        """Return a sum or a difference, and its result."""
         rest, second = divmod(number, self._limit)
         sign, first = divmod(rest, self._limit)
         text = f"{first}{'+-'[sign]}{second}="
         return text, str(first - second if sign else first + second)
 
     def wrong(self, number: int, which: int = 0) -> str:
-        """Off by one to nine, in either direction."""
+        """Return the result plus or minus 1 to 9."""
         noise = _noise(number + which * self.count)
         off = 1 + noise % 9
         return str(int(self.question(number)[1]) + (off if noise & 16 else -off))
 
     def solve(self, question: str) -> str | None:
-        """The result, where the question is one."""
+        """Return the result; None if this is not such a question."""
         body = question.strip()
         for sign in "+-":
             first, operator, second = body.removesuffix("=").partition(sign)
@@ -111,15 +111,16 @@ class Sorting(Task):
         self.count = 10**self._length
 
     def question(self, number: int) -> tuple[str, str]:
-        """Letters from a to j."""
+        """Return letters from a to j, and the same letters sorted."""
         letters = "".join(self.alphabet[int(digit)] for digit in f"{number:0{self._length}d}")
         return f"{letters}=", "".join(sorted(letters))
 
     def wrong(self, number: int, which: int = 0) -> str:
-        """Eight kinds of mistake in turn, so that a judge which learns from them overlooks none of them.
+        """Return an answer with a mistake of the kind `which % 8`, so that a reward model sees all kinds.
 
-        Two neighbours exchanged; a letter is another in its place, another, a near one, or one of the others once
-        more, in order; cut off; too long; not sorted. From the ninth on there are two mistakes.
+        0: two neighbours are swapped. 1: a letter is replaced. 2, 3, 4: a letter is replaced by any one, a near one or
+        one of the answer, and the result is sorted. 5: cut off. 6: too long. 7: not sorted. From `which` 8 on the
+        answer has two mistakes.
         """
         mistakes = 8
         right, noise = self.question(number)[1], _noise(number + which * self.count)
@@ -148,7 +149,7 @@ class Sorting(Task):
         return mistaken if mistaken and mistaken != right else _another(right)
 
     def solve(self, question: str) -> str | None:
-        """The letters in order, where there are any."""
+        """Return the letters sorted; None if this is not such a question."""
         body = question.strip()
         letters = body.removesuffix("=")
         known = body.endswith("=") and letters and set(letters) <= set(self.alphabet[:-1])
@@ -156,7 +157,7 @@ class Sorting(Task):
 
 
 def make_task(config: TaskData) -> Task:
-    """The task that a section names."""
+    """Return the task that a section describes."""
     return Arithmetic(config.size) if config.name == "arithmetic" else Sorting(config.size)
 
 
@@ -165,7 +166,7 @@ def _with(letters: str, at: int, letter: str) -> str:
 
 
 def _another(letters: str) -> str:
-    """The same with another last letter."""
+    """Return the letters with another last one."""
     return letters[:-1] + ("a" if letters[-1] != "a" else "b")
 
 
@@ -173,12 +174,12 @@ def _noise(number: int) -> int:
     return int(splitmix64(np.array([number + 1], dtype=np.uint64))[0])
 
 
-# Prompts for a model that answers itself, and what is known of right answers.
+# Prompts for a model that generates answers, and functions that score these.
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is asked."""
+    """A prompt that a model answers."""
 
     tokens: tuple[int, ...]
     messages: tuple[ChatMessage, ...]
@@ -187,18 +188,18 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last thing that was said: the question."""
+        """The content of the last message, which is the question."""
         return self.messages[-1].content
 
 
 Check = Callable[[str, str, str], float | None]
-"""From prompt, answer and right answer to a number; None where nothing can be said."""
+"""A function of prompt, answer and right answer that returns a number; None if it cannot score the answer."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def final_number(text: str) -> str | None:
-    """The number behind `####`, or the last one of a text."""
+    """Return the last number after `####`, or else the last one of the text; None without numbers."""
     marked = text.rpartition("####")[2]
     numbers = _NUMBER.findall(marked) or _NUMBER.findall(text)
     if not numbers:
@@ -208,18 +209,18 @@ def final_number(text: str) -> str | None:
 
 
 def gsm8k_reward(prompt: str, answer: str, right: str) -> float | None:
-    """One where the final number is right, zero where not; None where no number is known to be right."""
+    """Return 1 if the final number is right, else 0; None if the right answer has no number."""
     wanted = final_number(right)
     return None if wanted is None else float(final_number(answer) == wanted)
 
 
 def gsm8k_rewards(sources: Sequence[ExampleData]) -> Check:
-    """The same as what makes one from the data; it needs to know nothing of them."""
+    """Return `gsm8k_reward`, whatever the sources: the factories of reward functions all get them."""
     return gsm8k_reward
 
 
 def task_reward(sources: Sequence[ExampleData]) -> Check:
-    """How near an answer comes to the right one of the made-up task that its question belongs to."""
+    """Return a reward function that gives partial credit (`Task.credit`) in the task that the question belongs to."""
     tasks = [make_task(source) for source in sources if isinstance(source, TaskData)]
 
     def reward(prompt: str, answer: str, right: str) -> float | None:
@@ -229,7 +230,7 @@ def task_reward(sources: Sequence[ExampleData]) -> Check:
 
 
 def correctness(sources: Sequence[ExampleData]) -> Check:
-    """One for a right answer and zero for a wrong one, where the data can be checked."""
+    """Return a function that gives 1 for a right answer and 0 for a wrong one; None if answers cannot be checked."""
     tasks = [make_task(source) for source in sources if isinstance(source, TaskData)]
     maths = any(isinstance(source, Gsm8kData) for source in sources)
 

@@ -1,4 +1,4 @@
-"""From a conversation to tokens, of which some are to be learned."""
+"""Templates: write conversations as tokens, and mark those that are trained on; the tokenizer of a phase."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from plait.data import END, TextTokenizer, train_tokenizer
 from plait.errors import DataError, MissingExtraError, PlaitError
 from plait.posttrain.data.records import ChatMessage
 
-# The tokenizer of a phase: from a file, from a folder, or of single characters.
+# The tokenizer of a phase: read from a file or folder, trained, or with one token per character.
 
 
 NAME = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-"""Where a Hugging Face folder says which token is the end."""
+"""The file of a Hugging Face folder that names the end token."""
 
 
 class ChatTokenizer(TextTokenizer):
-    """A tokenizer that also knows which texts are tokens of their own."""
+    """A tokenizer that can look up tokens by their text."""
 
     def __init__(self, backend: Any, origin: str, named_end: str | None = None) -> None:
         super().__init__(backend, origin, named_end)
         self._named_end = named_end
 
     def save(self, path: str | Path) -> None:
-        """Write a `tokenizer.json`, and beside it what the end is called where that cannot be seen from it."""
+        """Write a `tokenizer.json`; and a `tokenizer_config.json` with the end token, if that came from such a file."""
         super().save(path)
         if self._named_end is not None:
             settings = json.dumps({"eos_token": self._named_end}, ensure_ascii=False, indent=2)
@@ -60,7 +60,7 @@ class ChatTokenizer(TextTokenizer):
 
 
 def read_tokenizer(path: str | Path) -> ChatTokenizer:
-    """Read a `tokenizer.json`, given itself or the folder that it lies in."""
+    """Return the tokenizer of a `tokenizer.json`, or of the folder that contains one."""
     from tokenizers import Tokenizer
 
     source = Path(path)
@@ -75,12 +75,12 @@ def read_tokenizer(path: str | Path) -> ChatTokenizer:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The settings of a tokenizer; none where the file is not there."""
+    """Return the content of a `tokenizer_config.json`; empty if the file does not exist."""
     return read_json_object(file, DataError) if file.is_file() else {}
 
 
 def _named_end(settings: Path) -> str | None:
-    """The end token of a tokenizer's settings: a text, or an object with it."""
+    """Return the end token of a `tokenizer_config.json`, where it is a text or an object with `content`; or None."""
     entry = read_settings(settings).get("eos_token")
     token = entry.get("content") if isinstance(entry, dict) else entry
     if token is not None and not isinstance(token, str):
@@ -89,14 +89,14 @@ def _named_end(settings: Path) -> str | None:
 
 
 class CharacterTokenizer(ChatTokenizer):
-    """One token a character. A character that it does not know is an error; the library would leave it out."""
+    """A tokenizer with one token per character. Unknown characters raise a `DataError`; the library would drop them."""
 
     def unknown_in(self, text: str) -> str | None:
-        """None: it is an error as soon as it is encoded."""
+        """Return None: an unknown character raises an error when it is encoded."""
         return None
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, nothing added."""
+        """Return the tokens of a text, without special tokens; raise a `DataError` for an unknown character."""
         tokens = super().encode(text)
         if len(tokens) != len(text):
             strange = sorted({character for character in text if self.token_id(character) is None})
@@ -105,7 +105,7 @@ class CharacterTokenizer(ChatTokenizer):
 
 
 def character_tokenizer(alphabet: str, marks: Sequence[str] = ()) -> ChatTokenizer:
-    """One token for each character, and the end token first; `marks` are tokens too."""
+    """Return a tokenizer with one token per character; the end token has id 0, and `marks` are tokens too."""
     from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {END: 0, **{character: index for index, character in enumerate(sorted(set(alphabet)), start=1)}}
@@ -116,7 +116,10 @@ def character_tokenizer(alphabet: str, marks: Sequence[str] = ()) -> ChatTokeniz
 
 
 def trained_tokenizer(texts: Iterable[str], vocab_size: int, marks: Sequence[str] = ()) -> ChatTokenizer:
-    """A byte-level BPE of these texts with so many tokens, `marks` among them; the same texts give the same one."""
+    """Return a byte-level BPE tokenizer trained on texts, with at most `vocab_size` tokens, `marks` included.
+
+    The same texts give the same tokenizer.
+    """
     from tokenizers import Tokenizer
 
     with TemporaryDirectory() as folder:
@@ -128,22 +131,21 @@ def trained_tokenizer(texts: Iterable[str], vocab_size: int, marks: Sequence[str
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
-"""Where a Hugging Face folder keeps its chat template, if not in the settings of the tokenizer."""
+"""The file of a Hugging Face folder with its chat template, if that is not in `tokenizer_config.json`."""
 
 _ESCAPES = 0xF0000
 """The first of the private-use characters that stand for texts of control tokens while a template is rendered."""
 
 RENDERING_S = 10.0
-"""Of a processor, for one conversation: a template takes some thousandths of a second, and one that was made to, years.
-"""
+"""Limit of the CPU time to render one conversation. A usual template needs milliseconds; a malicious one, any time."""
 
 
 class UnwritableError(DataError):
-    """A conversation that a template does not write down, or not so that its answers can be found again."""
+    """A conversation that a template cannot write, or in whose text its answers cannot be located."""
 
 
 class ChatTokens(NamedTuple):
-    """A conversation as tokens; one is learned where `learned` says so."""
+    """A conversation as tokens; `learned` says for each token whether it is trained on."""
 
     ids: list[int]
     learned: list[bool]
@@ -155,28 +157,28 @@ class ChatTokens(NamedTuple):
 
 
 class Template(ABC):
-    """How conversations are written down."""
+    """Writes conversations as tokens."""
 
     kind: ClassVar[str]
     ends: tuple[int | str, ...]
-    """What ends an answer: tokens, and a text where the mark of a template is none."""
+    """What ends an answer: ids of tokens, and the end mark as text if it is not a token."""
     _tokenizer: ChatTokenizer
 
     @abstractmethod
     def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
-        """All of it; only what the assistant says is learned, and that it ends there."""
+        """Return the tokens of a conversation; only answers and their end tokens are trained on."""
 
     @abstractmethod
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """What a model is given when it is to answer."""
+        """Return the tokens with which a model is prompted for an answer."""
 
     @property
     @abstractmethod
     def jinja(self) -> str:
-        """The same as a chat template of `transformers`."""
+        """This template as a Jinja chat template of `transformers`."""
 
     def unfinished(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """A conversation whose last answer was cut off: without an end mark."""
+        """Return the tokens of a conversation whose last answer was cut off, so without an end mark."""
         return self.prompt(messages[:-1]) + self._tokenizer.encode(messages[-1].content)
 
     def _refuse_reasoning(self, messages: Sequence[ChatMessage]) -> None:
@@ -188,7 +190,7 @@ class Template(ABC):
 
 
 class Plain(Template):
-    """Texts one after another, an end token after each answer."""
+    """The texts of all messages one after another, with an end token after each answer."""
 
     kind = "plain"
 
@@ -198,7 +200,7 @@ class Plain(Template):
         self.ends = (tokenizer.end,)
 
     def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
-        """All of it."""
+        """Return the tokens of a conversation; only answers and their end tokens are trained on."""
         self._refuse_reasoning(messages)
         tokens = ChatTokens([], [])
         tokens.extend(self._tokenizer.begin, learned=False)
@@ -209,18 +211,18 @@ class Plain(Template):
         return tokens
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """All of it, with nothing behind."""
+        """Return the tokens of the conversation; nothing is added for the answer."""
         return self.conversation(messages).ids
 
     @property
     def jinja(self) -> str:
-        """The same as a chat template of `transformers`."""
+        """This template as a Jinja chat template of `transformers`."""
         end = "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}" if self._end else ""
         return f"{_begin(self._tokenizer)}{{% for m in messages %}}{{{{ m['content'] }}}}{end}{{% endfor %}}"
 
 
 class Marked(Template):
-    """Each turn between two marks, with its role first."""
+    """Each message between a start and an end mark, beginning with its role (as in ChatML)."""
 
     kind = "marked"
 
@@ -240,7 +242,7 @@ class Marked(Template):
         return self._start + self._tokenizer.encode(f"{self._roles[role]}\n")
 
     def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
-        """All of it."""
+        """Return the tokens of a conversation; only answers and their end tokens are trained on."""
         self._refuse_reasoning(messages)
         line, tokens = self._tokenizer.encode("\n"), ChatTokens([], [])
         tokens.extend(self._tokenizer.begin, learned=False)
@@ -256,12 +258,12 @@ class Marked(Template):
         return tokens
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """All of it, and the beginning of the assistant's turn."""
+        """Return the tokens of the conversation, and of the beginning of the assistant's turn."""
         return self.conversation(messages).ids + self._opening("assistant")
 
     @property
     def jinja(self) -> str:
-        """The same as a chat template of `transformers`."""
+        """This template as a Jinja chat template of `transformers`."""
         roles, marks = json.dumps(self._roles), (json.dumps(self._config.start), json.dumps(self._config.end))
         start, end = (f"{{{{ {mark} }}}}" for mark in marks)
         behind = (
@@ -284,9 +286,9 @@ class OfTokenizer(Template):
     """The template that came with a Hugging Face tokenizer.
 
     [Note: texts of control tokens in a conversation]
-    A template makes one text of marks and of what people wrote, and the tokenizer takes `<|im_end|>` in it for the end
-    of a turn, whoever wrote it. So texts of control tokens in contents are replaced by private-use characters before
-    the template is rendered, and encoded as plain text behind it.
+    A chat template renders marks and messages into one text, and the tokenizer encodes every `<|im_end|>` in it as the
+    end of a turn, also one that a user wrote. So the texts of control tokens in messages are replaced by private-use
+    characters before the template is rendered; afterwards these are encoded as the plain text that they stand for.
     """
 
     kind = "tokenizer"
@@ -304,7 +306,7 @@ class OfTokenizer(Template):
                 )
         except PlaitError:
             raise
-        except Exception as error:  # the library raises whatever its files made it do
+        except Exception as error:  # files may cause exceptions of any class
             raise DataError(f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {error})") from error
         if self._transformers.chat_template is None:
             raise DataError(f"the tokenizer in {folder} has no chat template; use posttrain.template.kind: marked")
@@ -321,20 +323,27 @@ class OfTokenizer(Template):
         self.ends = tuple(dict.fromkeys((tokenizer.end, *([] if end is None else [end]), *self._mark())))
 
     def _mark(self) -> list[int]:
-        """The token that the template puts behind an answer, where it puts one; it need not be the tokenizer's end."""
-        spoken = (ChatMessage("user", "a"), ChatMessage("assistant", "7351"))  # which no mark has in it
+        """Return the token that the template writes after an answer, in a list; empty if it writes none.
+
+        It may differ from the tokenizer's end token.
+        """
+        spoken = (ChatMessage("user", "a"), ChatMessage("assistant", "7351"))  # a text that no mark contains
         behind = self._text(spoken, asks=False).rpartition("7351")[2]
         return [token for token in self._encode(behind)[:1] if token in self._transformers.added_tokens_decoder]
 
     @property
     def jinja(self) -> str:
-        """The same as a chat template of `transformers`."""
+        """This template as a Jinja chat template of `transformers`."""
         template = chat_template_in(self._folder)
         assert template is not None, "a folder without one was refused"
         return template
 
     def conversation(self, messages: Sequence[ChatMessage]) -> ChatTokens:
-        """All of it. Where an answer begins and ends is found by writing the conversation down to there."""
+        """Return the tokens of a conversation; only answers and their end tokens are trained on.
+
+        An answer is located by rendering the conversation up to its start, and up to its end. Raise an
+        `UnwritableError` if the former text is not a prefix of the latter.
+        """
         tokens, done, answer = ChatTokens([], []), "", list[int]()
         for index, message in enumerate(messages):
             if message.role != "assistant" or not message.learned:
@@ -371,27 +380,27 @@ class OfTokenizer(Template):
         return tokens
 
     def _continue(self, tokens: ChatTokens, done: str, text: str, *, learned: bool) -> None:
-        """Append to `tokens`, the encoding of `done`, the rest of `text`.
+        """Append the tokens of the rest of `text` to `tokens`, which encode its beginning `done`.
 
-        It is taken from the encoding of the whole text, as the model is prompted with it; if a token would span the
-        boundary, the rest is encoded separately.
+        They are taken from the encoding of the whole text, as in a prompt; if a token would span the boundary, the rest
+        is encoded separately.
         """
         whole, count = self._encode(text), len(tokens.ids)
         behind = whole[count:] if whole[:count] == tokens.ids else self._encode(text[len(done) :])
         tokens.extend(behind, learned=learned)
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """All of it, and the beginning of the assistant's turn."""
+        """Return the tokens of the conversation, and of the beginning of the assistant's turn."""
         text = self._text(messages, asks=True)
         _check_written(_asked(messages), self._escaped_back(text))
         return self._encode(text)
 
     def prompt_with_tools(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Like `prompt`, of messages that may have `tool_calls`, with the tools that may be called."""
+        """Return the tokens of a prompt whose messages may have `tool_calls`; `tools` are those that may be called."""
         return self._encode(self._rendered(messages, asks=True, tools=list(tools) or None))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str | None:
-        """How an assistant's tool call is written down; None where the template leaves out something of it."""
+        """Return the text of a tool call between question and result; None if the template does not support tools."""
         function = {"name": name, "description": "d7351", "parameters": {"type": "object", "properties": {}}}
         tools: list[Mapping[str, Any]] = [{"type": "function", "function": function}]
         called = {"id": "call0", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
@@ -403,18 +412,18 @@ class OfTokenizer(Template):
         try:
             asked = self._rendered(messages[:1], asks=False, tools=tools)
             whole = self._rendered(messages, asks=False, tools=tools)
-        except DataError:  # it knows no tools, or others
+        except DataError:  # the template does not support these messages
             return None
         _, begun, behind = whole.partition("u7351")
         call, answered, _ = behind.partition("r7351")
         return call if "d7351" in asked and begun and answered else None
 
     def _text(self, messages: Sequence[ChatMessage], *, asks: bool) -> str:
-        """The conversation as the template writes it, with texts of control tokens as private-use characters."""
+        """Return the rendered conversation, with private-use characters for the texts of control tokens in messages."""
         turns = []
         for message in messages:
             turn = {"role": message.role, "content": message.content}
-            if message.reasoning:  # templates have no common name for it
+            if message.reasoning:  # templates use different names for it
                 turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
             turns.append(turn)
         return self._rendered(turns, asks=asks)
@@ -423,7 +432,7 @@ class OfTokenizer(Template):
         self, messages: Sequence[Mapping[str, Any]], *, asks: bool, tools: list[Mapping[str, Any]] | None = None
     ) -> str:
         escaped, escaped_tools = self._escaped(list(messages)), self._escaped(tools)
-        try:  # in a sandbox of `transformers`: a template reads messages, and reaches nothing else
+        try:  # `transformers` renders in a sandbox: a template can access only its arguments
             with limited(RENDERING_S):
                 text: str = self._transformers.apply_chat_template(
                     escaped, tools=escaped_tools, tokenize=False, add_generation_prompt=asks
@@ -433,14 +442,17 @@ class OfTokenizer(Template):
                 f"the chat template in {self._folder} is not done with this conversation after {RENDERING_S:g} s of "
                 "computing; look for loops within loops in it, or use posttrain.template.kind: marked"
             ) from None
-        except Exception as error:  # whatever a template of its author's raises, on purpose or not
+        except Exception as error:  # a template may raise anything
             reason = f"{type(error).__name__}: {error}"
             message = f"the chat template in {self._folder} does not take this conversation: {reason}"
             raise UnwritableError(message) from error
         return text
 
     def _escaped(self, content: Any) -> Any:
-        """The same with other texts in it; see [Note: texts of control tokens in a conversation]."""
+        """Return the content with private-use characters for the texts of control tokens.
+
+        See [Note: texts of control tokens in a conversation].
+        """
         if isinstance(content, Mapping):
             return {key: self._escaped(value) for key, value in content.items()}
         if isinstance(content, list):
@@ -472,12 +484,12 @@ class OfTokenizer(Template):
 
 
 class _TooLongError(BaseException):
-    """What is limited has taken too long. No `except Exception` on the way takes it for something else."""
+    """The time limit of `limited` is exceeded. A `BaseException`, so that no `except Exception` catches it."""
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise in the block, between two operations of Python, once its thread has computed for so long."""
+    """Raise a `_TooLongError` in the block, between two bytecodes, when its thread has used `seconds` of CPU time."""
     thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
     clock = time.pthread_getcpuclockid(thread) if hasattr(time, "pthread_getcpuclockid") else time.CLOCK_MONOTONIC
     until = time.clock_gettime(clock) + seconds
@@ -497,23 +509,23 @@ def limited(seconds: float) -> Iterator[None]:
     finally:
         with lock:
             done.set()
-        raise_in(ctypes.c_ulong(thread), None)  # takes back what has not been raised yet
+        raise_in(ctypes.c_ulong(thread), None)  # cancel an exception that is set and not yet raised
 
 
 def has_powers(template: str) -> bool:
-    """Whether a chat template has `a ** b`, one operation that no limit ends; `f(**names)` is something else."""
+    """Whether a chat template has a power `a ** b`, which `limited` cannot interrupt; `f(**names)` is allowed."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         lexed = Environment().lex(template)  # noqa: S701  # nothing is rendered
         tokens = [(name, value) for _, name, value in lexed if name != "whitespace"]
-    except TemplateSyntaxError:  # said where it is used
+    except TemplateSyntaxError:  # reported when the template is used
         return False
     return any(now == ("operator", "**") and before[1] not in ("(", ",") for before, now in pairwise(tokens))
 
 
 def _check_written(messages: Iterable[ChatMessage], text: str) -> None:
-    """Refuse a text that lacks some of what was said; spaces may differ."""
+    """Raise an `UnwritableError` if the content of a message is not in the text; white space is ignored."""
     squeezed = "".join(text.split())
     for message in messages:
         for what, said in (("content", message.content), ("reasoning_content", message.reasoning)):
@@ -525,12 +537,12 @@ def _check_written(messages: Iterable[ChatMessage], text: str) -> None:
 
 
 def _asked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """What the others say; of earlier answers, a template may leave out the thoughts."""
+    """Return the messages that are not answers; a template may leave out the reasoning of earlier answers."""
     return (message for message in messages if message.role != "assistant")
 
 
 def chat_template_in(folder: Path | None) -> str | None:
-    """The chat template of a Hugging Face tokenizer in this folder; None where it has none."""
+    """Return the chat template of a Hugging Face tokenizer in a folder; None if there is none."""
     if folder is None:
         return None
     file = folder / CHAT_TEMPLATE
@@ -543,7 +555,7 @@ def chat_template_in(folder: Path | None) -> str | None:
 
 
 def tokenizer_folder(source: str | Path | None) -> Path | None:
-    """The folder of a tokenizer that is given by its folder or by its `tokenizer.json`."""
+    """Return the folder of a tokenizer, given the folder or its `tokenizer.json`; None for anything else."""
     if source is None:
         return None
     path = Path(source)
@@ -555,7 +567,11 @@ def tokenizer_folder(source: str | Path | None) -> Path | None:
 def template_of_run(
     config: TemplateConfig, tokenizer: ChatTokenizer, sources: Sequence[Path], *, trust_code: bool = False
 ) -> Template:
-    """Return the template of a finished run. The tokenizer that it kept is the first of `sources`."""
+    """Return the template of a finished run.
+
+    `sources` are files or folders of tokenizers, the one in the run's folder first; with `kind: tokenizer` the first
+    that has a chat template is used.
+    """
     source = sources[0]
     if config.kind == "tokenizer":
         source = next((path for path in sources if chat_template_in(tokenizer_folder(path)) is not None), source)
@@ -565,9 +581,9 @@ def template_of_run(
 def make_template(
     config: TemplateConfig, tokenizer: ChatTokenizer, source: str | Path | None, *, trust_code: bool = False
 ) -> Template:
-    """The template that a section describes; `source` is the file or folder of the tokenizer, if it has one.
+    """Return the template that a section describes; `source` is the file or folder of the tokenizer, if it has one.
 
-    `trust_code`: that folder may bring classes of its own, which are then run.
+    `trust_code` allows Python code in that folder to be run.
     """
     folder = tokenizer_folder(source)
     kind = config.kind

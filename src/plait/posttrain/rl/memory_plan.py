@@ -53,7 +53,7 @@ class OtherModels(NamedTuple):
 
 
 class OnlineMemoryPlan(MemoryPlan):
-    """A memory plan that also counts the models beside the policy, and the memory for generation."""
+    """A memory plan that also counts the other models and the memory for generation."""
 
     _other_models: OtherModels | None = None
 
@@ -85,7 +85,7 @@ class OnlineMemoryPlan(MemoryPlan):
         return plan
 
     def log(self) -> None:
-        """Log the plan, and the memory of the models beside the policy."""
+        """Log the plan, and the memory of the other models."""
         super().log()
         if self._other_models is not None:
             self.runner.emit(EventKind.MESSAGE, level="info", text=f"beside the policy: {self._other_models}")
@@ -98,7 +98,7 @@ def learned_from(config: RunConfig, rows: int) -> dict[str, Tensor]:
     longest_ones.lengths.fill_(longest_ones.width)
     names = ("old", "advantages", *(() if online.reference == "none" else ("reference",)))
     inputs = longest_ones.inputs(range(rows), *names)
-    if isinstance(online.method, PpoConfig) and online.method.ptx_data:  # an example beside each answer
+    if isinstance(online.method, PpoConfig) and online.method.ptx_data:  # one example per answer
         inputs |= {name: inputs[name].repeat(2, 1) for name in ("input_ids", "labels")}
         inputs["ptx_scale"] = as_bits(torch.ones(1))
     return inputs

@@ -50,7 +50,7 @@ def ask(
         mine = share[first : first + rows]
         chosen = mine or order[:1]  # a rank without rows still takes part in the collectives of the model
         said = engine.evaluate_micro_batch(MicroBatch(inputs(chosen), len(mine))).outputs
-        if said is None:  # this rank returns no outputs; another one of its model does
+        if said is None:  # another rank along `tp` returns the same outputs
             continue
         for name, whole in outputs.items():
             for row, values in zip(mine, said[name].float().cpu(), strict=False):

@@ -1,4 +1,4 @@
-"""The models beside the policy (reference, reward model, critic), each in an engine with the run's layout."""
+"""The models besides the policy (reference, reward model, critic), each in an engine with the run's layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelRoles:
-    """The engines beside the policy; None if the algorithm does not use one."""
+    """The engines of the other models; None if the algorithm does not use one."""
 
     reference: NativeEngine | None
     reward_model: NativeEngine | None
@@ -44,7 +44,7 @@ class ModelRoles:
 
 
 def make_model_roles(policy: Preparation, data: PhaseData) -> ModelRoles:
-    """Build the models beside the policy with their initial weights. A collective."""
+    """Build and return the engines of the other models, with their initial weights. A collective."""
     config = policy.config
     online = Online.of(config)
     reward_model = critic = reference = None

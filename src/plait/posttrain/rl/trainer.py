@@ -191,7 +191,7 @@ class OnlineRunner(PhaseRunner):
     """A `PhaseRunner` for PPO and GRPO: it trains on answers that the policy generates during the run."""
 
     roles: ModelRoles
-    """The models beside the policy."""
+    """The engines of reference, reward model and critic."""
     worker: RolloutWorker
     """Generates rollouts, and has the current one."""
 
@@ -207,7 +207,7 @@ class OnlineRunner(PhaseRunner):
         self.memory_plan = OnlineMemoryPlan(self)
 
     def prepare(self) -> Engine:
-        """Build the policy, the models beside it and the rollout worker; return the policy's engine."""
+        """Build the policy, the other models and the rollout worker; return the policy's engine."""
         given = self.preparation()
         engine = prepare_manual(given)
         self.roles = make_model_roles(given, self.phase_data)
