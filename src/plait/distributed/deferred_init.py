@@ -1,12 +1,15 @@
 """Deferred initialization: the operations of a constructor, recorded on the meta device and repeated with storage.
 
+`ConstructionRecord` records, `find_replay` returns a `Replay`, and a `Replay` repeats.
+
 [Note: the constructor is the initializer]
-A constructor's operations were recorded on the meta device ([Note: what can be done again]). Repeated, module by
-module, they give every tensor values of the distribution that the constructor gave it: whatever it drew and wrote,
-over whatever torch's layers had written before. They are not the values of one run of the constructor, since each
-module draws from a seed of its own ([Note: initial values do not depend on the layout], `materialize.py`). So nothing
-that was drawn may reach two modules: equal layers, made as copies of one, would become different. Such a model is
-built on a real device, and so is one in which two parameters share their storage without being one.
+The operations of a model's constructor are recorded on the meta device ([Note: what can be done again]), and repeated
+for one module at a time. Each tensor then has values of the same distribution as if the constructor had run with
+storage: also where the constructor overwrites what torch's layers have drawn. The values themselves differ, because
+each module draws from its own seed ([Note: initial values do not depend on the layout], `materialize.py`). Therefore
+the numbers of one random operation must not be used in two modules: layers that the constructor made equal, as copies
+of one, would become different. A model where that happens is built on a real device, and so is one with two parameters
+that share a storage without being the same parameter.
 """
 
 from __future__ import annotations
@@ -37,35 +40,35 @@ from plait.torch_internals import (
 # ---- recording
 #
 # [Note: what can be done again]
-# On the meta device a constructor runs, but its values are lost. Its operations are not: every operation that made or
-# changed a tensor is recorded with its arguments. A tensor among these is kept as a region of a storage, so views need
-# no operations of their own. The operations behind the values of a tensor are found from the last one backwards, up to
-# one that overwrites all that was there before. They cannot be repeated if one of them
-# - takes a tensor from outside: of another device, from a file, from numpy;
-# - draws from a generator of the constructor's own;
-# - replaces a tensor's storage, or works on something other than a plain dense tensor;
-# - came after code asked whether the tensor is on the meta device, perhaps in order to do nothing there.
-# Some functions of `nn.init` ask just that. They are known, and recorded as one operation.
+# On the meta device a constructor runs without values. Every operation that creates or changes a tensor is recorded
+# with its arguments. A tensor argument is recorded as a region of a storage, so views need not be recorded as
+# operations. The operations that determine the values of a tensor are found backwards from the last one, up to one that
+# overwrites all elements without reading them. They cannot be repeated if one of them
+# - reads a tensor that was not recorded: on another device, from a file, from numpy;
+# - draws random numbers from a generator that the constructor passes;
+# - replaces a tensor's storage, or has an argument that is not a plain dense tensor;
+# - came after code asked whether the tensor is on the meta device: the code may have skipped operations if so.
+# Some functions of `nn.init` ask that too. They are known (`_WHOLE`), and each is recorded as one operation.
 
 
 _aten = torch.ops.aten
 _DRAWS = frozenset({_aten.normal_.default, _aten.uniform_.default})
-"""Not run on the meta device, where they do nothing but make torch load its compiler: [Note: dynamo is loaded late]."""
+"""Not run on the meta device, where they only make torch import its compiler: [Note: dynamo is loaded late]."""
 _OVERWRITES = frozenset(
     {_aten.normal_, _aten.uniform_, _aten.fill_, _aten.zero_, _aten.copy_, _aten.exponential_, _aten.log_normal_}
 )
-"""Do not read what they write to."""
+"""Operations that do not read the tensor that they write to."""
 _ALLOCATES = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
-"""Return uninitialized tensors."""
+"""Operations that return uninitialized tensors."""
 _EXCHANGES = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
-"""Give a tensor another storage."""
+"""Operations that give a tensor another storage, or change its size."""
 _READS_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
-"""Make a tensor of Python numbers, which does not appear as an operation."""
+"""Functions that create a tensor from Python numbers; torch does not dispatch this as an operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRegion:
-    """A tensor as the number of its storage, and which of its elements it is."""
+    """A tensor in a record: the number of its storage, and which elements of the storage it has."""
 
     storage: int
     offset: int
@@ -73,17 +76,17 @@ class StorageRegion:
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_all: bool
-    """Whether these are all elements of the storage, one after another."""
+    """Whether the tensor has all elements of the storage, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitFunction:
-    """A function of `nn.init`, looked up when it is called."""
+    """A function of `nn.init`, looked up by its name when it is called."""
 
     name: str
 
     def __call__(self, tensor: Tensor, **kwargs: Any) -> Any:
-        """Fill a tensor."""
+        """Fill a tensor, and return what the function returns."""
         return getattr(nn.init, self.name)(tensor, **kwargs)
 
 
@@ -91,27 +94,27 @@ _WHOLE = {
     getattr(nn.init, name).__code__: InitFunction(name)
     for name in (name_of_truncated_normal(), "orthogonal_", "sparse_", "dirac_")
 }
-"""Those that do nothing to a tensor on the meta device, and otherwise fill all of it."""
+"""Functions of `nn.init`, by their code, that do nothing on the meta device, and elsewhere fill the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedOperation:
-    """One operation, with regions in place of tensors."""
+    """One operation of a record, with regions in place of tensors."""
 
     number: int
     function: Callable[..., Any] | None
-    """None: nothing was done, perhaps because the tensor is on the meta device."""
+    """None: no operation, only a mark that values cannot be repeated from here on (`repeatable` is False)."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     written: tuple[StorageRegion, ...] = ()
     made: tuple[StorageRegion | None, ...] = ()
-    """For each tensor of the result: its region where it has a new storage."""
+    """For each tensor of the result: its region if its storage is a new one, else None."""
     repeatable: bool = True
     draws: bool = False
 
     @property
     def read(self) -> list[StorageRegion]:
-        """The tensors among the arguments, except one that is overwritten without being read."""
+        """The regions of the tensor arguments, except one that is overwritten without being read."""
         given = [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, StorageRegion)]
         overwrites = (
             isinstance(self.function, InitFunction) or getattr(self.function, "overloadpacket", None) in _OVERWRITES
@@ -119,14 +122,14 @@ class RecordedOperation:
         return given[1:] if overwrites else given
 
     def replaces(self, storage: int) -> bool:
-        """Whether the contents of a storage afterwards do not depend on those before."""
+        """Return whether the operation determines all of a storage, whatever the storage contained before."""
         if any(region.storage == storage for region in self.read):
             return False
         made = any(region is not None and region.storage == storage for region in self.made)
         return made or any(region.storage == storage and region.is_all for region in self.written)
 
     def does_as(self, other: RecordedOperation) -> bool:
-        """Whether another operation does the same, perhaps to another tensor."""
+        """Return whether another operation has the same function and arguments, apart from the storages."""
         return bool(self._what() == other._what())
 
     def _what(self) -> Any:
@@ -137,11 +140,11 @@ class RecordedOperation:
 
 
 class ConstructionRecord:
-    """A context manager that records the operations that are run inside it."""
+    """A context manager that records the operations that run inside it, for later queries."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []  # kept, so that no other ever has the address of one of them
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
         self._ops: list[list[RecordedOperation]] = []
         self._count = 0
         self._entered = ExitStack()
@@ -157,7 +160,7 @@ class ConstructionRecord:
         self._entered.close()
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, but for random values on the meta device, and record it."""
+        """Run an operation, except random ones on the meta device; record it and return its result."""
         result = args[0] if func in _DRAWS and _on_meta(args[0]) else func(*args, **kwargs)
         written = []
         for index, argument in enumerate(schema_of(func).arguments):
@@ -170,7 +173,7 @@ class ConstructionRecord:
     # ---- queries, after recording
 
     def region_of(self, tensor: Tensor) -> StorageRegion | None:
-        """The region of a tensor; None for a tensor that cannot be an argument of a repeated operation."""
+        """Return the region of a tensor; None if the tensor cannot be an argument of a repeated operation."""
         if type(tensor) not in (Tensor, nn.Parameter) or not _on_meta(tensor) or tensor.layout != torch.strided:
             return None
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -181,18 +184,18 @@ class ConstructionRecord:
         return StorageRegion(storage, int(tensor.storage_offset()), shape, stride, tensor.dtype, is_all)
 
     def bytes_of(self, storage: int) -> int:
-        """The size of a storage."""
+        """Return the size of a storage in bytes."""
         return self._storages[storage].nbytes()
 
     def writes_to(self, tensor: Tensor) -> list[RecordedOperation]:
-        """The operations that wrote into a tensor, or into one that shares its storage, in order."""
+        """Return the operations that wrote to the storage of a tensor, in order."""
         if is_lazy(tensor):
             return []
         storage = self._number(tensor)
         return [op for op in self._ops[storage] if any(region.storage == storage for region in op.written)]
 
     def ops_to(self, region: StorageRegion) -> tuple[RecordedOperation, ...] | None:
-        """The operations behind the values of a region, in order; None where they cannot be repeated."""
+        """Return the operations that determine the values of a region, in order; None if they cannot be repeated."""
         needed: dict[int, RecordedOperation] = {}
         seen: set[tuple[int, int]] = set()
         pending = [(region.storage, self._count)]
@@ -218,7 +221,7 @@ class ConstructionRecord:
     def add(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, written: list[Tensor], result: Any = None
     ) -> None:
-        """Record one operation that has run; tensors of its result with unknown storages were made by it."""
+        """Record one operation that has run; it has created the tensors of `result` whose storages are new."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         regions = {id(tensor): self.region_of(tensor) for tensor in given}
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -230,7 +233,7 @@ class ConstructionRecord:
         packet = getattr(function, "overloadpacket", function)
         if packet in _ALLOCATES or not (into or any(made)):
             return
-        if not given:  # the defaults may be others when it is repeated
+        if not given:  # the default device and dtype may have changed when it is repeated
             defaults = {"device": results[0].device, "dtype": results[0].dtype}
             kwargs = kwargs | {key: value for key, value in defaults.items() if _takes(function, key)}
         own_generator = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
@@ -250,7 +253,7 @@ class ConstructionRecord:
             self._ops[storage].append(op)
 
     def mark_unrepeatable(self, tensor: Tensor) -> None:
-        """Record that the values of a tensor cannot be made again from here on."""
+        """Record that the values that a tensor has now cannot be computed again."""
         if _on_meta(tensor) and not is_lazy(tensor):
             self._ops[self._number(tensor)].append(RecordedOperation(self._next(), None, repeatable=False))
 
@@ -262,8 +265,8 @@ class ConstructionRecord:
         return _on_meta(tensor) and storage_key(tensor) not in self._numbers and self._register(tensor)
 
     def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage. One that no recorded operation made has values from outside."""
-        key = storage_key(tensor)  # `data_ptr`, the public number, is 0 for all of them on the meta device
+        """Return the number of a tensor's storage; one that no recorded operation created is marked unrepeatable."""
+        key = storage_key(tensor)  # the public `data_ptr` is 0 for every storage on the meta device
         if key not in self._numbers:
             self._register(tensor)
             self.mark_unrepeatable(tensor)
@@ -278,7 +281,7 @@ class ConstructionRecord:
 
 
 class _RecordCalls(TorchFunctionMode):
-    """Passes calls that do not appear as operations to a record."""
+    """Records calls that torch does not dispatch as operations: tensors of numbers, and questions for `is_meta`."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
@@ -310,7 +313,7 @@ def _storages(op: RecordedOperation) -> set[int]:
 
 
 def _on_meta(tensor: Tensor) -> bool:
-    """The same as `is_meta`, which is recorded here."""
+    """Return `tensor.is_meta`, which `_RecordCalls` would record."""
     return tensor.device.type == "meta"
 
 
@@ -318,25 +321,25 @@ def _on_meta(tensor: Tensor) -> bool:
 
 
 Origin = tuple[StorageRegion, tuple[RecordedOperation, ...]]
-"""The region of a tensor, and the operations behind its values."""
+"""The region of a tensor, and the operations that determine its values."""
 
 
 class Replay:
-    """An initializer that repeats, for one module at a time, what the constructor of the model did."""
+    """An initializer that repeats the recorded operations of a model's constructor, for one module at a time."""
 
     def __init__(
         self, model: nn.Module, origins: Mapping[str, Mapping[str, Origin]], built: ConstructionRecord
     ) -> None:
-        """`origins`: those of the tensors of each module, by name."""
+        """`origins` has an `Origin` for each tensor, by the name of its module and its own name in it."""
         self._origins, self._built = origins, built
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def onto(self, model: nn.Module) -> Replay:
-        """The same for another model whose modules have the same names, such as a part of the first."""
+        """Return the same initializer for another model whose modules have the same names, such as a pipeline stage."""
         return Replay(model, self._origins, self._built)
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill the parameters and buffers of one module, as far as they have storage."""
+        """Fill the parameters and buffers of one module that are not on the meta device, without its children's."""
         known = self._origins.get(self._names[id(module)], {})
         targets = {key: tensor.detach() for key, tensor in direct_tensors(module).items() if key in known}
         targets = {key: tensor for key, tensor in targets.items() if not tensor.is_meta}
@@ -351,7 +354,7 @@ class Replay:
         for key, (region, _) in origins.items():
             target = targets[key]
             assert target.shape == region.shape, f"{key} was built as {region.shape} and is {tuple(target.shape)}"
-            # A tensor that is only written to is written in place, and takes no other memory.
+            # If the operations only write to a storage, they write directly to the target, without other memory.
             if region.is_all and region.storage not in made and target.dtype == region.dtype and target.is_contiguous():
                 storages.flat[region.storage] = target.view(-1)
         finished = set(storages.flat)
@@ -363,15 +366,15 @@ class Replay:
 
 
 class _RealStorages:
-    """Storages on a real device, in place of those that were recorded."""
+    """Storages on a real device that replace the recorded ones while operations are repeated."""
 
     def __init__(self, built: ConstructionRecord, device: torch.device) -> None:
         self._built, self._device = built, device
         self.flat: dict[int, Tensor] = {}
-        """All elements of a storage, by its number."""
+        """For each storage number, a flat tensor of all its elements."""
 
     def run(self, op: RecordedOperation) -> None:
-        """Repeat one operation, and keep the tensors that it makes."""
+        """Repeat one operation; store the tensors that it creates."""
         assert op.function is not None
         args, kwargs = tree_map(self._real, (op.args, dict(op.kwargs)))
         answer = op.function(*args, **kwargs)
@@ -381,7 +384,7 @@ class _RealStorages:
                 self._put(region, result)
 
     def _put(self, region: StorageRegion, tensor: Tensor) -> None:
-        """Store a tensor as a region; it is copied only if its layout is another."""
+        """Store a tensor as a region; it is copied only if its layout differs from the recorded one."""
         bytes_ = self._built.bytes_of(region.storage)
         alike = tensor.stride() == region.stride and tensor.storage_offset() == region.offset == 0
         if alike and tensor.untyped_storage().nbytes() == bytes_:
@@ -390,7 +393,7 @@ class _RealStorages:
             self.at(region).copy_(tensor)
 
     def at(self, region: StorageRegion) -> Tensor:
-        """The tensor of a region."""
+        """Return the tensor of a region, in a new storage if it has none yet."""
         if region.storage not in self.flat:
             count = self._built.bytes_of(region.storage) // region.dtype.itemsize
             self.flat[region.storage] = torch.empty(count, dtype=region.dtype, device=self._device)
@@ -403,9 +406,9 @@ class _RealStorages:
 
 
 def find_replay(model: nn.Module, built: ConstructionRecord) -> Replay | None:
-    """An initializer that repeats what a model's constructor did, or None where that is not possible.
+    """Return an initializer that repeats a model's constructor; None if that is not possible.
 
-    See [Note: the constructor is the initializer].
+    `built` is the record of the constructor. See [Note: the constructor is the initializer].
     """
     origins: dict[str, dict[str, Origin]] = {}
     drawn_for: dict[int, int] = {}
@@ -420,7 +423,7 @@ def find_replay(model: nn.Module, built: ConstructionRecord) -> Replay | None:
             origins.setdefault(name, {})[key] = region, ops
             owner = id(module)
             if isinstance(tensor, nn.Parameter):
-                owner = owners.setdefault(id(tensor), owner)  # a tied one is made for its first owner
+                owner = owners.setdefault(id(tensor), owner)  # a tied parameter is initialized with its first module
                 if lies_at.setdefault(region.storage, id(tensor)) != id(tensor):
                     return None
             if any(op.draws and drawn_for.setdefault(op.number, owner) != owner for op in ops):
@@ -429,6 +432,6 @@ def find_replay(model: nn.Module, built: ConstructionRecord) -> Replay | None:
 
 
 def direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module itself, without those of its children."""
+    """Return the parameters and buffers of a module by name, without those of its children."""
     held = {**module._parameters, **module._buffers}
     return {key: tensor for key, tensor in held.items() if tensor is not None}

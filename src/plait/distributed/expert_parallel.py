@@ -1,20 +1,23 @@
 """Expert parallelism (EP): experts are sharded over ranks, and tokens are sent to them (dispatch and combine).
 
+A *choice* is one expert that the router chose for one token; a token has `top_k` choices. A *stack* is a parameter with
+a slice per expert. "Ranks of `ep`" are the ranks along this axis of the mesh.
+
 [Note: which ranks share which parameters]
-Ranks of the axis `ep` read different data. For everything but the experts they are data-parallel ranks; each holds
-some of the experts. So the two groups of parameters have different peers:
+Ranks of `ep` have different data, and each holds some of the experts. For all other parameters they are data-parallel
+ranks. So gradients are summed, and ZeRO shards parameters, over different ranks:
 
 | parameters           | sharded over ep by | gradients are summed over, and `fully_shard` shards over |
 |----------------------|--------------------|----------------------------------------------------------|
 | of `expert_modules`  | `Shard(0)`, here   | dp_replicate, dp_shard (and cp), without ep              |
 | all others           | nothing            | dp_replicate, dp_shard, ep (and cp)                      |
 
-Over `tp` experts are sharded in the same way, other parameters as the tensor plan says; see
+Over `tp` experts are sharded in the same way, and other parameters as tensor parallelism shards them; see
 [Note: experts are cut over tp too].
 
-An expert's gradient over the tokens of all ep ranks is complete on its rank, since the tokens were sent there.
-`fully_shard` has to be called on each of the `expert_modules` with the mesh without ep (even if that has one rank),
-before the block around it is sharded over the mesh with ep.
+The gradient of an expert is not summed over ep: its rank has received the tokens of all ep ranks. `fully_shard` has to
+be called on each of the `expert_modules` with the mesh without ep (even if that has one rank), before the block around
+it is sharded over the mesh with ep.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.fake_tensors import on_fake_tensors
 from plait.torch_internals import functional_collectives as funcol
 
-# ---- collectives with gradients, as functional collectives: routers run inside compiled blocks
+# ---- collectives with gradients; functional ones, which torch.compile can trace, as blocks with routers are compiled
 
 
 def exchange(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent[r]` rows, in order, to each rank r of the group; get `received[r]` from each, in order.
+    """Send `sent[r]` rows to each rank r of the group, in rank order; return the `received[r]` rows from each rank r.
 
     The gradient is sent in the opposite direction.
     """
@@ -52,12 +55,12 @@ def exchange(rows: Tensor, received: list[int], sent: list[int], group: dist.Pro
 
 
 def exchange_counts(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send row r of `sent` (ranks, …) to rank r; returns each rank's row for this one."""
+    """Send row r of `sent` (ranks, …) to rank r; return the rows that were received, row r from rank r."""
     return _all_to_all(sent, [1] * len(sent), [1] * len(sent), group)
 
 
 def sum_over_ranks(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, each of which computes its own loss from it: gradients are summed as well."""
+    """Return the sum over ranks. Each rank computes its own loss from it, so gradients are summed over ranks too."""
     result: Tensor = _Sum.apply(sums, group)  # type: ignore[no-untyped-call]
     return result
 
@@ -67,8 +70,8 @@ class _TokenExchange(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.backward_args = sent, received, group
         result = _all_to_all(rows, received, sent, group)
-        # Recomputation stops after the last tensor that was saved. Every rank has to come as far as here, whatever
-        # its rows need, so something is saved here.
+        # Activation checkpointing recomputes up to the last saved tensor. Every rank has to run this all-to-all again,
+        # also one without rows, so a tensor is saved here.
         ctx.save_for_backward(result.new_empty(0))
         return result
 
@@ -102,15 +105,16 @@ def _wait(pending: Tensor) -> Tensor:
     return arrived
 
 
-# ---- router losses of rows that are split over ranks (context parallelism)
+# ---- router losses with context parallelism, which splits rows over ranks
 
 
 def share_router_sums(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Have the routers of a model sum their statistics over a 1-D mesh, on which each row of a batch is split.
+    """Make the routers of a model sum their statistics over a 1-D mesh, over whose ranks each row of a batch is split.
 
-    Their balance and z loss are then those of the full row, on each of its ranks, and a row's choices count as load
-    wherever its targets are. For each loss, and for a balancing bias, that is one small all-reduce per router in the
-    forward pass, and one in the backward pass.
+    Then every rank computes the balance loss and the z loss of full rows, and the load of an expert includes the
+    choices of all tokens of a row, even if the row's targets are on other ranks. For each loss, and for a balancing
+    bias, this takes one small all-reduce per router in the forward pass, and one in the backward pass. Routers with a
+    `capacity_factor` are a `ConfigError`.
     """
     assert mesh.ndim == 1, "rows are split along one axis"
     for module in model.modules():
@@ -127,30 +131,31 @@ def share_router_sums(model: nn.Module, mesh: DeviceMesh) -> None:
 # ---- which rank has which experts
 #
 # [Note: experts are cut over tp too]
-# The ranks of `ep` have different tokens, those of `tp` the same ones. Along `tp` nothing has to be sent to an expert:
-# each rank takes the choices that fall on its own experts, and the outputs of all ranks are summed. So a rank of `tp`
-# has its share of the experts' memory and work, and of what is sent over `ep`. Experts are not sharded by columns:
-# matrix products keep their size, and a shard stays a plain rectangle, however a model packs its matrices.
+# Ranks of `ep` have different tokens, ranks of `tp` the same ones. So along `tp` no token has to be sent: each rank
+# computes the choices of its own experts, and the outputs of all ranks are summed. So each rank of `tp` has 1/tp of the
+# experts' memory and of their computation, and of the tokens that are sent over `ep`. Experts are sharded as wholes,
+# not by the columns of their matrices: so matrix products keep their size, and it does not matter how a model packs
+# several matrices into one parameter.
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """The ranks of the experts of one module: evenly and in order over `ep`, and inside a rank of `ep` over `tp`.
+    """Which rank has which experts of a module: consecutive ones, first divided over `ep`, then over `tp`.
 
-    Where they do not divide, the last ranks have fewer, or none.
+    If the experts do not divide by the ranks, the last ranks have fewer, or none.
     """
 
     experts: int
     mesh: DeviceMesh
-    """All ranks, as one axis: that along which the stacked parameters are sharded."""
+    """All ranks as one axis, over which the stacks are sharded."""
     ep: dist.ProcessGroup | None
-    """Ranks with other tokens and other experts."""
+    """The ranks with other tokens and other experts; None without the axis."""
     tp: dist.ProcessGroup | None
-    """Ranks with the same tokens and other experts."""
+    """The ranks with the same tokens and other experts; None without the axis."""
 
     @classmethod
     def on(cls, mesh: DeviceMesh, experts: int) -> ExpertPlacement:
-        """On a mesh of `ep`, of `tp`, or of both in this order."""
+        """Return the placement of `experts` experts on a mesh of `ep`, of `tp`, or of both in this order."""
         names = mesh.mesh_dim_names or ()
         assert names in (("ep",), ("tp",), ("ep", "tp")), "experts are sharded over ep and tp"
         ep, tp = (mesh.get_group(axis) if axis in names else None for axis in ("ep", "tp"))
@@ -172,15 +177,15 @@ class ExpertPlacement:
         return -(-self.experts // self.mesh.size())
 
     def local_experts(self) -> slice:
-        """The experts of this rank."""
+        """Return which experts this rank has."""
         first = self.mesh.get_local_rank() * self.experts_per_rank
         return slice(min(first, self.experts), min(first + self.experts_per_rank, self.experts))
 
     def local_choices(self, index: Tensor) -> Tensor:
-        """Choices of experts, renumbered without the experts of other ranks of `tp`.
+        """Return the choices with new expert numbers, which only the experts of this rank of `tp` have.
 
-        Each rank of `ep` has `experts_per_rank` numbers in order; a choice of an expert elsewhere, or of none, becomes
-        the number after the last.
+        Each rank of `ep` has `experts_per_rank` consecutive numbers. A choice of an expert on another rank of `tp`, or
+        a dropped choice, becomes the number after the last. Without `tp`, `index` is returned as it is.
         """
         if self.tp is None:
             return index
@@ -197,12 +202,12 @@ class ExpertPlacement:
 def make_forward(
     module: nn.Module, compute: Callable[..., Tensor], placement: ExpertPlacement
 ) -> Callable[..., Tensor]:
-    """A forward for `module` whose experts are placed so; `compute` is the forward of its class.
+    """Return a forward for `module` that sends tokens to experts placed like this; `compute` is its class's forward.
 
     [Note: every rank makes the whole journey]
-    Ranks route differently, and still all of them take part in every all-to-all, forward and backward: a rank without
-    rows sends none, and one whose experts were not chosen receives none, and its experts get a gradient of zeros.
-    Nothing is skipped, so no rank waits for one that had nothing to do.
+    Every rank takes part in every all-to-all, in the forward and the backward pass, also a rank that has no rows to
+    send, or whose experts were not chosen; those experts get a gradient of zeros. If such a rank skipped a collective,
+    the others would wait for it for ever.
     """
     signature = inspect.signature(compute)
 
@@ -217,16 +222,16 @@ def make_forward(
         output = weighted.sum(1).to(hidden.dtype)
         return output if placement.tp is None else all_reduce(output, placement.tp)
 
-    # The sizes of an all-to-all are data, so a compiled block has a graph break here.
+    # The sizes of the all-to-all depend on the data, so a compiled block has a graph break here.
     interrupting: Callable[..., Tensor] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
     return interrupting
 
 
 class _TokenDispatch:
-    """One forward's routing: each choice of each token is a row, which is sent to its expert and returned."""
+    """The routing of one forward: each choice becomes a row, which is sent to its expert; its output is sent back."""
 
     def __init__(self, index: Tensor, placement: ExpertPlacement) -> None:
-        """`index` (tokens, top_k) are the chosen experts; the number of experts stands for a dropped choice."""
+        """`index` (tokens, top_k) has the chosen experts; a dropped choice has the number of experts as its value."""
         self._group = placement.ep
         self._shape = index.shape
         ranks, per_rank = placement.ep_size, placement.experts_per_rank
@@ -240,15 +245,15 @@ class _TokenDispatch:
         """For each received row, which of this rank's experts it is for."""
 
     def dispatch(self, hidden: Tensor) -> Tensor:
-        """Send rows to their experts; returns the received rows, ordered by source rank."""
+        """Send a row for each choice to its expert; return the rows that this rank receives, ordered by source rank."""
         tokens, top_k = self._shape
-        # Repeated, then reordered: the gradients of both are summed in a fixed order.
+        # Repeated, then reordered: indexing `hidden` directly would sum gradients in an order that varies.
         rows = hidden[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, hidden.shape[1])
         rows = rows.index_select(0, self._order[: sum(self._sent)])
         return rows if self._group is None else exchange(rows, self._received, self._sent, self._group)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """Return outputs to the ranks of their tokens (tokens, top_k, dim); zeros for choices dropped or not sent."""
+        """Send outputs back; return those of this rank's choices (tokens, top_k, dim), zeros for choices not sent."""
         tokens, top_k = self._shape
         if self._group is not None:
             outputs = exchange(outputs, self._sent, self._received, self._group)
@@ -260,10 +265,10 @@ class _TokenDispatch:
 
 
 def _expert_outputs(module: nn.Module, compute: Callable[..., Tensor], rows: Tensor, routed: _TokenDispatch) -> Tensor:
-    """The outputs of this rank's experts for the rows that were sent to them."""
+    """Return the outputs of this rank's experts for the rows that it received."""
     local = _LocalExperts(module)
     if len(rows) == 0:
-        # No row: the experts still take part; see [Note: every rank makes the whole journey].
+        # No rows: give the experts a gradient of zeros; see [Note: every rank makes the whole journey].
         for stack in local.stacks:
             rows = rows + stack.flatten()[:1].sum() * 0.0
         return rows
@@ -272,7 +277,7 @@ def _expert_outputs(module: nn.Module, compute: Callable[..., Tensor], rows: Ten
 
 
 class _LocalExperts:
-    """Stands in for the module in its own forward, with this rank's experts only."""
+    """Replaces `self` in the forward of a module: the same attributes, but parameters with this rank's experts only."""
 
     def __init__(self, module: nn.Module) -> None:
         stacks = {name: _local(param) for name, param in module.named_parameters(recurse=False)}
@@ -291,12 +296,13 @@ def _local(param: Tensor) -> Tensor:
 
 
 def _in_compute_dtype(hidden: Tensor) -> Tensor:
-    """Cast as autocast would at the first matrix product: cast before, half as much is sent."""
+    """Return `hidden` as autocast would cast it for the first matrix product: this halves the bytes to send."""
     device = hidden.device.type
     return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
 def _balanced(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Return what `_on_host` would if choices were spread evenly."""
     ranks = sent.shape[0]
     even = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
     return even, even
@@ -304,16 +310,16 @@ def _balanced(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], lis
 
 @on_fake_tensors(_balanced)
 def _on_host(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many rows are sent to and received from each rank. Waits for the device."""
+    """Return how many rows are sent to and received from each rank, as numbers. Waits for the device."""
     sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     return sizes[0], sizes[1]
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold experts, by name: those whose parameters are stacks with a slice for each expert.
+    """Return the modules that hold experts, by name.
 
-    Modules of Plait and of `transformers` are recognized by their shape: `num_experts`, direct parameters that all
-    have that many slices, and at least one of them a stack of matrices.
+    Modules of Plait and of `transformers` are recognized by an attribute `num_experts`, direct parameters that all have
+    that many slices, and at least one parameter with three dimensions: a stack of matrices.
     """
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
@@ -321,15 +327,16 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 def apply_expert_parallel(
     model: nn.Module, mesh: DeviceMesh, *, replicated: Callable[[str], bool] | None = None, stage: bool = False
 ) -> dict[str, nn.Module]:
-    """Shard the experts of a model over the ranks of a mesh, in place; returns the sharded modules.
+    """Shard the experts of a model over the ranks of a mesh, in place; return the sharded modules by name.
 
-    The mesh has the axis `ep`, whose ranks have different tokens, or `tp`, whose ranks have the same, or both. Experts'
-    parameters become `DTensor`s, `Shard(0)` on all of its ranks as one axis, and keep their names. The modules' forward
-    dispatches tokens to their experts and combines the outputs; what an expert computes is the module's own code. Input
-    and output are the same on all ranks of `tp`. `replicated` selects modules that these ranks replicate.
+    The mesh has the axis `ep`, whose ranks have different tokens, or `tp`, whose ranks have the same, or both. The
+    parameters of experts become `DTensor`s with `Shard(0)` over all ranks of the mesh as one axis; their names stay.
+    The forward of the modules is replaced: it sends tokens to their experts, calls the module's own forward with this
+    rank's experts, and combines the outputs. Input and output are the same on all ranks of `tp`. Modules for whose name
+    `replicated` returns true are not sharded over `tp`.
 
-    Works on the meta device and on real ones, where the parameters must be equal on all ranks already. A pipeline
-    `stage` of a model that passed `check_experts` may have no experts.
+    The model may be on the meta device; otherwise the parameters must be equal on all ranks already. With `ep`, a model
+    that `check_experts` refuses is an error; it is not checked for a pipeline `stage`, which may have no experts.
     """
     axes = mesh.mesh_dim_names or ()
     if not stage and "ep" in axes:
@@ -353,10 +360,10 @@ def apply_expert_parallel(
 
 
 def expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """How `fully_shard` shards the parameters of `expert_modules` over `ranks`: its `shard_placement_fn`.
+    """Return the `shard_placement_fn` of `fully_shard` for the parameters of `expert_modules`, over `ranks`.
 
-    Along the rows or columns of each expert's matrix where they divide, so that a shard is a plain rectangle; along the
-    experts, which are sharded already, where they do not.
+    It shards the rows or columns of each expert's matrix, whichever divide by `ranks` first, so that a shard has
+    a rectangle of every matrix. If neither do, it shards dimension 0, the experts, which are sharded already.
     """
 
     def shard_dim(param: nn.Parameter) -> Shard | None:
@@ -369,7 +376,10 @@ def expert_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def _check_shards(shape: torch.Size, over: int, ranks: int, *, even: bool) -> None:
-    """Refuse stacks over `over` ranks that `fully_shard` cannot shard over `ranks` more; `even`: by rows or columns."""
+    """Raise a `ConfigError` for stacks, sharded over `over` ranks, that `fully_shard` cannot shard again over `ranks`.
+
+    `even`: it would shard rows or columns, not experts.
+    """
     experts = shape[0]
     if not _reaches_all(experts, over):
         *fewer, most = (str(n) for n in range(1, over) if _reaches_all(experts, n))
@@ -387,7 +397,7 @@ def _check_shards(shape: torch.Size, over: int, ranks: int, *, even: bool) -> No
 
 
 def _reaches_all(experts: int, ranks: int) -> bool:
-    """Whether equal shares, in order, leave something for the last rank."""
+    """Return whether every rank has an expert if each has equally many, rounded up, in order."""
     return (ranks - 1) * -(-experts // ranks) < experts
 
 
@@ -402,7 +412,7 @@ def _holds_experts(module: nn.Module) -> TypeGuard[nn.Module]:
 
 
 def check_experts(model: nn.Module, ranks: int) -> None:
-    """Refuse a model whose experts cannot be sharded over so many ranks, or which has none."""
+    """Raise an error for a model without experts, or whose experts cannot be sharded over `ranks` ranks."""
     modules = expert_modules(model)
     if not modules:
         message = f"no experts that could be sharded over {ranks} ranks were found in a {type(model).__name__}"
@@ -427,17 +437,17 @@ def check_experts(model: nn.Module, ranks: int) -> None:
 
 
 def _takes_routed_tokens(module: nn.Module) -> bool:
-    """Whether a module's forward takes hidden states, chosen experts and their weights."""
-    return len(inspect.signature(type(module).forward).parameters) == 4  # with the module itself
+    """Return whether a module's forward takes hidden states, chosen experts and their weights."""
+    return len(inspect.signature(type(module).forward).parameters) == 4  # these three and `self`
 
 
 def _is_placed(module: nn.Module) -> bool:
-    """Whether its parameters are DTensors already."""
+    """Return whether parameters of a module are DTensors already."""
     return any(isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
 def _shard_experts(param: nn.Parameter, placement: ExpertPlacement) -> nn.Parameter:
-    local = param.detach()[placement.local_experts()].clone()  # a view would keep the memory of the others
+    local = param.detach()[placement.local_experts()].clone()  # a view would keep the memory of all experts
     dtensor = DTensor.from_local(
         local, placement.mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
     )

@@ -1,7 +1,7 @@
-"""A fake world of any size in one process: this process simulates one rank, with a fake process group.
+"""A fake world of any size: this process simulates one rank, with a fake process group and without a GPU.
 
-Under a fake world tensors have shapes, dtypes and devices but no values, and collectives return at once. The code
-that runs in it is the code that trains.
+In a fake world tensors have shapes, dtypes and devices but no values, and collectives return at once. The same code
+runs in it as in training. Plans predict memory and time with it.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-# CUDA on a machine that has none, for tensors without values.
+# CUDA on a machine without a GPU, for fake tensors.
 #
-# [Note: pretending to have a GPU] A fake tensor may claim to be on any device, but autograd asks the C++ side of torch
-# for that device's streams, and a build or a machine without CUDA has no answer. Two answers are enough. torch lets
-# Python be the device guard of a backend of its own (PrivateUse1), whose streams and events do nothing; here the same
-# guard is registered for CUDA. And torch asks its CUDA hooks whether there is a GPU: these are made to say yes. No
-# compiler is needed, nothing real can run, and everything is restored when the block ends. How both are reached, and
-# when that is refused: [Note: tables of C++], `plait/torch_internals.py`.
+# [Note: pretending to have a GPU] A fake tensor may be on any device, but autograd asks torch's C++ code for that
+# device's streams, which fails on a machine or in a build without CUDA. Two replacements are enough. First, torch has a
+# device guard for backends written in Python (PrivateUse1), whose streams and events do nothing: it is registered for
+# CUDA too. Second, torch's CUDA hooks, which say whether there is a GPU, are changed to say yes. No compiler is needed,
+# no real kernel can run, and both are undone when the block ends. How torch's C++ tables are changed, and when that
+# raises an error: [Note: tables of C++], `plait/torch_internals.py`.
 
 
 @contextmanager
 def fake_cuda(*, devices: int = 8, memory: int = 80 * 2**30, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Let fake tensors be on CUDA, until the block ends. Where there is a GPU, nothing is changed."""
+    """Let fake tensors be on CUDA, until the block ends. On a machine with a GPU it does nothing."""
     if torch.cuda.is_available():
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(cuda_reported_available())  # first: it refuses a layout that it does not know
+        stack.enter_context(cuda_reported_available())  # first: it raises if torch's C++ tables are unknown
         stack.enter_context(cuda_device_guard_replaced())
         if torch.version.cuda is None:
-            # Without a CUDA kernel torch would decompose these operations, and a plan would see other memory.
+            # Without a CUDA kernel torch would decompose these operations, and a plan would count other memory.
             stack.enter_context(kernels_registered_for_cuda(FUSED_ON_CUDA, _never))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # there are no device threads
         for name, value in _fake_cuda_module(devices, memory, capability).items():
@@ -87,19 +87,22 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 
 def _tensor_made_on_host(make: Any) -> Any:
-    """Replaces `torch.tensor`, which fills its tensor past all modes and then copies it to a real device."""
+    """Return a replacement for `torch.tensor` (`make`), which would copy its values to a real device.
+
+    torch copies them without asking the dispatch mode, so here the tensor is created on the CPU and then moved.
+    """
 
     def tensor(data: Any, *, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
         made: torch.Tensor = make(data, device="cpu", **kwargs)
         if device is None:
-            device = torch.empty(0).device  # `torch.get_default_device` would ask for a `torch.tensor`
+            device = torch.empty(0).device  # `torch.get_default_device` would call `torch.tensor`
         return made.to(device).requires_grad_(requires_grad)
 
     return tensor
 
 
 class _Event:
-    """A CUDA event that is always complete."""
+    """Replaces `torch.cuda.Event`: an event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -113,16 +116,16 @@ class _Event:
         """Nothing."""
 
     def query(self) -> bool:
-        """True: it is complete."""
+        """Return True: it is complete."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Zero."""
+        """Return zero."""
         return 0.0
 
 
 class _Stream:
-    """A CUDA stream without work."""
+    """Replaces `torch.cuda.Stream`: a stream that has no work."""
 
     device = torch.device("cuda", 0)
     device_index = 0
@@ -139,7 +142,7 @@ class _Stream:
     wait_event = wait_stream
 
     def record_event(self, event: Any = None) -> Any:
-        """A complete event."""
+        """Return a complete event."""
         return event or _Event()
 
     def synchronize(self) -> None:
@@ -153,7 +156,7 @@ class _Stream:
 
 
 def _fake_cuda_module(devices: int, memory: int, capability: tuple[int, int]) -> dict[str, Any]:
-    """Replacements for functions of `torch.cuda`."""
+    """Return replacements for functions and classes of `torch.cuda`, by name."""
     stream = _Stream()
     properties = SimpleNamespace(
         name="fake GPU",
@@ -200,9 +203,11 @@ def fake_world(
     device: str = "cpu",
     memory: int = 80 * 2**30,
 ) -> Iterator[World]:
-    """Simulate `rank` of `size`, in the layout of `config.strategy`, until the block ends.
+    """Simulate rank `rank` of `size` with the layout of `config.strategy`; yield its `World`.
 
-    `device` is `cpu`, or `cuda`, which needs no GPU; `memory` is that of one such device.
+    Until the block ends, all tensors are fake. `device` is `cpu`, or `cuda`, which needs no GPU; `memory` is the memory
+    of a simulated GPU in bytes, and `per_host` the number of ranks on a host. In a process with a process group a
+    `WorldError` is raised.
     """
     if dist.is_initialized():
         raise WorldError("a fake world cannot be opened in a process that has joined a real one")
@@ -217,7 +222,7 @@ def fake_world(
         if size > 1 or config.strategy.offload.params != "none":
             from plait.torch_internals import FakeStore
 
-            # Creating a group prefixes every later traceback with the rank, also those after this block.
+            # Creating a process group replaces `sys.excepthook`, to prefix tracebacks with the rank; this restores it.
             stack.callback(setattr, sys, "excepthook", sys.excepthook)
             dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
             stack.callback(_destroy_group)
@@ -230,7 +235,7 @@ def fake_world(
 
 
 def _destroy_group() -> None:
-    """Destroy the group, and clear DTensor's cache, which would take a mesh of the next world for the same."""
+    """Destroy the group, and clear DTensor's cache, where a mesh of this world equals one of the next."""
     dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
         from plait.torch_internals import clear_sharding_prop_cache
@@ -239,7 +244,7 @@ def _destroy_group() -> None:
 
 
 class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors, also for an operation that torch cannot run on them."""
+    """`FakeTensorMode` with support for grouped matrix products in other dtypes than bf16, which torch's own lacks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten_grouped_mm.default and args[0].dtype != torch.bfloat16:
@@ -248,7 +253,7 @@ class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 class Valueless(ShapesOnly):  # type: ignore[no-untyped-call]
-    """And a value that is read (`.item()`) is 1, or True."""
+    """`ShapesOnly` in which a value that is read (`.item()`) is 1, or True; for whole training steps."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten_local_scalar_dense.default:
@@ -256,14 +261,15 @@ class Valueless(ShapesOnly):  # type: ignore[no-untyped-call]
         if schema_of(func).name.startswith("aten::_fused_") and schema_of(func).name.endswith("_"):
             return None  # an optimizer's update in place; torch has no fake kernels for all of them
         if schema_of(func).name == "aten::addmm" and overload_of(func) == "dtype_out":
-            return kwargs["out"]  # which torch 2.11 gets wrong
+            return kwargs["out"]  # the fake kernel of torch 2.11 is wrong
         if not types and _on_meta(args, kwargs or {}):
-            # A tensor on the meta device is not fake: it becomes so when it is given storage.
+            # A tensor on the meta device does not become fake until it is moved to a real device.
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _on_meta(args: Any, kwargs: Any) -> bool:
+    """Return whether an operation is on the meta device, by its `device` or by all of its tensors."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device).type == "meta"
@@ -273,13 +279,13 @@ def _on_meta(args: Any, kwargs: Any) -> bool:
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    """The result of a grouped matrix product, uninitialized: one row per row, or one matrix per group."""
+    """Return an uninitialized tensor with the shape of a grouped matrix product."""
     groups = [len(offsets)] if left.ndim == right.ndim == 2 else [len(left)] if left.ndim == right.ndim == 3 else []
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])
 
 
 def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """Replaces `Module._apply`, which swaps the contents of two tensors; fake ones do not allow that."""
+    """Replaces `Module._apply`, which swaps the contents of two tensors: not possible with fake tensors."""
     for child in module.children() if recurse else ():
         _apply(child, change)
     with torch.no_grad():
@@ -293,7 +299,10 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
 
 
 def _trunc_normal(tensor: torch.Tensor, mean: float, std: float, low: float, high: float, **_: Any) -> torch.Tensor:
-    """Replaces `nn.init.trunc_normal_`, which draws again until no value is outside; here one always is."""
+    """Replaces `nn.init.trunc_normal_`, which draws again until no value is outside of the interval.
+
+    With fake tensors that loop would never end: a value that is read is True. This draws again once.
+    """
     with torch.no_grad():
         outside = (tensor.normal_(mean, std) < low) | (tensor > high)
         return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
@@ -301,7 +310,7 @@ def _trunc_normal(tensor: torch.Tensor, mean: float, std: float, low: float, hig
 
 @contextmanager
 def _real_mesh_ranks() -> Iterator[None]:
-    """Make the rank tensors of new meshes real: `DeviceMesh.__init__` reads them."""
+    """Until the block ends, create meshes with real tensors of ranks: `DeviceMesh.__init__` reads their values."""
     make = DeviceMesh.__init__
 
     def with_values(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,8 @@
 """FSDP: ZeRO 1, 2 and 3 and HSDP, all with `torch.distributed.fsdp.fully_shard` (FSDP2).
 
+A *unit* is a module, such as a transformer block, whose parameters are all-gathered ("unsharded") and freed
+("resharded") together; the root module has the parameters outside of the units.
+
 | stage | parameters after forward  | gradients while accumulating                 | optimizer |
 |-------|---------------------------|----------------------------------------------|-----------|
 | 1     | unsharded until the step  | unsharded, reduced on the last backward pass | sharded   |
@@ -9,14 +12,14 @@
 `apply_fsdp` changes a model in this order:
 
 1. `fully_shard` on modules that stay in fp32, on experts, on each wrap unit, on the root;
-2. collectives: sums in place of means, point-to-point messages over gloo (`use_point_to_point_collectives`);
+2. collectives: sums in place of means; over gloo, point-to-point messages (`use_point_to_point_collectives`);
 3. outputs: no module returns a view ([Note: no views]);
-4. `post_backward` of each parameter group, wrapped once: nothing in a nested backward pass ([Note: nested backward
-   passes]), nothing for a group that was not used, zeros for parameters without a gradient, then torch's own;
+4. torch's `post_backward` of each parameter group is wrapped: it is skipped in a nested backward pass ([Note: nested
+   backward passes]) and for a group that was not used, and parameters without a gradient get zeros before it;
 5. prefetching.
 
-Afterwards, and outside of these: `offload.params` wraps unsharding (shards come from the host), `offload.gradients`
-takes reduced gradients, `add_fsdp_roots` adds forward hooks to modules outside of the units.
+Other files change the model afterwards: `offload.params` wraps unsharding (shards are copied from the host),
+`offload.gradients` takes the reduced gradients, and `add_fsdp_roots` adds forward hooks to modules outside of units.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ from plait.torch_internals import (
 
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
-    """How `apply_fsdp` shards a model."""
+    """How `apply_fsdp` shards a model: the ZeRO stage, and how many units it prefetches in each direction."""
 
     stage: int
     reshard_after_forward: bool | int | None
@@ -76,16 +79,16 @@ class ShardingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ExpertModules:
-    """Modules whose parameters expert parallelism has sharded already, and which fewer ranks share."""
+    """Modules whose parameters expert parallelism has sharded already, so that they are sharded over a smaller mesh."""
 
     modules: Sequence[nn.Module]
     mesh: DeviceMesh
     placement: Callable[[nn.Parameter], Shard | None]
-    """The dimension along which each of their parameters is sharded."""
+    """A function that returns the dimension along which a parameter is sharded."""
 
 
 class ShardedGradients:
-    """Sets, before each micro-batch, what a sharded model does with gradients and parameters."""
+    """Sets, before each micro-batch, whether its backward pass reduces gradients and reshards parameters."""
 
     def __init__(self, root: FSDPModule, stage: int) -> None:
         self._root = root
@@ -93,19 +96,19 @@ class ShardedGradients:
         self._was_last: bool | None = None
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch; `last` is the one before the optimizer steps."""
+        """Prepare for the backward pass of one micro-batch; `last`: it is the last one before the optimizer's step."""
         if last == self._was_last:
             return
         self._was_last = last
         if self._stage == 1:
             self._root.set_requires_gradient_sync(last)
         if self._stage < 3:
-            # Unsharded until the step: gathered once per step, not once per micro-batch.
+            # Parameters stay unsharded until the step: they are gathered once per step, not once per micro-batch.
             self._root.set_reshard_after_backward(last)
         self._root.set_is_last_backward(last)
 
     def finish(self) -> None:
-        """Nothing is left to wait for: the backward pass itself waits for its reductions."""
+        """Do nothing: the backward pass itself waits for its reductions."""
 
 
 def apply_fsdp(
@@ -119,11 +122,11 @@ def apply_fsdp(
     experts: ExpertModules | None = None,
     as_one_unit: bool = False,
 ) -> ShardedGradients:
-    """Shard a model over the last axis of the mesh, with replicas along the first of two axes (HSDP).
+    """Shard a model over the last axis of the mesh, in place; return the collector of its gradients.
 
-    `placement` gives the dimension along which a parameter is sharded; absent: the first. `as_one_unit`: the model is
-    small enough to be gathered in one collective, whose buffer is kept for reuse. The order of what is done is that at
-    the head of this file.
+    A mesh of two axes has replicas along the first (HSDP). `placement` returns the dimension along which a parameter is
+    sharded; None: the first. `as_one_unit`: the model is small, so it is gathered in one collective, whose buffer is
+    reused. The steps, in order, are listed at the head of this file.
     """
     scalar = next((name for name, param in model.named_parameters() if param.ndim == 0), None)
     if scalar is not None:
@@ -136,8 +139,8 @@ def apply_fsdp(
     casting = MixedPrecisionPolicy(
         param_dtype=policy.compute if policy.mixed and policy.master else None,
         reduce_dtype=policy.reduce,
-        # Inputs are cast once, for the whole model, by the engine: a cast at every unit would also
-        # round what a model passes between its blocks on purpose in fp32.
+        # The engine casts inputs once, for the whole model. A cast at every unit would also round
+        # tensors that a model passes between its blocks in fp32 on purpose.
         cast_forward_inputs=False,
     )
     _shard_fp32_modules(model, common, policy)
@@ -156,7 +159,7 @@ def apply_fsdp(
     root = fully_shard(model, mp_policy=casting, **common)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
-        # The engine divides, by the global count; ranks only sum.
+        # Ranks only sum; the engine divides by the number of targets or samples of all ranks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     use_point_to_point_collectives(sharded, mesh, keep=as_one_unit)
@@ -192,7 +195,7 @@ def _prefetch(modules: Sequence[nn.Module], options: ShardingOptions) -> None:
 
 
 def carry_attributes(model: nn.Module, names: AbstractSet[str]) -> None:
-    """Give unsharded parameters, each time they are made, these attributes of the sharded ones."""
+    """Copy these Python attributes from sharded parameters to unsharded ones each time they are created."""
 
     def give(shard: Tensor, unsharded: nn.Parameter) -> None:
         attributes = vars(shard)
@@ -204,16 +207,17 @@ def carry_attributes(model: nn.Module, names: AbstractSet[str]) -> None:
             fsdp_after_init_unsharded_param(param, give)
 
 
-# ---- 2. all-gather and reduce-scatter over gloo, from point-to-point messages
+# ---- 2. all-gather and reduce-scatter over gloo as point-to-point messages
 #
 # [Note: gloo's own gather and scatter]
-# gloo copies what it is given, and passes it around a ring. For 14 MB and two ranks, a scatter takes almost three times
-# the processor time of sending one half and adding the other's, and a gather twice that of sending one's own half. So
-# both are built here from messages between two ranks, which write into their final place. Buffers are kept where they
-# may be: a new one in every step would have each of its pages cleared by the system first, which costs more than a
-# copy.
+# gloo's own all-gather and reduce-scatter copy their input, and send it around a ring. With 14 MB and two ranks, a
+# reduce-scatter takes almost three times as much CPU time as sending one half to the other rank and adding the half
+# that is received; an all-gather takes twice as much as sending the own half. So both are replaced by messages between
+# pairs of ranks, which are received directly into the output. Buffers are reused where possible: the system clears each
+# page of a newly allocated one, which costs more than a copy.
 #
-# A plan, whose process group is fake, has the same buffers, and counts the collective that is replaced.
+# With a fake process group (in a plan) the same buffers are allocated, and torch's collective is called in place of the
+# messages, so that it is counted.
 
 
 _FAKE = "fake"
@@ -223,36 +227,36 @@ _FAKE = "fake"
 def use_point_to_point_collectives(modules: Iterable[FSDPModule], mesh: DeviceMesh, *, keep: bool) -> None:
     """Replace the collectives of sharded modules by point-to-point messages, where the backend is gloo.
 
-    `keep`: keep the buffer of an all-gather, too, which is as large as the parameters.
+    `keep`: also reuse the output buffer of the all-gather, which is as large as the parameters.
     """
     if mesh.device_type != "cpu" or dist.get_backend(mesh.get_group(mesh.ndim - 1)) not in ("gloo", _FAKE):
         return
-    reduce_scatter = _ReduceScatter()  # modules use it one after the other, in the same memory
+    reduce_scatter = _ReduceScatter()  # shared: modules reduce one after the other, with the same buffers
     for module in modules:
         module.set_custom_all_gather(_AllGather(keep=keep))  # type: ignore[arg-type]  # its base has no public name
         module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
 class _ReusedBuffer:
-    """A tensor that is used again where size and dtype are the same."""
+    """A buffer that is used again if the next request has the same size and dtype."""
 
     def __init__(self) -> None:
         self._free: Tensor | None = None
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized tensor."""
+        """Return an uninitialized tensor; it belongs to the caller until `give_back`."""
         free, self._free = self._free, None
         if free is not None and free.numel() == size and free.dtype == dtype:
             return free
         return torch.empty(size, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """The next `take` may return this tensor."""
+        """Release a tensor: the next `take` may return it."""
         self._free = buffer
 
 
 class _AllGather:
-    """The all-gather of one parameter group, whose output is copied before the next one begins."""
+    """The all-gather of one parameter group; torch copies the output before the next all-gather begins."""
 
     def __init__(self, *, keep: bool) -> None:
         self._keep, self._output = keep, _ReusedBuffer()
@@ -278,7 +282,7 @@ class _AllGather:
 
 
 class _ReduceScatter:
-    """The reduce-scatter of one group's gradients; its input buffer is reused afterwards."""
+    """The reduce-scatter of the gradients of one parameter group; its input buffer is reused afterwards."""
 
     def __init__(self) -> None:
         self._input, self._received = _ReusedBuffer(), _ReusedBuffer()
@@ -311,14 +315,14 @@ class _ReduceScatter:
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks of a group, by their numbers in it."""
+    """Return the ranks in a group other than this one, numbered in the group."""
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
 def _send_and_receive(
     peers: Sequence[int], outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, what: str
 ) -> None:
-    """Send one tensor to each peer, and receive one from each; `what` is the collective that this is part of."""
+    """Send one tensor to each peer, receive one from each, and wait for all; `what` is for error messages."""
     works = [dist.irecv(tensor, group=group, group_src=peer) for peer, tensor in zip(peers, incoming, strict=True)]
     works += [dist.isend(tensor, group=group, group_dst=peer) for peer, tensor in zip(peers, outgoing, strict=True)]
     wait_for(works, what)
@@ -326,10 +330,11 @@ def _send_and_receive(
 
 # ---- 3. outputs that may be changed in place
 #
-# [Note: no views] `fully_shard` gathers a unit's weights again when the gradient of its output arrives, in a hook on
-# that output. A view loses its hooks when somebody adds to it in place, as `x = block(x); x += shortcut` does, and the
-# backward pass then finds no weights. Most layers return views: a linear one does for any input of three dimensions.
-# So outputs that are views are replaced by tensors that are not, which costs a node in the graph and no memory.
+# [Note: no views] In the backward pass `fully_shard` gathers a unit's weights again in a hook on the unit's output,
+# which is called with the output's gradient. If the output is a view and is changed in place, as by `x = block(x);
+# x += shortcut`, it loses its hooks, and the backward pass finds no weights. Most layers return views; a linear layer
+# does if its input has three dimensions. So outputs that are views are replaced by tensors with the same memory that
+# are not views, which costs a node in the graph and no memory.
 
 
 def _hook_no_view(register: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -360,14 +365,15 @@ class _WithoutView(torch.autograd.Function):
 
 # ---- 4. backward passes
 #
-# [Note: nested backward passes] After a backward pass `fully_shard` reshards, and reduces gradients. A model may run
-# one inside its forward pass, to learn how its output depends on its inputs (a gradient penalty, adversarial inputs).
-# The forward pass would resume without weights; and a pass that is itself recorded (`create_graph`) needs them once
-# more in the pass that counts. So a nested pass leaves everything as it is, and the outer one cleans up for both.
+# [Note: nested backward passes] After a backward pass `fully_shard` reshards parameters and reduces gradients. But a
+# model may run a backward pass inside its forward pass, for the gradient of its output by its inputs (a gradient
+# penalty, adversarial inputs). Then the forward pass would continue without weights; and a backward pass that is itself
+# recorded by autograd (`create_graph`) needs its weights again in the outer backward pass. So after a nested backward
+# pass nothing is resharded or reduced; the outer one does it for both.
 
 
 class _NestedBackward:
-    """Whether the backward pass under way is nested in a forward or another backward pass of the same model."""
+    """Tracks (`active`) whether the running backward pass is inside a forward or backward pass of the same model."""
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self.active = False
@@ -377,7 +383,7 @@ class _NestedBackward:
     def _watch(self, state: Any) -> None:
         def begin(pre_backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             def begun(grad: Tensor) -> Tensor:
-                # A pass with gradients enabled is recorded, and will be differentiated itself.
+                # With gradients enabled autograd records this backward pass: another one will differentiate it.
                 self.active = fsdp_root_in_forward(state) or torch.is_grad_enabled()
                 return pre_backward(grad)
 
@@ -390,8 +396,8 @@ class _NestedBackward:
 
 
 def _wrap_backward_passes(root: FSDPModule, sharded: Sequence[FSDPModule], policy: Policy) -> None:
-    """Wrap what each parameter group does after its backward pass, in the order at the head of this file."""
-    # From torch 2.13 on torch gives the zeros itself; until 2.14 not where some gradients are accumulated already.
+    """Wrap `post_backward` of each parameter group, as step 4 at the head of this file says."""
+    # From 2.13 on torch adds the zeros itself; up to 2.14 not if some gradients are accumulated in another dtype.
     by_torch = hasattr(root, "set_reduce_scatter_unused_params")
     by_torch = by_torch and (policy.reduce == policy.compute or fsdp_accumulates_mixed_dtypes())
     if by_torch:
@@ -408,10 +414,10 @@ class _PostBackward:
     group: Any
     nested: _NestedBackward
     fill: bool
-    """Whether parameters without a gradient get zeros: other ranks may have used them, and would wait.
+    """Whether parameters without a gradient get zeros: other ranks may have used them, and wait for the reduction.
 
-    What earlier micro-batches accumulated is in the reduce dtype already, and torch reduces one dtype at a time: then
-    gradients of the last micro-batch alone, or of none, are given that dtype too.
+    Gradients accumulated over earlier micro-batches are in the reduce dtype, and torch reduces gradients of one dtype
+    only. So the zeros, and gradients of the last micro-batch alone, are cast to that dtype too.
     """
 
     def __call__(self, post_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -419,7 +425,7 @@ class _PostBackward:
             if self.nested.active:
                 return None
             reduces = fsdp_reduces_grads(self.group)
-            # torch looks for gradients also where a unit was prefetched and never called, and finds no parameters.
+            # The unit was prefetched but never called: it has no unsharded parameters, with which torch would fail.
             if not reduces and all(fsdp_unsharded_param(param) is None for param in fsdp_params(self.group)):
                 return None
             if reduces and self.fill:
@@ -429,15 +435,15 @@ class _PostBackward:
         return wrapped
 
 
-# ---- modules outside of the units that are called by themselves
+# ---- modules outside of the units that scripts call directly
 #
-# `fully_shard` gathers the parameters of its root when the model is called, and only then. Scripts also call a head, a
-# trunk, or a method of the model that goes through both: at stage 3 they would find shards. So each module outside of
-# the units gathers for itself, unless the model, or a module around it, has done so.
+# `fully_shard` gathers the parameters of the root when the model is called, and only then. But scripts also call a head
+# or a trunk directly, or a method of the model that calls both: at stage 3 these would compute with shards. So a call
+# of any module outside of the units gathers the root's parameters, unless they are gathered already.
 
 
 def add_fsdp_roots(model: nn.Module, before: Callable[[], None]) -> None:
-    """Let modules outside of the units be called by themselves; `before` is called first, each time."""
+    """Make it possible to call modules outside of the units directly; each such call first calls `before`."""
     fsdp_lazy_init(model)
     if fsdp_param_group(model) is not None:
         extra = _ExtraRoot(model, before)
@@ -461,10 +467,10 @@ class _ExtraRoot:
         self._group = fsdp_param_group(model)
         self._before = before
         self._depth = 0
-        """How many of these modules are being called."""
+        """How many calls of such modules are running, nested in each other."""
 
     def pre_forward(self, module: nn.Module, _inputs: Any) -> None:
-        """Unshard, before a module is called from outside."""
+        """Unshard the root's parameters before a call, if they are not; call `before` if the call is a direct one."""
         self._depth += 1
         if self._depth == 1 and not fsdp_in_forward_or_backward(self._state):
             self._before()
@@ -472,7 +478,7 @@ class _ExtraRoot:
             fsdp_unshard(self._group)
 
     def post_forward(self, module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Reshard, and unshard again in the backward pass."""
+        """Reshard after a direct call, and have the backward pass unshard again."""
         self._depth -= 1
         if not self._depth and not fsdp_in_forward_or_backward(self._state):
             fsdp_register_pre_backward_hook(self._state, output)
