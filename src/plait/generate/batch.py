@@ -93,7 +93,7 @@ class CapturedStep:
     """A step that runs eagerly at first, and is captured as a CUDA graph and replayed afterwards."""
 
     def __init__(self, step: Callable[[], None], *, on: bool, is_warm: Callable[[], bool] = lambda: False) -> None:
-        """`on`: the step may be captured. `is_warm` returns whether its like was done before: then it is captured at once."""
+        """`on`: it may be captured; at once, if `is_warm` returns that a step of this kind was done before."""
         self._step, self._on, self._is_warm = step, on, is_warm
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_left: int | None = None

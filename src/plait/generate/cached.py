@@ -322,7 +322,7 @@ class CachedDecoder(GrowingDecoder):
         return logits[:, 0]
 
     def step_greedy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one token to each row, and return the most likely next one; the decode kernels then store no logits."""
+        """Append one token to each row, and return the most likely next one; the decode kernels store no logits."""
         if self._step is None:
             return super().step_greedy(tokens)
         return self._step.greedy(tokens, self._running().at, self._kv_caches())

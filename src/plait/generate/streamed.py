@@ -19,8 +19,7 @@ def build_streamed(
     """Return the model, whose blocks' weights are on the host or in `folder`, and the stream that copies them.
 
     The weights are not loaded: copy them into what the stream's `tensors` returns. At any time, also while it is built,
-    the
-    device has the weights of at most one block besides those outside of blocks.
+    the device has the weights of at most one block besides those outside of blocks.
     """
     module, initializer = build_module(config, None)
     units = find_wrap_units(module, config.strategy.wrap)

@@ -1,7 +1,8 @@
 """The models: GPT, Llama, a mixture of experts, ResNet, and those of `transformers`; one file per family.
 
-`build_model` builds one from the config section `model` on the current device; under `torch.device("meta")` it takes no
-memory. `plait.models.common.protocol` says what the rest of Plait may ask of a model.
+`build_model` builds the model that the config section `model` describes, on torch's default device; under
+`torch.device("meta")` that takes no memory. `plait.models.common.protocol` lists the methods and attributes of a model
+that the rest of Plait uses.
 """
 
 from typing import TYPE_CHECKING

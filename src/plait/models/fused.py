@@ -1,7 +1,7 @@
-"""Norms, feed-forwards and attentions of a model, replaced in place by fused ones.
+"""Fused norms, feed-forwards and attentions, which replace those of a model in place.
 
-For models that are not compiled: `torch.compile` fuses these itself. A module changes its class, so no parameter
-changes its name. Modules of other classes are left alone.
+They are for models that are not compiled: `torch.compile` fuses the same operations itself. To replace a module, its
+class is changed, so parameters keep their names. Modules of other classes are not changed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ _EPS = 1.1920929e-07
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input; given two tensors, their sum and its norm."""
+    """RMSNorm in the dtype of its input; given two tensors, it returns their sum and the norm of the sum."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, added: Tensor | None = None, *, with_input: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm over the last dim; `with_input`: also the input, whose gradient the same kernel adds."""
+        """Return the norm over the last dim; with `added`, the sum and its norm; `with_input`, the input and its norm.
+
+        With `with_input`, the kernel of the backward pass also adds the gradient of the returned input.
+        """
         eps = _EPS if self.eps is None else self.eps
         if added is not None:
             return add_rms_norm(x, added, self.weight, eps)
@@ -38,13 +41,13 @@ class FusedRMSNorm(nn.RMSNorm):
 
 
 class FusedSwiGLU(SwiGLU):
-    """A gated feed-forward as one autograd function, which does not save the product of gate and up."""
+    """A gated feed-forward as one autograd function, which does not save silu(gate) * up for the backward pass."""
 
     together: ClassVar[tuple[tuple[str, ...], ...]] = (("gate", "up"), ("down",))
     """Layers that are multiplied together; see `kernels.bypassed_layers`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The feed-forward of each token."""
+        """Return the feed-forward of each token."""
         return feed_forward(x, self.gate, self.up, self.down)
 
 
@@ -55,22 +58,22 @@ class FusedAttention(Attention):
     """Layers that are multiplied together; see `kernels.bypassed_layers`."""
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values, (batch, tokens, features) each."""
+        """Return queries, keys and values, (batch, tokens, features) each."""
         return apply_linears(x, (self.q, self.k, self.v))
 
 
 class FusedLlamaBlock(LlamaBlock):
-    """A layer that adds to the residual stream and normalizes it in one kernel, in both directions."""
+    """A layer that adds to the residual stream and normalizes the sum in one kernel, in forward and backward pass."""
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """One step along the residual stream (batch, tokens, dim)."""
+        """Apply the layer to the residual stream (batch, tokens, dim), and return the new one."""
         x, normed = self.attention_norm(x, with_input=True)
         x, normed = self.ffn_norm(x, self.attention(normed, shared))
         return x + self.ffn(normed)  # type: ignore[no-any-return]
 
 
 def fuse(model: nn.Module) -> dict[str, int]:
-    """Replace the modules that have fused forms; return how many of each kind."""
+    """Replace the modules of a model that have fused forms; return the number of replaced modules of each kind."""
     counts: Counter[str] = Counter()
     for module in model.modules():
         cls = type(module)
@@ -95,15 +98,15 @@ def _norms_last_dim(norm: nn.RMSNorm) -> bool:
 
 
 def rotate_together(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """`rotate_both` in one kernel."""
+    """Return the rotated queries and keys, as `rotate_both` does, by one kernel."""
     return apply_rotary(q, k, rotary.cos.squeeze(1), rotary.sin.squeeze(1))
 
 
 def use_fp8_head(model: nn.Module, *, emulated: bool, traced: bool = False) -> None:
-    """Let the head of `model`, Plait's own or a `transformers` decoder's, compute its gradients in 8 bits.
+    """Set the head of `model`, Plait's own or a `transformers` decoder's, to compute its gradients in 8 bits.
 
-    `traced`: the model will be compiled as a whole, where a `transformers` head computes all logits. Such a model is
-    refused, as are one whose head cannot compute the loss, and one whose features are not a multiple of 16.
+    `traced`: the model will be compiled as a whole. Raise a `ModelError` if the head cannot compute the loss (as that
+    of a `transformers` model that is compiled as a whole), or its number of features is not a multiple of 16.
     """
     heads = [module for module in model.modules() if isinstance(module, LMHead | CausalLM)]
     if not heads:

@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
         self.down = residual_output(nn.Linear(4 * dim, dim, bias=bias), layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The feed-forward of each token."""
+        """Return the feed-forward of each token."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
@@ -54,7 +54,7 @@ class GptBlock(nn.Module):
         self.ffn = FeedForward(config.dim, layers=config.layers, bias=config.bias)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """Apply the layer to the residual stream (batch, tokens, dim)."""
+        """Apply the layer to the residual stream (batch, tokens, dim), and return the new one."""
         x = x + self._drop(self.attention(self.attention_norm(x), shared))
         return x + self._drop(self.ffn(self.ffn_norm(x)))
 
@@ -76,7 +76,7 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
         self.make_mask = packing_mask
-        """Makes the mask for `Attention.attend` from document ids; both are replaced together."""
+        """Returns the mask for `Attention.attend` from document ids; who replaces one function replaces both."""
         self.apply(self.init_weights)
 
     def forward(
@@ -87,9 +87,9 @@ class Gpt(nn.Module):
         document_ids: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor | LossTerm:
-        """Return the loss with labels, logits without.
+        """Return the loss if labels are given, else the logits.
 
-        A pipeline stage without the first layers starts from `hidden`; one without the head returns hidden states.
+        A pipeline stage without the first layers takes `hidden` as input; one without the head returns hidden states.
         """
         if positions is None:
             tokens = input_ids.shape[1]
@@ -113,20 +113,20 @@ class Gpt(nn.Module):
         return self.head(self.norm(x), labels, tied)  # type: ignore[no-any-return]
 
     def root_parameters(self) -> list[Tensor]:
-        """The weights that `forward` passes to other modules: a tied head is called with the embedding's weight."""
+        """Return the weights that `forward` passes to other modules: a tied head is called with the embedding's."""
         return [self.embedding.weight] if self.config.tie_embeddings and self.embedding is not None else []
 
     def init_weights(self, module: nn.Module) -> None:
-        """Initialize one module."""
+        """Initialize the direct parameters of one module."""
         init_lm_module(module)
 
     def tensor_plan(self) -> dict[str, str]:
-        """The tensor-parallel plan: attention by heads, feed-forward by features, embedding and head by vocabulary."""
+        """Return the tensor-parallel plan: attention by heads, feed-forward by features, the rest by vocabulary."""
         feed_forward = {"blocks.*.ffn": "region", "blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"}
         return decoder_plan(feed_forward)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward for one token."""
+        """Return the FLOPs of forward and backward for one token of a row of `seq_len`, without recomputation."""
         lookups = [self.position_embedding]
         if not self.config.tie_embeddings:
             lookups.append(self.embedding)
@@ -172,7 +172,7 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Plait's tensors for one of `GPT2LMHeadModel`, which joins q, k and v and stores matrices transposed."""
+    """Yield Plait's tensors for one of `GPT2LMHeadModel`, which joins q, k and v and stores matrices transposed."""
     ours = _ours(name)
     tensor = _transposed(ours[0], tensor)
     for target, piece in zip(ours, tensor.chunk(len(ours)), strict=True):
@@ -180,7 +180,7 @@ def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]
 
 
 def to_transformers(config: GptConfig) -> dict[str, Made]:
-    """The tensors of `GPT2LMHeadModel`, each made of Plait's; it always has biases, zero where Plait's has none."""
+    """Return how to compute each tensor of `GPT2LMHeadModel`; its biases are zero where Plait's model has none."""
     layers = [f"transformer.h.{layer}.{suffix}" for layer in range(config.layers) for suffix in _LAYER]
     made = {name: Made((_ours(name)[0],), same) for name in ("transformer.wte.weight", "transformer.wpe.weight")}
     for name in (*layers, "transformer.ln_f"):
@@ -196,7 +196,7 @@ def to_transformers(config: GptConfig) -> dict[str, Made]:
 
 
 def _ours(name: str) -> tuple[str, ...]:
-    """Plait's name for a tensor, or its three names for a joined one."""
+    """Return Plait's name for a tensor; for the joined q, k and v, three names."""
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     if _QKV in name:
@@ -205,7 +205,7 @@ def _ours(name: str) -> tuple[str, ...]:
 
 
 def _transposed(ours: str, tensor: Tensor) -> Tensor:
-    """Convert a matrix between the two layouts."""
+    """Return a matrix transposed, if `transformers` stores it so; any other tensor unchanged."""
     return tensor.t() if tensor.ndim == 2 and re.search(r"(attention|ffn)\.", ours) else tensor
 
 
@@ -218,7 +218,7 @@ def _no_bias(*weights: Tensor) -> Tensor:
 
 
 def describe(config: GptConfig) -> dict[str, Any]:
-    """The `config.json` with which `transformers` builds the same model."""
+    """Return the `config.json` with which `transformers` builds the same model."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -233,13 +233,13 @@ def describe(config: GptConfig) -> dict[str, Any]:
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
         "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": None,  # the defaults are not in a small vocabulary
+        "bos_token_id": None,  # a small vocabulary does not contain the default ids
         "eos_token_id": None,
     }
 
 
 def from_description(hf_config: Mapping[str, Any]) -> GptConfig:
-    """Plait's configuration for a `config.json` of `transformers`; `ModelError` where a `Gpt` cannot compute it."""
+    """Return Plait's configuration for a `config.json`; raise a `ModelError` if no `Gpt` computes the same."""
     dim = hf_config.get("n_embd", 768)
     supported = {
         "model_type": (hf_config.get("model_type"), ("gpt2",)),

@@ -1,4 +1,4 @@
-"""Models of `transformers` that implement Plait's protocol.
+"""Models of `transformers`, given the methods of `models.common.protocol`.
 
 The model is not wrapped: its class is replaced by a subclass, as `fully_shard` does. So every parameter keeps the name
 that it has in `transformers`, a checkpoint is a `transformers` checkpoint, and `save_pretrained`, `generate` and `peft`
@@ -45,10 +45,10 @@ from plait.transformers_internals import (
 
 
 def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes in the model's `_no_split_modules`; without these, the classes in its longest `ModuleList`.
+    """Return the classes in the model's `_no_split_modules`; if there are none, those in its longest `ModuleList`.
 
-    A module that contains the input embedding is left out: it is not a repeated block, and a tied head shares its
-    parameter, so both must belong to the root.
+    The class of a module that contains the input embedding is left out: it is not a repeated block, and a tied head
+    uses the embedding's parameter, so both must belong to the root module.
     """
     named = no_split_modules(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -62,11 +62,12 @@ def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     return tuple(classes)
 
 
-# Fused norms, gates and rotary embeddings for Llama, Mistral and Qwen of `transformers`, replaced in place.
+# Fused norms, gated feed-forwards and attentions for Llama, Mistral and Qwen of `transformers`.
 #
-# A module's class is replaced by a subclass. Rotary embedding is a function that the attention of `transformers` looks
-# up among the globals of its file; a copy of its `forward` has other globals, so that other models do not change. That
-# copy is called with a proxy of the module, of which the projections are computed already.
+# A module's class is replaced by a subclass. The attention of `transformers` finds the rotary function among the
+# globals of its file. To replace that function for one model only, the subclass has a copy of `forward` with other
+# globals. This copy is called with a proxy of the module, whose projections of queries, keys and values return results
+# that were computed together beforehand.
 
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -89,11 +90,14 @@ class _Gated(nn.Module):
 
 
 class _Projected:
-    """A proxy of an attention during one call: its projections return known tensors, all else is the module's."""
+    """A proxy of an attention for one call: its projections return tensors that are already computed.
+
+    All other attributes are those of the module.
+    """
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self._module = module
-        # Each tensor is released when it is returned.
+        # A tensor is removed from the dict when it is returned, so that its memory is not kept.
         known = dict(
             zip(_PROJECTIONS, apply_linears(x, [module.get_submodule(name) for name in _PROJECTIONS]), strict=True)
         )
@@ -111,7 +115,7 @@ _MODULE_NAMES: Mapping[str, str] = MappingProxyType({"RMSNorm": "norms", "MLP": 
 
 
 def fuse_transformers(model: nn.Module) -> Counter[str]:
-    """Replace the modules that have fused forms; return how many of each kind."""
+    """Replace the modules that have fused forms; return the number of replaced modules of each kind."""
     counts: Counter[str] = Counter()
     classes: dict[type[nn.Module], type[nn.Module] | None] = {}
     for module in model.modules():
@@ -129,7 +133,7 @@ def fuse_transformers(model: nn.Module) -> Counter[str]:
 
 
 def _module_kind(cls: type[nn.Module]) -> str | None:
-    """The kind of a module class of a known family, by the suffix of its name."""
+    """Return the suffix of a class's name if it is a norm, feed-forward or attention of a known family, else None."""
     path = cls.__module__.split(".")
     if path[:2] != ["transformers", "models"] or path[2] not in _FAMILIES:
         return None
@@ -154,7 +158,7 @@ def _extended(original: type[nn.Module], suffix: str) -> type[nn.Module] | None:
 
 
 def _with_rotation(forward: FunctionType) -> FunctionType:
-    """A copy of a function with another rotary function in its globals."""
+    """Return a copy of a function whose globals have the fused rotary function."""
     names = {**forward.__globals__, _ROTATION: _rotation(forward.__globals__[_ROTATION])}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -162,7 +166,7 @@ def _with_rotation(forward: FunctionType) -> FunctionType:
 
 
 def _with_projections(forward: FunctionType) -> Callable[..., Any]:
-    """A forward that computes all projections together, where they can be."""
+    """Return a forward that computes all projections by one autograd function, if they allow that."""
 
     @wraps(forward)
     def together(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -181,13 +185,14 @@ def _rotation(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
     return together
 
 
-# The head of a `transformers` decoder, made to compute the loss where all logits would be too large.
+# The head of a `transformers` decoder computes the loss itself where the tensor of all logits would be too large.
 #
-# [Note: a loss without logits] `transformers` computes all logits first. During one call the head's `forward` is
-# replaced by one that computes the loss from the hidden states, in chunks of tokens; see [Note: chunked loss] in
-# `models.common.losses`. The head is still called where the model calls it, so hooks on it (such as gathering its
-# weight) run as before. That is correct only if the model returns the head's output unchanged. Whether it does is
-# tested once, when the model is built, with a stub for everything before the head.
+# [Note: a loss without logits] A model of `transformers` computes all logits, and from these the loss. Here, the
+# head's `forward` is replaced for one call of the model by a function that computes the loss from the hidden states, in
+# chunks of tokens; see [Note: chunked loss] in `models.common.losses`. The model still calls the head itself, so hooks
+# on it (such as one that gathers its weight) run as before. This is correct only if the model returns the head's output
+# unchanged. That is tested once, when the model is built: everything before the head is replaced by a stub, and the
+# output of the model compared with that of the head.
 
 
 def returns_head_output(model: nn.Module, forward: Callable[..., Any]) -> bool:
@@ -197,31 +202,34 @@ def returns_head_output(model: nn.Module, forward: Callable[..., Any]) -> bool:
         return False
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-    # The sizes do not matter: no layer is computed.
+    # Any sizes will do, because no layer is computed.
     answer = torch.zeros(1, 1, 1, device="cpu")
     before = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=torch.zeros(1, 1, 1, device="cpu"))
     before.router_logits = None
     with _forward_replaced(body, lambda *_, **__: before), _forward_replaced(head, lambda *_, **__: answer):
         try:
             output = forward(model, torch.zeros(1, 1, dtype=torch.long, device="cpu"), return_dict=True)
-        except Exception:  # it needs something of its body that the stub does not have
+        except Exception:  # it reads an output of the layers that the stub does not have
             return False
     return getattr(output, "logits", None) is answer
 
 
 def are_many(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> bool:
-    """Whether the logits for these labels should be computed in chunks, and can be; with `fp8` any should."""
+    """Whether the head should and can compute the loss itself: if the logits are large, or always with `fp8`."""
     head = head_of(model)
     if head is None or is_sharded(head.weight) or torch.compiler.is_compiling():
         return False
     if "forward" in vars(head) or any(forward_hooks(head)):
-        return False  # a hook or another forward is on the head
+        return False  # the head has a hook or a replaced `forward`
     return fp8 is not None or labels.numel() * head.out_features * head.weight.element_size() > PLAIN_BYTES
 
 
 @contextmanager
 def loss_at_the_head(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> Iterator[list[LossTerm]]:
-    """A context in which the head returns the sum of the losses; the list receives the `LossTerm`."""
+    """Return a context in which the head returns the sum of the losses instead of logits.
+
+    Its value is a list, to which the `LossTerm` is appended when the head is called.
+    """
     head = head_of(model)
     assert head is not None
     losses: list[LossTerm] = []
@@ -235,7 +243,7 @@ def loss_at_the_head(model: nn.Module, labels: Tensor, fp8: Fp8Head | None) -> I
 
 
 def head_of(model: Any) -> nn.Linear | None:
-    """The head of a `transformers` model, if it is a plain linear layer."""
+    """Return the head of a `transformers` model; None if it has none, or it is not exactly an `nn.Linear`."""
     head = model.get_output_embeddings()
     return head if type(head) is nn.Linear else None
 
@@ -274,9 +282,10 @@ _OLD_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "transformer
 
 
 def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
-    """Return the architecture that `config` describes, with random weights; `load_pretrained` loads stored ones.
+    """Return the model that `config` describes, with random weights; `load_pretrained` loads stored ones.
 
-    Parameters have torch's default dtype whatever the stored config says: the run decides the precision.
+    Parameters have torch's default dtype whatever the stored config says: the run's settings determine the precision.
+    Raise a `ModelError` if `transformers` cannot build it.
     """
     try:
         import transformers
@@ -316,7 +325,7 @@ def _attends_in_both_directions(model: Any) -> bool:
 
 
 def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
-    """Add `adapter` to the class of one `transformers` model, in place."""
+    """Make `adapter` a base class of one `transformers` model's class, in place, and return the model."""
     original = type(model)
     members: dict[str, object] = {
         "__module__": original.__module__,
@@ -330,19 +339,20 @@ def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
 
 
 class HFMethods(nn.Module):
-    """The methods of every adapted model."""
+    """The methods of Plait's protocol that every adapted model gets."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]]
     accepts: ClassVar[frozenset[str]]
-    """The parameters of the original forward."""
+    """The names of the arguments of the model's original `forward`."""
 
     def init_weights(self, module: nn.Module | None = None) -> None:
         """Initialize the direct parameters and buffers of one module, as `transformers` would.
 
-        Some rules of `transformers` are on a parent and change its children (GPT-2 scales its residual projections that
-        way), so those of all ancestors are applied too, from the inside out as `transformers` does, while its own flag
-        for initialized tensors protects every tensor but this module's. Without a module this is the method of
-        `transformers`, which initializes the whole model.
+        In `transformers`, the initialization of some modules also changes their children: GPT-2's, for example, scales
+        the residual projections. So this applies the initialization of all ancestors of the module too, the innermost
+        first, as `transformers` does. Meanwhile all tensors of other modules are marked as initialized, by the flag of
+        `transformers`, so that they do not change. Without a module, this is the method of `transformers`, which
+        initializes the whole model.
         """
         if module is None:
             super().init_weights()  # type: ignore[misc]
@@ -354,7 +364,7 @@ class HFMethods(nn.Module):
                 init_weights(owner, holder)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """6 FLOPs per parameter, except for the embedding; attention, which differs between models, is not counted."""
+        """Return 6 FLOPs per parameter outside of the input embedding; attention, which differs, is not counted."""
         model: Any = self
         inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = head is not None and head.weight is inputs.weight
@@ -363,7 +373,7 @@ class HFMethods(nn.Module):
 
 
 class CausalLM(HFMethods):
-    """A decoder: Plait's batch in, `LossTerm` or logits out."""
+    """A decoder: its forward pass takes Plait's batch, and returns a `LossTerm` or logits."""
 
     tiles_loss: ClassVar[bool]
     """Whether the head can compute the loss; see [Note: a loss without logits]."""
@@ -378,10 +388,10 @@ class CausalLM(HFMethods):
         document_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the loss with labels (shifted already), logits without.
+        """Return the loss if labels are given (already shifted), else the logits.
 
-        Other keywords are passed to `transformers`. With `return_dict`, as `generate` calls it, this is the forward of
-        `transformers`.
+        Other keywords are passed to the forward pass of `transformers`. With `return_dict`, which its `generate`
+        passes, this returns what `transformers` returns.
         """
         if "return_dict" in kwargs:
             return super().forward(input_ids, labels=labels, **kwargs)
@@ -405,7 +415,7 @@ class CausalLM(HFMethods):
         balance = getattr(output, "aux_loss", None)
         if balance is None:
             return loss
-        # A mixture of experts adds a mean; times the count it is a sum like the loss.
+        # The balance loss of a mixture of experts is a mean; times the count it is a sum, as the loss is.
         weight: Any = self.router_aux_loss_coef
         return LossTerm(loss.sum + weight * balance * loss.count, loss.count)
 
@@ -451,11 +461,11 @@ class CausalLM(HFMethods):
 
 
 class OtherTask(HFMethods):
-    """Any other task: the batch in, the model's own dictionary with its mean `loss` out."""
+    """Any other task: the forward pass is that of `transformers`, whose output has a mean `loss`."""
 
 
 def _owners_of(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
-    """Every module from `root` down to `module`, each with the innermost (sub)model that it belongs to."""
+    """Return every module from `root` down to `module`, each as (the innermost model that contains it, the module)."""
     name = next(name for name, candidate in root.named_modules() if candidate is module)
     owner, ancestors = root, [(root, root)]
     for child in name.split(".") if name else ():
@@ -466,7 +476,7 @@ def _owners_of(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]
 
 
 def _described(config: HFConfig, *, trust_code: bool) -> Any:
-    """The `transformers` config that `model.path` or `model.config` stands for."""
+    """Return the `transformers` config of the folder `model.path`, or from the keys in `model.config`."""
     from transformers import AutoConfig, GenerationConfig
 
     if (config.path is None) == (config.config is None):
@@ -485,7 +495,7 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
             f"model.config.model_type={model_type!r} is unknown to the installed transformers; "
             "write one of its model types, such as llama, gpt2 or qwen3"
         ) from error
-    # transformers silently accepts unknown keys, so a misspelt one would have no effect.
+    # transformers accepts unknown keys without a warning, so a misspelt one would have no effect.
     generation = GenerationConfig()  # type: ignore[no-untyped-call]
     for key in given:
         listed = key in _OLD_KEYS or hasattr(default, key) or hasattr(generation, key)
@@ -508,13 +518,13 @@ def _is_asked_for(key: str, model_type: str) -> bool:
 def describe(config: HFConfig, *, trust_code: bool = False) -> dict[str, Any]:
     """Return the `config.json` with which `transformers` builds the same model, its class included.
 
-    A model trained for another task than its folder was saved for has another class, so the folder's own `config.json`
-    would not do.
+    The folder's own `config.json` cannot be used: if the model is trained for another task than the one it was saved
+    for, its class is another.
     """
     with torch.device("meta"):
         model: Any = build_hf_model(config, trust_code=trust_code)
     hf_config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
-    # The class in a config is that of the folder it came from; this is the model's.
+    # The config has the class of the folder that it was loaded from, so the model's own class is set.
     return {**hf_config, "architectures": [type(model).__name__]}
 
 
@@ -550,18 +560,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
-    """Load a folder into an adapted model; return the parameters that keep their random values.
+    """Load a folder into an adapted model; return the names of the parameters that keep their random values.
 
-    There are none where the folder has the same architecture: then all weights have to match. For another task (a
-    classifier from a language model) only the body has to match, and the heads of both may differ. Weights that
-    `transformers` stores under other names than it uses (some mixtures of experts) are refused like any mismatch.
+    If the folder has the same architecture, all weights have to match, and no names are returned. For another task (a
+    classifier from a language model), only the body (all but the head) has to match. Weights that `transformers` stores
+    under other names than its modules have (some mixtures of experts) raise a `ModelError`, like any mismatch.
     """
     hf: Any = model
     names = model.state_dict().keys()
     body = f"{hf.base_model_prefix}."
 
     def translate(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """A body saved alone lacks the prefix; a body loaded alone has none."""
+        """Yield the tensor under its name in the model: with the body's prefix added or removed, if needed."""
         candidates = (name, body + name, name.removeprefix(body))
         yield next((candidate for candidate in candidates if candidate in names), name), tensor
 
@@ -570,7 +580,7 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
     if type(model).__name__ not in _architectures(path):
         head = _outside(body)
         if any(name.startswith(body) for name in names):
-            may_miss += [head, r"\.pooler\."]  # a pooler is part of the body for some tasks only
+            may_miss += [head, r"\.pooler\."]  # only for some tasks does the body have a pooler
         may_skip.append(head)
     return stream_weights(model, path, put, translate=translate, may_miss=may_miss, may_skip=may_skip)
 
@@ -581,5 +591,5 @@ def _architectures(path: str | Path) -> list[str]:
 
 
 def _outside(prefix: str) -> str:
-    """A pattern for the names that do not start with `prefix`."""
+    """Return a regular expression for the names that do not start with `prefix`."""
     return rf"^(?!{re.escape(prefix)})"

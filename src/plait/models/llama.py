@@ -31,7 +31,7 @@ class SwiGLU(nn.Module):
         self.down = residual_output(nn.Linear(hidden, dim, bias=False), layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The feed-forward of each token."""
+        """Return the feed-forward of each token."""
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
@@ -47,13 +47,13 @@ class LlamaBlock(nn.Module):
         self.ffn = SwiGLU(config.dim, ffn_dim(config), layers=config.layers)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """Apply the layer to the residual stream (batch, tokens, dim)."""
+        """Apply the layer to the residual stream (batch, tokens, dim), and return the new one."""
         x = x + self.attention(self.attention_norm(x), shared)
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
 def ffn_dim(config: LlamaConfig) -> int:
-    """The width of the feed-forward: as configured, or 8/3 of `dim` rounded up to a multiple of 64."""
+    """Return the width of the feed-forward: as configured, or 8/3 of `dim` rounded up to a multiple of 64."""
     return config.ffn_dim or -(-8 * config.dim // (3 * 64)) * 64
 
 
@@ -74,11 +74,11 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = LMHead(config.dim, config.vocab_size, tied=config.tie_embeddings)
         self.make_mask = packing_mask
-        """Makes the mask for `Attention.attend` from document ids; both are replaced together."""
+        """Returns the mask for `Attention.attend` from document ids; who replaces one function replaces both."""
         self.apply(self.init_weights)
 
     def make_block(self, layer: int) -> nn.Module:
-        """Build one layer."""
+        """Return one layer."""
         return LlamaBlock(self.config)
 
     def forward(
@@ -89,9 +89,9 @@ class Llama(nn.Module):
         document_ids: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor | LossTerm:
-        """Return the loss with labels, logits without.
+        """Return the loss if labels are given, else the logits.
 
-        A pipeline stage without the first layers starts from `hidden`; one without the head returns hidden states.
+        A pipeline stage without the first layers takes `hidden` as input; one without the head returns hidden states.
         """
         shared = self.shared(input_ids, positions, document_ids)
         x = self.embedding(input_ids) if hidden is None else hidden
@@ -103,7 +103,7 @@ class Llama(nn.Module):
         return self.head(self.norm(x), labels, tied)  # type: ignore[no-any-return]
 
     def shared(self, input_ids: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Shared:
-        """What all blocks of one forward need: the rotary table and the mask."""
+        """Return what all blocks of one forward pass share: the rotary tables and the mask."""
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         head_dim = self.config.dim // self.config.heads
@@ -113,19 +113,19 @@ class Llama(nn.Module):
         )
 
     def root_parameters(self) -> list[Tensor]:
-        """The weights that `forward` passes to other modules: a tied head is called with the embedding's weight."""
+        """Return the weights that `forward` passes to other modules: a tied head is called with the embedding's."""
         return [self.embedding.weight] if self.config.tie_embeddings and self.embedding is not None else []
 
     def init_weights(self, module: nn.Module) -> None:
-        """Initialize one module."""
+        """Initialize the direct parameters of one module."""
         init_lm_module(module)
 
     def tensor_plan(self) -> dict[str, str]:
-        """The tensor-parallel plan: attention by heads, feed-forward by features, embedding and head by vocabulary."""
+        """Return the tensor-parallel plan: attention by heads, feed-forward by features, the rest by vocabulary."""
         return decoder_plan({f"blocks.*.ffn{suffix}": style for suffix, style in DENSE.items()})
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward for one token."""
+        """Return the FLOPs of forward and backward for one token of a row of `seq_len`, without recomputation."""
         lookups = [] if self.config.tie_embeddings else [self.embedding]
         return decoder_flops_per_token(self, lookups, layers=self.config.layers, dim=self.config.dim, seq_len=seq_len)
 
@@ -174,12 +174,12 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Plait's name for one tensor of `LlamaForCausalLM`; the layout is the same."""
+    """Yield one tensor of `LlamaForCausalLM` under Plait's name; the layout is the same."""
     yield _ours(name), tensor
 
 
 def to_transformers(config: LlamaConfig) -> dict[str, Made]:
-    """The tensors of `LlamaForCausalLM`, each made of Plait's."""
+    """Return how to compute each tensor of `LlamaForCausalLM` from Plait's."""
     names = [f"model.layers.{layer}.{suffix}.weight" for layer in range(config.layers) for suffix in _LAYER]
     names = ["model.embed_tokens.weight", *names, "model.norm.weight"]
     if not config.tie_embeddings:
@@ -194,7 +194,7 @@ def _ours(name: str) -> str:
 
 
 def describe(config: LlamaConfig) -> dict[str, Any]:
-    """The `config.json` with which `transformers` builds the same model."""
+    """Return the `config.json` with which `transformers` builds the same model."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -206,7 +206,7 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads or config.heads,
         "max_position_embeddings": config.seq_len,
         "rms_norm_eps": config.norm_eps,
-        # Version 5 reads the second of these, older ones the first.
+        # Version 5 of transformers reads `rope_parameters`, older ones read `rope_theta`.
         "rope_theta": config.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
         "tie_word_embeddings": config.tie_embeddings,
@@ -219,7 +219,7 @@ def describe(config: LlamaConfig) -> dict[str, Any]:
 
 
 def from_description(hf_config: Mapping[str, Any]) -> LlamaConfig:
-    """Plait's configuration for a `config.json` of `transformers`; `ModelError` where a `Llama` cannot compute it."""
+    """Return Plait's configuration for a `config.json`; raise a `ModelError` if no `Llama` computes the same."""
     dim, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))

@@ -35,37 +35,40 @@ from plait.models.llama import DENSE, Llama, SwiGLU, ffn_dim
 class Experts(nn.Module):
     """The gated feed-forwards of all experts, as 3-D parameters (experts, out, in).
 
-    `forward` has the arguments and the result of the experts of `transformers`, so expert parallelism treats both
-    alike.
+    `forward` has the arguments and the result of the experts in `transformers`, so that expert parallelism supports
+    both in the same way.
     """
 
     def __init__(self, experts: int, dim: int, hidden: int, *, layers: int, drops: bool = False) -> None:
         super().__init__()
         self.num_experts = experts
         self.drops = drops
-        """Whether a choice may be `num_experts`, which means that it was dropped."""
+        """Whether an index may be `num_experts`, which stands for a choice that was dropped; see `Router`."""
         self.gate = nn.Parameter(torch.empty(experts, hidden, dim))
         self.up = nn.Parameter(torch.empty(experts, hidden, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, hidden))
         residual_output(self, layers)
 
     def reset_parameters(self) -> None:
-        """Initialize like a dense feed-forward; only `down` writes into the residual stream."""
+        """Initialize like a dense feed-forward: only `down`, which writes into the residual stream, is scaled."""
         nn.init.normal_(self.gate, std=LM_STD)
         nn.init.normal_(self.up, std=LM_STD)
         nn.init.normal_(self.down, std=LM_STD * start_scale(self))
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The weighted outputs for `hidden` (tokens, dim), whose experts are `index` (tokens, top_k)."""
+        """Return, for each token of `hidden` (tokens, dim), the weighted sum of the outputs of its experts.
+
+        `index` (tokens, top_k) are the experts of each token, `weights` (tokens, top_k) the weights of their outputs.
+        """
         tokens, top_k = index.shape
         chosen, order = index.flatten().sort(stable=True)
         group_ends = torch.searchsorted(
             chosen, torch.arange(1, self.num_experts + 1, device=index.device), out_int32=True
         )
-        # Repeated, then reordered: the backward passes of both add up in a fixed order.
+        # Repeated and then reordered, since the backward pass of both operations adds up in a fixed order.
         rows = hidden[:, None].expand(-1, top_k, -1).flatten(0, 1).index_select(0, order)
         if self.drops:
-            # The products skip the rows after the last expert's, which are uninitialized.
+            # `grouped_linear` skips the rows after the last expert's: its results for them are uninitialized.
             real = (torch.arange(len(order), device=index.device) < group_ends[-1])[:, None]
             rows = rows.where(real, 0.0)
         inner = F.silu(grouped_linear(rows, self.gate, group_ends)) * grouped_linear(rows, self.up, group_ends)
@@ -78,10 +81,10 @@ class Experts(nn.Module):
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """Multiply each row (rows, in) with the matrix of its group (groups, out, in).
+    """Return each row (rows, in) multiplied with the matrix of its group (groups, out, in).
 
-    Rows are sorted by group, and `group_ends` (int32) are the ends of the groups. An empty group's matrix gets a
-    gradient of zeros. Rows after the last end are skipped: their results are undefined.
+    Rows are sorted by group, and `group_ends` (int32) are the indices at which the groups end. The matrix of an empty
+    group gets a gradient of zeros. Rows after the last end are skipped: their results are undefined.
     """
     dtype = weight.dtype
     if torch.is_autocast_enabled(weight.device.type):  # which does not handle grouped products
@@ -104,11 +107,11 @@ def can_be_grouped(rows: Tensor, weight: Tensor) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-# One product per group, for what `F.grouped_mm` does not support. One operator to `torch.compile`, which cannot trace a
-# loop over sizes that are data.
+# One matrix multiplication per group, for what `F.grouped_mm` does not support. `torch.compile` sees a single operator:
+# it cannot trace a loop whose bounds are values of a tensor.
 @torch.library.custom_op("plait::looped_linear", mutates_args=())
 def looped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
-    """`grouped_linear` with one product per group; rows after the last end become zeros."""
+    """Do `grouped_linear` by one matrix multiplication per group; rows after the last end are zeros."""
     product = rows.new_zeros(len(rows), weight.shape[1])
     for group, (start, end) in enumerate(_groups(group_ends)):
         torch.mm(rows[start:end], weight[group].t(), out=product[start:end])
@@ -117,7 +120,7 @@ def looped_linear(rows: Tensor, weight: Tensor, group_ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("plait::looped_linear_backward", mutates_args=())
 def _looped_backward(grad: Tensor, rows: Tensor, weight: Tensor, group_ends: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows and of the matrices."""
+    """Return the gradients of the rows and of the matrices."""
     grad_rows, grad_weight = torch.zeros_like(rows), torch.zeros_like(weight)
     for group, (start, end) in enumerate(_groups(group_ends)):
         torch.mm(grad[start:end], weight[group], out=grad_rows[start:end])
@@ -153,18 +156,19 @@ looped_linear.register_autograd(_back, setup_context=_keep)
 # Routing, and load balancing.
 #
 # [Note: balance does not depend on the layout]
-# A load is a property of many tokens, and the tokens of one forward pass depend on the layout: on the size of a
-# micro-batch, and on the number of ranks that share a step. So nothing here is averaged over a forward pass.
+# An expert's load is the number of tokens that chose it. Which tokens are in one forward pass depends on the layout: on
+# the size of a micro-batch, and on the number of ranks. So nothing here is averaged over one forward pass.
 #
-# - The balance loss, the z loss and the capacity are defined on one row of a batch, which only context parallelism
-#   splits (see `Router.sum_over_row`). The model weights a row's penalty by the row's number of targets, so it adds up
-#   over rows as the loss itself does, and divided by the number of all targets it is a mean over rows.
-# - The bias is updated once per step, by the choices of the whole step: counted on each rank, summed over ranks as
-#   integers, and compared with an even share. Only the sign of the difference is used.
+# - The balance loss, the z loss and the capacity are computed for each row of a batch; only context parallelism splits
+#   a row (see `Router.sum_over_row`). A row's *penalty* is the weighted sum of its balance loss and its z loss. The
+# model   multiplies it by the row's number of targets: so penalties are summed over rows as the loss is, and divided by
+# the   number of all targets, as the loss is, they become a mean over rows. - The bias is updated once per step, from
+# the experts' loads in the whole step: each rank counts them, they are summed   over ranks as integers, and compared
+# with their mean. Only the sign of the difference is used.
 #
-# A row is counted in the backward pass, and only if its penalty has a gradient. So a recomputed forward pass counts
-# once, one without a backward pass does not count, nor does a row without targets or a padding row: exactly the rows
-# that count in the loss.
+# The backward pass adds a row to the load, and only if the row's penalty has a gradient that is not zero. So a row is
+# counted once if its forward pass is recomputed, and not at all without a backward pass, without targets, or if it is
+# padding: exactly the rows that count in the loss are counted.
 
 
 class Routing(NamedTuple):
@@ -187,7 +191,7 @@ class Router(nn.Module):
     bias: Tensor | None
     """Added to the scores for choosing, not for weighting; updated by `balance`."""
     load: Tensor | None
-    """How often each expert was chosen on this rank since the last `balance`."""
+    """The number of tokens that chose each expert on this rank since the last step."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -201,7 +205,7 @@ class Router(nn.Module):
         self.bias_rate = config.bias_rate
         self.capacity_factor = config.capacity_factor
         self.sum_over_row: Callable[[Tensor], Tensor] = _as_it_is
-        """From the sums over a row's local tokens to those over the whole row; context parallelism replaces it."""
+        """Returns sums over whole rows, given those over their tokens on this rank; context parallelism replaces it."""
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
         balanced = config.bias_rate > 0
         self.register_buffer("bias", torch.zeros(config.experts) if balanced else None)
@@ -210,9 +214,10 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Routing:
-        """Route the tokens of (rows, tokens, dim); those that are not `real` (rows, tokens) are not counted.
+        """Choose experts for the tokens of `x` (rows, tokens, dim).
 
-        Without `real` all are counted.
+        `real` (rows, tokens) says which tokens are not padding: only these contribute to loads and penalties. Without
+        it, all do.
         """
         # In fp32 whatever the compute dtype: in bf16 different scores become ties, and the choice would change.
         with torch.autocast(x.device.type, enabled=False):
@@ -226,14 +231,15 @@ class Router(nn.Module):
         counted = chosen if real is None else chosen & real[..., None]
         penalty = self._penalty(logits, scores, counted, real)
         if self.load is not None:
-            # Of a row that is split over ranks, a part without targets counts as well: the gradient is that of the sum.
+            # Where a row is split over ranks, this rank's part counts even if it has no targets itself: `sum_over_row`
+            # gives all parts the gradient of the sum.
             penalty = penalty + self.sum_over_row(_Tally.apply(_nothing(scores), counted.sum(1), self.load))  # type: ignore[no-untyped-call]
         if self.training and self.capacity_factor is not None:
             index = self._drop(index, chosen)
         return Routing(index.flatten(0, 1), weights.flatten(0, 1), penalty)
 
     def _penalty(self, logits: Tensor, scores: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
-        """The weighted balance and z loss of each row."""
+        """Return the weighted sum of balance loss and z loss of each row; zeros outside of training."""
         rows, tokens, experts = scores.shape
         if not self.training or not (self.balance_loss or self.z_loss):
             return _nothing(scores)
@@ -249,15 +255,18 @@ class Router(nn.Module):
         return torch.add(self.balance_loss * balance, squares / length, alpha=self.z_loss).squeeze(1)
 
     def _drop(self, index: Tensor, chosen: Tensor) -> Tensor:
-        """Drop the choices of each row that exceed their expert's capacity."""
+        """Return the choices; those that exceed their expert's capacity in the row are replaced by `num_experts`."""
         capacity = math.ceil(self.capacity_factor * chosen.shape[1] * self.top_k / self.num_experts)  # type: ignore[operator]
         rank_in_expert = chosen.cumsum(1).gather(-1, index)
         return index.where(rank_in_expert <= capacity, self.num_experts)
 
 
 def balance(routers: list[Router], loads: Tensor) -> None:
-    """Update each router's bias against its experts' `loads` (routers, experts), summed over all ranks."""
-    # Multiplied by the number of experts instead of divided: integers, the same on every rank.
+    """Raise the biases of experts with a load below the mean, lower those above; `loads` (routers, experts) are sums.
+
+    The loads are summed over all ranks.
+    """
+    # Loads are multiplied by the number of experts, not their sum divided by it, so that all numbers are integers.
     above = loads.sum(1, keepdim=True) - loads * loads.shape[1]
     for router, sign in zip(routers, above.sign(), strict=True):
         assert router.bias is not None
@@ -265,7 +274,7 @@ def balance(routers: list[Router], loads: Tensor) -> None:
 
 
 class _Tally(torch.autograd.Function):
-    """The identity on part of the penalties; its backward pass adds the rows with a gradient to the load."""
+    """Returns `penalty` unchanged; its backward pass adds the choices of rows with a nonzero gradient to `load`."""
 
     @staticmethod
     def forward(ctx: Any, penalty: Tensor, counts: Tensor, load: Tensor) -> Tensor:
@@ -276,14 +285,14 @@ class _Tally(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Add to the load, and pass the gradient on."""
+        """Add to the load, and return the gradient unchanged."""
         (counts,) = ctx.saved_tensors
         ctx.load.add_((counts * (grad != 0)[:, None]).sum(0))
         return grad, None, None
 
 
 def _nothing(scores: Tensor) -> Tensor:
-    """Zeros (rows,) that depend on the scores: their gradient shows which rows count."""
+    """Return zeros (rows,) that depend on the scores, so that a gradient arrives at them in the backward pass."""
     return scores[:, :0].sum((1, 2))
 
 
@@ -292,10 +301,9 @@ def _as_it_is(sums: Tensor) -> Tensor:
 
 
 class RoutedStream(NamedTuple):
-    """What blocks pass on: the hidden states, and each row's sum of the routers' penalties.
+    """The output of a block: the hidden states, and for each row the sum of the penalties of all routers so far.
 
-    Penalties are passed along with the hidden states because their gradient has to reach each router: pipeline stages
-    have to send both.
+    A pipeline stage sends both to the next one, because the gradient of the penalties has to reach each router.
     """
 
     hidden: Tensor
@@ -305,9 +313,9 @@ class RoutedStream(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> RoutedStream:
-        """The stream itself or, for an embedding's output, one with penalties of zero.
+        """Return `x` as a `RoutedStream`; if `x` is the embedding's output, the penalties are zero.
 
-        These depend on the hidden states, as later ones do, so that a gradient arrives at every stage boundary.
+        These zeros depend on the hidden states, so that they have a gradient at every boundary of pipeline stages.
         """
         return cls(*x) if isinstance(x, tuple) else cls(x, x[:, :0].float().sum((1, 2)))
 
@@ -326,7 +334,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = SwiGLU(config.dim, shared, layers=config.layers) if shared else None
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The output for (rows, tokens, dim), and each row's penalty, to which only `real` tokens contribute."""
+        """Return the output for `x` (rows, tokens, dim), and each row's penalty; only `real` tokens count for it."""
         index, weights, penalty = self.router(x, real)
         hidden = x.flatten(0, 1)
         if torch.is_autocast_enabled(x.device.type):  # once, before rows are repeated and sent to other ranks
@@ -350,7 +358,7 @@ class MoeBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, shared: Shared, penalty: Tensor) -> RoutedStream:
-        """Apply the layer to hidden states (rows, tokens, dim) and penalties (rows)."""
+        """Return the hidden states (rows, tokens, dim) after the layer, and the penalties (rows) plus this layer's."""
         x = x + self.attention(self.attention_norm(x), shared)
         if not isinstance(self.ffn, MixtureOfExperts):
             return RoutedStream(x + self.ffn(self.ffn_norm(x)), penalty)
@@ -364,7 +372,7 @@ def is_mixture(config: MoeConfig, layer: int) -> bool:
 
 
 def expert_dim(config: MoeConfig) -> int:
-    """The width of one expert: as configured, or that of the dense feed-forward."""
+    """Return the width of one expert: as configured, or that of the dense feed-forward."""
     return config.expert_dim or ffn_dim(config)
 
 
@@ -383,7 +391,7 @@ class Moe(Llama):
         super().__init__(config)
 
     def make_block(self, layer: int) -> nn.Module:
-        """Build one layer, with a mixture of experts or without."""
+        """Return one layer, with a mixture of experts or a dense feed-forward."""
         return MoeBlock(self.config, layer)
 
     def forward(  # type: ignore[override]
@@ -395,9 +403,10 @@ class Moe(Llama):
         hidden: Tensor | tuple[Tensor, Tensor] | None = None,
         real: Tensor | None = None,
     ) -> Tensor | RoutedStream | LossTerm:
-        """Return the loss with labels, logits without. Tokens that are not `real` are not part of the penalties.
+        """Return the loss if labels are given, else the logits. Only `real` tokens contribute to the penalties.
 
-        A pipeline stage without the first layers starts from `hidden`; one without the head returns a `RoutedStream`.
+        A pipeline stage without the first layers takes `hidden` as its input; one without the head returns a
+        `RoutedStream`.
         """
         shared = self.shared(input_ids, positions, document_ids)
         shared.real = real
@@ -414,7 +423,7 @@ class Moe(Llama):
         return LossTerm(answer.sum + (penalty * targets).sum(), answer.count)
 
     def init_weights(self, module: nn.Module) -> None:
-        """Initialize one module."""
+        """Initialize the direct parameters and buffers of one module."""
         if isinstance(module, Experts):
             module.reset_parameters()
         else:
@@ -423,9 +432,9 @@ class Moe(Llama):
             nn.init.zeros_(buffer)
 
     def tensor_plan(self) -> dict[str, str]:
-        """The tensor-parallel plan: that of a Llama, also for shared experts.
+        """Return the tensor-parallel plan: that of a Llama; shared experts are split like a dense feed-forward.
 
-        The other experts are distributed by expert parallelism, over these ranks too.
+        The other experts are distributed by expert parallelism, which includes the tensor-parallel ranks.
         """
         feed_forward: dict[str, str] = {}
         for layer in range(self.config.layers):
@@ -439,11 +448,11 @@ class Moe(Llama):
 
     @torch.no_grad()
     def after_step(self, group: dist.ProcessGroup | None, *, updated: bool | Tensor = True) -> None:
-        """Update the routers' biases against the load of the last step, if it `updated` the weights.
+        """Update the routers' biases by the loads of the last step, if the step `updated` the weights.
 
-        `updated` may be a tensor on the device, which is not waited for. To be called on every rank after every step,
-        with the group of all ranks that have other tokens for the same parameters; None with one rank. Afterwards the
-        biases are the same on all of them.
+        `updated` may be a tensor on the device; the host does not wait for it. Call this on every rank after every
+        step, with the group of all ranks that have the same parameters and other tokens; None if there is one rank.
+        Afterwards the biases are the same on all of these ranks.
         """
         routers = [module for module in self.modules() if isinstance(module, Router) and module.load is not None]
         if not routers:
@@ -461,7 +470,7 @@ class Moe(Llama):
         balance(routers, loads)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward for one token, which uses `top_k` experts of a mixture."""
+        """Return the FLOPs of forward and backward for one token, which uses `top_k` experts of each mixture."""
         config = self.config
         lookups = [] if config.tie_embeddings else [self.embedding]
         total = decoder_flops_per_token(self, lookups, layers=config.layers, dim=config.dim, seq_len=seq_len)
@@ -492,8 +501,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 # Mixtral weights in the names of `transformers`.
 #
-# In files, each expert's matrices are separate tensors; here, and in `transformers` itself, they are stacked. Folders
-# in either form can be loaded; the first form is written.
+# In Mixtral's files, each expert's matrices are separate tensors; here, and in the modules of `transformers`, the
+# matrices of all experts are stacked in one tensor. Folders of either form can be loaded; separate tensors are written.
 
 
 _STACKS = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -521,7 +530,7 @@ def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, 
 
 
 def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Plait's tensors for one of `MixtralForCausalLM`.
+    """Yield Plait's tensors for one of `MixtralForCausalLM`.
 
     One expert's matrix becomes a slice of a stack, named with the expert's index: `….experts.gate.3`.
     """
@@ -540,7 +549,7 @@ def from_transformers(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]
 
 
 def made_from_transformers(shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
-    """Plait's tensors, each made of stored ones with these names and shapes."""
+    """Return how to compute each of Plait's tensors from stored ones with these names and shapes."""
     made: dict[str, Made] = {}
     stacks: dict[str, dict[int, Made]] = {}
     for name, tensor in by_translation(from_transformers, shapes).items():
@@ -554,7 +563,7 @@ def made_from_transformers(shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
 
 
 def to_transformers(config: MoeConfig) -> dict[str, Made]:
-    """The tensors of `MixtralForCausalLM`, each made of Plait's; `ModelError` where a Mixtral cannot compute it."""
+    """Return how to compute each tensor of `MixtralForCausalLM`; raise a `ModelError` if no Mixtral can do the same."""
     _refuse_what_mixtral_lacks(config)
     made = {name: tensor for name, tensor in llama.to_transformers(config).items() if ".mlp." not in name}
     for layer in range(config.layers):
@@ -568,7 +577,7 @@ def to_transformers(config: MoeConfig) -> dict[str, Made]:
 
 
 def describe(config: MoeConfig) -> dict[str, Any]:
-    """The `config.json` with which `transformers` builds the same model."""
+    """Return the `config.json` with which `transformers` builds the same model."""
     _refuse_what_mixtral_lacks(config)
     dense = llama.describe(config)
     for key in ("attention_bias", "mlp_bias"):
@@ -586,7 +595,7 @@ def describe(config: MoeConfig) -> dict[str, Any]:
 
 
 def from_description(hf_config: Mapping[str, Any]) -> MoeConfig:
-    """Plait's configuration for a `config.json` of a Mixtral; `ModelError` where a `Moe` cannot compute it."""
+    """Return Plait's configuration for a Mixtral's `config.json`; raise a `ModelError` if no `Moe` can do the same."""
     supported = {"model_type": "mixtral", "sliding_window": None}
     for key, needed in supported.items():
         if hf_config.get(key) != needed:
@@ -617,7 +626,7 @@ def _one(expert: int, stack: Tensor) -> Tensor:
 
 
 class _Unstacked(nn.Module):
-    """A model's tensors as they are in files: each expert's matrices separate."""
+    """The names and shapes of a model's tensors as they are in files: each expert's matrices separate."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -630,12 +639,12 @@ class _Unstacked(nn.Module):
                 self._tensors[name] = tensor
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """The names and shapes to load."""
+        """Return tensors with the names and shapes to load."""
         return self._tensors
 
 
 class _Stacking:
-    """Passes tensors on, those of experts as stacks, as soon as these are complete."""
+    """Calls `put` with each tensor; an expert's matrix is held until all experts' are loaded, and these are stacked."""
 
     def __init__(self, model: nn.Module, put: Put) -> None:
         self._experts = {name: t.shape[0] for name, t in model.state_dict().items() if _PIECE.match(f"{name}.0")}

@@ -1,4 +1,4 @@
-"""The model families: from the config section `model` to a module, and to and from `transformers`."""
+"""The model families: building a model from the config section `model`, and converting to and from `transformers`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONFIGS: dict[str, type[GptConfig | LlamaConfig | ResNetConfig | HFConfig]] = {
     "hf": HFConfig,
 }
 _PORTABLE = ("gpt", "llama", "moe")
-"""Plait's own families that `transformers` has counterparts of."""
+"""Plait's own families whose models can be converted to and from a model of `transformers`."""
 
 
 def build_model(config: ModelConfig, *, trust_code: bool = False) -> nn.Module:
@@ -55,29 +55,29 @@ def _module_of(family: str) -> Any:
 
 
 class TransformersExport(NamedTuple):
-    """The counterpart of a model in `transformers`."""
+    """The `transformers` model that computes the same as one of Plait's models."""
 
     description: dict[str, Any]
     """Its `config.json`, except for the dtype."""
     made: dict[str, Made] | None
-    """Its tensors, each made of Plait's; None where they have the same names."""
+    """How to compute each of its tensors from Plait's; None if names and tensors are the same."""
     folder: Path | None = None
     """The folder that the model was loaded from, which may have a tokenizer."""
 
 
 class TransformersImport(NamedTuple):
-    """A `transformers` model as one of Plait's."""
+    """The model of Plait that computes the same as a `transformers` model."""
 
     config: ModelConfig | None
     """None where there was no `config.json`."""
     made: dict[str, Made]
-    """Plait's tensors, each made of stored ones."""
+    """How to compute each of Plait's tensors from the stored ones."""
     unused: tuple[str, ...]
     """Patterns of the names of stored tensors that are not used."""
 
 
 def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> TransformersExport:
-    """Return the counterpart of a model in `transformers`; raises `ModelError` where there is none."""
+    """Return the `transformers` model that computes the same as a model; raise a `ModelError` if there is none."""
     if isinstance(config, HFConfig):
         folder = None if config.path is None else Path(config.path)
         return TransformersExport(_module_of("hf").describe(config, trust_code=trust_code), None, folder)
@@ -93,7 +93,11 @@ def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> Transfo
 def from_transformers(
     family: str, description: Mapping[str, Any] | None, shapes: Mapping[str, torch.Size]
 ) -> TransformersImport:
-    """Return `family` for a `transformers` model: its `config.json`, if there is one, and the shapes of its tensors."""
+    """Return the model of `family` that computes the same as a `transformers` model.
+
+    `description` is the `config.json` of the latter, if there is one; `shapes` has the shapes of its stored tensors.
+    Raise a `ModelError` if the family has no such model.
+    """
     if family not in _PORTABLE:
         raise ModelError(f"family {family!r} cannot take weights of transformers; write one of {', '.join(_PORTABLE)}")
     module = _module_of(family)

@@ -32,14 +32,14 @@ class BasicBlock(nn.Module):
         self.downsample = shortcut(channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input plus the output of the convolutions."""
+        """Return the input (or its projection) plus the output of the convolutions."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         return F.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class Bottleneck(nn.Module):
-    """Narrow by 1×1, convolve by 3×3 (which also strides), widen by 1×1; the block of the deeper ones."""
+    """A 1×1 convolution to fewer channels, a 3×3 with the stride, a 1×1 to more; the block of depths from 50 on."""
 
     expansion: ClassVar[int] = 4
 
@@ -54,7 +54,7 @@ class Bottleneck(nn.Module):
         self.downsample = shortcut(channels, width * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input plus the output of the convolutions."""
+        """Return the input (or its projection) plus the output of the convolutions."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))
@@ -62,12 +62,12 @@ class Bottleneck(nn.Module):
 
 
 def convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution with "same" padding, and without bias, because a norm follows."""
+    """Return a convolution with "same" padding, and without bias, because a norm follows."""
     return nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
 
 
 def shortcut(channels: int, out: int, stride: int) -> nn.Sequential | None:
-    """The projection from the shape of a block's input to that of its output; None where they are equal."""
+    """Return the projection from the shape of a block's input to that of its output; None where they are equal."""
     if stride == 1 and channels == out:
         return None
     return nn.Sequential(convolution(channels, out, 1, stride), nn.BatchNorm2d(out))
@@ -89,7 +89,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 class ResNet(nn.Module):
-    """A residual network; returns logits for images, loss and logits for labelled images."""
+    """A residual network; its forward pass returns logits, and with labels the loss too."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]] = (BasicBlock, Bottleneck)
 
@@ -111,7 +111,7 @@ class ResNet(nn.Module):
         self.apply(self.init_weights)
 
     def forward(self, image: Tensor, label: Tensor | None = None) -> Tensor | dict[str, Any]:
-        """Logits of images (batch, 3, height, width); with labels `{"loss": LossTerm, "logits": logits}`."""
+        """Return logits of images (batch, 3, height, width); with labels `{"loss": LossTerm, "logits": …}`."""
         x = self.maxpool(F.relu(self.bn1(self.conv1(image))))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
@@ -134,17 +134,17 @@ class ResNet(nn.Module):
 def _stage(
     block: type[BasicBlock] | type[Bottleneck], count: int, *, channels: int, width: int, stride: int
 ) -> nn.Sequential:
-    """`count` blocks, of which only the first strides and changes the number of channels."""
+    """Return `count` blocks; only the first has a stride and changes the number of channels."""
     first = block(channels, width, stride)
     return nn.Sequential(first, *(block(width * block.expansion, width, 1) for _ in range(count - 1)))
 
 
 def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
     """Stream a folder of torchvision weights, saved as safetensors, into a `ResNet`; see `stream_weights`."""
-    counters = r"\.num_batches_tracked$"  # not in files from before they existed
+    counters = r"\.num_batches_tracked$"  # older files do not have them
     return stream_weights(model, path, put, translate=from_torchvision, may_miss=[counters])
 
 
 def from_torchvision(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """The same tensor under the same name."""
+    """Yield the same tensor under the same name."""
     yield name, tensor

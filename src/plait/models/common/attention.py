@@ -18,24 +18,24 @@ from plait.models.common.init import residual_output
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary tables of one forward, in the rotate-half layout of Llama: (batch or 1, 1, tokens, head_dim / 2), fp32."""
+    """Cosines and sines in Llama's rotate-half layout for one forward: (batch or 1, 1, tokens, head_dim / 2), fp32."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
     def at(cls, positions: Tensor, head_dim: int, base: float) -> Rotary:
-        """The tables for positions of shape (batch or 1, tokens).
+        """Return the tables for positions of shape (batch or 1, tokens).
 
-        Computed in each forward rather than kept in a buffer: the cost is small beside one attention, and a model
-        without buffers has nothing to restore after it was built on the meta device.
+        They are computed in each forward pass, not kept in a buffer: that costs little compared with one attention, and
+        a model without buffers need not compute any after it was built on the meta device.
         """
         return cls(*rotary_table(positions, head_dim, base))
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate each pair (i, i + head_dim / 2) of (batch, heads, tokens, head_dim) by its angle.
+        """Return `x` (batch, heads, tokens, head_dim) with each pair (i, i + head_dim / 2) rotated by its angle.
 
-        In fp32 whatever the dtype of `x`: bf16 cannot represent neighbouring positions far from zero.
+        Computed in fp32 whatever the dtype of `x`: in bf16, large neighbouring positions are the same number.
         """
         first, second = x.float().chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
@@ -43,15 +43,15 @@ class Rotary:
 
 
 def rotate_both(rotary: Rotary, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys."""
+    """Return the rotated queries and keys."""
     return rotary.rotate(q), rotary.rotate(k)
 
 
-# One operator to `torch.compile`: traced into, powers, cosines and sines would be fused into every layer that
-# uses the table, and so computed again in each of them.
+# A single operator for `torch.compile`. If the compiler traced into it, it would fuse powers, cosines and sines into
+# every layer that uses the table, so each layer would compute them again.
 @torch.library.custom_op("plait::rotary_table", mutates_args=())
 def rotary_table(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (batch or 1, 1, tokens, head_dim / 2), fp32."""
+    """Return cosines and sines, each (batch or 1, 1, tokens, head_dim / 2), fp32."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() * (1.0 / base**exponents)
     return angles.cos(), angles.sin()
@@ -65,12 +65,12 @@ def _(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
 
 
 class Shared:
-    """What every block of one forward needs besides its input; created once by the model.
+    """The inputs that all blocks of one forward pass share; the model creates one object per forward pass.
 
-    `rotary` are the rotary tables, if any; `mask` says where attention is allowed, if not just causal (see
-    `packing_mask`); `real` says which tokens are not padding, if some are. A plain object on purpose: FSDP casts the
-    float tensors among a block's arguments to the compute dtype, and finds them in tuples, dicts and dataclasses, but
-    not here. So the rotary tables stay fp32 under every strategy.
+    `rotary` are the rotary tables, if any; `mask` says where attention is allowed, if it is not simply causal (see
+    `packing_mask`); `real` says which tokens are not padding, if any are padding. The class is deliberately neither a
+    tuple nor a dataclass: FSDP casts float tensors in a block's arguments to the compute dtype, also those in tuples,
+    dicts and dataclasses, but not those in other objects. So the rotary tables stay fp32 under every strategy.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Shared:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float = 0.0) -> Tensor:
-    """Attention over (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads than `q`."""
+    """Return attention over (batch, heads, tokens, head_dim); `k` and `v` may have fewer heads than `q`."""
     group = q.shape[1] // k.shape[1]
     if isinstance(mask, BlockMask):
         return _compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=group > 1)
     if group > 1 and (mask is not None or (q.is_cuda and q.dtype == torch.float32)):
-        # The memory-efficient kernel, the only fast one that takes a mask or fp32, has no GQA.
+        # Only the memory-efficient kernel is fast with a mask or in fp32, and it does not support GQA.
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         group = 1
     return F.scaled_dot_product_attention(
@@ -96,14 +96,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dro
 
 
 def _compiled_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
-    """FlexAttention, compiled: eager mode would materialize all scores. In a compiled block it is traced with it."""
+    """Return FlexAttention, compiled: in eager mode it would store all scores. In a compiled block it is traced."""
     call: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     return call(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
 
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Compiled at the first call: this imports the compiler, which most runs do not need."""
+    """Return compiled FlexAttention. It is compiled on first use, because that imports the compiler."""
     return torch.compile(flex_attention)
 
 
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         self.out = residual_output(nn.Linear(dim, dim, bias=bias), layers)
 
     def forward(self, x: Tensor, shared: Shared) -> Tensor:
-        """Attention over (batch, tokens, dim)."""
+        """Return self-attention of `x` (batch, tokens, dim)."""
         q, k, v = (self._split(projected) for projected in self.project(x))
         if shared.rotary is not None:
             q, k = self.rotate(shared.rotary, q, k)
@@ -139,20 +139,21 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values, (batch, tokens, features) each."""
+        """Return queries, keys and values, (batch, tokens, features) each."""
         return [layer(x) for layer in (self.q, self.k, self.v)]
 
     def _split(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
-# Masks for rows that hold several documents: causal, and within documents.
+# Masks for rows that contain several documents: a token attends to earlier tokens of its document only.
 #
-# [Note: blocks of documents] FlexAttention skips blocks in which nothing is allowed, and evaluates the mask only in
-# blocks that are allowed in part. torch's `create_block_mask` finds these by evaluating all tokens × tokens positions,
-# in memory. Here the smallest and the largest document id of each block are enough. Two blocks have a document in
-# common only if their ranges overlap, and for consecutive documents also if they do; a block is fully allowed if it
-# lies before the other and both hold the same single document.
+# [Note: blocks of documents] FlexAttention divides the scores into blocks of `BLOCK` queries × `BLOCK` keys. It skips
+# blocks in which nothing is allowed, and evaluates the mask only in blocks that are allowed in part. torch's
+# `create_block_mask` finds these by evaluating the mask for all tokens × tokens pairs, in memory. Here the smallest and
+# the largest document id of each block of tokens are enough. Queries and keys can have a document in common only if
+# the ranges of their ids overlap (and if documents are consecutive, they do have one then). A block is fully allowed if
+# its keys lie before its queries and both belong to one and the same document.
 
 
 BLOCK = 128
@@ -160,7 +161,7 @@ BLOCK = 128
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """The boolean mask that is causal within documents; from ids of shape (batch, tokens)."""
+    """Return the boolean mask that is causal within documents, for document ids of shape (batch, tokens)."""
     tokens = document_ids.shape[1]
     same = document_ids[:, :, None] == document_ids[:, None, :]
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=document_ids.device).tril()
@@ -168,10 +169,10 @@ def document_mask(document_ids: Tensor) -> Tensor:
 
 
 def packing_mask(document_ids: Tensor | None, *, head_dim: int, dropout: float = 0.0) -> Tensor | BlockMask | None:
-    """The mask for packed rows, in the form that `attend` is fastest with; None without ids.
+    """Return the mask for packed rows, in the form with which `attend` is fastest; None without ids.
 
-    On CUDA that is a `BlockMask`, which skips what lies outside the documents; measured at 4,096 tokens it
-    takes about a fifth of the time of a boolean mask. It supports neither dropout nor a head dim below 16.
+    On CUDA that is a `BlockMask`, with which scores outside of documents are skipped: at 4,096 tokens, attention takes
+    about a fifth of its time with a boolean mask. It supports neither dropout nor a head dim below 16.
     """
     if document_ids is None:
         return None
@@ -181,14 +182,14 @@ def packing_mask(document_ids: Tensor | None, *, head_dim: int, dropout: float =
 
 
 def document_blocks(ids: Tensor) -> BlockMask:
-    """The same mask as a `BlockMask`; see [Note: blocks of documents]."""
+    """Return the mask of `document_mask` as a `BlockMask`; see [Note: blocks of documents]."""
 
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[batch, query] == ids[batch, key])
 
     batch, tokens = ids.shape
     rest = -tokens % BLOCK
-    # The padding of the last block is another document, so that the block is not fully allowed.
+    # The padding of the last block gets another document id, so that the block is not fully allowed.
     padded = torch.cat((ids, (ids[:, -1:] + 1).expand(batch, rest)), dim=1) if rest else ids
     low, high = padded.view(batch, -1, BLOCK).aminmax(dim=-1)
     number = torch.arange(low.shape[1], device=ids.device)
@@ -203,6 +204,6 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of blocks (batch, rows, columns): the number of allowed ones and their indices; one head for all."""
+    """Return the number of true entries in each row of `blocks` (batch, rows, columns), and their columns; one head."""
     flags = blocks[:, None].int()
     return flags.sum(-1, dtype=torch.int32), flags.argsort(dim=-1, descending=True, stable=True).int()

@@ -1,7 +1,8 @@
-"""Initialization of one module at a time, and what Plait's decoders have in common.
+"""Initialization of one module at a time, and functions that Plait's decoders share.
 
-A module that starts with another scale carries the attribute `start_scale`, set where it is constructed. Nothing
-depends on the order of calls or on other modules, so a model built on the meta device starts like any other.
+A module whose initial weights are scaled has the attribute `start_scale`, set where it is constructed. Initialization
+depends neither on the order of calls nor on other modules, so a model that was built on the meta device gets the same
+weights as one that was not.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def residual_output(module: ModuleT, layers: int) -> ModuleT:
-    """Set the start scale of a projection that writes into the residual stream.
+    """Set the start scale of a projection whose output is added to the residual stream, and return it.
 
-    Two such projections per layer add up, so each starts smaller by sqrt(2 * layers).
+    With two such projections per layer, 2 * layers outputs add up, so each is scaled by 1 / sqrt(2 * layers).
     """
     return _scaled(module, 1.0 / math.sqrt(2 * layers))
 
 
 def zero_start(module: ModuleT) -> ModuleT:
-    """Let a norm's weight start at zero, so that its residual branch starts as the identity."""
+    """Set a norm's start scale to zero, so that its block starts as the identity, and return the norm."""
     return _scaled(module, 0.0)
 
 
 def start_scale(module: nn.Module) -> float:
-    """The start scale of a module; 1 by default."""
+    """Return the factor on a module's initial weights; 1 by default."""
     return float(getattr(module, "start_scale", 1.0))
 
 
@@ -55,9 +56,9 @@ def _scaled(module: ModuleT, scale: float) -> ModuleT:
 def decoder_flops_per_token(
     model: nn.Module, lookups: list[nn.Embedding], *, layers: int, dim: int, seq_len: int
 ) -> float:
-    """6 FLOPs for each parameter in a matrix product, and 6·layers·dim·seq_len for causal attention.
+    """Return 6 FLOPs for each parameter of a matrix multiplication, plus 6·layers·dim·seq_len for causal attention.
 
-    `lookups` are the embeddings that take part in no product. A tied one is not among them: it is the head too.
+    `lookups` are the embeddings that are not multiplied with. A tied embedding is not among them: it is also the head.
     """
     parameters = sum(p.numel() for p in model.parameters())
     parameters -= sum(e.weight.numel() for e in lookups)
@@ -65,9 +66,9 @@ def decoder_flops_per_token(
 
 
 def decoder_plan(feed_forward: Mapping[str, str]) -> dict[str, str]:
-    """The tensor-parallel plan: attention by heads, embedding and head by vocabulary, and `feed_forward`.
+    """Return a tensor-parallel plan: attention split by heads, embedding and head by vocabulary, plus `feed_forward`.
 
-    It maps names of modules, or patterns, to the styles of `plait.distributed`.
+    A plan maps names of modules, or patterns of names, to the styles of `plait.distributed`.
     """
     return {
         "embedding": "vocab_embedding",

@@ -1,8 +1,8 @@
 """Cross-entropy as (sum, count): from logits, or from hidden states without computing all logits at once.
 
 Logits or the head's weight may be DTensors that are sharded over the vocabulary; see [Note: a loss over a sharded
-vocabulary]. The gradient with respect to the hidden states is then this rank's summand: the caller has to sum it over
-the ranks.
+vocabulary]. Each rank then computes only its own term of the gradient with respect to the hidden states: the caller has
+to add up the terms of all ranks (all-reduce).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from plait.kernels import (
 )
 from plait.models.common.protocol import IGNORE_INDEX, LossTerm
 
-# Linear layer and cross-entropy in one, over chunks of tokens.
+# The head (a linear layer) and the cross-entropy as one operation, over chunks of tokens.
 #
-# [Note: chunked loss] The logits are the largest tensor of a language model: 16,384 tokens × 128,256 words are 8.4 GB
-# in fp32, and their gradient is as large again. The chunked form iterates over chunks of tokens. The gradient of a
-# *sum* of losses with respect to a chunk's logits is known as soon as its logits are (softmax minus one-hot), so the
-# forward pass also computes each chunk's contribution to the gradients of `hidden` and `weight`, and the backward pass
-# only scales these by the incoming scalar. Scaling is done in fp32: rounding that scalar to bf16 would scale every
-# gradient of the model by the same error.
+# [Note: chunked loss] The logits are the largest tensor of a language model: 16,384 tokens × 128,256 words take 8.4 GB
+# in fp32, and their gradient takes as much again. Here they are computed for one chunk of tokens at a time. The
+# gradient of the *sum* of the losses with respect to a chunk's logits is softmax minus one-hot, which is known as soon
+# as the logits are. So the forward pass also computes each chunk's contribution to the gradients of `hidden` and
+# `weight`, and the backward pass only scales these gradients by the gradient of the sum, a scalar. They are scaled in
+# fp32: if the scalar were rounded to bf16, every gradient of the model would have the same relative error.
 #
-# It is one operator to `torch.compile`. Traced into, the chunks would be reordered and all be held at once.
+# `torch.compile` sees a single operator. If it traced into the loop, it could reorder the chunks and keep all at once.
 #
 # torch's own `F.linear_cross_entropy` is not used, for the reasons in `plait.kernels.registry`.
 
@@ -53,7 +53,7 @@ LossAndGrads = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def chunked_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """Sum of the losses of `hidden` (tokens, dim), `rows` tokens at a time, products in `dtype`."""
+    """Return the sum of the losses for `hidden` (tokens, dim), `rows` tokens at a time, multiplied in `dtype`."""
     total: Tensor = _forward(hidden, weight, labels, rows, dtype, *needed_grads(hidden, weight))[0]
     return total
 
@@ -61,7 +61,7 @@ def chunked_linear_cross_entropy(
 def loss_and_grads(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, fp32, and its gradient with respect to the logits, in their dtype.
 
-    The gradient of an ignored row is that for label 0. Kernels overwrite `logits`.
+    The gradient of a row with an ignored label is that for label 0; the caller zeroes it. Kernels overwrite `logits`.
     """
     if has_loss_kernels(logits):
         return loss_and_grads_triton(logits, labels, IGNORE_INDEX)
@@ -88,7 +88,10 @@ def over_chunks(
     needed: tuple[bool, bool],
     evaluate: LossAndGrads,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and the unscaled gradients; empty where one is not needed."""
+    """Return the summed loss, and its gradients for `hidden` and `weight`; one that is not `needed` has no elements.
+
+    `evaluate` returns the losses of some rows of logits, and the gradient of their sum with respect to the logits.
+    """
     hidden_grad, weight_grad = needed
     cast_weight = weight.to(dtype)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -99,13 +102,13 @@ def over_chunks(
         cast_hidden = hidden[piece].to(dtype)
         losses, grads = evaluate(cast_hidden @ cast_weight.t(), labels[piece])
         total += losses.sum()
-        # Ignored rows are zeroed in the small matrices, which saves a pass over the large one.
+        # Ignored rows are zeroed in the smaller matrices, so that the large one need not be written again.
         counted = (labels[piece] != IGNORE_INDEX)[:, None]
         if hidden_grad:
             torch.mm(grads, cast_weight, out=grad_hidden[piece]).mul_(counted)
         if weight_grad:
             grad_weight = _add_product(grad_weight, grads.t(), cast_hidden * counted)
-        del losses, grads  # or two chunks would be held
+        del losses, grads  # else two chunks would be in memory at the same time
     if grad_weight is None:  # not needed, or no tokens
         grad_weight = empty_grad(weight, weight_grad, torch.float32).zero_()
     return total, grad_hidden, grad_weight
@@ -134,18 +137,18 @@ def _forward_fake(
 def empty_results(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of `over_chunks`, uninitialized."""
+    """Return uninitialized tensors with the shapes and dtypes of the results of `over_chunks`."""
     total = hidden.new_empty((), dtype=torch.float32)
     return total, empty_grad(hidden, needed[0], dtype), empty_grad(weight, needed[1], torch.float32)
 
 
 def empty_grad(tensor: Tensor, needed: bool, dtype: torch.dtype) -> Tensor:
-    """An uninitialized gradient of `tensor`; without elements where none is needed."""
+    """Return an uninitialized gradient of `tensor`; without elements if none is needed."""
     return torch.empty_like(tensor if needed else tensor[:0], dtype=dtype)
 
 
 def save_unscaled_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Save the gradients that `over_chunks` returned; the last two inputs say which were needed."""
+    """Save the gradients in `output`, from `over_chunks`; the last two of `inputs` say which were needed."""
     hidden, weight, *_, hidden_grad, weight_grad = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
@@ -153,7 +156,7 @@ def save_unscaled_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def scale_saved_grads(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `hidden` and `weight`: those that were saved, scaled."""
+    """Return the gradients of `hidden` and `weight`: the saved ones times `grad_total`, the loss sum's gradient."""
     grads = (
         None if dtype is None or grad_total is None else times(grad, grad_total, dtype)
         for grad, dtype in zip(ctx.saved_tensors, ctx.grad_dtypes, strict=True)
@@ -162,7 +165,7 @@ def scale_saved_grads(ctx: Any, grad_total: Tensor | None, *_: Tensor | None) ->
 
 
 def times(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product, computed in fp32 and rounded once."""
+    """Return `grad * factor`, computed in fp32 and rounded once."""
     # On the CPU the operator would call the plain form; calling it directly saves the operator's overhead.
     return (scaled if grad.is_cuda else scaled_plain)(grad, factor, dtype)
 
@@ -171,7 +174,7 @@ _forward.register_autograd(scale_saved_grads, setup_context=save_unscaled_grads)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`total + a @ b` in fp32, in the place of `total` where there is one; within the product where the device can."""
+    """Return `total + a @ b` in fp32, stored in `total` if given; if the device can, as one matrix multiplication."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         if total is None:
             return torch.mm(a, b, out_dtype=torch.float32)
@@ -182,9 +185,9 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 PLAIN_BYTES = 2**27
-"""Up to this size, all logits are computed at once, with torch's cross-entropy, which needs several copies of them."""
+"""Up to this size, all logits are computed at once, with torch's cross-entropy, which allocates several copies."""
 CHUNK_BYTES = 2**30
-"""The size of one chunk's logits. Larger chunks accumulate the weight's gradient less often."""
+"""The maximum size of one chunk's logits. With larger chunks, the weight's gradient is accumulated less often."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> LossTerm:
@@ -208,8 +211,8 @@ def linear_cross_entropy(
     """Return the loss for the logits `hidden @ weight.T`; in chunks of at most `chunk_bytes` where they are large.
 
     Both forms give the same loss and, up to rounding, the same gradients; the chunked one cannot be differentiated
-    twice. See [Note: chunked loss]. With `fp8`, which takes a weight that is not sharded, it is always chunked, and its
-    backward products are in 8 bits: [Note: a head in 8 bits].
+    twice. See [Note: chunked loss]. With `fp8`, the loss is always chunked, the gradients are computed in 8 bits (see
+    [Note: a head in 8 bits]), and the weight must not be sharded.
     """
     dtype = _compute_dtype(hidden)
     shard = None
@@ -239,7 +242,7 @@ def linear_cross_entropy(
 
 
 def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The full logits `hidden @ weight.T`, also where the weight is sharded."""
+    """Return the full logits `hidden @ weight.T`; gathered if the weight is sharded over the vocabulary."""
     if not is_sharded(weight):
         return F.linear(hidden, weight)
     from torch.distributed.tensor import DTensor, Shard
@@ -254,7 +257,7 @@ def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product of `x`: autocast's where it is on."""
+    """Return the dtype of a matrix multiplication of `x`: autocast's where it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -262,12 +265,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 class LMHead(nn.Module):
     """The last layer of a language model: a linear layer without bias that can also compute the loss.
 
-    A tied head has no parameter: it is called with the embedding's. So there is one name and one tensor, and
-    no tie that a build on the meta device could break. Head and embedding both belong to the root FSDP group,
-    whose parameters are unsharded while the root's forward runs.
+    A tied head has no parameter of its own: it is called with the embedding's weight. So that weight has a single name,
+    and building the model on the meta device cannot separate the two. Head and embedding both belong to the root FSDP
+    group, whose parameters are unsharded while the root's forward pass runs.
 
-    The weight may be a DTensor that is sharded over the vocabulary. Then the loss is computed without gathering
-    logits; logits, where asked for, are gathered.
+    The weight may be a DTensor that is sharded over the vocabulary. The loss is then computed without gathering the
+    logits; if logits are requested, they are gathered.
     """
 
     fp8_head: Fp8Head | None = None
@@ -281,7 +284,7 @@ class LMHead(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, embedding: Tensor | None = None
     ) -> Tensor | LossTerm:
-        """Return the loss with labels, logits without; `embedding` is the weight of a tied head."""
+        """Return the loss if labels are given, else the logits; `embedding` is the weight of a tied head."""
         weight = self.weight if embedding is None else embedding
         assert weight is not None, "a tied head is called with the embedding's weight"
         if labels is None:
@@ -289,39 +292,41 @@ class LMHead(nn.Module):
         return linear_cross_entropy(hidden, weight, labels, fp8=self.fp8_head)
 
 
-# The chunked loss whose two backward products have 8-bit inputs.
+# The chunked loss with gradients from 8-bit matrix multiplications.
 #
-# [Note: a head in 8 bits] Logits are computed in 16 bits as always, so the loss is the same. The other two of the three
-# products of a head, which compute the gradients of `hidden` and `weight`, take 8-bit inputs.
+# [Note: a head in 8 bits] Logits are computed in 16 bits as always, so the loss is the same. The two matrix
+# multiplications that compute the gradients of `hidden` and `weight` have 8-bit inputs.
 #
-# The gradient of a row of logits is softmax less one-hot. The largest entry is that of the label, and rounding it costs
-# more accuracy than rounding all others. So it is left out of the products, and its contribution is added in higher
-# precision: a row of `weight` to a row of the one gradient, a row of `hidden` to a row of the other. The remaining
-# probabilities are e5m2, which has the range for them, with a fixed scale; `hidden` and `weight` are e4m3, scaled by
-# their amax.
+# The gradient of a row of logits is softmax minus one-hot. Its largest entry is that of the label, and rounding this
+# entry costs more accuracy than rounding all others. So it is left out of the multiplications, and its contribution is
+# added in higher precision: the label's row of `weight`, times the entry, to the gradient of `hidden`, and the row of
+# `hidden`, times the entry, to the label's row of the gradient of `weight`. The other entries are probabilities, cast
+# to e5m2, which has the range for them, with a fixed scale; `hidden` and `weight` are cast to e4m3, scaled by their
+# amax.
 #
-# 8-bit products cannot accumulate into their output, and a separate addition would move the weight's gradient three
-# times per chunk. So the probabilities of several chunks are kept, a byte each, and give their part of the weight's
-# gradient in one product. They take at most twice the bytes of one chunk's logits, however many tokens there are.
+# 8-bit multiplications cannot accumulate into their output, and a separate addition would read or write the weight's
+# gradient three times per chunk. So the probabilities of several chunks are kept, one byte each, and multiplied at
+# once. They take at most twice the bytes of one chunk's logits, whatever the number of tokens.
 
 
 WAITING = 4
-"""Chunks whose probabilities are kept for one product: all chunks of 16,384 tokens with 128,256 words."""
+"""Chunks whose probabilities are kept for one multiplication: all chunks of 16,384 tokens with 128,256 words."""
 
 
 class Fp8Head(NamedTuple):
-    """Settings of a head whose backward products are in 8 bits."""
+    """Settings of a head whose gradients are computed in 8 bits."""
 
     emulated: bool
-    """Cast in the same way, multiplied in fp32: for devices without 8-bit products."""
+    """Tensors are cast to 8 bits as usual but multiplied in fp32, on devices that cannot multiply in 8 bits."""
 
 
 def fp8_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, dtype: torch.dtype, how: Fp8Head
 ) -> Tensor:
-    """`chunked_linear_cross_entropy` with backward products in 8 bits; see [Note: a head in 8 bits].
+    """Return what `chunked_linear_cross_entropy` returns; its gradients are computed in 8 bits.
 
-    The features are a multiple of 16. `rows` is rounded down to a multiple of 16, and at least 16.
+    See [Note: a head in 8 bits]. The number of features must be a multiple of 16. `rows` is rounded down to a multiple
+    of 16, and at least 16.
     """
     rows = max(rows // MULTIPLE, 1) * MULTIPLE
     total: Tensor = _fp8_forward(hidden, weight, labels, rows, dtype, how.emulated, *needed_grads(hidden, weight))[0]
@@ -361,7 +366,7 @@ def _fp8_forward(
                 inverses, b = (inverse, turned.inverse), turned.columns.t()
                 product_grads = scaled_product(probs, b, inverses, dtype, fast=False, emulated=emulated)
                 torch.addcmul(product_grads, label_grads[piece, None], weight_in[label_rows[piece]], out=grads[piece])
-            del probs  # or two chunks would be held
+            del probs  # else two chunks would be in memory at the same time
         if waiting is not None:
             small = _fp8_transposed(x)
             inverses, b = (inverse, small.inverse), small.columns.t()
@@ -391,9 +396,10 @@ _fp8_forward.register_autograd(_backward, setup_context=save_unscaled_grads)
 def _chunk(
     logits: Tensor, labels: Tensor, grads: Tensor, columns: Tensor | None, hidden_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row, and the other tokens' probabilities in 8 bits, empty without `hidden_grad`.
+    """Return the loss of each row, and the probabilities of all tokens but the label in 8 bits.
 
-    Stores the transposed probabilities into `columns`, and the gradients of the labels' logits into `grads`.
+    The latter are empty without `hidden_grad`. Stores the transposed probabilities into `columns`, if given, and the
+    gradients of the labels' logits into `grads`.
     """
     counted = labels != IGNORE_INDEX
     local_label = labels.where(counted, -1)

@@ -1,23 +1,24 @@
-"""What the rest of Plait may ask of a model.
+"""The methods and attributes of a model that the rest of Plait uses.
 
-A user's model needs none of this to train: a plain `nn.Module` that returns a loss is enough. Each member adds one
-ability:
+A user's model needs none of them to train: a plain `nn.Module` that returns a loss is enough. Each one makes a feature
+available:
 
-- `block_classes` lets the strategy shard, recompute and compile block by block;
-- `root_parameters` lists weights that `forward` passes to other modules than their own, so that no block shards them;
+- `block_classes` are the modules that the strategy shards, recomputes and compiles separately;
+- `root_parameters` returns the weights that `forward` passes to modules other than their own, so that these weights are
+  sharded with the root module and not with a block;
 - `init_weights` allows building on the meta device and initializing one module at a time;
 - `tensor_plan` allows tensor parallelism;
-- `forward` with an argument `hidden` allows splitting into pipeline stages;
-- `after_step(group, updated=…)` is called after every optimizer step, with the ranks that saw other data, and whether
-  the step changed the weights: a bool, or a scalar on the device;
+- `forward` with an argument `hidden` allows splitting the model into pipeline stages;
+- `after_step(group, updated=…)` is called after every optimizer step, with the process group of the ranks that have the
+  same parameters and other tokens, and whether the step changed the weights: a bool, or a scalar tensor on the device;
 - `flops_per_token` allows reporting MFU.
 
 Inputs of a language model, all of shape (batch, tokens):
 
 - `input_ids`: the tokens;
-- `labels`: the target *of the same index*, shifted already by the data pipeline; -100 is ignored;
+- `labels`: the target *of the same index*: the data pipeline has shifted them; -100 is ignored;
 - `positions`: position of each token within its document; absent: 0, 1, 2, …;
-- `document_ids`: tokens of a row attend to earlier tokens of the same id only; absent: one document.
+- `document_ids`: a token attends only to tokens of its row with the same id; absent: the row is one document.
 
 With labels the model returns a `LossTerm` (cross-entropy summed in fp32, number of targets), without them the
 logits. An image classifier takes `image` and `label` and returns `{"loss": LossTerm, "logits": Tensor}`.
@@ -36,16 +37,16 @@ IGNORE_INDEX = -100
 class LossTerm(NamedTuple):
     """A loss summed over its targets, and how many targets there were.
 
-    Only the strategy divides, by the count over all micro-batches and ranks of the step.
-    It is a named tuple, not a dataclass, because sharding hooks look for tensors inside a
-    module's output with pytree, which sees through tuples only.
+    A model must not divide: the engine divides by the count over all micro-batches and ranks of the step. This is a
+    named tuple and not a dataclass, because sharding hooks find the tensors in a module's output with torch's pytree,
+    which looks into tuples but not into dataclasses.
     """
 
     sum: Tensor
     count: Tensor | int | float  # type: ignore[assignment]  # hides tuple.count, on purpose
 
     def mean(self) -> Tensor:
-        """The mean of this one part; use it for display, never for a backward pass."""
+        """Return the mean of this loss term alone: for display only, as a backward pass needs the step's count."""
         return self.sum / self.count
 
 
@@ -54,7 +55,7 @@ class Blocks(Protocol):
     """A model made of repeated blocks."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]]
-    """The modules to shard, recompute and compile. Parameters outside of them belong to the root."""
+    """The modules to shard, recompute and compile separately. Parameters outside of them belong to the root module."""
 
 
 @runtime_checkable
@@ -75,7 +76,7 @@ class TensorPlanned(Protocol):
     """A model that supports tensor parallelism."""
 
     def tensor_plan(self) -> dict[str, str]:
-        """Words for patterns of module names, as `distributed/tensor_parallel.py` knows them."""
+        """Return a style of `distributed/tensor_parallel.py` for each pattern of module names."""
 
 
 @runtime_checkable
@@ -92,4 +93,4 @@ class LanguageModel(Blocks, Initializable, Protocol):
         """Return the loss with labels, logits without."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward for one token of a row of `seq_len`, without recomputation."""
+        """Return the FLOPs of forward and backward for a token of a row of `seq_len`, without recomputation."""

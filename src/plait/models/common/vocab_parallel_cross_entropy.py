@@ -41,7 +41,7 @@ def sharded_linear_cross_entropy(
 ) -> Tensor:
     """Return what `chunked_linear_cross_entropy` returns, from this rank's rows of the weight; call it on all ranks.
 
-    Its gradient for `hidden` is this rank's part of a sum over `shard.group`, which the caller has to all-reduce.
+    Its gradient for `hidden` is this rank's term of a sum over `shard.group`: the caller has to all-reduce it.
     """
     total: Tensor = _ShardedLinearCrossEntropy.apply(hidden, weight, labels, rows, dtype, shard)  # type: ignore[no-untyped-call]
     return total
@@ -132,7 +132,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             total += losses.sum()
             if needed:
                 torch.mul(piece_grads, (labels[piece] != IGNORE_INDEX)[:, None], out=grads[piece])
-            del losses, piece_grads  # or two chunks would be held
+            del losses, piece_grads  # else two chunks would be in memory at the same time
         ctx.save_for_backward(grads)
         return total
 

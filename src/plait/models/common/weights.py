@@ -16,13 +16,16 @@ from plait.config import weight_map
 from plait.errors import ModelError
 
 Put = Callable[[str, Tensor], None]
-"""Takes a parameter's name in the model and its full tensor, and stores what this rank needs of it."""
+"""A function of a parameter's name in the model and its full tensor, which stores the part that this rank needs."""
 Translate = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-"""Maps one stored tensor to the model's: none, one or several. Must work on meta tensors too."""
+"""A function that converts one stored tensor to none, one or several of the model's. Must work on meta tensors too."""
 
 
 def weight_files(path: str | Path) -> dict[str, Path]:
-    """Return the file of each tensor in a folder, from the index or from the one `model.safetensors`."""
+    """Return the file of each tensor in a folder: from its index file, or its single `model.safetensors`.
+
+    Raise a `ModelError` if there is neither.
+    """
     folder = Path(path)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -50,8 +53,8 @@ def stream_weights(
 ) -> tuple[str, ...]:
     """Pass every tensor of a folder to `put`; return the names of parameters that the folder does not have.
 
-    All names and shapes are compared before the first tensor is read; a mismatch raises `ModelError` with a table.
-    `may_miss` are patterns of parameters that may be absent from the folder, `may_skip` of translated names that the
+    All names and shapes are compared before the first tensor is read; a mismatch raises a `ModelError` that lists them.
+    `may_miss` are patterns of parameters that the folder may lack; `may_skip` are patterns of translated names that the
     model may lack. At most one stored tensor is in memory at a time.
     """
     files = weight_files(path)
@@ -88,7 +91,7 @@ def stream_weights(
 
 
 def _expected(model: nn.Module) -> tuple[dict[str, torch.Size], dict[str, str]]:
-    """Shapes of parameters and persistent buffers under their first name, and the other names of tied ones."""
+    """Return the shapes of parameters and persistent buffers by name, and further names of tied ones → the first."""
     first: dict[int, str] = {}
     shapes, aliases = {}, {}
     state = model.state_dict(keep_vars=True)
@@ -124,19 +127,22 @@ def _table(problems: list[tuple[str, str]], limit: int = 20) -> str:
 
 
 class Made(NamedTuple):
-    """A tensor of one naming scheme, made of those of another: `make` of the full `sources`, meta tensors included."""
+    """How to compute a tensor of one naming scheme from those of another: call `make` with the tensors named `sources`.
+
+    `make` takes full (not sharded) tensors, and must work on meta tensors too.
+    """
 
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
 
 
 def same(tensor: Tensor) -> Tensor:
-    """The tensor itself, under another name."""
+    """Return the tensor itself: a `Made.make` for a tensor that only has another name."""
     return tensor
 
 
 def by_translation(translate: Translate, shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
-    """The tensors that `translate` makes of those with these names and shapes."""
+    """Return how to compute each tensor that `translate` gives for stored tensors of these names and shapes."""
     made: dict[str, Made] = {}
     for stored, shape in shapes.items():
         for index, (name, _) in enumerate(translate(stored, torch.empty(shape, device="meta"))):
