@@ -1,12 +1,14 @@
-"""The heartbeat that a rank writes: its phase whenever it changes, collectives and memory a few times per second.
+"""The heartbeat that a rank writes for the launcher: a small file with its phase, last collective and memory.
+
+The phase is written whenever it changes, the rest a few times per second.
 
 [Note: the last collective]
 Torch's flight recorder knows which collective a rank began last, whatever called it: gradient buckets, `fully_shard`,
-DTensor, the user's own code. No function of torch is wrapped. A thread reads it at fixed times of the clock, so that
-the samples of all ranks are of the same moment and can be compared; in a rank that hangs the thread still runs, because
-waiting for a collective releases the interpreter lock. The launcher enables the recorder with a small ring buffer
-(`TORCH_FR_BUFFER_SIZE`). Without it, phases alone are known. Point-to-point messages are recorded where they are waited
-for ([Note: messages that nobody records]).
+DTensor, the user's own code. So no function of torch has to be wrapped. A thread reads the recorder at multiples of a
+fixed interval of the clock, so that all ranks are sampled at the same time and can be compared. In a rank that hangs
+the thread still runs, because waiting for a collective releases the interpreter lock. The launcher enables the recorder
+with a small ring buffer (`TORCH_FR_BUFFER_SIZE`); without it, only phases are known. Point-to-point messages are
+recorded by the code that waits for them ([Note: messages that nobody records]).
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ from plait.launch import heartbeat as layout
 from plait.torch_internals import flight_recorder
 
 # [Note: messages that nobody records]
-# torch's flight recorder knows the collectives of every backend, but point-to-point messages only over NCCL. A rank
-# that waits for one over gloo would seem to compute, and a run that hangs to be busy. So code of Plait that sends
-# messages waits for them with `wait_for`, which records that for as long as it takes: two stores into a table, one per
-# process as the recorder is, with a row for each thread.
+# torch's flight recorder records the collectives of every backend, but point-to-point messages only over NCCL. A rank
+# that waits for a message over gloo would look as if it computed, and a run that hangs as if it were busy. So code of
+# Plait that sends messages waits for them with `wait_for`, which writes into the table `_waits` while it waits. There
+# is one table per process, as there is one recorder, with an entry for each thread that waits.
 
 
 _waits: dict[int, tuple[float, str]] = {}
-"""Thread → (since when it has waited, for what)."""
+"""Id of a thread → (time since when it has waited, what it waits for)."""
 
 
 def wait_for(works: Iterable[dist.Work | None], what: str) -> None:
-    """Wait until all of these messages were sent or received; `what` they are, in a few words."""
+    """Wait until all of these messages are sent or received; `what` describes them for the failure report."""
     thread = threading.get_ident()
     _waits[thread] = time.time(), what
     try:
@@ -55,23 +57,25 @@ def wait_for(works: Iterable[dist.Work | None], what: str) -> None:
 
 
 def longest_wait() -> tuple[float, str] | None:
-    """Of all threads the longest wait: since when, and for what. None where no thread waits."""
+    """Return the longest wait of all threads: since when, and for what; None if no thread waits."""
     return min(_waits.copy().values(), default=None)
 
 
 _INTERVAL_S = 0.25
 _JOIN_S = 1.0
 _TIME_SHARE = 0.005
-"""The share of a rank's time that reading may take; with a long recorder the interval grows."""
+"""The fraction of a rank's time that sampling may take. If reading a long flight recorder takes more, the interval
+grows."""
 
 
 class Heartbeat:
-    """What this rank does, for the launcher's failure page. Without a launcher it is in memory that nothing reads.
+    """Writes what this rank does to a file that the launcher reads for its failure report.
 
-    On `STACK_SIGNAL`, and before a crash, the stacks of all threads are written to a file beside it.
+    Without a launcher it writes to memory that nothing reads. On `STACK_SIGNAL`, and before a crash, the stacks of all
+    threads are written to a second file in the same folder.
 
-    A process may have several, one per world that it opens: actor, critic, reference, reward. They write to the one
-    file of their rank, which none of them truncates while another has it mapped, and one thread observes for all.
+    A process may have several heartbeats, one per world that it opens: actor, critic, reference, reward. They share the
+    file of their rank and the thread that samples; none of them truncates the file while another has it mapped.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0, *, timeout_s: float = 0.0) -> None:
@@ -85,12 +89,12 @@ class Heartbeat:
 
     @property
     def is_read(self) -> bool:
-        """Whether a launcher reads it."""
+        """Whether a launcher reads this heartbeat."""
         return self._path is not None
 
     @property
     def phase(self) -> Phase:
-        """The current phase, as far as it was entered. An engine enters none while nothing reads them."""
+        """The phase that was entered last. An engine enters none if no launcher reads them (`is_read`)."""
         return layout.phase_in(self._map)
 
     def enter(self, phase: Phase, step: int) -> None:
@@ -98,19 +102,19 @@ class Heartbeat:
         layout.put_now(self._map, layout.NOW_AT, time.time(), step, layout.NUMBER[phase])
 
     def set_report_folder(self, folder: str) -> None:
-        """Record the folder for a failure report."""
+        """Record the folder to which the launcher writes a failure report."""
         layout.put_folder(self._map, folder)
 
     def set_possible_sizes(self, sizes: Iterable[int]) -> None:
-        """Record with how many ranks this run could be resumed."""
+        """Record the numbers of ranks with which the launcher may resume this run."""
         layout.put_sizes(self._map, sizes)
 
     def start_observer(self, device: torch.device) -> None:
-        """Begin to sample collectives and memory, until `close`; nothing without a launcher."""
+        """Begin to sample collectives and memory, until `close`; without a launcher, do nothing."""
         if self._path is not None:
             self._observer = _Observer.of(self._path, device, self._map)
             self._observer.users.append(self)
-            atexit.register(self.close)  # a thread inside of torch must not meet the end of the interpreter
+            atexit.register(self.close)  # the thread must not run in torch while the interpreter shuts down
 
     def close(self) -> None:
         """Stop sampling, unless another heartbeat of this rank is still open. The file stays for the launcher."""
@@ -137,7 +141,7 @@ class _Observer:
 
     @classmethod
     def of(cls, path: Path, device: torch.device, beat: mmap.mmap) -> _Observer:
-        """The observer of this file and device."""
+        """Return the observer of this file and device; start one if there is none."""
         if (path, device) not in _OBSERVERS:
             _OBSERVERS[path, device] = cls((path, device), beat)
         return _OBSERVERS[path, device]
@@ -154,13 +158,13 @@ class _Observer:
         while not stopped:
             stopped = self._stop.wait(
                 interval - time.time() % interval
-            )  # sampled once more then: what was waited for may have arrived
+            )  # after `stop`, sample once more: the pending collective may be complete by then
             start = time.perf_counter()
             if recorder is not None:
                 try:
                     state.update(json.loads(recorder(True, False)).get("entries", ()))
                 except (KeyError, TypeError, ValueError):
-                    recorder = None  # the format of another torch version: phases alone are reported
+                    recorder = None  # the format of another torch version: from now on only phases and memory
                     continue
                 state.wait(longest_wait())
                 tick = round(time.time() / _INTERVAL_S)
@@ -174,7 +178,7 @@ class _Observer:
 
 
 class _FlightRecorderState:
-    """What the flight recorder has shown so far."""
+    """The last or pending collective, and the number of collectives, according to the flight recorder."""
 
     def __init__(self) -> None:
         self.name, self.called, self.pending = "", 0.0, False
@@ -182,7 +186,10 @@ class _FlightRecorderState:
 
     @property
     def count(self) -> int:
-        """Collectives of all groups, without point-to-point messages, in which other ranks have no part."""
+        """The number of collectives of all groups.
+
+        Without point-to-point messages, whose numbers differ between ranks.
+        """
         return sum(self._counts.values())
 
     def update(self, entries: Iterable[dict[str, Any]]) -> None:
@@ -193,7 +200,7 @@ class _FlightRecorderState:
         self.pending = False
         if not entries:
             return
-        # The oldest one that is not complete, or else the last: later ones may be queued behind it.
+        # The oldest collective that is not complete, since later ones may be queued behind it; else the last one.
         waiting = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
         last = waiting[0] if waiting else entries[-1]
         shape = "×".join(map(str, last["input_sizes"][0])) if last["input_sizes"] else ""
@@ -201,16 +208,17 @@ class _FlightRecorderState:
         self.called, self.pending = last["time_created_ns"] / 1e9, bool(waiting)
 
     def wait(self, message: tuple[float, str] | None) -> None:
-        """Take a point-to-point message for what the rank waits for, unless it waits for a collective."""
+        """Record that the rank waits for this point-to-point message, unless it waits for a collective."""
         if message is not None and not self.pending:
             self.called, self.name = message
             self.pending = True
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Map a file whose blocks are all allocated: a store into a mapped page without disk space kills the process.
+    """Create and map the heartbeat's file; raise `WorldError` if that fails.
 
-    It is never truncated: another thread of this process may be writing to it.
+    All its blocks are allocated first, since a write to a mapped page without disk space kills the process. The file is
+    never truncated, since another thread of this process may be writing to it.
     """
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -228,7 +236,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 @cache
 def _dump_stacks_into(path: Path) -> None:
-    """On the launcher's signal, and before a crash, write the stacks of all threads to a file."""
+    """Write the stacks of all threads to a file whenever the launcher's signal arrives, and before a crash."""
     stacks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(layout.STACK_SIGNAL, file=stacks, all_threads=True)
     if not faulthandler.is_enabled():
@@ -236,7 +244,7 @@ def _dump_stacks_into(path: Path) -> None:
 
 
 def open_heartbeat(rank: int, device: torch.device, timeout_s: float) -> Heartbeat:
-    """The heartbeat of this rank, in the file that the launcher reads."""
+    """Return the heartbeat of this rank, with a running observer; its file is in the launcher's folder, if any."""
     name = os.environ.get(layout.FOLDER_VARIABLE)
     folder = Path(name) if name is not None and Path(name).is_dir() else None
     heartbeat = Heartbeat(folder, rank, timeout_s=timeout_s)

@@ -1,9 +1,9 @@
 """Meta-device initialization: from a model without storage to one with initial values, on each rank.
 
 [Note: initial values do not depend on the layout]
-Every module's values are a pure function of (seed, module name): each rank makes the full tensors of one
-module at a time, from that seed, and keeps its shards. So any layout starts from the same weights, and no rank
-holds more than one module beyond its own shards.
+The initial values of a module depend only on the seed and the module's name. Each rank computes the full tensors of one
+module at a time, from that seed, and keeps its shards. So any layout starts from the same weights, and besides its
+shards a rank holds the full tensors of at most one module.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from plait.torch_internals import gradient_hooks_of, storage_key
 
 # What the author of a model attached to its parameters: hooks, attributes, references.
 #
-# Techniques replace parameters: meta tensors by real ones, full tensors by DTensors. Attributes are copied. A gradient
-# hook belongs to autograd and cannot be copied, and a list or a closure that holds the old tensor keeps it. Such a
-# model is built on a real device, and refused where its parameters would be replaced.
+# Parameters are replaced: meta tensors by real ones, and full tensors by DTensors when they are sharded. Attributes are
+# copied to the new parameters. A gradient hook cannot be copied, and a list or closure that holds the old tensor would
+# not get the new one. A model with either is built on a real device, and a strategy that replaces its parameters raises
+# an error.
 
 
 Attributes = Mapping[str, Mapping[str, Any]]
-"""The attributes of each parameter, by name."""
+"""Parameter name → attribute name → value."""
 _OF_A_MODULE = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def param_attributes(model: nn.Module) -> Attributes:
-    """The attributes that the parameters of a model were given, such as `param.no_weight_decay = True`."""
+    """Return the attributes that were set on the parameters of a model, such as `param.no_weight_decay = True`."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: dict(vars(param)) for name, param in named if not is_lazy(param) and vars(param)}
 
 
 def restore_attributes(model: nn.Module, attributes: Attributes) -> None:
-    """Set attributes on the parameters that have replaced those of the same names."""
+    """Set the attributes that `param_attributes` returned on the parameters that now have these names."""
     for name, param in model.named_parameters(remove_duplicate=False) if attributes else ():
         for key, value in attributes.get(name, {}).items():
             vars(param).setdefault(key, value)
 
 
 def gradient_hooks(model: nn.Module) -> dict[str, str]:
-    """The parameters with gradient hooks, each with the name of its first hook."""
+    """Return the parameters with gradient hooks: parameter name → name of its first hook."""
     first_hooks: dict[str, str] = {}
     for name, param in model.named_parameters():
         for hook in gradient_hooks_of(param):
@@ -63,7 +64,7 @@ def gradient_hooks(model: nn.Module) -> dict[str, str]:
 
 
 def why_not_on_meta(model: nn.Module) -> str | None:
-    """Why a model on the meta device would lose something when it is given storage; None where it would not."""
+    """Return what a model on the meta device would lose when it is given storage, as a reason; None if nothing."""
     for name, hook in gradient_hooks(model).items():
         return f"the parameter {name!r} has a gradient hook ({hook})"
     shared = find_shared_storage(model)
@@ -75,7 +76,10 @@ def why_not_on_meta(model: nn.Module) -> str | None:
 
 
 def find_shared_storage(model: nn.Module, *, buffers: bool = True) -> tuple[str, str] | None:
-    """Two tensors of a model that share a storage without being one; with `buffers`, also where both are buffers."""
+    """Return the names of two tensors of a model that are views of one storage; None if there are none.
+
+    Without `buffers`, two buffers that share a storage are not reported.
+    """
     owners: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor) or type(tensor) not in (Tensor, nn.Parameter):
@@ -87,10 +91,10 @@ def find_shared_storage(model: nn.Module, *, buffers: bool = True) -> tuple[str,
 
 
 def unregistered_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a model holds without registering them as parameters or buffers, and where.
+    """Yield (path, tensor) for tensors that a model holds without registering them as parameters or buffers.
 
-    Attributes of modules and of parameters, containers, closures, partial functions and modules that are not
-    registered are searched; other objects are not.
+    It searches attributes of modules and of parameters, containers, closures, partial functions and modules that are
+    not registered, but no other objects.
     """
     registered = {id(module) for module in model.modules()}
     seen: set[int] = set()
@@ -137,26 +141,27 @@ def _inside(value: Any) -> Sequence[Any]:
 # What initializes a model that was built on the meta device.
 #
 # [Note: when a model may be built without values]
-# On the meta device a constructor runs, but its values are lost. So a model may be built there only if something else
-# makes such values again, module by module. That is, in this order:
-# - its own `init_weights(module)`, if it fills every tensor;
-# - the operations of its constructor, repeated ([Note: the constructor is the initializer], `deferred_init.py`), then
-#   its `init_weights(module)`, if it has one;
-# - of a model that was passed as an object, whose constructor was not recorded: each module's `reset_parameters`.
-# `init_weights` is not used where it would lose something: where the constructor wrote tensors into what it fills, or
-# wrote over what it had written, as those do that give some weights another deviation at the end. Where none of these
-# works, or the model has something that would stay on the meta device (a gradient hook, a tensor that is neither a
-# parameter nor a buffer: `why_not_on_meta`), the model is built on a real device.
+# On the meta device a constructor runs, but the values that it computes are lost. So a model may be built there only if
+# an initializer can compute these values later, module by module. The first of these that applies is used:
+# - the model's own `init_weights(module)`, if it fills every tensor;
+# - the recorded operations of its constructor, repeated ([Note: the constructor is the initializer],
+#   `deferred_init.py`), then its `init_weights(module)`, if it has one;
+# - for a model that was passed as an object, whose constructor was not recorded: each module's `reset_parameters`, then
+#   its `init_weights(module)`, if it has one.
+# `init_weights` is not used if it would overwrite values that only the constructor sets: values computed from other
+# tensors, or a second initialization by the constructor (many models initialize some weights again at the end, with
+# another standard deviation). If none of these applies, or the model has a gradient hook, or a tensor that is neither a
+# parameter nor a buffer and so would stay on the meta device (`why_not_on_meta`), it is built on a real device.
 
 
 Initializer = Callable[[nn.Module], None]
 Writes = list[tuple[Tensor, list[RecordedOperation]]]
-"""Tensors of a model, and the operations that wrote into each."""
+"""Each tensor of a model, with the operations that wrote to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitializerChain:
-    """Two initializers of one model, the second after the first."""
+    """An initializer that calls two others, one after the other."""
 
     first: Initializer
     second: Initializer
@@ -168,7 +173,7 @@ class InitializerChain:
 
 
 def find_initializer(model: nn.Module, built: ConstructionRecord | None = None) -> Initializer | None:
-    """What sets the values of one module of a model on the meta device, or None where it must be built on a real one.
+    """Return a function that sets the values of one module; None if the model must be built on a real device.
 
     `built` is the record of the model's construction, if there is one.
     See [Note: when a model may be built without values].
@@ -177,10 +182,10 @@ def find_initializer(model: nn.Module, built: ConstructionRecord | None = None) 
         return None
     declared = _declared(model)
     if built is None:
-        # Many write `init_weights` for the modules they care about, and leave the rest as torch makes them.
+        # The `init_weights` of many models sets only some modules, and leaves the others as torch initializes them.
         candidates = (_reset,) if declared is None else (declared, InitializerChain(_reset, declared))
         return next((initializer for initializer in candidates if _fills(_writes(model, initializer))), None)
-    # Both come before `init_weights` is tried, which may replace storages.
+    # Computed before `init_weights` is tried (`_writes`), which may replace storages.
     replay, before = find_replay(model, built), {id(tensor): built.writes_to(tensor) for tensor in _all_tensors(model)}
     writes = None if declared is None else _writes(model, declared)
     if declared is None or writes is None or any(_loses(before[id(tensor)], written) for tensor, written in writes):
@@ -206,7 +211,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _writes(model: nn.Module, initializer: Initializer) -> Writes | None:
-    """What an initializer writes into each tensor, for the first module that has it; None where it fails."""
+    """Return what an initializer writes to each tensor, called for the first module that has it; None if it fails."""
     writes: Writes = []
     seen: set[int] = set()
     for module in model.modules():
@@ -228,7 +233,10 @@ def _fills(writes: Writes | None) -> bool:
 
 
 def _loses(before: list[RecordedOperation], written: list[RecordedOperation]) -> bool:
-    """Whether an initializer would overwrite something that only the constructor wrote."""
+    """Return whether an initializer's writes to a tensor (`written`) would lose values of the constructor (`before`).
+
+    They do if the constructor computed values from other tensors, or if it did the same writes and then others.
+    """
     if not written:
         return False
     from_tensors = any(
@@ -248,9 +256,10 @@ def _all_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def give_storage(model: nn.Module, device: torch.device, *, then: Callable[[nn.Module], None] | None = None) -> None:
-    """Allocate every tensor that is still on the meta device, keeping tied parameters and shared buffers tied.
+    """Allocate every tensor of a model on `device`, uninitialized; tied parameters and shared buffers stay tied.
 
-    Of a sharded model `then` may free each unit's memory again, before the next unit is allocated.
+    In a sharded model, `then` is called for each FSDP module after its tensors are allocated, before those of the next:
+    it may free the memory again.
     """
     ties: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
@@ -272,13 +281,13 @@ def give_storage(model: nn.Module, device: torch.device, *, then: Callable[[nn.M
 
 
 def _modules_of_unit(unit: nn.Module) -> list[nn.Module]:
-    """The modules of a unit that are not in another unit inside it; the unit itself last."""
+    """Return the modules of an FSDP module that are not in another FSDP module inside it; the module itself is last."""
     inner = [module for child in unit.children() if not hasattr(child, "unshard") for module in _modules_of_unit(child)]
     return [*inner, unit]
 
 
 Keep = Callable[[nn.Parameter, torch.Tensor], bool]
-"""(parameter, its full values in fp32) → whether the parameter itself need not be filled."""
+"""(parameter, its full initial values, in fp32 for 16-bit parameters) → True if the parameter need not be filled."""
 
 
 def initialize(
@@ -290,7 +299,11 @@ def initialize(
     keep: Keep | None = None,
     buffers_only: bool = False,
 ) -> None:
-    """Set all initial values; see [Note: initial values do not depend on the layout]."""
+    """Set all initial values; see [Note: initial values do not depend on the layout].
+
+    `keep`, if given, gets the full values of each parameter; those for which it returns True are not filled. With
+    `buffers_only`, parameters keep their values.
+    """
     done: set[int] = set()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         for name, module in model.named_modules():
@@ -311,7 +324,7 @@ def _initialize_module(
     device: torch.device,
     keep: Keep | None,
 ) -> None:
-    """Fill the `fresh` parameters of one module; it shares the others with an earlier module."""
+    """Fill the `fresh` parameters of one module; the others are left, since an earlier module shares them."""
     # A parameter that is not sharded is filled in place.
     in_place = {key for key in fresh if keep is None and _is_whole(held[key], device)}
     full = {
@@ -346,13 +359,13 @@ def _wide(param: nn.Parameter, keep: Keep | None) -> torch.dtype:
 
 
 def assign_full_tensor(param: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy a full tensor into a parameter, of which this rank may hold only a shard."""
+    """Copy a full tensor into a parameter; if the parameter is sharded, only this rank's part."""
     with torch.no_grad():
         to_local(param).copy_(local_shard_of(param, full))
 
 
 def local_shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a full tensor, with the placements of `param`. Call it without gradients enabled."""
+    """Return this rank's shard of a full tensor, by the placements of `param`. Call it under `torch.no_grad()`."""
     if not is_sharded(param):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -368,7 +381,7 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def copy_from_main(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make every rank's parameters and buffers those of rank 0, tensor by tensor."""
+    """Copy rank 0's parameters and buffers to every rank, tensor by tensor; a collective of the group."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             staged = tensor.detach().to(device).contiguous()

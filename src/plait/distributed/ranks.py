@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all processes of the run."""
+    """The rank of this process, and what else the launcher says about the run."""
 
     rank: int
     size: int
@@ -25,18 +25,21 @@ class Ranks:
     launcher: str
     """`torchrun`, `slurm`, `mpi`, or `none`."""
     address: str = "127.0.0.1"
-    """Where rank 0 listens."""
+    """The host where rank 0 listens."""
     port: int = 0
     attempt: int = 0
     """How often the launcher has restarted these ranks after a failure."""
     most: int = 0
-    """The most ranks with which it may restart them; 0: it will not."""
+    """The largest number of ranks with which the launcher may restart the run; 0: it does not restart."""
     split: int = 1
-    """Into how many pieces micro-batches are split, since larger ones did not fit into memory before."""
+    """The number of parts that each micro-batch is split into; above 1 after an attempt that ran out of memory."""
 
 
 def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
-    """Read the ranks from the environment of torchrun, Slurm or MPI; one process without any of them."""
+    """Return the ranks from the environment of torchrun, Slurm or MPI; without any of these, a single process.
+
+    Raise `WorldError` if the environment contradicts itself.
+    """
     env = os.environ if env is None else env
     ranks = _detect(env)
     if not 0 <= ranks.rank < ranks.size:
@@ -55,7 +58,7 @@ def detect_ranks(env: Mapping[str, str] | None = None) -> Ranks:
 def _detect(env: Mapping[str, str]) -> Ranks:
     if "RANK" in env:
         return _from_torchrun(env)
-    # Inside a batch script SLURM_PROCID is set although srun started nothing; only a step has this one.
+    # SLURM_PROCID is also set in a batch script, outside of srun; SLURM_STEP_NUM_TASKS only in processes of srun.
     if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
         return _from_slurm(env)
     for names in _MPI_FLAVOURS:
@@ -143,10 +146,10 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, str, str, str]) -> Ranks
 
 
 def _mpi_port(env: Mapping[str, str], *, one_host: bool) -> int:
-    """A port that all ranks can compute without communication."""
+    """Return a port that all ranks compute alike, without communication."""
     if "PMIX_NAMESPACE" in env:
         return _job_port(env["PMIX_NAMESPACE"])
-    # The ranks of one host share mpirun as parent; those of several hosts need a fixed number.
+    # On one host all ranks have the same parent process, mpirun. On several hosts only a fixed port is known to all.
     return _job_port(str(os.getppid())) if one_host else DEFAULT_PORT
 
 
@@ -156,8 +159,8 @@ def _job_port(job: str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],cpu1` → `gpu07`."""
-    # Of each bracket, everything from the first comma or dash on is dropped; then the next name begins at a comma.
+    """Return the first host of a Slurm node list: `gpu[07-09,12],cpu1` → `gpu07`."""
+    # In each bracket, keep only what is before the first comma or dash. The other commas then separate host names.
     host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodelist).partition(",")[0].strip()
     if not re.fullmatch(r"[^\s\[\]]+", host):
         raise WorldError(f"cannot read the first host of the Slurm node list {nodelist!r}; set MASTER_ADDR")
@@ -170,9 +173,10 @@ _ACCELERATE = "ACCELERATE_"
 
 
 def accelerate_environment() -> dict[str, str]:
-    """The variables of `accelerate launch`, without their prefix; empty where another launcher has started us.
+    """Return the variables of `accelerate launch`, without their prefix; empty under another launcher.
 
-    That launcher always sets a mixed precision; other variables with the prefix are set by Accelerate itself as well.
+    It is recognized by ACCELERATE_MIXED_PRECISION, which it always sets. Other variables with the prefix are no sign of
+    it: the library Accelerate sets some too.
     """
     if f"{_ACCELERATE}MIXED_PRECISION" not in os.environ:
         return {}

@@ -1,4 +1,4 @@
-"""Random numbers: seeds, deterministic mode, and the state that a checkpoint carries."""
+"""Random numbers: seeds, deterministic mode, and the generators' state that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed Python, NumPy and torch. Ranks differ, so that dropout does; initialisation has seeds of its own."""
+    """Seed the generators of Python, NumPy and torch with a number that depends on `seed` and `rank`.
+
+    So dropout differs between ranks. Initial weights do not depend on it: they have seeds of their own.
+    """
     value = (seed * 1_000_003 + rank) % 2**32
     random.seed(value)
     np.random.seed(value)  # users' datasets draw from the legacy generator
@@ -18,14 +21,14 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def make_deterministic() -> None:
-    """Ask torch for the same bits every time; operations without such a version raise."""
+    """Use torch's deterministic algorithms only; operations that have none raise an error."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of every generator of this rank, as tensors."""
+    """Return the state of every generator of this rank, as tensors."""
     generator, key, position, gaussian, cached = np.random.get_state()
     assert generator == "MT19937"
     version, internal, gauss = random.getstate()

@@ -1,9 +1,9 @@
-"""Sequence tiling (tiled MLP, as in ALST): layers that work on each token alone, computed for some tokens at a time.
+"""Sequence tiling (tiled MLP, as in ALST): token-wise layers, computed for some tokens (a *tile*) at a time.
 
-[Note: tiles of tokens] Between its two linear maps a feed-forward layer is several times as wide as the model, so in
-long sequences its hidden activations are the largest that a block saves. In tiles they never exist all at once: the
-forward pass keeps only each tile's input, and the backward pass recomputes one tile at a time. The results are those of
-the untiled layer; the gradients of its weights are sums over tiles, added in their own dtype.
+[Note: tiles of tokens] The hidden activations of a feed-forward layer are several times as wide as the model, so in
+long sequences they are the largest that a block saves. With tiles, they never exist for all tokens at once: the forward
+pass saves only each tile's input, and the backward pass recomputes one tile at a time. The results are those of the
+untiled layer; the gradients of its weights are summed over tiles, in the dtype of the gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _PATH = "strategy.tiles.names"
 
 
 def tile_sequence(model: nn.Module, config: TilesConfig) -> list[str]:
-    """Compute the layers that `config` names in tiles; returns their names.
+    """Make the layers that `config` names compute in tiles; return their names.
 
-    Their `forward` is replaced, so no parameter changes its name.
+    Their `forward` is replaced, so no parameter changes its name. A pattern that matches nothing raises a
+    `ConfigError`.
     """
     chosen: dict[str, nn.Module] = {}
     problems = []
@@ -39,7 +40,7 @@ def tile_sequence(model: nn.Module, config: TilesConfig) -> list[str]:
         chosen |= matches
     if problems:
         raise ConfigError(problems)
-    # Of nested modules the outermost: the others would be tiled twice.
+    # Of nested modules only the outermost: inner ones would be tiled twice.
     outermost = {name: m for name, m in chosen.items() if not any(name.startswith(f"{other}.") for other in chosen)}
     for name, module in outermost.items():
         _tile(module, name, config.tokens)
@@ -64,7 +65,8 @@ def _tile(module: nn.Module, name: str, tokens: int) -> None:
         return torch.cat([checkpoint(alone, piece, use_reentrant=False) for piece in pieces], dim=-2)
 
     def alone(piece: Tensor) -> Any:
-        # Layers may join rows and tokens with `view`. Copied here, so that what is saved is a view of `x`.
+        # Layers may flatten rows and tokens with `view`, which needs a contiguous tensor. The copy is made inside of
+        # the checkpointed function, so that checkpointing saves `piece`, a view of `x`, and not the copy.
         return forward(piece.contiguous())
 
     module.forward = tiled
@@ -72,11 +74,15 @@ def _tile(module: nn.Module, name: str, tokens: int) -> None:
 
 @on_fake_tensors(lambda x, module, forward, name, tokens: False)
 def _check(x: Tensor, module: nn.Module, forward: Any, name: str, tokens: int) -> bool:
-    """Check, at the first call, that a token's result does not depend on other tokens; whether that was possible."""
+    """Raise a `ModelError` if a token's result depends on other tokens; called before the first tiled call.
+
+    Return True: it was checked. The stand-in for fake tensors, which have no values to compare, returns False.
+    """
     training = {submodule: submodule.training for submodule in module.modules()}
     module.eval()  # dropout depends on the number of tokens
     try:
-        # Selective checkpointing counts the operations of the forward pass, and the backward pass does not repeat this.
+        # Without dispatch modes: selective checkpointing counts the operations of the forward pass, and the
+        # recomputation does not run this check.
         with torch.no_grad(), disable_current_modes():
             alone, among = forward(x[..., :tokens, :].contiguous()), forward(x)
     finally:

@@ -1,8 +1,8 @@
-"""When unsharded parameters of FSDP modules exist between steps, and who sees them.
+"""When the unsharded parameters of FSDP modules are gathered, freed and kept between steps.
 
-`fully_shard` gathers them when the model runs, and puts them in the place of the shards. Below stage 3 they stay until
-the last backward pass of a step. Nothing but the shards is updated, saved and loaded. Every engine asks here, also
-without FSDP, so this file does not import `torch.distributed.fsdp`.
+`fully_shard` all-gathers parameters when the model runs, and registers them on the modules in place of the shards.
+Below ZeRO stage 3 they stay until the last backward pass of a step. The optimizer and checkpoints only use the shards.
+Engines use this file also without FSDP, so it does not import `torch.distributed.fsdp`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class UnshardedParams:
         self._model = model
         self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
         self.kept = False
-        """Whether parameters are unsharded between steps, too."""
+        """Whether parameters stay unsharded between steps."""
 
     def keep(self) -> None:
         """Keep parameters unsharded between steps from now on; every rank must call it.
 
-        `state_dict` then returns them, on any rank alone: what the model computes with, in its dtype. What is written
-        into them is lost with the next update.
+        `state_dict` then returns the full parameters in the compute dtype, and a single rank may call it. Values that
+        are written into them are lost with the next optimizer step.
         """
         if not self._modules:
             return
@@ -60,10 +60,10 @@ class UnshardedParams:
         self.refresh()
 
     def expect_backward(self, loss: Tensor) -> None:
-        """A backward pass begins at this loss: complete the gradients of all modules at its end.
+        """Make the backward pass of this loss end with FSDP's final callback, which reduces all gradients.
 
-        torch learns of a pass from the outputs of its modules. A loss may come from a module that was called by
-        itself, of which torch knows nothing; the gradients would stay where they are, and be lost.
+        FSDP queues this callback from hooks on the outputs of the root module. If the loss comes from a submodule that
+        was called directly, there are no such hooks, and without this method the gradients would not be reduced.
         """
         state = fsdp_state(self._modules[0]) if self._modules else None
         if state is not None and fsdp_is_root(state) and loss.requires_grad:
@@ -71,7 +71,7 @@ class UnshardedParams:
             loss.register_hook(lambda _grad: finish())  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
-        """The shards have changed: free what was gathered before, and gather it again where it is kept."""
+        """Call this after the shards have changed: free unsharded parameters; gather them again if they are kept."""
         if not self._modules:
             return
         self._reshard()
@@ -80,16 +80,18 @@ class UnshardedParams:
                 module.unshard()
 
     def reshard(self) -> None:
-        """Free the unsharded parameters that a forward pass without a backward pass has left, unless they are kept.
+        """Free the unsharded parameters that a forward pass without a backward pass leaves, unless they are kept.
 
-        They would hide the shards, and the next step would use them even if the shards have changed since.
+        Otherwise the modules would hold them in place of the shards, and the next step would compute with them even if
+        the shards have changed since.
         """
         if not self.kept:
             self._reshard()
 
     def _reshard(self) -> None:
         for group in self._groups():
-            # Prefetched for a module that did not come next: it would arrive later, with old values.
+            # An all-gather that was prefetched for a module that then did not run: if it stayed pending, the next
+            # forward pass would use its old values.
             if fsdp_has_all_gather_result(group):
                 fsdp_wait_for_unshard(group)
         for module in self._modules:
@@ -97,7 +99,7 @@ class UnshardedParams:
 
     @contextmanager
     def shards_shown(self) -> Iterator[None]:
-        """Until the block ends, the modules hold the shards; the model must not run."""
+        """Return a context in which the modules hold the shards; the model must not run in it."""
         unsharded = [
             (param, fsdp_module_param(param))
             for group in self._groups()

@@ -16,7 +16,7 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True, slots=True)
 class WrapUnit:
-    """A submodule and its name in the model."""
+    """A submodule that is wrapped as one, and its name in the model."""
 
     name: str
     module: nn.Module
@@ -24,17 +24,17 @@ class WrapUnit:
 
 @runtime_checkable
 class HasRootParameters(Protocol):
-    """A model whose forward uses parameters of its modules itself, besides calling the modules."""
+    """A model whose forward itself reads parameters of its submodules, besides calling the submodules."""
 
     def root_parameters(self) -> Sequence[Tensor]:
-        """Those parameters."""
+        """Return the parameters of submodules that the model's own forward reads."""
 
 
 def find_wrap_units(model: nn.Module, wrap: WrapConfig) -> list[WrapUnit]:
-    """The units of a model: those that `wrap` selects, else the model's own blocks, else repeated layers.
+    """Return the wrap units of a model: those that `wrap` selects, else its `block_classes`, else repeated layers.
 
-    Units are never nested, and none holds a parameter that is also used outside of it: such a parameter belongs to
-    the root, where all its users can see it.
+    Units are never nested. A module with a parameter that is also used outside of it does not become a unit: the root
+    unshards that parameter, so that all its users can read it.
     """
     if wrap.classes or wrap.names:
         chosen = _by_class_or_name(model, wrap)
@@ -58,7 +58,7 @@ def _by_class_or_name(model: nn.Module, wrap: WrapConfig) -> list[WrapUnit]:
         if _is_called(module):
             chosen.append(WrapUnit(name, module))
         elif not any(_inside(name, inner, wrap.names) for inner, _ in module.named_modules()):
-            # A container is never called itself, so hooks around its call would not run.
+            # A container such as `nn.ModuleList` is never called itself, so FSDP's forward hooks on it would not run.
             problems.append(
                 Problem(
                     f"strategy.wrap.{'names' if matches & set(wrap.names) else 'classes'}",
@@ -95,7 +95,7 @@ def _examples(model: nn.Module) -> list[str]:
 
 
 def _by_size(model: nn.Module, min_params: int) -> list[WrapUnit]:
-    """Children first: a module becomes a unit when its parameters outside of smaller units are large enough."""
+    """Return the modules with at least `min_params` parameters, not counting those of units inside them."""
     chosen: list[WrapUnit] = []
 
     def add_units(name: str, module: nn.Module) -> int:
@@ -141,8 +141,8 @@ def _topmost(units: list[WrapUnit]) -> list[WrapUnit]:
 
 
 def _without_shared_parameters(model: nn.Module, units: list[WrapUnit]) -> list[WrapUnit]:
-    # A parameter that one unit holds under two names is fine; one that two units, or a unit and the root, hold is
-    # not. So count owners, not names. They may also share the module that holds it.
+    # A unit may hold a parameter under two names. Units are dropped if they share a parameter with another unit or with
+    # the root, directly or through a shared module. So count the owners of each parameter: units by index, -1 the root.
     owners: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for parameter in unit.module.parameters():
@@ -150,7 +150,7 @@ def _without_shared_parameters(model: nn.Module, units: list[WrapUnit]) -> list[
     for module in _outside(model, {id(unit.module) for unit in units}):
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(-1)
-    # What the root passes from one module to another is used outside of both.
+    # Parameters that the root's own forward reads are used outside of the unit that holds them.
     for param in model.root_parameters() if isinstance(model, HasRootParameters) else ():
         owners.setdefault(id(param), set()).add(-1)
     shared = {index for indices in owners.values() if len(indices) > 1 for index in indices}
@@ -158,7 +158,7 @@ def _without_shared_parameters(model: nn.Module, units: list[WrapUnit]) -> list[
 
 
 def _outside(model: nn.Module, units: set[int]) -> list[nn.Module]:
-    """The modules that can be reached without going through a unit; a unit may hold some of them as well."""
+    """Return the modules that can be reached from the model without passing a unit; units may hold them as well."""
     outside: dict[int, nn.Module] = {}
     pending = [model]
     while pending:
@@ -170,7 +170,7 @@ def _outside(model: nn.Module, units: set[int]) -> list[nn.Module]:
 
 
 def first_input(inputs: Any) -> Any:
-    """The first value of a mapping or sequence; anything else as it is. With that an `nn.Sequential` is called."""
+    """Return the first value of a mapping, list or tuple, anything else unchanged: the input of an `nn.Sequential`."""
     if isinstance(inputs, Mapping):
         return next(iter(inputs.values()))
     return inputs[0] if isinstance(inputs, (tuple, list)) else inputs
