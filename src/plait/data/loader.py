@@ -476,7 +476,7 @@ class RankLoader:
         seed: int,
         split: bool = False,
     ) -> RankLoader:
-        """Load the dataset of a torch DataLoader with its settings, in Plait's sample order.
+        """Return a loader for the dataset of a torch DataLoader, with its settings, in Plait's sample order.
 
         `batch.micro` must be the DataLoader's batch size (see `plait.data.unwrap_dataloader`), or less with `split`.
         """

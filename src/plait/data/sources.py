@@ -57,7 +57,10 @@ class Indexed(Protocol):
 def build_dataset(
     config: DataConfig, *, training: bool, seed: int, tokenizer: str | Path | None = None, role: str = "data"
 ) -> Any:
-    """Build the dataset of a section; for the other arguments see `DataUse`."""
+    """Return the dataset of a section; the other arguments are the fields of `DataUse`.
+
+    Raise a `ConfigError` if a user-provided class or function does not make a dataset.
+    """
     if not isinstance(config, CUSTOM_DATA):
         return build(config, role, use=DataUse(training, seed, tokenizer, role))
     made = build(config, role, accepts=(Iterable, Indexed))
@@ -73,31 +76,31 @@ def build_dataset(
 
 
 def token_file(config: TokensData, use: DataUse) -> PackedTokens:
-    """Build the dataset of a token file."""
+    """Return the dataset of a token file."""
     return _packed(config, Path(config.path))
 
 
 def packed_text(config: TextData | JsonlData, use: DataUse) -> PackedTokens:
-    """Build the dataset of text, which is tokenized once and cached."""
+    """Return the dataset of text, which is tokenized once and cached."""
     return _packed(config, prepare_corpus(config, use.tokenizer).tokens)
 
 
 def image_folder(config: ImageFolderData, use: DataUse) -> Any:
-    """Build the dataset of a folder of images."""
+    """Return the dataset of a folder of images."""
     from plait.data.images import ImageFolder
 
     return ImageFolder(config.path, size=config.size, augment=use.augments(config.augment), seed=use.seed)
 
 
 def cifar10(config: Cifar10Data, use: DataUse) -> Any:
-    """Build the CIFAR-10 dataset."""
+    """Return the CIFAR-10 dataset."""
     from plait.data.images import Cifar10
 
     return Cifar10(config.path, split=config.split, augment=use.augments(config.augment), seed=use.seed)
 
 
 def mixture(config: MixtureData, use: DataUse) -> Any:
-    """Build the mixture of several datasets."""
+    """Return the mixture of several datasets."""
     from plait.data.mixture import MixtureSource
 
     tokenizer = _shared(config, use.tokenizer)

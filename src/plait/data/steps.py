@@ -64,7 +64,7 @@ def micro_batches(n: int, *, ranks: int, micro: int) -> int:
 
 
 def split_evenly(start: int, stop: int, count: int) -> list[Slice]:
-    """Split `[start, stop)` into ranges whose lengths differ by at most one, longer ones first."""
+    """Return `[start, stop)` as `count` ranges whose lengths differ by at most one, longer ones first."""
     size, longer = divmod(stop - start, count)
     bounds = [start + size * index + min(index, longer) for index in range(count + 1)]
     return list(pairwise(bounds))

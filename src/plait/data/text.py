@@ -115,7 +115,7 @@ def hash_files(files: list[Path]) -> str:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BufferedReader]:
-    """Open a data file; an error of opening or reading it becomes a `DataError` that names it."""
+    """Open a data file for reading in this context; an `OSError` in it becomes a `DataError` that names the file."""
     try:
         with path.open("rb") as file:
             yield file

@@ -272,7 +272,7 @@ def status(story: History) -> str:
 
 
 def facts(story: History) -> str:
-    """Return the most important figures of the run."""
+    """Return the key figures of the run, such as loss and throughput, as HTML."""
     return fact_list(_facts(story))
 
 
@@ -638,7 +638,7 @@ def _inline(path: Path) -> str:
 
 
 def _spread(steps: Sequence[int]) -> list[int]:
-    """Return the first, the last, and some steps between."""
+    """Return at most `MOST_STEPS` of the steps, evenly spread, with the first and the last."""
     if len(steps) <= MOST_STEPS:
         return list(steps)
     return [steps[round(at * (len(steps) - 1) / (MOST_STEPS - 1))] for at in range(MOST_STEPS)]

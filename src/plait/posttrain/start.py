@@ -94,7 +94,7 @@ class Start:
                 self._set(tensor, name, module)
 
     def _show_set(self, tensor: Tensor, name: str, module: nn.Module) -> None:
-        tensor.zero_()  # a meta tensor has no values: this only marks it as initialized
+        tensor.zero_()  # there are no values to set: this only marks the tensor as initialized
 
     @on_fake_tensors(_show_set, argument=1)
     def _set(self, tensor: Tensor, name: str, module: nn.Module) -> None:

@@ -106,7 +106,10 @@ def _frozen(policy: Preparation, make: Callable[[], nn.Module]) -> NativeEngine:
 
 
 def _held_still(model: nn.Module) -> nn.Module:
-    """Freeze all but the smallest parameter: an engine needs one that trains, though this one never steps."""
+    """Freeze all but the smallest parameter, and return the model.
+
+    An engine needs a trainable parameter, even if it never makes an optimizer step.
+    """
     smallest = min(model.parameters(), key=lambda param: param.numel())
     for param in model.parameters():
         param.requires_grad_(param is smallest)

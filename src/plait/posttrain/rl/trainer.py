@@ -124,7 +124,7 @@ class Critic(Hook):
         self._engine.train_step(batches)
 
     def after_run(self, runner: Runner) -> None:
-        """Wait for its last step, which may still raise an error."""
+        """Wait for its last step, which is logged if it was skipped."""
         self._engine.settle()
 
     def allocate(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
