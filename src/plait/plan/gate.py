@@ -142,10 +142,13 @@ class RunPlan:
     peak_gib: float
     """Predicted peak of what is measured at the end: tensors on a GPU, the whole process on a CPU."""
     needed_gib: float
+    """What each device must have: with the memory that the allocator reserves and that is in use before the run."""
     memory_gib: float
+    """What each device has."""
     seconds: float | None
     """Per step; None if the speed of the machine is not known."""
     took: float
+    """Seconds that planning took."""
     refusal: ConfigError | None = None
     """Why the run should not start."""
 
@@ -202,7 +205,7 @@ def best_ratio(config: RunConfig, ranks: int) -> list[str] | str:
 def plan_here(
     config: RunConfig, ranks: int, local_ranks: int, model: Any, loss_function: Any, example: Any
 ) -> RunPlan | str:
-    """Plan a run in this process; `plan_run` does it in a fork."""
+    """Return what `plan_run` returns, computed in this process; `plan_run` calls it in a fork."""
     start = time.perf_counter()
     try:
         machine = _machine(config, local_ranks)

@@ -83,7 +83,7 @@ class Away:
 def host_work(
     away: Away, config: RunConfig, hardware: Hardware, layout: Layout, *, state: float, wide: bool
 ) -> HostWork:
-    """Return the seconds of updating so many weights per rank, on a host that all its ranks share.
+    """Return the seconds of updating the weights `away`, as many on each rank of a host, whose cores they share.
 
     `state`: bytes of optimizer state per weight; `wide`: gradients have the format in which they are reduced
     (`precision.reduce`), else that of the computation.
@@ -238,7 +238,7 @@ class Ledger:
         return overlapped + max(0.0, leaving - self._one("backward"))
 
     def on_host(self) -> float:
-        """Return the seconds of the update on the host, whether they overlap or not."""
+        """Return the seconds of the update on the host, whether or not they overlap with the next step."""
         return read_work(self.numbers)[0].seconds
 
     def updating(self) -> float:

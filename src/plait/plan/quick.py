@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _UNITS = 8
-"""Weights that are gathered unit by unit, and gradients that are copied to the host at once, take 1/8 of their size."""
+"""Weights gathered unit by unit, and gradients copied to the host as they are computed, use 1/8 of their full size."""
 
 
 class Weights(NamedTuple):
@@ -209,9 +209,13 @@ class Quick:
     """The estimated memory and time of a combination of settings."""
 
     needed_gib: float
+    """Memory of each device."""
     host_gib: float
+    """Host memory of one host."""
     seconds: float
+    """Of a step."""
     tokens_per_second: float
+    """Of all ranks together."""
     share: float
     """The fraction of an offloaded optimizer that is updated on the device; for `ratio: auto`, `best_share`."""
 
@@ -221,9 +225,9 @@ class Seen:
     """Results that the estimates of many combinations share, each computed once."""
 
     smallest: int
-    """The size, in samples, of the smallest micro-batch of all combinations."""
+    """Samples of the smallest micro-batch of all combinations."""
     largest: int
-    """The size of the largest."""
+    """Samples of the largest one."""
     samples: dict[Any, Ledger | str] = field(default_factory=dict)
     """(Tensor, context and expert parallelism, recomputation, …, micro-batch size) → sample, or why there is none."""
     bubbles: dict[Any, float] = field(default_factory=dict)
@@ -324,7 +328,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
 
 
 def _sample(config: RunConfig, hardware: Hardware, layout: Layout, micro: int, **options: Any) -> Ledger | str:
-    """Simulate one micro-batch on the ranks that divide a layer: no pipeline, no sharding, no offload of states."""
+    """Return the sample of a micro-batch size (see the top of this file); a text with the reason if there is none."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": 1, "dp_replicate": None, "dp_shard": None}
     strategy = config.strategy.model_copy(
         update={

@@ -55,6 +55,7 @@ class Lengths:
     head: int
     """Layers before the first group, which differ from those in groups."""
     micro_batches: int
+    """Micro-batches of a step."""
     least_micro_batches: int
     """The fewest micro-batches with which memory reaches its peak."""
 
@@ -294,7 +295,7 @@ def _from_few(
 def _from_few_micro_batches(
     config: RunConfig, hardware: Hardware, lengths: Lengths, stage: int, options: dict[str, Any]
 ) -> Simulated:
-    """Simulate all layers, with the fewest micro-batches that suffice."""
+    """Return the figures of a simulation of all layers, extrapolated from the fewest micro-batches that suffice."""
     short = shortened(config, options["ranks"], hardware.per_host, stage, lengths.groups, lengths)
     simulated = _simulated(short.config, hardware, layers=short.layers, **options)
     ledger = simulated.ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)

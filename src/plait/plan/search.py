@@ -41,8 +41,9 @@ class SearchResult:
     reason: str
     """Why it is invalid, too large or not simulated; empty for one that was simulated and fits."""
     quick: Quick | None = None
+    """The estimate; None if there is none."""
     plan: Plan | None = None
-    """None where it was not simulated."""
+    """The simulation; None if there was none."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,7 +64,7 @@ class Search:
 
     results: tuple[SearchResult, ...]
     seconds: float
-    """How long it took."""
+    """How long the search took."""
 
     @property
     def best(self) -> SearchResult | None:
@@ -82,9 +83,10 @@ def search(
     make_example: MakeExample = example_of,
     log: Callable[[str], None] = lambda text: None,
 ) -> Search:
-    """Estimate every combination of settings, and simulate the best until `close` of them fit.
+    """Return all combinations of settings, each with an estimate, and the best simulated until `close` of them fit.
 
-    Once one fits, no simulation is begun after `seconds`.
+    Once one fits, no simulation is begun after `seconds`. `space` says what is varied; `log` is called with a line of
+    text on the number of combinations.
     """
     start = time.monotonic()
     space = space or Space(ranks, useful_dimensions(hardware.kind, ("zero", "layout", "recompute", "micro", "offload")))
@@ -140,7 +142,7 @@ def _legal(proposals: Sequence[Candidate], run: RunConfig, ranks: int) -> tuple[
 
 
 def _tiers(config: RunConfig | None) -> int:
-    """Count what a run offloads: 1 for the optimizer, 1 more if it is in files, 1 more for the weights."""
+    """Return how much a run offloads: 1 for the optimizer, 1 more if it is in files, 1 more for the weights."""
     if config is None:
         return 0
     offload = config.strategy.offload

@@ -75,7 +75,7 @@ class _Away(NamedTuple):
     """Optimizer state that is not on the device."""
 
     entries: list[SavedTensor]
-    """The tensors that a checkpoint has of it."""
+    """Its tensors in a checkpoint."""
     held: float = 0.0
     """Bytes of host memory that it uses between steps."""
     largest: float = 0.0

@@ -1,4 +1,4 @@
-"""Predict how long a step takes: each operation by its arithmetic, its memory traffic or its communication.
+"""Predict the time of a step, as the sum over operations: of arithmetic, memory traffic or communication.
 
 [Note: what overlaps] The host starts operations ahead of the device, so a step takes as long as the slower of the two.
 Communication between data-parallel ranks overlaps with computation, and lengthens a step only if it takes longer.

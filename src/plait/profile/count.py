@@ -118,7 +118,10 @@ class _OperationCounter:
             self._counted.flops[self._makers.get(sequence_number(node), OUTSIDE)].backward += flops
 
     def flex_attention(self, q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
-        """Count flex attention, whose block mask skips blocks: one compiled kernel, which no operator shows."""
+        """Replace flex attention: call it, and count its FLOPs without the blocks that the mask skips.
+
+        It is one compiled kernel, whose operators the recorder does not see.
+        """
         done = 1.0 - block_mask.sparsity() / 100.0
         product = round(2 * q.numel() * k.shape[-2] * done)
         flops = self._counted.flops[self._stack.innermost or OUTSIDE]
@@ -137,7 +140,7 @@ class _RealRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True, so that compiled functions inside the model run compiled."""
+        """Return True, so that compiled functions inside the model run compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

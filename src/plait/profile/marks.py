@@ -240,7 +240,7 @@ def _marked(call: Callable[..., Any], name: str, stack: ModuleStack) -> Callable
 
 
 def marked_batches(epoch: Callable[..., Iterator[Any]], saw: Callable[[Any], None]) -> Callable[..., Iterator[Any]]:
-    """Wrap a loader's `epoch`: a range around each wait for data, and a call of `saw` with every batch."""
+    """Return a wrapped `epoch` of a loader: with a range around each wait for data, and a call of `saw` per batch."""
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[Any]:
         batches = iter(epoch(*args, **kwargs))

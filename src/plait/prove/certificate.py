@@ -142,7 +142,10 @@ class Certificate:
 def compare_findings(
     reference: ProofTrace, perturbed: ProofTrace, candidate: ProofTrace, rounding: Rounding
 ) -> list[ComparedQuantity]:
-    """Compare the candidate with the reference, with tolerances from the effect of one rounding on the reference."""
+    """Return all comparisons of the candidate with the reference, in the order of steps.
+
+    Tolerances follow from `perturbed`, the second run of the reference; see [Note: where a tolerance comes from].
+    """
     findings = _starts(candidate.deviations[0], reference.names)
     for index in range(len(reference.loss)):
         step = index + 1
