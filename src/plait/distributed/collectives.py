@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error in a form that can be pickled; an exception whose class takes other arguments than a text cannot."""
+    """An error in a form that can be pickled, which an exception cannot if its `__init__` takes more than a text."""
 
     error_type: type[PlaitError]
     text: str
@@ -122,7 +122,7 @@ class Channel:
         return bool(box.item())
 
     def close(self) -> None:
-        """Destroy the group that was created for it."""
+        """Destroy the process group, if it was created with `new_group`."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None

@@ -112,7 +112,7 @@ class Ulysses(SequenceAttention):
 
 
 class AllGather(SequenceAttention):
-    """All-gather attention: every rank gathers all keys and values. Dropout is applied to its own queries."""
+    """All-gather attention: every rank gathers all keys and values, and computes attention of its own queries."""
 
     def mask(self, document_ids: Tensor, make: MakeMask) -> Tensor:
         """Return the part of the full mask for this rank's queries; see `visible`."""

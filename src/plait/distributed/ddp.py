@@ -50,12 +50,12 @@ class _CollectorList:
         self._collectors = collectors
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare for one micro-batch."""
+        """Forward to all collectors."""
         for collector in self._collectors:
             collector.before_backward(last=last)
 
     def finish(self) -> None:
-        """Complete the step's gradients."""
+        """Forward to all collectors."""
         for collector in self._collectors:
             collector.finish()
 
@@ -280,7 +280,7 @@ class GradientBuckets:
             bucket.held.clear()
 
 
-# Buffers.
+# Buffers of modules, such as running statistics.
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

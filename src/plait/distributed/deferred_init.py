@@ -281,7 +281,7 @@ class ConstructionRecord:
 
 
 class _RecordCalls(TorchFunctionMode):
-    """Records calls that torch does not dispatch as operations: tensors of numbers, and questions for `is_meta`."""
+    """Records calls that torch does not dispatch as operations: `torch.tensor` of numbers, and reads of `is_meta`."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()

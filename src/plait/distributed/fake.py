@@ -108,12 +108,12 @@ class _Event:
         pass
 
     def record(self, stream: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     wait = record
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def query(self) -> bool:
         """Return True: it is complete."""
@@ -137,7 +137,7 @@ class _Stream:
         pass
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     wait_event = wait_stream
 
@@ -146,7 +146,7 @@ class _Stream:
         return event or _Event()
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> _Stream:
         return self

@@ -155,7 +155,7 @@ class OffloadFile:
             size += rounded(region.bytes)
         self.size = size
         self.file = TensorFile.scratch(queue, folder, max(size, 1))
-        # Closed when the last request that uses it is over: once closed, the number may be given to another file.
+        # Closed when the last request that uses it is over: a closed descriptor's number may be given to another file.
         weakref.finalize(self.file, os.close, self.file.descriptor)
 
     def put(self, key: Key, tensor: Tensor) -> FileTransfer:
