@@ -28,11 +28,11 @@ from plait.frontends.deepspeed.saving import DeepSpeedSaver, full_weights, group
 from plait.monitor import Event, EventKind, Monitor, build_monitor
 from plait.precision import DTYPES
 
-# What is printed and logged: DeepSpeed's lines, timings and monitors.
+# Printing and logging: DeepSpeed's lines, timings and monitors.
 
 
 class StepTimers:
-    """Milliseconds by name, per micro-batch and per step. Synchronizes with the device at both ends."""
+    """Measures milliseconds by name, per micro-batch and per step. Each measurement synchronizes with the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,7 +41,7 @@ class StepTimers:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time the block."""
+        """Measure the time of the block."""
         start = self._now()
         yield
         elapsed = 1e3 * (self._now() - start)
@@ -54,7 +54,7 @@ class StepTimers:
         return time.perf_counter()
 
     def lines(self, *, boundary: bool) -> list[str]:
-        """Return DeepSpeed's lines for the last micro-batch and, at a boundary, for the step; restarts its counts."""
+        """Return DeepSpeed's lines for the last micro-batch and, at a boundary, for the step; reset these times."""
         lines = [_line({f"{name}_microstep": elapsed for name, elapsed in self._micro.items()})]
         self._micro = {}
         if boundary:
@@ -68,7 +68,7 @@ def _line(times: Mapping[str, float]) -> str:
 
 
 def progress_line(step: int, skipped: int, optimizer: Optimizer) -> str:
-    """Return DeepSpeed's line about a step."""
+    """Return the line that DeepSpeed prints about a step."""
     return f"step={step}, skipped={skipped}, lr={rates(optimizer)}, mom={momenta(optimizer)}"
 
 
@@ -86,9 +86,9 @@ _MONITORS = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb
 
 
 def open_monitor(raw: Mapping[str, Any], rank: int) -> Monitor | None:
-    """Return the sinks that a DeepSpeed configuration enables, on rank 0; None where there are none.
+    """Return a monitor with the sinks that a DeepSpeed configuration enables; None without sinks, or not on rank 0.
 
-    They write to `output_path/job_name` of the first of them that has one of these keys.
+    All write to the folder `output_path/job_name`, with the values of the first sink that has one of these keys.
     """
     enabled = {name: section for name, section in raw.items() if name in _MONITORS and (section or {}).get("enabled")}
     if rank != 0 or not enabled:
@@ -102,7 +102,7 @@ def open_monitor(raw: Mapping[str, Any], rank: int) -> Monitor | None:
     return build_monitor(log, folder, rank)
 
 
-# The latest step: its outcome, and the counts, rates and curves that follow from it.
+# The latest step: its outcome, and the counters, learning rates and logged values that depend on it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +116,29 @@ class TrainingPosition:
 
 
 class LatestStep:
-    """The latest step of an engine, whose outcome the device may not have computed yet.
+    """The latest step of an engine, whose outcome (updated or skipped) the device may not have computed yet.
 
-    [Note: the scheduler steps before the outcome is known] A scheduler steps only if the optimizer did, and the device
-    may report that later (see [Note: one step behind]). Then the scheduler steps as if the update had been made, and is
-    set back if it was skipped: before the next update, when the device has a whole backward pass to compute. So every
-    update has the rate that it would have had, and a script that reads the engine's counters waits for the true ones.
+    [Note: the scheduler steps before the outcome is known] A scheduler may step only if the optimizer did, but the host
+    learns later whether it did (see `engine/update.py` [Note: one step behind]). So the scheduler steps at once, and
+    its state is restored if the step turns out to be skipped. That is checked before the next update, so every update
+    has the right learning rate; the device then has a backward pass to compute, so it does not idle. Reading one of the
+    engine's counters waits for the outcome first.
     """
 
     def __init__(self, optimizer: Optimizer | None, scheduler: Any, monitor: Monitor | None) -> None:
         self.skipped = 0
-        """Steps so far that were skipped."""
+        """The number of skipped steps so far."""
         self.result: StepResult | None = None
         self._optimizer = optimizer
         self.scheduler = scheduler
         self._monitor = monitor
         self._undo: tuple[Any, list[dict[str, Any]]] | None = None
-        """The state of the scheduler and the groups before the step, if that may have to be undone."""
+        """The state of scheduler and groups before the step; None if the step cannot be, or need not be, undone."""
         self._position: TrainingPosition | None = None
-        """The counters after a step whose outcome has not been read yet."""
+        """The counters after a step whose outcome has not been read yet; None if it has been read."""
 
     def record(self, result: StepResult, position: TrainingPosition, lr_kwargs: Mapping[str, Any] | None) -> None:
-        """Record a step, and step the scheduler; the outcome is read when the device has computed it."""
+        """Record a step, and step the scheduler. The outcome is read by `settle`, unless the host knows it already."""
         assert self._optimizer is not None
         self.result, self._position, self._undo = result, position, None
         if self.scheduler is not None:
@@ -150,7 +151,7 @@ class LatestStep:
             self.settle()
 
     def settle(self) -> None:
-        """Read the outcome of the step; waits for the device where it has not been computed yet."""
+        """Read the step's outcome, waiting for the device if necessary; if skipped, undo the scheduler's step."""
         if self._position is None:
             return
         position, self._position = self._position, None
@@ -177,23 +178,23 @@ class LatestStep:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group; a rate that is a tensor is updated in place."""
+    """Return a copy of a group, with tensors (such as the learning rate) cloned: they are updated in place."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
 
 
-# Samples per second, as DeepSpeed counts and prints them.
+# Samples per second, measured and printed as by DeepSpeed.
 
 
 _GIB = 1024**3
 _WARMUP_STEPS = 2
-"""Steps that are not counted, because buffers and kernels are created in them."""
+"""The first steps, which are not measured, because buffers and kernels are created in them."""
 
 
 class ThroughputTimer:
-    """Counts steps and their time; scripts call `update_epoch_count` at the end of an epoch.
+    """Measures samples per second; scripts call `update_epoch_count` at the end of an epoch.
 
-    Time is the host's, from the end of one step to that of the next, without synchronization: the host is at most one
-    step ahead, so over many steps it is the device's time as well.
+    A step's time is measured on the host, from the end of the step before to its own, without synchronization. The host
+    is at most one step ahead of the device, so the average over many steps is that of the device too.
     """
 
     def __init__(self) -> None:
@@ -203,7 +204,7 @@ class ThroughputTimer:
         self.global_step_count = 0
         self._samples = 0
         self._latest = (0, 0.0)
-        """Samples of the last step that was counted, and its seconds."""
+        """The samples and seconds of the last step that was measured."""
         self._start: float | None = None
         self._end: float | None = None
 
@@ -225,13 +226,13 @@ class ThroughputTimer:
         self._end = now
 
     def avg_samples_per_sec(self) -> float:
-        """Return the average without the first steps; minus infinity, as in DeepSpeed, while there are no others."""
+        """Return the average without the first steps; minus infinity, as in DeepSpeed, until a step is measured."""
         if self._start is None or self._end is None or self._end <= self._start:
             return float("-inf")
         return self._samples / (self._end - self._start)
 
     def lines(self) -> list[str]:
-        """Return DeepSpeed's line, once a step was measured."""
+        """Return DeepSpeed's line as a list; an empty list until a step is measured."""
         samples, seconds = self._latest
         if not seconds:
             return []
@@ -248,7 +249,7 @@ class ThroughputTimer:
 
 
 class ModuleWrapper(nn.Module):
-    """Holds a model as `module`, whose attributes it has too."""
+    """A wrapper that has a model as `module`, and also has the attributes of the model."""
 
     module: nn.Module
 
@@ -264,12 +265,12 @@ class ModuleWrapper(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class EngineComponents:
-    """What an engine consists of."""
+    """The objects that a `DeepSpeedEngine` is created from."""
 
     native: ManualEngine
     config: RunConfig
     raw: Mapping[str, Any]
-    """DeepSpeed's own configuration, for the keys that concern its loop alone."""
+    """The DeepSpeed configuration, for keys about its training loop, which the run description does not have."""
     batch: ResolvedBatch
     optimizer: Optimizer | None
     lr_scheduler: Any
@@ -277,7 +278,7 @@ class EngineComponents:
 
 
 class DeepSpeedEngine(ModuleWrapper):
-    """A model in training, with DeepSpeed's methods and counters; it has the attributes of the model too."""
+    """DeepSpeed's engine: trains a model; has DeepSpeed's methods and counters, and the model's attributes."""
 
     def __init__(self, components: EngineComponents) -> None:
         super().__init__()
@@ -313,7 +314,7 @@ class DeepSpeedEngine(ModuleWrapper):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that were skipped because a gradient was not finite."""
+        """The number of steps that were skipped because a gradient was not finite."""
         self._latest.settle()
         return self._latest.skipped
 
@@ -324,7 +325,7 @@ class DeepSpeedEngine(ModuleWrapper):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler of the learning rates, if there is one."""
+        """The learning-rate scheduler; None if there is none."""
         self._latest.settle()
         return self._latest.scheduler
 
@@ -346,11 +347,11 @@ class DeepSpeedEngine(ModuleWrapper):
         return self._batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the three batch sizes: per step, per micro-batch, and micro-batches per step."""
+        """Return (samples per step over all ranks, samples per micro-batch of a rank, micro-batches per step)."""
         return self._batch.total, self._batch.micro, self._batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by accumulating more or fewer micro-batches; between two steps."""
+        """Change the samples per step, by accumulating more or fewer micro-batches. Call it between two steps."""
         unit = self._batch.micro * self.dp_world_size
         if train_batch_size % unit:
             message = f"{train_batch_size} is not a multiple of {self._batch.micro} × {self.dp_world_size} ranks"
@@ -358,7 +359,7 @@ class DeepSpeedEngine(ModuleWrapper):
         self._resize(ResolvedBatch(train_batch_size, self._batch.micro, train_batch_size // unit))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per micro-batch; as many of them accumulate as before."""
+        """Change the samples per micro-batch; the number of micro-batches per step stays the same."""
         count = self._batch.accumulation
         self._resize(ResolvedBatch(micro_batch_size * count * self.dp_world_size, micro_batch_size, count))
 
@@ -377,7 +378,7 @@ class DeepSpeedEngine(ModuleWrapper):
         return self._components.config.strategy.stage
 
     def gradient_clipping(self) -> float:
-        """Return the norm that gradients are clipped to; 0 where they are not."""
+        """Return the norm that gradients are clipped to; 0 if they are not clipped."""
         return self._components.config.train.clip_norm or 0.0
 
     def fp16_enabled(self) -> bool:
@@ -393,16 +394,16 @@ class DeepSpeedEngine(ModuleWrapper):
         return self.fp16_enabled() and self._components.config.precision.scaler.static is None
 
     def loss_scale(self) -> float:
-        """Return the fixed loss scale of the configuration; 0 where it is dynamic."""
+        """Return the fixed loss scale of the configuration; 0 if it is dynamic."""
         return self._components.config.precision.scaler.static or 0.0
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale of the next step; 1 where losses are not scaled."""
+        """The loss scale of the next step; 1 if losses are not scaled."""
         return 1.0 if self._native.scaler is None else self._native.scaler.scale
 
     def _show_scale(self, *, skipped: bool) -> None:
-        """Set the attributes that scripts read from the optimizer, from the start and in every format."""
+        """Set the attributes of the optimizer from which scripts read the loss scale and overflow, in any dtype."""
         if self.optimizer is not None:
             shown: Any = self.optimizer
             shown.cur_scale = shown.loss_scale = self.cur_scale
@@ -435,7 +436,7 @@ class DeepSpeedEngine(ModuleWrapper):
         return self._timers is not None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing where `compile.deepcompile` is true; raise otherwise, because it is too late to compile."""
+        """Do nothing if `compile.deepcompile` is true; else raise `TrainingError`: it is too late to compile."""
         if not self.is_compiled:
             raise TrainingError(
                 "engine.compile() is called after the model was sharded, and it is compiled before: write "
@@ -457,7 +458,7 @@ class DeepSpeedEngine(ModuleWrapper):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """Return a loader of this rank's shard of a data set, in micro-batches; shuffled if the route is `train`."""
+        """Return a loader of micro-batches of this rank's part of a data set; shuffled if `route` is `train`."""
         return DeepSpeedDataLoader(
             dataset,
             batch_size or self._batch.micro,
@@ -477,7 +478,7 @@ class DeepSpeedEngine(ModuleWrapper):
             return self._native.forward(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run backward from this rank's mean loss of one micro-batch; returns the loss divided by accumulation."""
+        """Run backward from this rank's mean loss of a micro-batch; return it divided by the micro-batches per step."""
         self._need_optimizer("backward")
         count = self._native.accumulation
         # The native engine divides by the number of micro-batches, so undo a division by the script.
@@ -494,7 +495,7 @@ class DeepSpeedEngine(ModuleWrapper):
             raise TrainingError("engine.step() was called inside engine.no_sync(): leave the block first")
         self._updated = boundary = self.is_gradient_accumulation_boundary()
         if boundary:
-            self._latest.settle()  # the rates of this update depend on it
+            self._latest.settle()  # the learning rates of this update depend on it
             with self._timed("step"):
                 result = self._native.step()
             self._count(result, lr_kwargs)
@@ -504,7 +505,7 @@ class DeepSpeedEngine(ModuleWrapper):
         self._micro_batches_done = 0 if boundary else self._micro_batches_done + 1
 
     def _count(self, result: StepResult, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count an update, or one that was skipped."""
+        """Increase the counters after a step, whether it updated the weights or was skipped."""
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         scale = None
@@ -538,7 +539,7 @@ class DeepSpeedEngine(ModuleWrapper):
         return self._micro_batches_done + 1 >= self._batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide it by hand from now on; to be called before each backward pass."""
+        """Set whether the micro-batch completes a step, instead of counting; call it before each backward pass."""
         self._boundary = is_boundary
 
     @contextmanager
@@ -553,7 +554,7 @@ class DeepSpeedEngine(ModuleWrapper):
             self._inside_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing between steps, which clear gradients themselves; raise in the middle of one."""
+        """Do nothing between steps, which clear gradients themselves; raise `TrainingError` within a step."""
         if self._native.pending:
             raise TrainingError(
                 f"engine.zero_grad() would drop the gradients of {self._native.pending} micro-batches: leave it out, "
@@ -561,7 +562,7 @@ class DeepSpeedEngine(ModuleWrapper):
             )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Run one step on as many micro-batches as accumulate, and return the mean loss of all ranks.
+        """Run one step over `gradient_accumulation_steps` micro-batches, and return the mean loss of all ranks.
 
         The model must return its loss. Without `data_iter`, micro-batches come from the `training_data` of
         `initialize`.
@@ -576,7 +577,7 @@ class DeepSpeedEngine(ModuleWrapper):
         return self._mean(torch.stack(losses))
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Return the mean loss of as many micro-batches and all ranks, without gradients, in evaluation mode."""
+        """Return the mean loss of a step's micro-batches over all ranks, without gradients, in evaluation mode."""
         training = self.module.training
         self.eval()
         try:
@@ -587,7 +588,7 @@ class DeepSpeedEngine(ModuleWrapper):
             self.train(training)
 
     def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        """Return the iterator of micro-batches: by default over the training data, repeatedly."""
+        """Return the iterator of micro-batches; by default an endless one over the training data."""
         if data_iter is not None:
             return data_iter
         if self._training_iterator is None:
@@ -615,13 +616,13 @@ class DeepSpeedEngine(ModuleWrapper):
         return (mean / world.size).float()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Set training mode, of the model too."""
+        """Set training mode of the engine and the model; return the engine."""
         self.module.train(mode)
         self.training = mode
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """Set evaluation mode, of the model too."""
+        """Set evaluation mode of the engine and the model; return the engine."""
         return self.train(False)
 
     # ---- state
@@ -634,10 +635,10 @@ class DeepSpeedEngine(ModuleWrapper):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that training resumes from; every rank must call it, with the same tag.
+        """Write everything that training resumes from; return True. Every rank must call it, with the same tag.
 
-        The checkpoint can be loaded under any stage, format and number of ranks. `client_state` is taken from rank 0,
-        and may hold plain values and tensors.
+        The checkpoint can be loaded under any stage, precision and number of ranks. The `client_state` of rank 0 is
+        saved; it may hold plain values and tensors.
         """
         scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         state = {
@@ -665,7 +666,8 @@ class DeepSpeedEngine(ModuleWrapper):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Resume from a checkpoint of this front end, or of DeepSpeed itself; return its path and the client state.
 
-        Without a tag it is the one that was saved last; without a file `latest`, (None, None) is returned.
+        Without a tag, the checkpoint that was saved last is loaded. If the file `latest` is missing too, return
+        (None, None).
         """
         self._latest.settle()
         if custom_load_fn is not None:
@@ -699,7 +701,7 @@ class DeepSpeedEngine(ModuleWrapper):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the full weights, in the compute format, to one file; every rank must call it."""
+        """Write the full weights, in the compute dtype, to one file; return True. Every rank must call it."""
         weights, folder = self._weights(exclude_frozen_parameters), Path(save_dir)
 
         def write() -> None:
@@ -713,7 +715,7 @@ class DeepSpeedEngine(ModuleWrapper):
     save_fp16_model = save_16bit_model
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return the full weights in host memory on rank 0, and {} elsewhere; every rank must call it."""
+        """Return the full weights, in host memory, on rank 0, and {} on other ranks. Every rank must call it."""
         return self._weights(exclude_frozen_parameters)
 
     def _weights(self, exclude_frozen: bool) -> dict[str, Tensor]:

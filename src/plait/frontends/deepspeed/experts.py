@@ -1,4 +1,4 @@
-"""`deepspeed.moe`: its layer of experts, which is not offered, and its functions for models without one."""
+"""`deepspeed.moe`: its MoE layer is not offered; its functions about a model's experts find none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plait.errors import ModelError
 
 
 class MoE(nn.Module):
-    """Not offered: DeepSpeed's layer makes its own process groups and shards its experts itself."""
+    """Raises an error: DeepSpeed's layer, which creates process groups and shards experts itself, is not offered."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ModelError(
@@ -20,17 +20,17 @@ class MoE(nn.Module):
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has a layer of DeepSpeed's experts, and how many experts: none can have one."""
+    """Return (False, 0): no model here can have a layer of DeepSpeed's experts."""
     return False, 0
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return whether a parameter belongs to one of DeepSpeed's experts: none can."""
+    """Return False: no parameter here can belong to one of DeepSpeed's experts."""
     return False
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """Return the groups as they are: none of them has parameters of DeepSpeed's experts."""
+    """Return the groups unchanged, as a list: none of them has parameters of DeepSpeed's experts."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

@@ -1,4 +1,4 @@
-"""`deepspeed.init_inference`: a model in a smaller format, and sharded over ranks."""
+"""`deepspeed.init_inference`: a model in a smaller dtype, sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _UNNEEDED = {
 
 
 class InferenceEngine(ModuleWrapper):
-    """A model for inference. The engine has the attributes of the model, `generate` among them."""
+    """A model for inference. The engine has the attributes of the model, such as `generate`."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class InferenceEngine(ModuleWrapper):
         self.eval()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the model's output, without gradients; floating-point inputs are cast to its format."""
+        """Return the model's output, without gradients; floating-point inputs are cast to the model's dtype."""
         with torch.inference_mode():
             args, named = map_tensors(lambda tensor: tensor.to(self.device), (inputs, kwargs))
             return self.module(*cast_floats(args, self.dtype), **cast_floats(named, self.dtype))
@@ -62,10 +62,10 @@ class InferenceEngine(ModuleWrapper):
 def init_inference(
     model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **kwargs: Any
 ) -> InferenceEngine:
-    """Return a model ready for inference: in `dtype`, sharded over `tensor_parallel: {tp_size: n}` by its own plan.
+    """Return an engine for inference: the model in `dtype`, sharded over `tp_size` ranks by its tensor-parallel plan.
 
-    Options that only choose kernels have no meaning here and are printed once; quantization, experts, and loading from
-    DeepSpeed's inference checkpoints are refused.
+    `tp_size` is given as `tensor_parallel: {tp_size: n}`. Options that only choose kernels have no effect, and a line
+    lists them; quantization, experts, and loading from DeepSpeed's inference checkpoints are refused.
     """
     given = {**({} if config is None else read_config(config)), **kwargs}
     dtype, size = _dtype(given.pop("dtype", torch.float16)), _tensor_parallel_size(given)
@@ -107,7 +107,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _tensor_parallel_size(given: dict[str, Any]) -> int:
-    """Remove the tensor-parallel size, under any of its names, from the options, and return it."""
+    """Return the tensor-parallel size, and remove it from the options; it may have any of its names."""
     size = 1
     for name in ("tensor_parallel", "tp"):
         section = given.pop(name, None) or {}

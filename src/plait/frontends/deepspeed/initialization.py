@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: a script's model, optimizer and data as an engine."""
+"""`deepspeed.initialize`: create an engine from a script's model, optimizer, data and configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class Recipe:
-    """The sections `optimizer` and `scheduler`, whose `auto` values the script may fill in later."""
+    """The sections `optimizer` and `scheduler` of a configuration, with values for `auto` that are given later."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.sections = {name: config[name] for name in ("optimizer", "scheduler") if config.get(name) is not None}
@@ -53,10 +53,10 @@ class Recipe:
         return "scheduler" in self.sections
 
     def optimizer(self, model: nn.Module, params: Parameters, auto: Mapping[str, Any] | None = None) -> Optimizer:
-        """Return the optimizer over parameters or groups of a model; `auto` fills in values."""
+        """Return the optimizer over parameters or groups of a model; `auto` has values for keys that are `"auto"`."""
         optim = self._run("optimizer", auto).optim
         groups = as_groups(params)
-        if isinstance(optim, MuonConfig) and len(groups) == 1:  # which has two rules, each for some parameters
+        if isinstance(optim, MuonConfig) and len(groups) == 1:  # Muon updates only matrices; AdamW updates the others
             by_name = dict(model.named_parameters())
             groups = [
                 {"params": [by_name[name] for name in spec.names], **spec.options}
@@ -65,7 +65,7 @@ class Recipe:
         return over_groups(model, groups, optim)
 
     def schedule(self, optimizer: Optimizer, auto: Mapping[str, Any] | None = None) -> Scheduler:
-        """Return the schedule of an optimizer's rates, to be stepped after each update."""
+        """Return the learning-rate schedule of an optimizer, to be stepped after each update."""
         schedule = self._run("scheduler", auto).schedule
         assert schedule is not None
         return Scheduler(optimizer, [schedule] * len(optimizer.param_groups))
@@ -78,7 +78,7 @@ class Recipe:
 
 
 def as_groups(params: Parameters) -> list[dict[str, Any]]:
-    """Return parameters as groups of an optimizer: the given groups, or one group of all."""
+    """Return parameters as optimizer groups: the given groups, or one group of all parameters."""
     given: list[Any] = list(params)
     return given if any(isinstance(item, Mapping) for item in given) else [{"params": given}]
 
@@ -98,20 +98,20 @@ def over_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], optim: Op
             optimizer_groups.append(OptimizerGroup([names[param] for param in params], params, options))
     optimizer = build_optimizer(optim, optimizer_groups, in_place=False)
     if getattr(optim, "implementation", None) == "auto":
-        for group in optimizer.param_groups:  # chosen once the tensors that it updates are known
+        for group in optimizer.param_groups:  # torch chooses again, when the engine has set the tensors to update
             group["fused"] = group["foreach"] = None
-    optimizer.state.clear()  # it is created for those tensors too
+    optimizer.state.clear()  # the engine creates it for those tensors
     return optimizer
 
 
-# DeepSpeed's dynamic loss scale, step by step.
+# DeepSpeed's dynamic loss scale.
 
 
 class DeepSpeedScaler(LossScaler):
-    """Grows one step later than Plait's own.
+    """A loss scaler whose scale doubles one step later than with Plait's own, as in DeepSpeed.
 
-    DeepSpeed counts the clean steps before the current one: the scale doubles in the step after `window` of them. So
-    the first clean step of a run, and after an overflow, is not counted.
+    DeepSpeed doubles the scale in the step after `window` clean steps (steps without overflow). So the first clean step
+    of a run, and the first after an overflow, are not counted.
     """
 
     def __init__(self, config: ScalerConfig) -> None:
@@ -119,7 +119,7 @@ class DeepSpeedScaler(LossScaler):
         self._uncounted = True
 
     def update(self, *, overflow: bool) -> None:
-        """Update the scale after a step that overflowed or not."""
+        """Update the scale after a step; `overflow`: whether a gradient was not finite."""
         if overflow or not self._uncounted:
             self._uncounted = overflow
             super().update(overflow=overflow)
@@ -133,7 +133,7 @@ class DeepSpeedScaler(LossScaler):
         return {**super().state(), "uncounted": self._uncounted}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restore the state of a checkpoint; one of Plait's own counts every step."""
+        """Restore the state of a checkpoint; Plait's own scaler saves no `uncounted`."""
         super().restore(state)
         self._uncounted = bool(state.get("uncounted", False))
 
@@ -141,9 +141,9 @@ class DeepSpeedScaler(LossScaler):
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
 _LOOP_KEYS = ("steps_per_print", "wall_clock_breakdown", "dataloader_drop_last", "output_path", "job_name")
-"""Keys that the engine itself honours, whatever they would become in a run description."""
+"""Keys that the engine honours itself, so that their translation into a run description does not matter."""
 _SHOWN = 8
-"""Mapped keys that are printed one by one."""
+"""The largest number of mapped keys that are printed one by one."""
 
 
 def initialize(
@@ -164,8 +164,8 @@ def initialize(
     """Prepare a model for training as a DeepSpeed configuration says; return (engine, optimizer, loader, scheduler).
 
     `optimizer` and `lr_scheduler` are objects, or functions that return them; a given optimizer stays the same object.
-    `model` may be a function too: where its layers can be initialised one by one, no rank ever holds all of it. The
-    outcome of the keys of the configuration is printed on rank 0, in brief.
+    `model` may be a function that returns one: if its layers can be initialised one by one, no rank ever holds the
+    whole model. Rank 0 prints a summary of the outcomes of the configuration's keys.
     """
     if model is None:
         raise ModelError("deepspeed.initialize needs a model")
@@ -181,7 +181,7 @@ def initialize(
     translation.report.raise_refusals()
     run = _run_config(translation, model)
     world = open_world(run)
-    # Initial values that Plait draws follow the script's own seed, of rank 0.
+    # Plait initializes weights with the script's own seed, that of rank 0.
     run = run.model_copy(update={"seed": world.broadcast(torch.initial_seed() % 2**31)})
     batch = resolve_batch(run.batch, world.layout.data_parallel)
     chosen = _optimizer_for(model, optimizer, model_parameters, run, lr_scheduler)
@@ -203,7 +203,7 @@ def initialize(
 def _native(
     run: RunConfig, world: World, model: Any, optimizer: OptimizerSource | None, accumulation: int
 ) -> ManualEngine:
-    """Return Plait's own engine, with DeepSpeed's loss scaler, and rates that its schedulers set."""
+    """Return Plait's own engine, with DeepSpeed's loss scaler, and learning rates that DeepSpeed's schedulers set."""
     random_state = rng_state(world.device)
     preparation = Preparation(
         run.model_copy(update={"schedule": None}),
@@ -216,13 +216,13 @@ def _native(
     )
     native = prepare_native(preparation, ManualEngine)
     restore_rng_state(random_state, world.device)  # the script's random numbers continue
-    native.updater.schedule = OptimizerRates()  # schedulers set the rates, and wait while steps are skipped
+    native.updater.schedule = OptimizerRates()  # schedulers set the rates, and do not step if an update is skipped
     if native.scaler is not None:
         native.updater.scaler = DeepSpeedScaler(run.precision.scaler)
     if world.heartbeat.is_read:
         enter = world.heartbeat.enter
         native.on_phase = lambda phase: enter(phase, native.steps)
-    if run.strategy.stage < 3 and run.strategy.layout.pp == 1:  # a pipeline is never whole on a rank
+    if run.strategy.stage < 3 and run.strategy.layout.pp == 1:  # with a pipeline, no rank has the whole model
         native.keep_unsharded()
     elif not run.strategy.compile.enabled:  # compiled code calls no hooks
         native.allow_submodule_calls()
@@ -250,7 +250,7 @@ def _ignore(text: str) -> None:
 
 
 def _config_of(args: Any, config: ConfigSource | None) -> ConfigSource:
-    """Return the configuration, given as an argument or on the command line under one of its names."""
+    """Return the configuration: the argument, or the attribute of `args` (the command line) with one of its names."""
     named = {
         name: value
         for name in ("deepspeed_config", "deepscale_config", "deepspeed")
@@ -294,9 +294,9 @@ def _refuse_mesh(mpu: Any, mesh_param: Any) -> None:
 def _optimizer_for(
     model: Any, optimizer: Any, parameters: Parameters | None, run: RunConfig, scheduler: Any
 ) -> OptimizerSource | None:
-    """Return the script's optimizer, or one over the script's groups; None for the default over all parameters."""
+    """Return the script's optimizer, or the configured one over `parameters`; None: the engine builds it over all."""
     if isinstance(optimizer, Optimizer):
-        # DeepSpeed removes groups without parameters too; a scheduler that exists already has a rate for each of them.
+        # As in DeepSpeed, empty groups are removed, unless a scheduler exists already: it has a rate for each of them.
         if scheduler is None or callable(scheduler):
             optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer

@@ -13,14 +13,14 @@ from plait.distributed import World
 from plait.errors import DataError
 
 _WORKERS = 2
-"""Loading processes per rank where there is a device, as in DeepSpeed."""
+"""Worker processes per rank if there is a GPU, as in DeepSpeed."""
 
 
 class DeepSpeedDataLoader:
-    """Micro-batches of this rank's shard of a data set.
+    """Yields micro-batches of this rank's part of a data set.
 
-    The order is that of torch's DistributedSampler, with one seed for every epoch unless `data_sampler.set_epoch` sets
-    another. An iterable data set is read as it is: it must shard itself by rank.
+    The order is that of torch's DistributedSampler, the same in every epoch unless the script calls
+    `data_sampler.set_epoch`. An iterable data set must itself give each rank its part.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """An iterator that restarts a loader at its end."""
+    """An endless iterator, which starts a loader again at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

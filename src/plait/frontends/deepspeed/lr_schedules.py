@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`: its learning-rate schedules, stepped after each update."""
+"""`deepspeed.runtime.lr_schedules`: DeepSpeed's learning-rate schedules, stepped after each update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "W
 
 
 class Scheduler:
-    """Sets the learning rate of each group for the next update, equal to DeepSpeed's.
+    """Sets the learning rate of each group for the next update, to the same value as DeepSpeed.
 
     `last_batch_iteration` counts updates, from -1 before the first.
     """
@@ -42,18 +42,18 @@ class Scheduler:
         self._apply()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Count an update, and set the rates of the next."""
+        """Count an update, or set the count to `last_batch_iteration`; set the learning rates of the next update."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group in the next update."""
+        """Return the learning rate of each group in the next update."""
         return [schedule.lr(self.last_batch_iteration + 1) for schedule in self._schedules]
 
     def get_last_lr(self) -> list[float]:
-        """Return the same: rates are set when they are computed."""
+        """Return what `get_lr` returns: these rates are set in the optimizer already."""
         return self.get_lr()
 
     def state_dict(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ class Scheduler:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, int]) -> None:
-        """Continue from a number of updates, with its rates."""
+        """Restore the number of updates, and set the learning rates that follow from it."""
         self.last_batch_iteration = int(sd["last_batch_iteration"])
         self._apply()
 
@@ -85,7 +85,7 @@ _NOT_OPTIONS = {"self", "__class__", "optimizer", "last_batch_iteration"}
 
 
 def _configs(schedule: str, arguments: Mapping[str, Any]) -> list[ScheduleConfig]:
-    """Return one configuration per group, from the arguments of a constructor; a list has one value per group."""
+    """Return one schedule configuration per group, from a constructor's arguments; lists have a value per group."""
     optimizer: Optimizer = arguments["optimizer"]
     options = {name: value for name, value in arguments.items() if name not in _NOT_OPTIONS}
     count = len(optimizer.param_groups)
@@ -107,7 +107,7 @@ Rates = float | Sequence[float]
 
 
 class WarmupLR(Scheduler):
-    """Rises to `warmup_max_lr`, or each group's own rate, then stays."""
+    """Rises to `warmup_max_lr` (default: each group's own rate), then stays constant."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class WarmupDecayLR(Scheduler):
 
 
 class WarmupCosineLR(Scheduler):
-    """Rises from a ratio of each group's own rate to the rate, then decays by half a cosine to `cos_min_ratio`."""
+    """Factors of each group's own rate: rises from `warmup_min_ratio` to 1, then a half cosine to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class WarmupCosineLR(Scheduler):
 
 
 class OneCycle(Scheduler):
-    """Rises to `cycle_max_lr` and falls back, with momentum cycled inversely if asked, then decays."""
+    """Rises to `cycle_max_lr`, falls back, then decays; with `cycle_momentum`, momentum changes the other way."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class OneCycle(Scheduler):
 
 
 class LRRangeTest(Scheduler):
-    """A rate that grows, to find where training diverges."""
+    """A learning rate that grows steadily, to find the one at which training diverges."""
 
     def __init__(
         self,

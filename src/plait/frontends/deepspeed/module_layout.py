@@ -1,4 +1,4 @@
-"""DeepSpeed's modules that have no file here, and what to use instead of the names that are not offered."""
+"""Tables: DeepSpeed's modules that have no file here, and what to use instead of names that are not offered."""
 
 from __future__ import annotations
 

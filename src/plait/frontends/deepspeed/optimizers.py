@@ -1,4 +1,4 @@
-"""`deepspeed.ops`: DeepSpeed's optimizers, as torch's and Plait's own. None of them is compiled when first used."""
+"""`deepspeed.ops`: DeepSpeed's optimizers, made of torch's and Plait's. None needs compiling at first use."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from plait.optim import Lamb, Lion
 
 
 class FusedAdam(Adam):
-    """torch's AdamW, or its Adam where `adam_w_mode` is false; fused on CPU and CUDA.
+    """torch's AdamW, or its Adam if `adam_w_mode` is false; fused on CPU and CUDA.
 
-    The engine decides where weights are kept, so one class serves for both names. Gradients are always set to none.
+    The engine decides where weights are stored, so this class also implements `DeepSpeedCPUAdam`. Gradients are always
+    set to None.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class FusedAdam(Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam` with DeepSpeed's other order of arguments; its states have the format of the weights, fp32."""
+    """`FusedAdam` with the order of arguments of DeepSpeedCPUAdam; its states are in fp32, as the weights."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class DeepSpeedCPUAdam(FusedAdam):
 
 
 class FusedLion(Lion):
-    """Plait's Lion. Gradients are always set to none."""
+    """Plait's Lion. Gradients are always set to None."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(Lion):
-    """`FusedLion`; its state has the format of the weights, fp32."""
+    """Plait's Lion; its state is in fp32, as the weights."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class DeepSpeedCPULion(Lion):
 
 
 class FusedLamb(Lamb):
-    """Plait's LAMB, whose trust ratios are right for sharded parameters too; between `min_coeff` and `max_coeff`."""
+    """Plait's LAMB, also for sharded parameters. Trust ratios are clamped to `min_coeff` … `max_coeff`."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""From a parameter to the engine that trains it, for DeepSpeed's functions that take parameters.
+"""Links from parameters to the engine that trains them, for DeepSpeed's functions whose arguments are parameters.
 
 [Note: a shard is not saved as if it were the full tensor]
-Below stage 3 DeepSpeed's weights are unsharded on every rank, and scripts save what rank 0 has:
-`torch.save(engine.module.state_dict(), …)`. So it is here, between steps. Where layers are sharded over pipeline stages
-or tensor-parallel ranks, each rank has a shard, and the file would look complete: there `state_dict` of the model is an
-error, and pickling a shard is one everywhere. At stage 3 DeepSpeed returns empty tensors, which scripts replace
-afterwards and which nothing takes for weights; so it is here.
+Below stage 3, DeepSpeed's weights are unsharded on every rank, and scripts save those of rank 0:
+`torch.save(engine.module.state_dict(), …)`. The same works here, between steps. With pipeline stages or tensor-parallel
+ranks, each rank has only a part of the weights, but the saved file would look complete. So the model's `state_dict`
+then raises an error, and pickling a shard always does. At stage 3, DeepSpeed's `state_dict` has empty tensors, which
+scripts replace afterwards and which cannot be mistaken for weights; the same is done here.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ZeroParamStatus(Enum):
 
 
 def set_zero_attributes(param: Any, number: int, status: ZeroParamStatus) -> None:
-    """Set DeepSpeed's attributes on a parameter."""
+    """Set the attributes `ds_id`, `ds_status`, `ds_shape` and `ds_numel` of a parameter."""
     param.ds_id, param.ds_status = number, status
     param.ds_shape, param.ds_numel = param.shape, param.numel()
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Return whether a parameter has DeepSpeed's attributes: it is sharded."""
+    """Return whether a parameter is sharded: it then has DeepSpeed's attributes."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
@@ -52,7 +52,7 @@ _LINK = "_plait_link"
 
 @dataclass(slots=True)
 class ParameterLink:
-    """The engine and the modules of a parameter, in weak references."""
+    """The engine and the modules that have a parameter, as weak references."""
 
     engine: weakref.ref[ManualEngine]
     name: str
@@ -61,19 +61,19 @@ class ParameterLink:
     """Every module that has the parameter, and its name there."""
 
     def __reduce__(self) -> Any:
-        """Pickle an unsharded parameter without its link, and refuse a shard (see the note)."""
+        """Let an unsharded parameter be pickled without its link; raise for a shard (see the note of this module)."""
         if self.is_shard:
             raise _shard_error(self.name)
         return type(None), ()
 
 
 def link_parameters(engine: ManualEngine, *, stage: int) -> None:
-    """Link every parameter of a model to its engine, and let `state_dict` of the model be as at a ZeRO stage."""
+    """Link every parameter of a model to its engine; register hooks that apply the note above to `state_dict`."""
     for number, param in enumerate(engine.model.parameters()):
         if is_sharded(param):
             set_zero_attributes(param, number, ZeroParamStatus.NOT_AVAILABLE)
     _link(engine)
-    with engine.sharded_params_registered():  # as they are between the backward pass and the step
+    with engine.sharded_params_registered():  # which the model has between the backward pass and the step
         _link(engine)
         for module in engine.model.modules():
             if any(is_sharded(param) for param in module._parameters.values()):
@@ -96,7 +96,7 @@ def _link(engine: ManualEngine) -> None:
 
 
 def _update_master_weights(model: nn.Module, _keys: Any) -> None:
-    """Set the weights that the optimizer updates to those that a script has loaded into the model."""
+    """After `load_state_dict` of the model, copy its weights to the master weights that the optimizer updates."""
     linked = [(link_of(param), param.detach()) for param in model.parameters() if not is_sharded(param)]
     set_full_tensors([(link, value) for link, value in linked if link is not None])
 
@@ -124,14 +124,14 @@ def _shard_error(name: str) -> ModelError:
 
 
 def link_of(param: Tensor) -> ParameterLink | None:
-    """Return the link of a parameter; None where it belongs to no engine."""
+    """Return the link of a parameter; None if it belongs to no engine."""
     link = getattr(param, _LINK, None)
     assert link is None or isinstance(link, ParameterLink)
     return link
 
 
 def set_full_tensors(values: Iterable[tuple[ParameterLink, Tensor]]) -> None:
-    """Set the weights behind parameters to full tensors, the same on all ranks."""
+    """Set the engines' weights of linked parameters to full tensors, which must be equal on all ranks."""
     engines: dict[int, tuple[ManualEngine, dict[str, Tensor]]] = {}
     for link, value in values:
         engine = link.engine()
@@ -143,14 +143,14 @@ def set_full_tensors(values: Iterable[tuple[ParameterLink, Tensor]]) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor gathered, if it is sharded; every rank must call it."""
+    """Return the full tensor; a sharded one is gathered, so every rank must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-# A gathered parameter, which stands for its full tensor.
+# A gathered parameter, whose operations are done to the full tensor.
 #
-# Scripts hold on to parameters: they take one, gather it, and read the very object that they took. It stays the object
-# that the engine knows; only the operations on it meanwhile are done to the full tensor.
+# A script gathers a parameter, and then reads the same parameter object. The engine refers to this object too, so it is
+# not replaced: while it is gathered, its class is `GatheredParameter`, which redirects operations to the full tensor.
 
 
 _FULL = "_plait_full"
@@ -171,12 +171,12 @@ def _full_of(tensor: Tensor) -> Tensor:
 
 
 def redirect_operations(param: DTensor, full: nn.Parameter) -> None:
-    """From now on, do operations on `param` to `full`."""
+    """Redirect operations on `param` to `full`, until `restore_operations`."""
     param.__dict__[_FULL] = full
     param.__class__ = GatheredParameter
 
 
 def restore_operations(param: DTensor) -> None:
-    """Do operations on a parameter to its own shard again."""
+    """Stop redirecting operations on a parameter: they use its shard again."""
     param.__class__ = DTensor
     del param.__dict__[_FULL]

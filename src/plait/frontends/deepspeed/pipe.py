@@ -17,7 +17,7 @@ __all__ = ["LayerSpec", "PipeDataParallelTopology", "PipelineModule", "TiedLayer
 
 
 class LayerSpec:
-    """A layer to be built."""
+    """The class and arguments of a layer that is built later."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -27,7 +27,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """Build the layer."""
+        """Return the layer, built from its class and arguments."""
         if log:
             print(f"building {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)
@@ -37,7 +37,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares the module of the first layer with its `key`, and calls `forward_fn(module, x)`."""
+    """A layer that uses the same module as the first layer with its `key`; it is called as `forward_fn(module, x)`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class PipeDataParallelTopology:
-    """The number of stages, and of pipelines that see different samples."""
+    """The number of pipeline stages, and the number of pipelines, which train on different samples."""
 
     num_pp: int
     num_dp: int
@@ -71,23 +71,23 @@ class PipeDataParallelTopology:
 
 
 class _FunctionLayer(nn.Module):
-    """A layer of a function without parameters."""
+    """A layer that calls a function, without parameters."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, x: Any) -> Any:
-        """Call it."""
+        """Return the function's result."""
         return self._function(x)
 
 
 class PipelineModule(nn.Module):
     """Layers one after another: a list of modules, `LayerSpec`s and functions, or an `nn.Sequential`.
 
-    The layers are built on every rank, in order, so that their values are those of one process; `initialize` keeps
-    those of this rank's stage. A tied layer may come first, with one more use of it after the other layers, as an
-    embedding and a head share weights. See [Note: a seam in forward], `distributed/pipeline_split.py`.
+    Every rank builds all layers in order, so that initial weights equal those of one process; `initialize` then keeps
+    the layers of this rank's stage. One tied layer is supported, such as an embedding that is also the head: it is the
+    first layer and the last. See `distributed/pipeline_split.py` [Note: a seam in forward].
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class PipelineModule(nn.Module):
         if isinstance(loss_fn, nn.Module) and any(param.requires_grad for param in loss_fn.parameters()):
             message = f"{type(loss_fn).__name__} has parameters, which no stage would train"
             raise ConfigError(Problem("loss_fn", message, "Make the trained part a layer."))
-        # In a list, so that a loss that is a module (`nn.CrossEntropyLoss()`) is not registered: every stage keeps it.
+        # In a list, so that a module (`nn.CrossEntropyLoss()`) is not registered as a layer: every stage keeps it.
         self._loss_fn = [loss_fn]
         self._interval = activation_checkpoint_interval
         self._recomputed = tuple(checkpointable_layers or ())
@@ -129,7 +129,7 @@ class PipelineModule(nn.Module):
             if index != end
         ]
         self.config = SimpleNamespace(tie_embeddings=False)
-        """Read by the native pipeline: whether the modules after the layers use those before them."""
+        """Plait's pipeline reads it: whether the module after the layers shares weights with the one before them."""
         self._first_use = self._last_use = None
         if end is not None:
             self.first = built.pop(0)
@@ -142,7 +142,7 @@ class PipelineModule(nn.Module):
         self._split = _split(partition_method, self.layers, self.num_stages)
 
     def forward(self, inputs: Any, labels: Any = None, hidden: Any = None) -> Any:
-        """Pass the inputs through the layers of this stage; `hidden` is the output of the stage before."""
+        """Return the output of this stage's layers; `hidden` is the output of the stage before, None on the first."""
         tied, x = self.config.tie_embeddings, hidden
         if hidden is None:
             x = _use(self._first_use, self.first, inputs) if tied else inputs
@@ -164,11 +164,11 @@ class PipelineModule(nn.Module):
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ModelError("a pipeline with a loss_fn takes micro-batches of (inputs, labels)")
         if isinstance(self.loss_fn, nn.Module) and isinstance(outputs, Tensor):
-            self.loss_fn.to(outputs.device)  # such as class weights
+            self.loss_fn.to(outputs.device)  # buffers of the loss, such as class weights
         return self.loss_fn(outputs, batch[1])
 
     def strategy(self, given: Any) -> dict[str, Any]:
-        """Return the section `strategy` with the settings of this pipeline."""
+        """Return the section `strategy`: `given`, with the settings of this pipeline added."""
         section: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
         if self.num_stages > 1:
             section["layout"] = {**section.get("layout", {}), "pp": self.num_stages}
@@ -193,7 +193,7 @@ def _build(spec: Any, seed: int | None, seed_fn: Callable[[int], Any] | None) ->
 
 
 def _tied_end(specs: Sequence[Any]) -> int | None:
-    """Return the index of the second use of a tied layer; None where nothing is tied."""
+    """Return the index of the second use of a tied layer; None if no layer is tied."""
     uses = [index for index, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec)]
     if not uses:
         return None
@@ -211,7 +211,7 @@ def _use(function: Callable[[nn.Module, Any], Any] | None, module: nn.Module, x:
 
 
 def _split(method: str, layers: nn.ModuleList, stages: int) -> str | list[str]:
-    """Return `strategy.pipeline.split`: parameters, or the first layer of each stage but the first."""
+    """Return `strategy.pipeline.split`: `parameters`, or the names of the first layers of all stages but stage 0."""
     method_name = method.lower()
     if method_name == "parameters" or stages == 1:
         return "parameters"
@@ -230,7 +230,7 @@ def _split(method: str, layers: nn.ModuleList, stages: int) -> str | list[str]:
 
 
 def _cuts(weights: Sequence[int], stages: int) -> list[int]:
-    """Return the layers that begin a stage, so that all stages have about the same weight."""
+    """Return the indices of the layers that begin a stage, so that all stages have about the same weight."""
     cuts: list[int] = []
     total, seen = sum(weights), 0
     for index, weight in enumerate(weights):

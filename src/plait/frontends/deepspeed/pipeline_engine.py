@@ -14,9 +14,9 @@ from plait.frontends.deepspeed.engine import DeepSpeedEngine, EngineComponents
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains with `train_batch` alone, because a pipeline computes several micro-batches at a time.
+    """An engine that trains with `train_batch` only, because a pipeline computes several micro-batches at a time.
 
-    Every rank reads the data, those of the middle stages too, for the number of samples.
+    Every rank must read the data, also those of middle stages, which use only the number of samples.
     """
 
     def __init__(self, components: EngineComponents) -> None:
@@ -32,7 +32,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self._batch.accumulation
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Run one step over the micro-batches of (inputs, labels), and return the mean loss of all ranks."""
+        """Run one step over micro-batches of (inputs, labels); return the mean loss of all ranks."""
         self._need_optimizer("train_batch")
         self._latest.settle()
         self.train()
@@ -67,8 +67,8 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Any:
         """Return the mean loss over micro-batches and ranks, on every rank; with `return_logits`, the outputs too.
 
-        Without `compute_loss`, return the outputs on the last stage, and None elsewhere. Losses are always averaged,
-        and always broadcast to all ranks.
+        Without `compute_loss`, return the outputs on the last stage, and None on others. Losses are always averaged,
+        and broadcast to all ranks.
         """
         if reduce_output not in (None, "avg"):
             raise TrainingError(f"reduce_output={reduce_output!r} is not offered: leave it out, or write None")

@@ -1,8 +1,8 @@
-"""`save_checkpoint` and `load_checkpoint`: DeepSpeed's folders and tags, around checkpoints of Plait's own format.
+"""`save_checkpoint` and `load_checkpoint`: DeepSpeed's folders and tags, with checkpoints in Plait's own format.
 
 save_dir/latest            the tag that was saved last
 save_dir/<tag>/            a checkpoint (docs/checkpoint-format.md), complete or absent
-save_dir/zero_to_fp32.py   full fp32 weights from either: `python zero_to_fp32.py . OUTPUT_DIR`
+save_dir/zero_to_fp32.py   writes full fp32 weights: `python zero_to_fp32.py . OUTPUT_DIR`
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from plait.errors import CheckpointError
 from plait.frontends.deepspeed import optimizers
 from plait.frontends.deepspeed.parameter_links import full_tensor
 
-# A user's own state in a checkpoint: plain values as JSON, tensors beside the model's. Nothing is pickled.
+# The user's own state (`client_state`) in a checkpoint: plain values as JSON, tensors with those of the model.
 #
 # [Note: no pickles in a checkpoint]
-# DeepSpeed pickles whatever it is given, and loading runs the code in a pickle. Here a value is a number, a text, a
-# list, a tuple, a set, a mapping, bytes, a tensor or an array, or it is refused by name when it is saved.
+# DeepSpeed pickles any state, and loading runs the code in a pickle. Here a value must be a number, a text, a list, a
+# tuple, a set, a mapping, bytes, a tensor or an array; for any other, saving raises an error that names it.
 
 
 _TYPE = "@"
@@ -55,7 +55,7 @@ _TYPE = "@"
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """Return `value` as JSON; its tensors are added to `tensors`, under names that begin with `path`."""
+    """Return `value` as a JSON value; add its tensors to `tensors`, under names that begin with `path`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (np.bool_, np.integer, np.floating)):
@@ -93,12 +93,12 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return an enum, or another subclass, as its number or text."""
+    """Return the number or text of an enum member, or of another subclass of `bool`, `int`, `float` or `str`."""
     return next(plain(value) for plain in (bool, int, float, str) if isinstance(value, plain))
 
 
 def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """Return the value that `encode` was given; `read` returns a tensor by its name."""
+    """Return the original value of what `encode` returned; `read` returns a tensor by its name."""
     if isinstance(value, list):
         return [decode(item, read) for item in value]
     if not isinstance(value, dict):
@@ -132,7 +132,7 @@ def _hashable(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key
 
 
-# The state of a checkpoint of DeepSpeed itself besides its tensors: counters, the scheduler, the client's state.
+# The state, other than tensors, of a checkpoint that DeepSpeed wrote: counters, the scheduler, the client state.
 
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -161,10 +161,10 @@ _UNREADABLE = object()
 
 
 def foreign_state(folder: Path) -> dict[str, Any]:
-    """Return the state in the form in which this front end saves it, without objects that need unpickling."""
+    """Return this state as this front end would have saved it, without objects that need unpickling."""
     files = find_files(folder)
     model = open_file(files.models[min(files.models)])
-    assert isinstance(model, Mapping)  # its tensors were read
+    assert isinstance(model, Mapping)  # its tensors have been read before
     state: dict[str, Any] = {name: int(model[name]) for name in _COUNTERS if isinstance(model.get(name), int)}
     scheduler = _plain_values(model.get("lr_scheduler"))
     if isinstance(scheduler, dict):
@@ -205,11 +205,11 @@ _DEVICE_SETTINGS = frozenset({"params", "param_names", "fused", "foreach", "capt
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """The state of a checkpoint besides the tensors that are loaded."""
+    """The state of a checkpoint other than the tensors, which are loaded already."""
 
     path: Path
     deepspeed: Mapping[str, Any]
-    """Counters, scheduler, groups, client state, as they were saved."""
+    """Counters, scheduler, groups and client state, in their saved form."""
     engine: Mapping[str, Any]
 
 
@@ -223,7 +223,7 @@ class DeepSpeedSaver(EngineSaver):
     def save_tag(
         self, save_dir: str | os.PathLike[str], tag: str, state: Mapping[str, Any], *, latest: bool, frozen: bool
     ) -> Path:
-        """Write a checkpoint under a tag, with parameters that are not trained if `frozen`; return its folder."""
+        """Write a checkpoint under a tag, and return its folder; with `frozen`, parameters that are not trained too."""
         tags = set(self.engine.world.gather(tag))
         if len(tags) > 1:
             raise CheckpointError(f"the ranks name different tags ({', '.join(sorted(tags))}); all must give the same")
@@ -258,7 +258,7 @@ class DeepSpeedSaver(EngineSaver):
     # ---- reading
 
     def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
-        """Return the checkpoint under a tag, or the one that was saved last; None where `latest` does not exist."""
+        """Return the folder of a tag, or of the last saved checkpoint if None; None if `latest` does not exist."""
         self.wait()
         root = Path(load_dir)
 
@@ -288,7 +288,7 @@ class DeepSpeedSaver(EngineSaver):
         tensors = _tensors_to_load(native.state_entries(), optimizer=optimizer)
         ignore = ("client.", "rng.", "hook.", *(() if optimizer else ("optim.",)))
         missing = {f"model.{name}" for name in native.frozen()} - checkpoint.index.tensors.keys()
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in missing}  # saved without frozen ones
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in missing}  # frozen ones not saved
         partial = () if strict else ("model.*",)
         load_into(checkpoint, tensors, world=self.engine.world, ignore=ignore, partial=partial, fetch=fetch)
         native.state_loaded()
@@ -297,7 +297,7 @@ class DeepSpeedSaver(EngineSaver):
 
     def _open(self, path: Path) -> tuple[Checkpoint, Any]:
         if not self.engine.config.checkpoint.node_local:
-            on_main(self.engine.world, lambda: open_checkpoint(path))  # so that a problem with it is raised once
+            on_main(self.engine.world, lambda: open_checkpoint(path))  # one rank alone reports problems with it
             return open_checkpoint(path), nothing_to_fetch
         opened = self.writer_for(path.parent)
         local = find_node_local(CheckpointFolder(path.parent), str(path), opened.channel, opened.disks)
@@ -327,7 +327,7 @@ def _tensors_to_load(tensors: dict[str, _Tensor], *, optimizer: bool) -> dict[st
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the other names of parameters that have several, each with the first."""
+    """Return, for parameters with several names, other name → first name."""
     first: dict[int, str] = {id(param): name for name, param in model.named_parameters()}
     all_names = model.named_parameters(remove_duplicate=False)
     return {name: first[id(param)] for name, param in all_names if first.get(id(param), name) != name}
@@ -343,19 +343,19 @@ def _refuse_another_optimizer(path: Path, state: Mapping[str, Any], optimizer: O
 
 
 def state_name(optimizer: Optimizer) -> str:
-    """Return the name of the optimizer whose state it has: of torch's or Plait's class behind DeepSpeed's name."""
+    """Return the name of the optimizer whose state it has: torch's or Plait's base class of DeepSpeed's class."""
     base = next(base for base in type(optimizer).__mro__ if base.__module__ != optimizers.__name__)
     decoupled = base is Adam and all(group["decoupled_weight_decay"] for group in optimizer.param_groups)
     return "AdamW" if decoupled else base.__name__
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each group that a checkpoint has."""
+    """Return the settings of each group that are saved in a checkpoint."""
     return [{key: value for key, value in g.items() if key not in _DEVICE_SETTINGS} for g in optimizer.param_groups]
 
 
 def restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Set the groups to saved settings."""
+    """Set the groups of an optimizer to saved settings; raise `CheckpointError` if their number differs."""
     if len(saved) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(saved)} groups, this one {len(optimizer.param_groups)}: build the "
@@ -366,7 +366,10 @@ def restore_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> 
 
 
 def full_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Return all weights in host memory, parameters in `dtype`, under every name, on rank 0; {} elsewhere."""
+    """Return the weights whose names `keep` accepts, on rank 0, in host memory; {} on other ranks.
+
+    Parameters are in `dtype`; one with several names is returned under each.
+    """
     parameters = {name for name, _ in native.model.named_parameters()}
     weights: dict[str, Tensor] = {}
     for key, tensor in native.state_tensors().items():
@@ -382,7 +385,7 @@ def full_weights(native: ManualEngine, dtype: torch.dtype, keep: Callable[[str],
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
-    """Copy nested tensors into storage of their own: a view would be saved with all of its base."""
+    """Return a copy of nested tensors, each with its own storage: `torch.save` writes a view's whole storage."""
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, (list, tuple)):

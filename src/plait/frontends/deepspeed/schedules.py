@@ -1,11 +1,11 @@
 """DeepSpeed's schedules: the rate that a DeepSpeed 0.19 run uses in each update.
 
-A run description names them by DeepSpeed's names (`schedule: {type: WarmupLR}`); their sections say in `builds` that
-the functions here build them.
+A run description uses DeepSpeed's names (`schedule: {type: WarmupLR}`); `builds` of each section's class refers to
+the function here that builds it.
 
-DeepSpeed steps a scheduler after an update, and counts from the update before the first one. What its formulas call
-iteration i is therefore the rate of update i + 1; the first update runs at the start value. Here `unit` is the update
-(or epoch) that the rate is for, and `_iteration` is the only place that shifts.
+DeepSpeed steps a scheduler after each update, so iteration i of its formulas is the rate of update i + 1, and the first
+update has the start value. Here `unit` is the update (or epoch) whose rate is computed; `_iteration` converts it to
+DeepSpeed's iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Curve = Callable[[int], float]
 
 
 def warmup(span: ScheduleSpan, config: WarmupConfig) -> Curves:
-    """Return `WarmupLR`: from `warmup_min_lr` up to `warmup_max_lr`, then flat."""
+    """Return `WarmupLR`: from `warmup_min_lr` up to `warmup_max_lr`, then constant."""
     low, high = config.warmup_min_lr, _peak(config, span.base_lr)
     length, rise = _rise(config)
     return Curves(lambda unit: low + (high - low) * (rise(_iteration(unit)) if _iteration(unit) < length else 1.0))
@@ -65,9 +65,9 @@ def warmup_cosine(span: ScheduleSpan, config: WarmupCosineConfig) -> Curves:
 def one_cycle(span: ScheduleSpan, config: OneCycleConfig) -> Curves:
     """Return `OneCycle`: from `cycle_min_lr` up to `cycle_max_lr` and back, then down by `decay_lr_rate`.
 
-    With `cycle_momentum`, the momentum mirrors it: from `cycle_max_mom` down to `cycle_min_mom` and back, then up by
-    `decay_mom_rate`. Two accidents of DeepSpeed are left out: its first update runs at `cycle_min_mom`, and it sets the
-    second beta to 0.99 whatever the optimizer was given.
+    With `cycle_momentum`, the momentum changes the other way: from `cycle_max_mom` down to `cycle_min_mom` and back,
+    then up by `decay_mom_rate`. Two errors of DeepSpeed are not reproduced: its first update has `cycle_min_mom`, and
+    it sets the second beta of any optimizer to 0.99.
     """
     total, height = _cycle(config)
     low, high = config.cycle_min_lr, config.cycle_max_lr
@@ -91,7 +91,7 @@ def one_cycle(span: ScheduleSpan, config: OneCycleConfig) -> Curves:
 
 
 def range_test(span: ScheduleSpan, config: LRRangeTestConfig) -> Curves:
-    """Return `LRRangeTest`: up from `lr_range_test_min_lr`, by a share of it each `lr_range_test_step_size`."""
+    """Return `LRRangeTest`: from `lr_range_test_min_lr` up, by `lr_range_test_step_rate` of it per step size."""
     low, size, pace = config.lr_range_test_min_lr, config.lr_range_test_step_size, config.lr_range_test_step_rate
     if config.lr_range_test_staircase:
         return Curves(lambda unit: low * (1.0 + pace * (unit // size)))
@@ -115,7 +115,7 @@ def _total(config: WarmupDecayConfig | WarmupCosineConfig, span: ScheduleSpan) -
 
 
 def _rise(config: WarmupConfig | WarmupDecayConfig | WarmupCosineConfig) -> tuple[int, Curve]:
-    """Return the length of the warm-up, and its height, 0 to 1, at each iteration of it."""
+    """Return the length of the warm-up, and the function from its iterations to the fraction of the rise, 0 to 1."""
     length = max(2, config.warmup_num_steps)
     if config.warmup_type == "linear":
         return length, lambda iteration: iteration / length
@@ -124,7 +124,7 @@ def _rise(config: WarmupConfig | WarmupDecayConfig | WarmupCosineConfig) -> tupl
 
 
 def _cycle(config: OneCycleConfig) -> tuple[int, Curve]:
-    """Return the length of the cycle, and its height, 0 to 1, at each unit of it."""
+    """Return the length of the cycle, and the function from its units to the height, 0 (minimum) to 1 (maximum)."""
     first, second = config.cycle_first_step_size, config.cycle_second_step_size
     second = first if second is None else second
     first_stairs, second_stairs = config.cycle_first_stair_count, config.cycle_second_stair_count

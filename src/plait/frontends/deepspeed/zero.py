@@ -29,15 +29,14 @@ __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 
 
 class Init:
-    """Models that are built inside are built in host memory, and `initialize` moves each rank's shard to its device.
+    """A `with` block: models built inside are in host memory, and `initialize` moves each rank's shard to its device.
 
-    So the device never holds the whole model, at any stage. The values are those of the constructors, in full
-    precision. Each rank's host memory does hold the whole model for a while; a function that returns the model, given
-    to `initialize` as `model`, avoids that too where the layers can be initialised one by one.
+    So the device never holds the whole model, at any stage. Weights are initialized by the model's constructors, in
+    full precision. The host memory of each rank holds the whole model until then. To avoid that too, pass a function
+    that returns the model to `initialize`, as `model`; its layers must be such that they can be initialised one by one.
 
-    `module` may be given instead of the `with`: nothing is done to a model that is built already. `dtype`, `config`,
-    `mem_efficient_linear` and `pin_memory` have no meaning for a model in host memory; the configuration of
-    `initialize` decides the formats.
+    `Init(module=…)`, for a model that is already built, does nothing. `dtype`, `config`, `mem_efficient_linear` and
+    `pin_memory` have no effect; the configuration of `initialize` decides the dtypes.
     """
 
     def __init__(
@@ -90,10 +89,10 @@ class Init:
 
 
 class GatheredParameters:
-    """Inside, these parameters are unsharded, in their modules too; every rank must take part.
+    """A `with` block in which these parameters, also as attributes of modules, are unsharded. Every rank must enter it.
 
-    With `modifier_rank`, all ranks keep what that rank wrote into them; without, changes are lost. `with … as params`
-    gives them in the given order.
+    With `modifier_rank`, the changes of that rank are kept, on all ranks; without it, changes are lost. `with … as
+    params` returns the parameters in the given order.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class GatheredParameters:
 
 
 def _is_shard(param: Tensor) -> bool:
-    return is_sharded(param) and not isinstance(param, GatheredParameter)  # which a block around this one has gathered
+    return is_sharded(param) and not isinstance(param, GatheredParameter)  # then an outer block has gathered it
 
 
 def _gather(param: Any) -> nn.Parameter:
@@ -144,11 +143,11 @@ def _gather(param: Any) -> nn.Parameter:
 
 
 def _gathered_weight(param: Any) -> Tensor:
-    """Return the full weight in the format of the parameter, which may be offloaded, or waiting for its update."""
+    """Return the full weight in the dtype of the parameter, also if it is offloaded or its update is pending."""
     link = link_of(param)
     engine = None if link is None else link.engine()
     weight = param.detach() if engine is None else engine.weight_of(param)
-    copy = param.device_mesh.size() == 1  # gathered over one rank, it would share their memory, and changes would stay
+    copy = param.device_mesh.size() == 1  # over one rank, it would share the shard's memory, and keep changes
     return full_tensor(weight).to(param.device, param.dtype, copy=copy)
 
 
@@ -167,10 +166,9 @@ def _register(link: ParameterLink | None, param: nn.Parameter) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that a module uses a parameter of another one.
+    """Declare that a module uses a parameter of another module. Has no effect, except that types are checked.
 
-    Nothing has to be done for it: a parameter that is used outside its block belongs to the root unit, which stays
-    gathered while the model runs.
+    A parameter that is used outside its block belongs to the root unit, which stays gathered while the model runs.
     """
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(f"register_external_parameter takes a parameter, not a {type(parameter).__name__}")

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: logging, full values of sharded parameters, and marks on modules."""
+"""`deepspeed.utils`: logging, full values of sharded parameters, and marks of ZeRO-3 leaf modules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 class OnDevice:
-    """Models that are built inside have this device and dtype; on `meta`, `initialize` gives them values."""
+    """A `with` block: models built inside have this device and dtype. On `meta`, `initialize` initializes them."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self._dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
@@ -71,25 +71,28 @@ class OnDevice:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """Return the full fp32 weights behind a parameter; every rank must call it."""
+    """Return the full fp32 master weight of a parameter. Every rank must call it."""
     engine, link = _engine_and_link(param)
     return full_tensor(engine.state_tensors()[f"model.{link.name}"])
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the fp32 weights behind a parameter, on all ranks to the same."""
+    """Set the fp32 master weight of a parameter to a full tensor, which must be equal on all ranks."""
     set_full_tensors([(_engine_and_link(param)[1], value)])
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return a full optimizer state, such as `exp_avg`, or None before the first step; every rank must call it."""
+    """Return a full optimizer state of a parameter, such as `exp_avg`; None before the first step.
+
+    Every rank must call it.
+    """
     engine, link = _engine_and_link(param)
     state = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
     return None if state is None else full_tensor(state)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set one of its optimizer states, on all ranks to the same."""
+    """Set an optimizer state of a parameter to a full tensor, which must be equal on all ranks."""
     engine, link = _engine_and_link(param)
     state = engine.state_tensors().get(f"optim.{link.name}.{optim_state_key}")
     if state is None:
@@ -108,23 +111,23 @@ def _engine_and_link(param: Tensor) -> tuple[ManualEngine, ParameterLink]:
 
 # ---- `deepspeed.utils.z3_leaf_module`: modules that scripts want gathered as one
 #
-# Here a block of the model is gathered as one when it is entered, with everything inside, experts that a batch does not
-# use included. So marks are kept for those who ask for them, and change nothing.
+# Here all parameters of a block are gathered together before it runs, also those of experts that a batch does not use.
+# So the marks are stored, and returned to scripts, but have no effect.
 
-import_module(f"{__name__}.z3_leaf_module")  # first: importing it later would hide the function of its name
+import_module(f"{__name__}.z3_leaf_module")  # first: a later import would hide the function of that name
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of classes that are given as classes or by name; returns them."""
+    """Mark the modules of these classes, given as classes or names; return these modules."""
     return _mark(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the marks; returns the modules."""
+    """Remove the marks of the modules of these classes; return these modules."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -152,6 +155,6 @@ def _mark(model: nn.Module, given: Sequence[type | str], flag: bool, must_exist:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zero_to_fp32":  # on first use, for it imports much
+    if name == "zero_to_fp32":  # imported on first use, because it imports much
         return import_module(f"{__name__}.{name}")
     raise not_offered(__name__, name)

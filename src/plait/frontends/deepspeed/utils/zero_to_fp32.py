@@ -1,6 +1,6 @@
 """`deepspeed.utils.zero_to_fp32`: full fp32 weights from a checkpoint, in one process.
 
-Reads what this front end saves, and what DeepSpeed itself saved; nothing in the files is executed. As a command it is
+Reads checkpoints of this front end and of DeepSpeed itself; no code in the files is executed. The command replaces
 DeepSpeed's script: `python -m plait.frontends.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`.
 """
 
@@ -41,7 +41,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Return all weights of a checkpoint in host memory, under every name they have; floating-point ones in fp32."""
+    """Return all weights of a checkpoint, in host memory, shared ones under each name; floating-point ones in fp32."""
     if lazy_mode:
         raise CheckpointError("lazy_mode is not offered: tensors are read one after another, and kept")
     with open_source(_folder(checkpoint_dir, tag)) as source:
@@ -51,7 +51,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: PathText, tag: str | None = None
 ) -> nn.Module:
-    """Move a model to host memory, and load the weights of a checkpoint into it."""
+    """Move a model to host memory, load the weights of a checkpoint into it, and return it."""
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -66,7 +66,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights to `pytorch_model.bin` or `model.safetensors`, or to several shards with an index."""
+    """Write the weights to `pytorch_model.bin` or `model.safetensors`, or to several such files with an index."""
     with open_source(_folder(checkpoint_dir, tag)) as source:
         weights = _weights(source, exclude_frozen=exclude_frozen_parameters, dtype=dtype)
     if safe_serialization:
@@ -96,7 +96,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights in fp32."""
+    """Call `convert_zero_checkpoint_to_state_dict` with fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -107,7 +107,7 @@ def _folder(checkpoint_dir: PathText, tag: str | None) -> Path:
     if tag is None:
         latest = root / LATEST
         if not latest.is_file():
-            return root  # perhaps the folder of a tag itself; if not, opening it raises
+            return root  # it may be the folder of a tag; if it is not, opening it raises
         tag = read_name(latest, CheckpointError)
     return root / tag
 
@@ -159,7 +159,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _bytes(size: str | int | None) -> int | None:
-    """`5GB` is 5 × 10⁹, `5GiB` 5 × 2³⁰."""
+    """Return a size in bytes: `5GB` is 5 × 10⁹, `5GiB` 5 × 2³⁰; a number or None is returned unchanged."""
     if size is None or isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B\s*", size, re.IGNORECASE)
