@@ -38,7 +38,7 @@ from plait.models import build_model
 
 
 class AddedModule(nn.Module):
-    """A module that was added to the described model."""
+    """A module that post-training adds to a model: a matrix of an adapter, or a value head."""
 
     def reset_parameters(self) -> None:
         """Set the initial values of the parameters."""

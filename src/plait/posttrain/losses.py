@@ -96,7 +96,7 @@ def apo_zero_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 CHUNK_TOKENS = 4096
-"""Tokens whose logits are held in fp32 at one time."""
+"""The number of tokens whose logits are converted to fp32 at one time, to save memory."""
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def from_bits(numbers: Tensor) -> Tensor:
 
 
 class MetricSums:
-    """Sums of metrics over the micro-batches of a step, without waiting for the device; one all-reduce per step."""
+    """Sums of metrics over the micro-batches of a step, kept on the device; one all-reduce per step."""
 
     def __init__(self) -> None:
         self._seen: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Pipelines of `plait posttrain`: several phases (pretraining, SFT, reward model, DPO, PPO, GRPO), run in order.
+"""Pipelines (`plait pipeline`): several phases (pretraining, SFT, reward model, DPO, PPO, GRPO), run in order.
 
 A *step* of a pipeline is one run of one phase, with its own folder. This module reads the description of a pipeline,
 sets in each step what follows from earlier steps (weights, adapter, tokenizer, reward model), checks all steps before
@@ -198,7 +198,8 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "train": {"max_epochs": 1},
     }
 )
-"""Settings of a step without a run description. Without data, the generated task is used."""
+"""Settings of a step that is chosen by number (`--step`), so without a run description. Without data, the generated
+task is used."""
 
 
 class StepConfig(Section):
@@ -231,7 +232,7 @@ class PhaseDescription:
     source: str | Mapping[str, Any]
     """The path of a run description, or its content."""
     settings: tuple[str, ...] = ()
-    """Overrides, in order."""
+    """Overrides (`key=value`) of the run description; later ones win."""
     chosen: bool = True
     """Whether it is to be run; otherwise later steps only use its results."""
 
@@ -496,7 +497,7 @@ def _look_into(source: ExampleData, section: PosttrainConfig, phase: str) -> Non
     except IncompleteError as error:
         if section.incomplete == "error":
             raise DataError(f"{where}: {error}") from error
-    except (EmptyError, UnlearnedError):  # counted when the step runs
+    except (EmptyError, UnlearnedError):  # no problem here: counted in the report when the step runs
         pass
 
 

@@ -133,7 +133,7 @@ def _open_model(path: str, trust_code: bool) -> ConversationScorer:
             raise ModelError(f"{path} has no value head, as models of `plait reward` have: it cannot judge")
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
     folder = Path(path).absolute()
-    # The tokenizer that the run kept: the one that it names may have changed since.
+    # Prefer the copy in the run's folder: the tokenizer that its description names may have changed since.
     kept = tokenizer_beside(path)
     named = [Path(file) for file in (section.tokenizer, getattr(described, "path", None)) if file is not None]
     sources = [*([] if kept is None else [kept.parent]), *named, folder]

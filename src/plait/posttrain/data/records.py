@@ -160,7 +160,7 @@ class _Fields:
 
     @property
     def names(self) -> str:
-        """All keys, for messages."""
+        """All keys as text, for messages."""
         return ", ".join(map(repr, self._values)) or "nothing"
 
 

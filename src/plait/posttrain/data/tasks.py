@@ -23,7 +23,7 @@ _ORDER_SEED = 2024
 
 
 class Task(ABC):
-    """Questions by number, with a right answer and a wrong one."""
+    """A numbered list of questions, with right and wrong answers to each."""
 
     alphabet: str
     """All characters of questions and answers."""
@@ -102,7 +102,7 @@ class Arithmetic(Task):
 
 
 class Sorting(Task):
-    """`dbca=`, answered by the same letters in order."""
+    """`dbca=`, whose answer is the same letters sorted."""
 
     alphabet = "abcdefghij="
 
@@ -184,7 +184,7 @@ class Prompt:
     tokens: tuple[int, ...]
     messages: tuple[ChatMessage, ...]
     right: str
-    """The answer of the example; empty where it has none."""
+    """The right answer, from the example; empty if it has none."""
 
     @property
     def text(self) -> str:

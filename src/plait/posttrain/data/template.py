@@ -54,7 +54,7 @@ class ChatTokenizer(TextTokenizer):
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Ids by token."""
+        """The id of each token, by its text."""
         vocabulary: dict[str, int] = self.backend.get_vocab()
         return vocabulary
 
@@ -283,7 +283,7 @@ def _begin(tokenizer: ChatTokenizer) -> str:
 
 
 class OfTokenizer(Template):
-    """The template that came with a Hugging Face tokenizer.
+    """The chat template of a Hugging Face tokenizer.
 
     [Note: texts of control tokens in a conversation]
     A chat template renders marks and messages into one text, and the tokenizer encodes every `<|im_end|>` in it as the
@@ -549,7 +549,7 @@ def chat_template_in(folder: Path | None) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = read_settings(folder / SETTINGS).get("chat_template")
-    if isinstance(template, list):  # several, each with a name
+    if isinstance(template, list):  # several templates, each with a name
         template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     return template or None
 

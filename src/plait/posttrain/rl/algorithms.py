@@ -204,7 +204,7 @@ def group_advantages(
 
 
 class GrpoLoss(NamedTuple):
-    """The loss, and sums over the tokens of the mask."""
+    """The GRPO loss, and statistics, which are sums over the tokens of the mask."""
 
     loss: LossTerm
     tokens: Tensor
@@ -258,7 +258,7 @@ def grpo_loss(
 
 
 EPS = 1e-8
-"""Added to a variance, so that equal values become zeros."""
+"""Added to the variance, so that equal values become zeros and not NaN."""
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     kept = torch.where(mask.bool(), values.detach().double(), 0.0)  # no product: values outside may be inf or NaN
     count, total = mask.double().sum(), kept.sum()
     mean = total / count.clamp(min=1)
-    variance = ((kept * kept).sum() - total * mean).clamp(min=0.0) / (count - 1).clamp(min=1)  # the unbiased one
+    variance = ((kept * kept).sum() - total * mean).clamp(min=0.0) / (count - 1).clamp(min=1)  # the unbiased variance
     white = (values - mean.to(values.dtype)) * torch.rsqrt(variance.to(values.dtype) + EPS)
     return torch.where(mask.bool(), white, 0.0)
 
