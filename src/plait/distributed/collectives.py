@@ -38,7 +38,7 @@ class _Failure:
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0, and return its result on every rank; if it fails, raise its error on every rank."""
+    """Run `action` on rank 0, and return its result on every rank; if it fails, raise an error on every rank."""
     if world.size == 1:
         return action()
     if not world.is_main:

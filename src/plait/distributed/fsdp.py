@@ -212,7 +212,7 @@ def carry_attributes(model: nn.Module, names: AbstractSet[str]) -> None:
 # [Note: gloo's own gather and scatter]
 # gloo's own all-gather and reduce-scatter copy their input, and send it around a ring. With 14 MB and two ranks, a
 # reduce-scatter takes almost three times as much CPU time as sending one half to the other rank and adding the half
-# that is received; an all-gather takes twice as much as sending the own half. So both are replaced by messages between
+# that is received; an all-gather takes twice as much as sending one half. So both are replaced by messages between
 # pairs of ranks, which are received directly into the output. Buffers are reused where possible: the system clears each
 # page of a newly allocated one, which costs more than a copy.
 #

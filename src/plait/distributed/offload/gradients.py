@@ -51,7 +51,7 @@ class GradientOffloadQueue:
         self._norms: dict[int, Tensor] = {}
 
     def take(self, index: int, grad: Tensor) -> None:
-        """Compute the norm of a complete gradient on the device, and begin to copy the gradient to the host."""
+        """Compute the norm of a complete gradient, and begin to copy it to the host unless its state is in files."""
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         self._norms[index] = foreach_norm([grad], 2, dtype=wide)[0]
         bucket = self._bucket_of[index]
