@@ -415,7 +415,7 @@ def _reshard(settings: AccelerateSettings, key: str, value: Any) -> None:
     if str(value).lower() in ("true", "false"):
         _switch("strategy.sharding", "FULL_SHARD", "SHARD_GRAD_OP")(settings, key, value)
     else:
-        _sharding(settings, key, value)  # FSDP 1 takes a strategy here
+        _sharding(settings, key, value)  # for FSDP 1 the value is a sharding strategy
 
 
 def _policy(settings: AccelerateSettings, key: str, value: Any) -> None:

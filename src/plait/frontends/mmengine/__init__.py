@@ -1,7 +1,7 @@
 """MMEngine's API on Plait's engine: `from plait.frontends.mmengine import FlexibleRunner, Runner`.
 
 Its modules have MMEngine's names (`runner`, `model`, `evaluator`, `hooks`, `optim`, `registry`, `config`, `dataset`,
-`dist`), so that a script changes its imports and nothing else.
+`dist`), so that only the imports of a script have to change.
 """
 
 from plait.frontends.mmengine.config import Config, ConfigDict, DictAction

@@ -19,7 +19,7 @@ from plait.errors import ConfigError, Problem
 
 
 class DictAction(Action):
-    """For argparse: collects `key=value` pairs in a dict. `a=1,2` and `a=[1,2]` are lists, `a="(1,2)"` a tuple."""
+    """An argparse action that collects `key=value` in a dict. `a=1,2` and `a=[1,2]` are lists, `a="(1,2)"` a tuple."""
 
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
         """Add the pairs of one flag to those of earlier ones."""
@@ -33,7 +33,7 @@ class DictAction(Action):
 
 
 def value_of(text: str) -> Any:
-    """Return the number, bool, None, list or tuple that a text is; otherwise the text."""
+    """Return the number, bool, None, list or tuple that a text stands for; else the text."""
     text = text.strip()
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
@@ -51,7 +51,7 @@ def value_of(text: str) -> Any:
 
 
 def _split_items(text: str) -> list[str]:
-    """Split at commas outside brackets."""
+    """Return the parts of a text between commas; commas inside brackets do not count."""
     items, depth = [""], 0
     for sign in text:
         depth += (sign in "[(") - (sign in "])")
@@ -66,11 +66,11 @@ def _split_items(text: str) -> list[str]:
 
 
 DELETE = "_delete_"
-"""A dict with this key replaces the one it would be merged into."""
+"""A dict with this key replaces the base file's dict, instead of being merged into it."""
 
 
 class ConfigDict(dict[str, Any]):
-    """A dict whose keys are attributes too, also those of nested dicts."""
+    """A dict whose keys are attributes too; nested dicts are ConfigDicts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ConfigDict(dict[str, Any]):
         del self[name]
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Set a missing key; returns its value."""
+        """Set a key if it is missing; return its value."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -122,7 +122,7 @@ def wrapped(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with nested ConfigDicts as dicts: the opposite of `wrapped`."""
+    """Return a value with nested ConfigDicts as plain dicts: the opposite of `wrapped`."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -151,7 +151,7 @@ def merge(over: Mapping[str, Any], below: Mapping[str, Any], *, path: str = "") 
 
 
 def _merge_items(over: Mapping[str, Any], below: list[Any] | tuple[Any, ...], path: str) -> Any:
-    """Merge `{'0': …}` into a list, by index."""
+    """Return a list with items replaced or merged by index, as `{'0': …}` says."""
     items = list(below)
     for key, value in over.items():
         if int(key) >= len(items):
@@ -223,7 +223,7 @@ def _substituted(path: Path) -> str:
 
 
 def _parse(path: Path, text: str) -> tuple[ast.Module | None, list[str]]:
-    """Return the program without its `_base_`, and the base files."""
+    """Return a Python file's syntax tree without `_base_` (None for other files), and the names of the base files."""
     if path.suffix != ".py":
         named = _data(path, text).get(BASE, [])
         return None, [named] if isinstance(named, str) else list(named)
@@ -281,7 +281,7 @@ def _data(path: Path, text: str) -> dict[str, Any]:
 
 
 class Config:
-    """A configuration whose keys are attributes as well; has the methods of a dict."""
+    """A configuration: its keys are attributes too, and it has the methods of a dict."""
 
     _tree: ConfigDict
 
@@ -291,7 +291,7 @@ class Config:
 
     @classmethod
     def fromfile(cls, filename: str | Path, import_custom_modules: bool = True) -> Config:
-        """Read a Python, YAML or JSON file and its base files."""
+        """Return the configuration of a Python, YAML or JSON file and its base files."""
         tree = read_file(Path(filename))
         wanted = tree.get("custom_imports")
         if import_custom_modules and wanted:
@@ -304,7 +304,7 @@ class Config:
         return vars(self)["_filename"]  # type: ignore[no-any-return]
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
-        """Merge changes into it; the keys are dotted paths (`optim_wrapper.optimizer.lr`)."""
+        """Merge changes into the configuration; the keys are dotted paths (`optim_wrapper.optimizer.lr`)."""
         nested: dict[str, Any] = {}
         for path, value in options.items():
             *names, last = path.split(".")
@@ -326,7 +326,7 @@ class Config:
         return "".join(f"{key} = {pformat(plain(value), width=100)}\n" for key, value in self._tree.items())
 
     def dump(self, file: str | Path | None = None) -> str | None:
-        """Write it as Python, YAML or JSON, by the suffix of the file; without a file, return it as Python."""
+        """Write it as Python, YAML or JSON, by the suffix of `file`; without a file, return it as Python."""
         if file is None:
             return self.pretty_text
         path = Path(file)
@@ -373,7 +373,7 @@ class Config:
 
 
 def as_config(given: Any) -> Config:
-    """Return a configuration from a dict, or from MMEngine's own class."""
+    """Return a dict, or a configuration of MMEngine's own class, as a `Config`."""
     if isinstance(given, Config):
         return given
     tree = given.to_dict() if hasattr(given, "to_dict") else given
@@ -381,7 +381,7 @@ def as_config(given: Any) -> Config:
 
 
 def _import(imports: str | list[str], allow_failed_imports: bool = False) -> None:
-    """Import the modules whose classes the configuration names."""
+    """Import the modules of `custom_imports`, which register classes that the configuration names."""
     for name in [imports] if isinstance(imports, str) else imports:
         try:
             load_module(name, key="custom_imports")

@@ -24,13 +24,13 @@ from plait.frontends.mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
-    """Transpose a list of samples into a sample of lists, without stacking."""
+    """Return a list of samples as one sample whose values are lists, without stacking."""
     return _transpose(data_batch, lambda leaves: leaves)
 
 
 @FUNCTIONS.register_module()
 def default_collate(data_batch: Sequence[Any]) -> Any:
-    """Transpose a list of samples, and stack tensors, arrays and numbers."""
+    """Return a list of samples as one sample whose tensors, arrays and numbers are stacked."""
     return _transpose(data_batch, _stacked)
 
 
@@ -61,7 +61,7 @@ def _transpose(batch: Sequence[Any], collate: Callable[[Sequence[Any]], Any]) ->
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(Sampler[int]):
-    """One pass over the data set per epoch: of n ranks, each takes every n-th sample of an order by seed and epoch."""
+    """One pass per epoch, in an order by seed and epoch; each of n ranks reads every n-th sample of it."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None, round_up: bool = True) -> None:
         self.rank, self.world_size = get_dist_info()
@@ -88,7 +88,7 @@ class DefaultSampler(Sampler[int]):
         return iter(order[self.rank : self.total_size : self.world_size][begin:])
 
     def skip(self, samples: int) -> None:
-        """Skip so many samples of this rank in the next pass."""
+        """Skip the first `samples` samples of this rank in the next pass."""
         self._skipped = samples
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class DefaultSampler(Sampler[int]):
 
 @DATA_SAMPLERS.register_module()
 class InfiniteSampler(Sampler[int]):
-    """Endless passes over the data set, for loops by iteration."""
+    """Passes over the data set without end, for training loops that count iterations."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
         self.rank, self.world_size = get_dist_info()
@@ -121,7 +121,7 @@ class InfiniteSampler(Sampler[int]):
         return islice(self._order(), self.rank + begin * self.world_size, None, self.world_size)
 
     def skip(self, samples: int) -> None:
-        """Skip so many samples of this rank."""
+        """Skip the first `samples` samples of this rank."""
         self._skipped = samples
 
     def __len__(self) -> int:
@@ -138,7 +138,7 @@ class InfiniteSampler(Sampler[int]):
 def worker_init_fn(
     worker_id: int, num_workers: int, rank: int, seed: int, disable_subprocess_warning: bool = False
 ) -> None:
-    """Seed a worker; each worker of each rank has a different seed."""
+    """Seed a worker's generators; each worker of each rank has a different seed."""
     worker_seed = (num_workers * rank + worker_id + seed) % 2**32
     random.seed(worker_seed)
     np.random.seed(worker_seed)
@@ -151,7 +151,7 @@ def worker_init_fn(
 
 
 class FirstOf:
-    """The first samples of a data set, with its other attributes."""
+    """A data set of the first `length` samples of another one, whose other attributes it has."""
 
     def __init__(self, dataset: Any, length: int) -> None:
         self._dataset = dataset
@@ -170,7 +170,7 @@ class FirstOf:
 def build_dataloader(
     cfg: Any, *, seed: int | None = None, diff_rank_seed: bool = False, start_method: str | None = None
 ) -> Any:
-    """Return the loader that a dict describes; a loader as it is."""
+    """Return the loader that a dict describes; a loader is returned unchanged."""
     if not isinstance(cfg, Mapping):
         return cfg
     options = dict(cfg)
@@ -187,7 +187,7 @@ def build_dataloader(
     if workers and start_method is not None:
         options.setdefault("multiprocessing_context", start_method)
     check_arguments("dataloader", DataLoader, options)
-    # A separate generator: starting a pass draws a number, which must not change the dropout of the model.
+    # A separate generator: each pass draws a number at its start, which must not change the model's dropout.
     options.setdefault("generator", torch.Generator().manual_seed(seed or 0))
     return DataLoader(dataset, collate_fn=collate, worker_init_fn=init, **chosen, **options)
 
@@ -224,7 +224,7 @@ def _worker_init(options: dict[str, Any], workers: int, seed: int | None) -> Any
 
 
 def _function(given: Any, key: str) -> Any:
-    """Return a function given as such, or as a dict with its name and options."""
+    """Return a function; it is given as a function, or as a dict with its name and options."""
     if isinstance(given, Mapping):
         options = dict(given)
         target = options.pop("type", None)

@@ -38,7 +38,7 @@ def is_main_process() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     if is_distributed():
         dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Metrics over a whole data set, on any number of ranks."""
+"""Metrics of the predictions for a whole data set, computed on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.precision import map_tensors
 
 
 class BaseMetric(ABC):
-    """Collects results of every batch, and computes metrics of all of them at the end."""
+    """The base class of metrics: collects the results of every batch, and computes metrics of all at the end."""
 
     default_prefix: str | None = None
 
@@ -59,7 +59,7 @@ class Evaluator:
 
     @property
     def dataset_meta(self) -> dict[str, Any] | None:
-        """The metainfo of the data set."""
+        """The `metainfo` of the data set; None if it has none."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -75,7 +75,7 @@ class Evaluator:
             metric.process(data_batch, samples)
 
     def evaluate(self, size: int) -> dict[str, float]:
-        """Return all metrics; raises if two have the same name."""
+        """Return all metrics by name; raise `ConfigError` if two have the same name."""
         metrics: dict[str, float] = {}
         for metric in self.metrics:
             for name, value in metric.evaluate(size).items():

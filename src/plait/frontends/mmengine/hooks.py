@@ -1,4 +1,4 @@
-"""MMEngine's hooks: the base class, the default ones, and their order."""
+"""MMEngine's hooks: the base class, the default hooks, and their order."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ PRIORITIES = {
 
 
 class MMEngineHook:
-    """Override the methods you need. Every rank calls every hook."""
+    """The base class of hooks, whose methods the loops call: override some. Every rank calls every hook."""
 
     priority: int | str = "NORMAL"
-    """A number from 0, the first, to 100, or a name in `PRIORITIES`."""
+    """A number from 0 (called first) to 100, or a name in `PRIORITIES`."""
 
     def before_run(self, runner: Any) -> None:
         """The run begins."""
@@ -123,32 +123,32 @@ class MMEngineHook:
         self._after_iter(runner, batch_idx=batch_idx, data_batch=data_batch, outputs=outputs, mode="test")
 
     def _before_epoch(self, runner: Any, mode: str = "train") -> None:
-        """Any pass begins."""
+        """A pass over the data of any loop begins."""
 
     def _after_epoch(self, runner: Any, mode: str = "train") -> None:
-        """Any pass is over."""
+        """A pass over the data of any loop is over."""
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = "train") -> None:
-        """Any batch is about to be processed."""
+        """A batch of any loop is about to be processed."""
 
     def _after_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        """Any batch was processed."""
+        """A batch of any loop was processed."""
 
-    # ---- when?
+    # ---- conditions, for intervals
 
     def every_n_epochs(self, runner: Any, n: int, start: int = 0) -> bool:
-        """Whether the epoch just done is one of every n, counted from `start`."""
+        """Whether the number of completed epochs since `start` is a multiple of `n`."""
         done = runner.epoch + 1 - start
         return n > 0 and done >= 0 and done % n == 0
 
     def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
-        """Whether the batch is one of every n of its pass."""
+        """Whether the number of batches of the pass, up to this one, is a multiple of `n`."""
         return n > 0 and (batch_idx + 1) % n == 0
 
     def every_n_train_iters(self, runner: Any, n: int, start: int = 0) -> bool:
-        """Whether the iteration just done is one of every n, counted from `start`."""
+        """Whether the number of completed iterations since `start` is a multiple of `n`."""
         done = runner.iter + 1 - start
         return n > 0 and done >= 0 and done % n == 0
 
@@ -166,7 +166,7 @@ class MMEngineHook:
 
 
 Hook = MMEngineHook
-"""MMEngine's name of the class; `plait.trainer.Hook` is the one of Plait's own Runner."""
+"""MMEngine's name of the class. Hooks of Plait's own Runner have another base class, `plait.trainer.Hook`."""
 
 
 def priority_of(value: Any) -> int:
@@ -181,7 +181,7 @@ def priority_of(value: Any) -> int:
 
 
 _GREATER = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
-"""Metrics with such names are better if larger."""
+"""Metrics whose names contain one of these are better if larger."""
 
 
 def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, ...] = ()) -> bool:
@@ -204,7 +204,7 @@ def seems_greater(metric: str, greater: tuple[str, ...] = (), less: tuple[str, .
 class EarlyStoppingHook(MMEngineHook):
     """Stops training after `patience` validations without a gain of more than `min_delta`.
 
-    Not `plait.trainer`'s early stopping, in which a gain of exactly `min_delta` counts.
+    In `plait.trainer`'s early stopping, unlike here, a gain of exactly `min_delta` counts.
     """
 
     priority = "LOWEST"
@@ -231,7 +231,7 @@ class EarlyStoppingHook(MMEngineHook):
         self._waited = 0
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Compare the metric with the best so far."""
+        """Compare the metric with the best so far; stop training if `patience` is used up."""
         if not metrics or self.monitor not in metrics:
             if self.strict:
                 remedy = f"The metrics are {', '.join(metrics or {}) or 'none'}."
@@ -257,12 +257,12 @@ class EarlyStoppingHook(MMEngineHook):
         return f"{self.monitor} did not gain {self._delta:g} in {self._waited} validations"
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Save the best value, and how many validations ago it was."""
+        """Save the best value, and the number of validations since then."""
         best = self._best if math.isfinite(self._best) else None
         checkpoint["early_stopping"] = {"best": best, "waited": self._waited}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Restore the best value, and how many validations ago it was."""
+        """Restore the best value, and the number of validations since then."""
         if (state := checkpoint.get("early_stopping")) is not None:
             self._best = -math.inf if state["best"] is None else float(state["best"])
             self._waited = int(state["waited"])
@@ -276,11 +276,11 @@ _EMA_TYPES = ("ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWei
 
 @HOOKS.register_module()
 class EMAHook(MMEngineHook):
-    """Validates and tests with a moving average of the weights, and saves it beside them."""
+    """Validates and tests with a moving average of the weights; saves the average in addition to the weights."""
 
     priority = "NORMAL"
     state_name = "ema"
-    """The name of its tensors in a checkpoint."""
+    """The name under which a checkpoint stores the tensors of this hook."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class EMAHook(MMEngineHook):
         gamma: int = 100,
         interval: int = 1,
     ) -> None:
-        """`momentum` is the share of the new weights; `gamma` applies to MomentumAnnealingEMA."""
+        """`momentum`: the factor of the new weights in the average. `gamma` is used by MomentumAnnealingEMA only."""
         if ema_type not in _EMA_TYPES:
             raise ConfigError(Problem("EMAHook.ema_type", f"{ema_type!r}", f"Write one of {', '.join(_EMA_TYPES)}."))
         if begin_iter and begin_epoch:
@@ -302,11 +302,11 @@ class EMAHook(MMEngineHook):
         self._steps = 0
 
     def before_train(self, runner: Any) -> None:
-        """Start from the current weights, unless a checkpoint brought an average."""
+        """Start the average with the current weights, unless one was loaded from a checkpoint."""
         self._average.start(runner.engine)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Move the average towards the new weights; until it begins, copy them."""
+        """Update the average with the new weights; before `begin_iter` or `begin_epoch`, copy them."""
         started = self._started(runner)
         if not started or self._steps == 0:
             self._average.update(runner.engine, 1.0)
@@ -327,33 +327,33 @@ class EMAHook(MMEngineHook):
         return bool(runner.epoch + 1 >= self._begin_epoch)
 
     def before_val_epoch(self, runner: Any) -> None:
-        """Validate with the average."""
+        """Exchange the weights for the average, to validate with it."""
         self._average.swap(runner.engine)
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Continue training with the weights."""
+        """Exchange the average for the weights, to train on with them."""
         self._average.swap(runner.engine)
 
     def before_test_epoch(self, runner: Any) -> None:
-        """Test with the average."""
+        """Exchange the weights for the average, to test with it."""
         self._average.swap(runner.engine)
 
     def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Continue with the weights."""
+        """Exchange the average for the weights."""
         self._average.swap(runner.engine)
 
-    # ---- in a checkpoint
+    # ---- checkpoints
 
     def tensors(self, runner: Any) -> dict[str, Tensor]:
         """Return the average, as a checkpoint stores it."""
         return self._average.tensors(runner.engine)
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Save how many updates the average has seen."""
+        """Save the number of steps since the average began."""
         checkpoint["ema"] = {"steps": self._steps}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Restore how many updates the average has seen."""
+        """Restore the number of steps since the average began."""
         self._steps = int(checkpoint.get("ema", {}).get("steps", 0))
 
 
@@ -385,7 +385,7 @@ class EmptyCacheHook(MMEngineHook):
             torch.cuda.empty_cache()
 
 
-# Time per iteration, and the part of it that waits for data.
+# Time per iteration, and the part of it spent waiting for data.
 
 
 @HOOKS.register_module()
@@ -401,7 +401,7 @@ class IterTimerHook(MMEngineHook):
         self._start = 0
 
     def before_train(self, runner: Any) -> None:
-        """Start to count, perhaps at a resumed iteration."""
+        """Start measuring, at the current iteration, which is not 0 in a resumed run."""
         self._start, self._trained = runner.iter, 0.0
 
     def _before_epoch(self, runner: Any, mode: str = "train") -> None:
@@ -451,7 +451,7 @@ class LoggerHook(MMEngineHook):
         log_metric_by_epoch: bool = True,
         backend_args: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ignore_last`: no line for fewer than `interval` iterations at the end of an epoch."""
+        """`ignore_last`: at the end of an epoch, log no line for a remainder of fewer than `interval` iterations."""
         for key, value in (("interval", interval), ("interval_exp_name", interval_exp_name)):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(Problem(f"default_hooks.logger.{key}", f"{value!r}", "Write a number from 1."))
@@ -508,7 +508,7 @@ class LoggerHook(MMEngineHook):
 
 
 def _show(runner: Any, tag: dict[str, Any], step: int, mode: str) -> None:
-    """Pass values to the visualizer; MMEngine's own has no argument for their phase."""
+    """Pass values to the visualizer; the one of MMEngine has no argument `mode`."""
     more = {"mode": mode} if isinstance(runner.visualizer, Visualizer) else {}
     runner.visualizer.add_scalars(tag, step=step, **more)
 
@@ -561,7 +561,7 @@ class RuntimeInfoHook(MMEngineHook):
         runner.message_hub.update_info_dict(info, resumed=False)
 
     def before_train(self, runner: Any) -> None:
-        """Set where training starts and ends."""
+        """Set the current and the last epoch and iteration, and the `metainfo` of the data set."""
         hub = runner.message_hub
         hub.update_info("loop_stage", "train", resumed=False)
         for key in ("epoch", "iter", "max_epochs", "max_iters"):
@@ -590,16 +590,16 @@ class RuntimeInfoHook(MMEngineHook):
             runner.message_hub.update_scalar(f"train/{key}", value)
 
     def after_train(self, runner: Any) -> None:
-        """Clear the stage."""
+        """Remove `loop_stage`."""
         runner.message_hub.pop_info("loop_stage")
 
     def before_val(self, runner: Any) -> None:
-        """Set the stage, after saving the current one: training validates in between."""
+        """Set `loop_stage` to `val`, and remember its old value: validation may run during training."""
         self._stage = runner.message_hub.get_info("loop_stage")
         runner.message_hub.update_info("loop_stage", "val", resumed=False)
 
     def after_val(self, runner: Any) -> None:
-        """Restore the stage."""
+        """Restore `loop_stage`."""
         runner.message_hub.update_info("loop_stage", self._stage, resumed=False)
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
@@ -607,11 +607,11 @@ class RuntimeInfoHook(MMEngineHook):
         _record(runner, "val", metrics)
 
     def before_test(self, runner: Any) -> None:
-        """Set the stage."""
+        """Set `loop_stage` to `test`."""
         runner.message_hub.update_info("loop_stage", "test", resumed=False)
 
     def after_test(self, runner: Any) -> None:
-        """Clear the stage."""
+        """Remove `loop_stage`."""
         runner.message_hub.pop_info("loop_stage")
 
     def after_test_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
@@ -633,7 +633,7 @@ def _record(runner: Any, mode: str, metrics: Mapping[str, Any] | None) -> None:
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(MMEngineHook):
-    """Sets the epoch of the sampler."""
+    """Sets the epoch of the sampler, so that each epoch has another order of samples."""
 
     priority = "NORMAL"
 
@@ -656,7 +656,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 @HOOKS.register_module()
 class SyncBuffersHook(MMEngineHook):
-    """Synchronizes buffers after every epoch; before validating and saving, the runner does so in any case."""
+    """Synchronizes buffers after every epoch. Before validating and saving, the runner does so without this hook."""
 
     priority = "NORMAL"
 
@@ -680,7 +680,7 @@ def last_checkpoint(work_dir: Path) -> Path | None:
 
 
 def resolve(text: str | Path) -> Path:
-    """Return a checkpoint's folder or file; a name ending in `.pth` may mean the folder without the ending."""
+    """Return a checkpoint's folder or file; `epoch_3.pth`, as in MMEngine, may mean the folder `epoch_3`."""
     path = Path(text)
     if (path / MANIFEST_NAME).exists() or path.is_file():
         return path
@@ -696,7 +696,7 @@ def resolve(text: str | Path) -> Path:
 
 
 def keep_newest(folder: Path, template: str, count: int) -> None:
-    """Remove all but the newest checkpoints of a template (`epoch_{}`)."""
+    """Remove all checkpoints whose names match a template (`epoch_{}`), except the newest `count`."""
     pattern = re.compile(re.escape(template).replace(r"\{\}", r"(\d+)") + "$")
     numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := pattern.match(path.name))]
     for _, path in sorted(numbered)[:-count]:
@@ -708,7 +708,7 @@ def keep_newest(folder: Path, template: str, count: int) -> None:
 
 @HOOKS.register_module()
 class CheckpointHook(MMEngineHook):
-    """Saves every `interval` epochs or iterations, at the end, and after the best validation so far."""
+    """Saves every `interval` epochs or iterations, at the end, and with `save_best` after each best validation."""
 
     priority = "VERY_LOW"
 
@@ -766,9 +766,9 @@ class CheckpointHook(MMEngineHook):
             self._folder /= Path(runner.work_dir).name
         self._record_file = Path(runner.work_dir) / "best_checkpoints.json"
         done = self._count(runner)
-        # From a file: a checkpoint is written before the validation that follows it.
+        # They are read from a file, because a checkpoint is written before the validation of its own weights.
         for key, best in on_main(runner.world, self._read_records).items():
-            if best["at"] <= done:  # not one from after the resumed position
+            if best["at"] <= done:  # ignore records of later positions than the resumed one
                 runner.message_hub.update_info(f"best_score{key}", best["score"])
                 runner.message_hub.update_info(f"best_ckpt{key}", best["path"])
                 self._best_records[key] = best
@@ -790,14 +790,14 @@ class CheckpointHook(MMEngineHook):
         return int(runner.epoch if self.by_epoch else runner.iter)
 
     def after_train_epoch(self, runner: Any) -> None:
-        """Save, if saving is by epoch."""
+        """Save a checkpoint if one is due, and saving is by epoch."""
         due = self.every_n_epochs(runner, self.interval, self.save_begin)
         if self.by_epoch and (due or (self.save_last and self.is_last_train_epoch(runner))):
             runner.logger.info(f"Saving checkpoint at {runner.epoch + 1} epochs")
             self._save(runner, runner.epoch + 1)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Save, if saving is by iteration."""
+        """Save a checkpoint if one is due, and saving is by iteration."""
         due = self.every_n_train_iters(runner, self.interval, self.save_begin)
         if not self.by_epoch and (due or (self.save_last and self.is_last_train_iter(runner))):
             runner.logger.info(f"Saving checkpoint at {runner.iter + 1} iterations")
@@ -815,7 +815,7 @@ class CheckpointHook(MMEngineHook):
         runner.save_checkpoint(folder, name, by_epoch=self.by_epoch, tidy=tidy, **self.options)
 
     def after_val_epoch(self, runner: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Save if a metric is the best so far."""
+        """Save a checkpoint if a metric of `save_best` is the best so far."""
         if not self._best or not runner.is_training or not metrics:
             return
         if self._best == ["auto"]:
@@ -845,7 +845,7 @@ class CheckpointHook(MMEngineHook):
             if replaced:
                 remove_checkpoint(Path(str(old)))
 
-        # Between two epochs, where the last one is already counted.
+        # by_epoch=None: validation runs between epochs, when the last one is already counted.
         runner.save_checkpoint(self._folder, name, by_epoch=None, tidy=tidy, **self.options)
         if replaced:
             runner.logger.info(f"The previous best checkpoint {old} is removed")
@@ -866,7 +866,7 @@ DEFAULT_HOOKS = {
 
 
 class SortedHooks:
-    """Hooks sorted by priority; those with equal priorities in the order of registration."""
+    """The hooks of a run, sorted by priority; hooks with equal priorities are in the order of registration."""
 
     def __init__(self, default_hooks: Mapping[str, Any] | None, custom_hooks: Sequence[Any] | None) -> None:
         self.hooks: list[Any] = []

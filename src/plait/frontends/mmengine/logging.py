@@ -16,14 +16,14 @@ from plait.errors import ConfigError, Problem
 
 _REMEMBERED = 1_000_000
 _SAVED = 1000
-"""Latest values of each scalar that a checkpoint stores."""
+"""The number of latest values of each scalar that a checkpoint stores."""
 
 
 class HistoryBuffer:
-    """The values of one scalar, and the count of each.
+    """The history of one scalar: its values, and a count for each, its weight in means.
 
-    The latest value may still be on a device: reading it waits, and so does adding the next one, when the device has
-    long computed it. [Note: one step behind]
+    The latest value may not be computed yet by the device. Reading it waits for the device; so does adding the next
+    value, but then it usually has been computed. See `engine/update.py` [Note: one step behind].
     """
 
     def __init__(self, log_history: list[float] | None = None, count_history: list[int] | None = None) -> None:
@@ -38,7 +38,7 @@ class HistoryBuffer:
         return list(self._values), list(self._counts)
 
     def update(self, value: float | Callable[[], float], count: int = 1) -> None:
-        """Add a value, or a function that waits for one."""
+        """Add a value, or a function that waits for the device and returns one."""
         self._settle()
         if callable(value):
             self._pending = value, count
@@ -62,20 +62,20 @@ class HistoryBuffer:
         return self._values[-1]
 
     def mean(self, window_size: int | None = None) -> float:
-        """Return the mean of the latest values."""
+        """Return the mean of the latest `window_size` values (None: all), weighted by their counts."""
         values, counts = self._window(window_size)
         return sum(v * c for v, c in zip(values, counts, strict=True)) / sum(counts)
 
     def max(self, window_size: int | None = None) -> float:
-        """Return the largest of the latest values."""
+        """Return the largest of the latest `window_size` values (None: all)."""
         return max(self._window(window_size)[0])
 
     def min(self, window_size: int | None = None) -> float:
-        """Return the smallest of the latest values."""
+        """Return the smallest of the latest `window_size` values (None: all)."""
         return min(self._window(window_size)[0])
 
     def statistics(self, method_name: str, window_size: int | None = None) -> float:
-        """Return `mean`, `max`, `min` or `current`."""
+        """Return the result of the method `mean`, `max`, `min` or `current`."""
         if method_name not in ("mean", "max", "min", "current"):
             remedy = "Write mean, max, min or current."
             raise ConfigError(Problem("log_processor.custom_cfg.method_name", f"{method_name!r}", remedy))
@@ -117,7 +117,7 @@ class MessageHub:
         self.runtime_info[key] = value
 
     def pop_info(self, key: str, default: Any = None) -> Any:
-        """Remove a value; returns it, or `default`."""
+        """Remove a value; return it, or `default` if it is not set."""
         return self.runtime_info.pop(key, default)
 
     def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
@@ -158,7 +158,7 @@ class MessageHub:
 
 
 def _number(value: Any) -> float | Callable[[], float]:
-    """Return a number, or for a tensor on a device a function that waits for it."""
+    """Return a number; for a CUDA tensor, a function that waits for its copy to the host."""
     if isinstance(value, Tensor) and value.is_cuda:
         arriving = AsyncHostCopy((value.detach().reshape(()),), value.device)
         return lambda: arriving.read()[0]
@@ -169,7 +169,7 @@ def _number(value: Any) -> float | Callable[[], float]:
 
 def make_logger(level: int | str, file: Path | None, *, is_main: bool) -> logging.Logger:
     """Return the logger of a run: rank 0 logs from `level` on, other ranks errors only."""
-    # Not by `getLogger`: runs of a process would share it, and write to each other's files.
+    # Not with `getLogger`: several runs in one process would share the logger, and write to each other's files.
     if isinstance(level, str):
         numbers = logging.getLevelNamesMapping()
         if level.upper() not in numbers:
@@ -186,7 +186,7 @@ def make_logger(level: int | str, file: Path | None, *, is_main: bool) -> loggin
 
 
 class _LogFile(logging.Handler):
-    """Appends lines to a file that is open only while it writes: a runner need not be closed."""
+    """Appends lines to a file, which is open only during each write, so that nothing has to close it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from plait.errors import ConfigError, DataError, ModelError, Problem
 from plait.frontends.mmengine.registry import MODELS
 
-# Data preprocessors, between loader and model.
+# Data preprocessors, which process a batch before the model.
 
 
 @MODELS.register_module()
@@ -25,7 +25,7 @@ class BaseDataPreprocessor(nn.Module):
     def __init__(self, non_blocking: bool | None = False) -> None:
         super().__init__()
         self._non_blocking = bool(non_blocking)
-        # Moves with the model, and is not in checkpoints.
+        # A buffer that moves with the model, so that its device is known; not saved in checkpoints.
         self.register_buffer("_device_marker", torch.empty(0), persistent=False)
 
     @property
@@ -54,7 +54,7 @@ class BaseDataPreprocessor(nn.Module):
 
 @MODELS.register_module()
 class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Normalizes images, swaps their channels, and pads them to one batch."""
+    """Normalizes images, swaps their color channels, and pads them to one size, as one batch."""
 
     mean: Tensor
     std: Tensor
@@ -89,7 +89,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_value = pad_value
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """Return a dict whose `inputs` are one normalized and padded batch."""
+        """Return `data`, on the device, with its `inputs` as one normalized and padded tensor."""
         data = self.cast_data(data)
         images = data["inputs"]
         if isinstance(images, Tensor):
@@ -109,7 +109,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
 
 def stack_batch(images: Sequence[Tensor], pad_size_divisor: int = 1, pad_value: float = 0) -> Tensor:
-    """Stack images (channels, height, width) to one batch, padded at the right and the bottom."""
+    """Return images (channels, height, width) as one batch, padded at the right and the bottom."""
 
     def rounded_up(size: int) -> int:
         return -(-size // pad_size_divisor) * pad_size_divisor
@@ -160,7 +160,7 @@ class BaseModel(BaseModule):
         self.data_preprocessor = MODELS.build(data_preprocessor)
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        """Run forward, backward and, if accumulation is complete, the update; returns the values to log."""
+        """Run forward and backward, and the update if accumulation is complete; return the values to log."""
         with optim_wrapper.optim_context(self):
             data = self.data_preprocessor(data, True)
             losses = self._run_forward(data, mode="loss")
@@ -198,7 +198,7 @@ class BaseModel(BaseModule):
         return total, {"loss": total, **{name: value for name, value in means.items() if name != "loss"}}
 
     def _run_forward(self, data: Any, mode: str) -> Any:
-        """Call the model with a batch; the runner replaces this by a call of the engine."""
+        """Return the outputs for a batch; the runner replaces this method, to call the model through its engine."""
         return call_with(self, data, mode)
 
     @abstractmethod
@@ -207,7 +207,7 @@ class BaseModel(BaseModule):
 
 
 def call_with(call: Any, data: Any, mode: str) -> Any:
-    """Call a model with a batch: a dict as keyword arguments, a list or tuple as positional ones."""
+    """Return a model's outputs for a batch: a dict is passed as keyword arguments, a list or tuple as positional."""
     if isinstance(data, Mapping):
         return call(**data, mode=mode)
     if isinstance(data, list | tuple):

@@ -1,9 +1,9 @@
 """Registries, which build objects from `dict(type='Name', …)`.
 
 [Note: registries are tables of names]
-A registry is filled by decorators when a module is imported. That is module state, which Plait avoids elsewhere; here
-scripts of MMEngine need it. A registry maps names to classes and nothing else, so that runs in one process do not
-share state through it.
+Decorators fill a registry when a module is imported. That is global state, which Plait avoids elsewhere, but scripts
+of MMEngine need it. A registry only maps names to classes and functions, so several runs in one process share no other
+state through it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Registry:
-    """Classes and functions of one kind by name.
+    """A table of classes and functions of one kind (models, hooks, …) by name.
 
-    A name that is not registered here is looked up in MMEngine's registry of the same kind, if MMEngine is imported,
-    and a dotted name is imported.
+    A name that is not registered here is looked up in MMEngine's registry of the same kind, if MMEngine is imported; a
+    dotted name is imported.
     """
 
     def __init__(self, name: str, *, root: str | None = None) -> None:
-        """`root` is MMEngine's name of the registry."""
+        """`root`: the name of this registry in `mmengine.registry`."""
         self.name = name
         self._root = root
         self._table: dict[str, Callable[..., Any]] = {}
@@ -59,14 +59,14 @@ class Registry:
         return target
 
     def get(self, key: str) -> Callable[..., Any]:
-        """Return what is registered under a name; raises if nothing is."""
+        """Return the class or function of a name; raise `ConfigError` if there is none."""
         target = self.find(key)
         if target is None:
             raise ConfigError(Problem(f"{self.name}.type", f"{key!r} is not registered", choose(key, self, "name")))
         return target
 
     def find(self, key: str) -> Callable[..., Any] | None:
-        """Return what is registered under a name; None if nothing is."""
+        """Return the class or function of a name; None if there is none."""
         plain = key.rpartition(".")[2] if key.startswith(("mmengine.", "plait.")) else key
         if plain in self._table:
             return self._table[plain]
@@ -76,7 +76,7 @@ class Registry:
         return _import_target(key) if "." in key else None
 
     def build(self, cfg: Any, default_args: Mapping[str, Any] | None = None, **more: Any) -> Any:
-        """Build the object that a dict with a `type` describes; an object is returned as it is."""
+        """Return the object that a dict with a `type` describes; anything but a dict is returned unchanged."""
         if not isinstance(cfg, Mapping):
             return cfg
         options = {**(default_args or {}), **more, **cfg}
@@ -92,7 +92,7 @@ class Registry:
             raise ConfigError(Problem(f"{self.name}.type", f"{target!r} is not a class or a name", "Set one."))
         check_arguments(f"{self.name}.{_name(maker)}", maker, cfg)
         accepted = _accepted(maker)
-        if accepted is not None:  # defaults that it does not take are dropped
+        if accepted is not None:  # drop defaults that are not arguments of it
             options = {key: value for key, value in options.items() if key in accepted or key in cfg}
         return maker(**options)
 
@@ -107,7 +107,7 @@ class Registry:
 
 
 def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` with every key of `cfg` that `maker` does not take."""
+    """Raise a `ConfigError` with every key of `cfg` that is not an argument of `maker`."""
     accepted = _accepted(maker)
     if accepted is None:
         return
@@ -118,7 +118,7 @@ def check_arguments(path: str, maker: Callable[..., Any], cfg: Mapping[str, Any]
 
 
 def _accepted(maker: Callable[..., Any]) -> list[str] | None:
-    """Return the names of its arguments; None if it takes any."""
+    """Return the names of the arguments of `maker`; None if it accepts any."""
     if not (isinstance(maker, type) and maker.__module__.startswith("plait.frontends.mmengine.")):
         names, takes_any = _arguments(maker)
         return None if takes_any else names
@@ -136,7 +136,7 @@ def _accepted(maker: Callable[..., Any]) -> list[str] | None:
 
 
 def _arguments(maker: Any) -> tuple[list[str], bool]:
-    """Return the names of its arguments, and whether it takes any others."""
+    """Return the names of the arguments of `maker`, and whether it accepts others (`**kwargs`)."""
     try:
         parameters = inspect.signature(maker).parameters
     except (TypeError, ValueError):  # some C classes have no signature
@@ -147,7 +147,7 @@ def _arguments(maker: Any) -> tuple[list[str], bool]:
 
 
 def _import_target(key: str) -> Callable[..., Any] | None:
-    """Import what a dotted name refers to; None if it does not exist. Errors of its module are raised."""
+    """Import and return what a dotted name refers to; None if it does not exist. Errors of its module are raised."""
     module, _, attribute = key.rpartition(".")
     try:
         target = load_code(f"{module}:{attribute}", key="type")

@@ -23,21 +23,21 @@ from plait.frontends.mmengine.registry import STRATEGIES
 
 Reader = KeyReader[TranslatedSettings]
 
-# Each strategy translates its options, and reports the outcome of each.
+# Each strategy translates its options into a run description, and reports the outcome of each.
 
 
 class BaseStrategy(ABC):
-    """The base class: options of one parallel strategy."""
+    """The base class of strategies: holds the options of one, and translates them."""
 
     default_wrapper = "OptimWrapper"
     """The default type of the optim wrapper."""
     requires_default_wrapper = False
-    """Whether the optim wrapper must be of that type."""
+    """Whether the optim wrapper must be of the type `default_wrapper`."""
     skip_init_weights = False
     sync_bn: str | None = None
 
     def __init__(self, *, auto_scale_lr: Mapping[str, Any] | None = None) -> None:
-        """`auto_scale_lr`: as the runner's argument."""
+        """`auto_scale_lr`: the same as the runner's argument of this name."""
         self.auto_scale_lr = auto_scale_lr
 
     @abstractmethod
@@ -47,10 +47,10 @@ class BaseStrategy(ABC):
 
 @STRATEGIES.register_module()
 class SingleDeviceStrategy(BaseStrategy):
-    """One process."""
+    """Training in one process."""
 
     def translate(self, world_size: int) -> Translation:
-        """Translate to one rank without sharding."""
+        """Return the translation: one rank without sharding."""
         settings = TranslatedSettings()
         settings.set("strategy.layout", {"dp_replicate": 1, "dp_shard": 1})
         return settings.translation()
@@ -75,7 +75,7 @@ _WRAPPER: dict[str, Reader] = {
 
 @STRATEGIES.register_module()
 class DDPStrategy(BaseStrategy):
-    """A replica on every rank; gradients are averaged."""
+    """DDP: a replica of the model on every rank; gradients are averaged."""
 
     def __init__(
         self, *, model_wrapper: Mapping[str, Any] | None = None, sync_bn: str | None = None, **kwargs: Any
@@ -89,14 +89,14 @@ class DDPStrategy(BaseStrategy):
         self._wrapper = dict(model_wrapper or {})
 
     def translate(self, world_size: int) -> Translation:
-        """Translate to ZeRO stage 0."""
+        """Return the translation: ZeRO stage 0."""
         settings = TranslatedSettings()
         settings.set("strategy.zero", 0)
         settings.read(self._wrapper, _WRAPPER, "strategy.model_wrapper")
         return settings.translation()
 
 
-# `ColossalAIStrategy`: its plugins are ZeRO stages.
+# `ColossalAIStrategy`: its plugins are translated to ZeRO stages.
 
 
 _CHUNKS = "parameters are gathered per block, not in chunks"
@@ -196,7 +196,7 @@ _NAMES = {"gemini": "GeminiPlugin", "lowlevel-zero": "LowLevelZeroPlugin"}
 
 @STRATEGIES.register_module()
 class ColossalAIStrategy(BaseStrategy):
-    """Gemini is ZeRO stage 3, low-level ZeRO stage 1 or 2; the default precision is fp16, as in ColossalAI."""
+    """ColossalAI: plugin gemini is ZeRO stage 3, lowlevel-zero stage 1 or 2; the default precision is fp16."""
 
     default_wrapper = "ColossalAIOptimWrapper"
 
@@ -213,7 +213,7 @@ class ColossalAIStrategy(BaseStrategy):
         self._config, self._mixed, self._plugin, self._wrapper = config, mixed_precision, plugin, model_wrapper
 
     def translate(self, world_size: int) -> Translation:
-        """Translate the plugin, with its defaults."""
+        """Return the translation of the plugin, with ColossalAI's defaults."""
         settings = TranslatedSettings()
         given = {"type": self._plugin} if isinstance(self._plugin, str) else dict(self._plugin)
         name = str(given.pop("type", "gemini"))
@@ -295,7 +295,7 @@ class DeepSpeedStrategy(BaseStrategy):
         self._half, self._exclude = inputs_to_half, exclude_frozen_parameters
 
     def translate(self, world_size: int) -> Translation:
-        """Translate the keys with the DeepSpeed front end."""
+        """Return the translation of the keys by the DeepSpeed front end."""
         monitors = [key for key in _MONITORS if dict(self._keys.get(key) or {}).get("enabled")]
         keys = {key: value for key, value in self._keys.items() if key not in (*_RUNNERS, *monitors)}
         translation = translate(keys, world_size=world_size)
@@ -320,14 +320,14 @@ class DeepSpeedStrategy(BaseStrategy):
 
 
 _SIZE = 10**8
-"""torch's default of `min_num_params`."""
+"""The default of `min_num_params` of torch's size-based wrap policy."""
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def _policy(settings: TranslatedSettings, key: str, value: Any) -> None:
     policy, options = _split_policy(value)
-    # By name: importing torch's class would load much that other runs do not need.
+    # Compared by name: importing torch's class would load modules that other runs do not need.
     policy_type = type(policy).__name__
     name = getattr(policy, "__name__", str(policy)).rpartition(".")[2]
     if policy is None:
@@ -448,7 +448,7 @@ class FSDPStrategy(BaseStrategy):
         self._recompute = activation_checkpointing
 
     def translate(self, world_size: int) -> Translation:
-        """Translate to FULL_SHARD, or the `sharding_strategy` of the wrapper."""
+        """Return the translation: FULL_SHARD, or the `sharding_strategy` of `model_wrapper`."""
         settings = TranslatedSettings()
         settings.read(self._wrapper, _FSDP_WRAPPER, "strategy.model_wrapper")
         if "sharding" not in settings.sections.get("strategy", {}):

@@ -15,7 +15,7 @@ _EVENT_KINDS = {"train": EventKind.TRAIN, "val": EventKind.VALIDATE, "test": Eve
 
 
 class ScalarsFile:
-    """`vis_data/scalars.json`: one JSON object per line, as MMEngine's tools read it."""
+    """The sink for `vis_data/scalars.json`: one JSON object per line, the format that MMEngine's tools read."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ class ScalarsFile:
 
 @VISBACKENDS.register_module(name="LocalVisBackend")
 def local_backend(save_dir: Path, work_dir: Path) -> list[Sink]:
-    """Return sinks for MMEngine's file, and for the record that `plait report` reads."""
+    """Return two sinks: MMEngine's `scalars.json`, and the event log that `plait report` reads."""
     return [ScalarsFile(save_dir / "vis_data"), JsonlSink(work_dir, 0)]
 
 
@@ -71,7 +71,7 @@ class Visualizer:
         work_dir: Path | None = None,
         is_main: bool = True,
     ) -> None:
-        """The runner passes `save_dir`, `work_dir` and `is_main`."""
+        """The runner sets `save_dir`, `work_dir` and `is_main`; a configuration need not."""
         self.name = name
         self.dataset_meta: dict[str, Any] | None = None
         self._backends = list(vis_backends) if vis_backends is not None else [{"type": "LocalVisBackend"}]
@@ -83,7 +83,7 @@ class Visualizer:
         self._monitor: Monitor | None = None
 
     def open(self) -> Monitor:
-        """Open the backends, if they are not; returns the monitor."""
+        """Open the backends unless they are open; return the monitor that writes to them."""
         if self._monitor is None:
             folders = self._folders
             sinks = [] if folders is None else [sink for backend in self._backends for sink in _sinks(backend, folders)]
@@ -114,7 +114,7 @@ def _sinks(backend: Any, folders: Mapping[str, Path]) -> list[Sink]:
 
 
 def _check(backend: Any) -> None:
-    """Raise if the description of a backend is wrong, before any is opened."""
+    """Raise `ConfigError` if the description of a backend is wrong; called before any is opened."""
     if not isinstance(backend, Mapping):
         return
     backend_type = backend.get("type")
@@ -127,7 +127,7 @@ def _check(backend: Any) -> None:
 
 
 def build_visualizer(cfg: Any, *, save_dir: Path, work_dir: Path, is_main: bool) -> Any:
-    """Return the visualizer that a dict describes; a visualizer as it is."""
+    """Return the visualizer that a dict describes; a visualizer is returned unchanged."""
     if cfg is not None and not isinstance(cfg, Mapping):
         return cfg
     defaults = {"type": "Visualizer", "save_dir": save_dir, "work_dir": work_dir, "is_main": is_main}

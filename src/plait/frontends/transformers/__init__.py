@@ -1,7 +1,7 @@
 """The Hugging Face Trainer on Plait's engine: `from plait.frontends.transformers import PlaitTrainer`.
 
-`TrainingArguments` are those of `transformers`, for runs with `deepspeed=`. Both need `transformers` and
-`accelerate`, and are imported on first use.
+`TrainingArguments` replaces the class of `transformers` for runs with `deepspeed=`. Both classes need `transformers`
+and `accelerate`, and are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The Trainer's Accelerator: Accelerate's loaders, metrics and processes, and Plait's models and optimizers."""
+"""The Trainer's Accelerator: Accelerate prepares loaders and gathers metrics, Plait prepares model and optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.errors import ModelError
 from plait.frontends.accelerate import Gatherer, PreparedModel, PreparedOptimizer, backward, build_engine
 from plait.precision import make_policy
 
-# Without types, and not always installed.
+# Imported by name: it has no types, and is not always installed.
 _accelerate: Any = import_module("accelerate")
 _DistributedType: Any = import_module("accelerate.utils").DistributedType
 
@@ -26,20 +26,20 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
     """An `accelerate.Accelerator` that prepares a model and its optimizer as one of Plait's engines."""
 
     def __init__(self, config: RunConfig, **kwargs: Any) -> None:
-        # Precision is the engine's: no autocast around it, and no scaler beside its own.
+        # The engine sets the precision, so Accelerate must add neither autocast nor a loss scaler.
         super().__init__(**{**kwargs, "mixed_precision": "no"})
         self.config = config
         self.world: World = open_world(config)
         policy = make_policy(config.precision)
         self._dtype = policy.compute if policy.mixed else None
         self._prepared_model: PreparedModel | None = None
-        """The model on its engine, which it keeps when the Trainer trains again."""
+        """The prepared model, which keeps its engine when `train` is called again."""
         self.trained_names: list[list[str]] = []
-        """The names of the parameters in each of the optimizer's groups: its files have their numbers alone."""
+        """The names of the parameters of each optimizer group: the Trainer's optimizer files only number them."""
 
     @property
     def distributed_type(self) -> Any:
-        """Report replicas to the Trainer, whatever the strategy is."""
+        """The type of plain data parallelism, or `NO`, for any strategy: the Trainer must not handle sharding."""
         if self.num_processes == 1:
             return _DistributedType.NO
         return _DistributedType.MULTI_CPU if self.device.type == "cpu" else _DistributedType.MULTI_GPU
@@ -47,7 +47,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return a prepared model, which is sharded with its optimizer; one for evaluation stays unsharded."""
+        """Return a prepared model. It is sharded when its optimizer is prepared; one for evaluation stays unsharded."""
         if isinstance(model, PreparedModel):
             return model
         if self._prepared_model is not None and self._prepared_model.module is model:
@@ -61,7 +61,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """Return the optimizer on the engine of its model."""
+        """Create the engine of the optimizer's model, and return the optimizer, stepped by the engine."""
         if isinstance(optimizer, PreparedOptimizer):
             self._optimizers.append(optimizer)
             return optimizer
@@ -107,14 +107,14 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the batches of all data-parallel ranks."""
+        """Return the values of all data-parallel ranks, without repeated samples."""
         if self.world.layout.data_parallel == self.world.size:
             return super().gather_for_metrics(input_data, use_gather_object)
         return Gatherer(self.world).gather_for_metrics(input_data, self.gradient_state, as_objects=use_gather_object)
 
     @property
     def trained(self) -> PreparedModel | None:
-        """The model on its engine, once an optimizer is prepared."""
+        """The prepared model that has an engine; None until its optimizer is prepared."""
         return next((model for model in self._models if getattr(model, "engine", None) is not None), None)
 
     @property
@@ -125,7 +125,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
         return self.trained.engine
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward from this rank's loss."""
+        """Run backward from this rank's loss of one micro-batch."""
         kwargs.pop("scale_wrt_gas", None)
         trained = self.trained
         assert trained is not None
@@ -134,7 +134,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate the gradients of the block on this rank."""
+        """A `with` block in which gradients accumulate on this rank, without reduction over ranks."""
         assert isinstance(model, PreparedModel)
         before, model.syncs = model.syncs, False
         try:
@@ -143,7 +143,7 @@ class TrainerAccelerator(_accelerate.Accelerator):  # type: ignore[misc]
             model.syncs = before
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip the global norm in the next step; returns the norm before clipping, on the device."""
+        """Clip the global gradient norm in the next step; return the norm before clipping, on the device."""
         return self.engine.clip_grad_norm(float(max_norm))
 
     @property

@@ -1,4 +1,4 @@
-"""`TrainingArguments` as a run description: strategy, precision and seeds."""
+"""Translates `TrainingArguments` into a run description: strategy, precision and seeds."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ _TRAINER_KEYS = {
     "steps_per_print": "logging_steps",
     "wall_clock_breakdown": "the Trainer's own times",
 }
-"""Keys of a DeepSpeed configuration that the Trainer itself honours, with the argument for it."""
+"""Keys of a DeepSpeed configuration that the Trainer itself honours, each with its argument of the Trainer."""
 _BUILT_KEYS = ("optimizer", "scheduler")
 
 
 def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig, KeyReport]:
-    """Return the run description of a Trainer's arguments; `sections`, in Plait's own keys, take precedence."""
+    """Return the run description of a Trainer's arguments, and the report on keys; `sections` take precedence.
+
+    `sections` are sections of a run description.
+    """
     plugins: list[Any] = []
     if args.fsdp_plugin_args is not None:
         plugins.append(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
@@ -39,7 +42,7 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
     if args.deepspeed:
         deepspeed = _with_precision(_translated_keys(args), precision)
         plugins.append(DeepSpeedPlugin(hf_ds_config=deepspeed))
-        precision = None  # its sections have it now
+        precision = None  # now in the sections of the DeepSpeed configuration
         settings["precision"] = {"cast_inputs": True}  # as the Trainer itself does under DeepSpeed
     if getattr(args, "torch_compile", False):
         plugins.append(TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode))
@@ -76,12 +79,12 @@ def config_of(args: Any, sections: Mapping[str, Any] | None) -> tuple[RunConfig,
 
 
 def deepspeed_of(args: Any) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of a Trainer, `auto` filled in from the arguments; empty without one."""
+    """Return the DeepSpeed configuration of a Trainer, with `auto` replaced by its arguments; {} without one."""
     return dict(args.hf_deepspeed_config.config) if args.deepspeed else {}
 
 
 def refuse_mismatches(args: Any) -> None:
-    """Raise where configuration and arguments differ, naming both."""
+    """Raise `ConfigError` if the DeepSpeed configuration and the arguments differ; the message has both values."""
     if args.deepspeed and args.hf_deepspeed_config.mismatches:
         mismatches = [line.removeprefix("- ") for line in dict.fromkeys(args.hf_deepspeed_config.mismatches)]
         message = f"it disagrees with TrainingArguments: {'; '.join(mismatches)}"
@@ -89,10 +92,10 @@ def refuse_mismatches(args: Any) -> None:
 
 
 def _with_precision(config: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Return the configuration with the section for `bf16` or `fp16` of the arguments, switched on.
+    """Return the configuration with the section of the arguments' precision (`bf16` or `fp16`) enabled.
 
-    As in Accelerate, an absent section is added. One without `enabled` stays off in Accelerate, which then trains in
-    fp32 silently; that is an error here.
+    As in Accelerate, an absent section is added. With a section that is not `enabled`, Accelerate silently trains in
+    fp32; here it raises `ConfigError`.
     """
     if precision == "no":
         return config

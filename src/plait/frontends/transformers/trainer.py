@@ -1,4 +1,4 @@
-"""`PlaitTrainer`: Hugging Face's Trainer, with its own loop, on Plait's engine."""
+"""`PlaitTrainer`: Hugging Face's Trainer and its training loop, on Plait's engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _HOOK = "trainer"
 
 
 def save(accelerator: TrainerAccelerator, folder: Path) -> None:
-    """Write weights and optimizer; every rank must call it."""
+    """Write weights and optimizer state to a Plait checkpoint in `folder`. Every rank must call it."""
     engine, world = accelerator.engine, accelerator.world
     engine.sync_buffers()
     config = {**to_dict(accelerator.config), "optim": {"type": type(engine.optimizer).__name__}}
@@ -56,7 +56,7 @@ def save(accelerator: TrainerAccelerator, folder: Path) -> None:
 
 
 def load(accelerator: TrainerAccelerator, folder: Path, *, weights_only: bool = False) -> None:
-    """Load a checkpoint of any number of ranks and any strategy; every rank must call it."""
+    """Load a Plait checkpoint, saved with any number of ranks and any strategy. Every rank must call it."""
     engine, world = accelerator.engine, accelerator.world
     checkpoint = open_checkpoint(folder)
     if not weights_only:
@@ -74,8 +74,8 @@ def load(accelerator: TrainerAccelerator, folder: Path, *, weights_only: bool = 
 
 # Checkpoints that the Trainer itself wrote: optimizer, schedule and loss scale, resumed under any strategy.
 #
-# The Trainer's own code reads weights, the position in the data and random numbers. Here no pickle is executed, and a
-# rank has one full tensor in memory at a time.
+# The Trainer's own code reads weights, the position in the data and random states; the functions here read the rest.
+# They execute no pickle, and hold one full tensor in memory at a time.
 
 
 OPTIMIZER, SCHEDULE, SCALER, STATE = "optimizer.pt", "scheduler.pt", "scaler.pt", "trainer_state.json"
@@ -84,7 +84,7 @@ _SHOWN = 6
 
 
 def deepspeed_folder(checkpoint: Path) -> Path | None:
-    """Return the folder that DeepSpeed wrote inside a checkpoint of the Trainer; None where there is none."""
+    """Return the folder that DeepSpeed wrote inside a checkpoint of the Trainer; None if there is none."""
     return newest_tag(checkpoint, "deepspeed")
 
 
@@ -145,11 +145,11 @@ def _load_deepspeed(
         _fill(engine, inside, states, lambda name: source.read(f"optim.{name}"))
         _restore_counters(engine, checkpoint, source.state["engine"])
     for group, rate in zip(engine.optimizer.param_groups, schedule.get("_last_lr", ()), strict=False):
-        group["lr"] = rate  # a schedule sets it for the update after the next
+        group["lr"] = rate  # of the next update; a schedule sets only later ones
 
 
 def load_scale(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
-    """Resume the loss scale of a `GradScaler`, where this run has a scaler too."""
+    """Restore the loss scale from a saved `GradScaler`, if this run has a scaler too."""
     scaler = accelerator.engine.scaler
     if scaler is not None and (checkpoint / SCALER).is_file():
         saved = load_values(checkpoint / SCALER)
@@ -158,10 +158,10 @@ def load_scale(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
 
 
 def load_weights(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
-    """Load the weights alone, from the files that `from_pretrained` reads; every rank must call it."""
+    """Load only the weights, from the files that `from_pretrained` reads. Every rank must call it."""
     engine, adapters = accelerator.engine, checkpoint / ADAPTERS
     tensors = {name: tensor for name, tensor in engine.state_tensors().items() if name.startswith("model.")}
-    if adapters.is_file():  # has trained parameters alone
+    if adapters.is_file():  # an adapter file has only trained parameters
         tensors = {n: tensor for n, tensor in tensors.items() if n.removeprefix("model.") not in engine.frozen()}
     stored = {name: _name_in_adapter_file(name) if adapters.is_file() else name for name in tensors}
     with open_source(adapters if adapters.is_file() else checkpoint) as source:
@@ -176,14 +176,14 @@ def load_weights(accelerator: TrainerAccelerator, checkpoint: Path) -> None:
 
 
 def _name_in_adapter_file(name: str) -> str:
-    """Return the name that `peft` gives a parameter of the adapter `default` in its file."""
+    """Return the name in a `peft` file of a parameter of the adapter `default`."""
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 def _fill(
     engine: LoopEngine, checkpoint: Path, entries: Mapping[str, TensorEntry], read: Callable[[str], Tensor]
 ) -> None:
-    """Allocate an optimizer's state and read it, one tensor at a time."""
+    """Allocate an optimizer's state, and load it with `read`, one tensor at a time."""
     weights = engine.state_tensors()
     if mismatches := list(_mismatches(weights, entries)):
         raise CheckpointError(f"the optimizer in {checkpoint} is not of this model: {_few(mismatches, '; ')}")
@@ -206,7 +206,7 @@ def _mismatches(weights: Mapping[str, Tensor], entries: Mapping[str, TensorEntry
 
 
 def _dtype(weights: Mapping[str, Tensor], name: str, entry: TensorEntry) -> torch.dtype:
-    """Return the dtype of a state, as torch chooses it: a tensor has the parameter's, a number its own."""
+    """Return the dtype of a state as torch chooses it: that of the parameter for a tensor, its own for a number."""
     return weights[f"model.{name.rpartition('.')[0]}"].dtype if entry.shape else entry.dtype
 
 
@@ -227,7 +227,7 @@ def _check_groups(checkpoint: Path, groups: Sequence[Mapping[str, Any]], acceler
 
 
 def _restore_counters(engine: LoopEngine, checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Restore the number of steps, as the Trainer itself does."""
+    """Restore the number of steps from the Trainer's own state file, and the engine's other counters from `state`."""
     steps = read_json_object(checkpoint / STATE, CheckpointError).get("global_step")
     if type(steps) is not int or steps < 0:
         raise CheckpointError(f"{checkpoint / STATE} has the global_step {steps!r}, expected a number of steps")
@@ -241,14 +241,14 @@ def _few(items: Sequence[str], separator: str = ", ") -> str:
 
 _trainer: Any = import_module("transformers.trainer")  # almost without types, and not always installed
 _FOLDER = "plait"
-"""The folder of Plait's own checkpoint inside one of the Trainer."""
+"""The folder of Plait's own checkpoint inside a checkpoint of the Trainer."""
 
 
 class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
-    """`transformers.TrainingArguments` that do not make DeepSpeed itself shard the models that are loaded afterwards.
+    """`transformers.TrainingArguments`, without the effect that DeepSpeed shards models that are loaded afterwards.
 
-    With `deepspeed=` at stage 3, those of `transformers` make `from_pretrained` shard models. The file of `deepspeed=`
-    may have comments, as everywhere in Plait.
+    With `deepspeed=` at stage 3, the class of `transformers` lets `from_pretrained` shard models. The file of
+    `deepspeed=` may have comments, as everywhere in Plait.
     """
 
     deepspeed: Any
@@ -264,10 +264,10 @@ class TrainingArguments(_trainer.TrainingArguments):  # type: ignore[misc]
 
 @overrides
 class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
-    """A `transformers.Trainer` whose model and optimizer are on Plait's engine.
+    """A `transformers.Trainer` whose model and optimizer Plait's engine parallelizes and updates.
 
-    Takes the arguments of the Trainer. The strategy is read from them (`fsdp`, `deepspeed`, `bf16`, …); `sections` of a
-    run description take precedence: `sections={"strategy": "zero3"}`. `key_report` has the outcome of every key.
+    The arguments are those of the Trainer; they also decide the strategy (`fsdp`, `deepspeed`, `bf16`, …). `sections`
+    of a run description take precedence: `sections={"strategy": "zero3"}`. `key_report` has the outcome of every key.
     """
 
     def __init__(self, *args: Any, sections: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -304,14 +304,14 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         )
 
     def get_tp_size(self) -> int:
-        """Return the number of ranks that see the same data."""
+        """Return the number of ranks that read the same data (tensor parallelism and others)."""
         layout = self.accelerator.world.layout
         return int(layout.size // layout.data_parallel)
 
     # ---- the optimizer and schedule of a DeepSpeed configuration
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Return the Trainer's optimizer or, as with DeepSpeed, the one of its configuration over all parameters."""
+        """Return the Trainer's optimizer, or that of a DeepSpeed configuration, which has all parameters."""
         if self._recipe.has_optimizer:
             given = vars(self)["optimizer"]
             if given is None:
@@ -342,13 +342,13 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         bare: nn.Module = self.accelerator.unwrap_model(model)
         trained: nn.Module | None = self.accelerator.trained
         if trained is not None and trained.module is bare:
-            return trained  # the bare model would compute without the engine's precision and sharding
+            return trained  # not the bare model, which would bypass the engine's precision and sharding
         return bare
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self.accelerator.config.strategy.stage == 0:
             super()._move_model_to_device(model, device)
-        # Otherwise it is sharded first: no device has to hold the whole model.
+        # Else the engine shards the model first, so that no device has to hold all of it.
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm: Tensor = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
@@ -358,12 +358,12 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         if grad_norm is None:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
         assert grad_norm is not None
-        return grad_norm  # the Trainer converts it where it logs
+        return grad_norm  # a tensor; the Trainer converts it when it logs
 
     # ---- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the full weights as `save_pretrained` does; of a model with adapters, the adapters alone."""
+        """Write the full weights as `save_pretrained` does; for a model with adapters, only the adapters."""
         trained = self.accelerator.trained
         if trained is None:
             super().save_model(output_dir, _internal_call)
@@ -396,7 +396,7 @@ class PlaitTrainer(_trainer.Trainer):  # type: ignore[misc]
         folder = Path(resume_from_checkpoint)
         if (folder / _FOLDER).is_dir() or deepspeed_folder(folder) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        # Otherwise weights are loaded with the optimizer's state: DeepSpeed may have sharded them.
+        # Else weights are loaded later, with the optimizer's state: DeepSpeed may have sharded them.
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and not (Path(checkpoint) / _FOLDER).is_dir():
@@ -424,9 +424,9 @@ def _given_twice(key: str) -> ConfigError:
 
 
 def loss_of_outputs(model: nn.Module) -> Any:
-    """Return the loss function of a `transformers` model, on its outputs; None where it has none.
+    """Return a function that computes the loss of a `transformers` model from its outputs; None if it has no loss.
 
-    Inside a model that is sharded along the vocabulary the logits are a shard; in its outputs they are complete.
+    If the model is sharded along the vocabulary, logits are a shard inside its forward, and complete in its outputs.
     """
     base: Any = model
     base = base.get_base_model() if hasattr(model, "get_base_model") else model

@@ -39,9 +39,9 @@ def HybridAdam(  # noqa: N802  # MMEngine's name, of a class
     set_grad_none: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> Optimizer:
-    """ColossalAI's and DeepSpeed's Adam: torch's AdamW, or Adam where `adamw_mode` is off.
+    """Return the optimizer for ColossalAI's and DeepSpeed's Adam: torch's AdamW, or Adam if `adamw_mode` is false.
 
-    The strategy decides where states are stored; options that ask for another result or place are refused.
+    The strategy decides where states are stored; options that change the result or the place of states are refused.
     """
     refused = {
         "bias_correction": not bias_correction,
@@ -59,14 +59,14 @@ def HybridAdam(  # noqa: N802  # MMEngine's name, of a class
     return cls(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-# Optim wrappers: context, backward and update for a model's `train_step`, by the engine.
+# Optim wrappers, through which a model's `train_step` calls the engine: precision context, backward and update.
 
 
 class BaseOptimWrapper:
-    """An optimizer with its gradient accumulation, clipping and precision."""
+    """The base class: an optimizer with settings for gradient accumulation, clipping and precision."""
 
     precision: dict[str, Any] | None = None
-    """The section `precision` of this wrapper; None: it sets nothing."""
+    """The section `precision` of the run description that this wrapper sets; None: it does not set it."""
 
     def __init__(
         self, optimizer: Optimizer, accumulative_counts: int = 1, clip_grad: Mapping[str, Any] | None = None
@@ -77,7 +77,7 @@ class BaseOptimWrapper:
             raise ConfigError(Problem("optim_wrapper.accumulative_counts", message, "Write 1 or more."))
         self.optimizer = optimizer
         self.clip = read_clip(clip_grad)
-        """The keys of the section `train` that `clip_grad` stands for."""
+        """The keys of the section `train` of the run description for `clip_grad`."""
         self._counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -85,11 +85,11 @@ class BaseOptimWrapper:
         self._context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.last_result: StepResult | None = None
         """The result of the latest update; None before the first."""
-        # With several groups, the log and the schedules also have the settings of the whole optimizer.
+        # With several groups, schedules also change the optimizer's default settings, and the log shows them.
         several = len(optimizer.param_groups) > 1
         self.base_param_settings = {"params": [], **optimizer.defaults} if several else None
 
-    # ---- between the model and the engine
+    # ---- the engine, and what the model calls
 
     def attach(self, engine: ManualEngine, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Attach the engine; `context` returns the precision context of a forward pass."""
@@ -97,33 +97,33 @@ class BaseOptimWrapper:
 
     @property
     def engine(self) -> ManualEngine:
-        """The engine; raises before the runner has prepared the model."""
+        """The engine; raises `TrainingError` before the runner has prepared the model."""
         if self._engine is None:
             raise TrainingError("the optim wrapper has no engine yet: the runner attaches one in `train()`")
         return self._engine
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Run a forward pass in the precision of the run."""
+        """A `with` block for a forward pass, in the precision of the run."""
         with self._context():
             yield
 
     def update_params(
         self, loss: Tensor, step_kwargs: Mapping[str, Any] | None = None, zero_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Backward through a loss, and update if accumulation is complete."""
+        """Run backward from a loss; update the weights if accumulation is complete."""
         self.backward(self.scale_loss(loss))
         if self.should_update():
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward through a scaled loss."""
+        """Run backward from a loss that `scale_loss` has divided."""
         self.engine.backward(loss, last=self.should_sync(), **kwargs)
         self._inner_count += 1
 
     def step(self) -> None:
-        """Update with the accumulated gradients."""
+        """Update the weights with the accumulated gradients."""
         self.last_result = self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -132,7 +132,7 @@ class BaseOptimWrapper:
     # ---- counting
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set the count of batches; the last batches of a run are an update too, even if there are fewer."""
+        """Set the number of batches so far and in total; the last update of a run may have fewer batches."""
         self._inner_count, self._max_counts = init_counts, max_counts
 
     @property
@@ -157,7 +157,7 @@ class BaseOptimWrapper:
         return count % self._counts == 0 or count == self._max_counts
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss divided by the batches of its update."""
+        """Return the loss divided by the number of batches of its update."""
         rest = self._max_counts % self._counts if self._max_counts > 0 else 0
         factor = rest if rest and self._inner_count >= self._max_counts - rest else self._counts
         return loss if factor == 1 else loss / factor
@@ -166,7 +166,7 @@ class BaseOptimWrapper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups; if there are several, the settings of the whole come last."""
+        """The optimizer's groups; if there are several, followed by the optimizer's default settings."""
         extra = [] if self.base_param_settings is None else [self.base_param_settings]
         return [*self.optimizer.param_groups, *extra]
 
@@ -176,7 +176,7 @@ class BaseOptimWrapper:
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Return learning rates by name, one per group."""
+        """Return the learning rates: `lr` with one per group; with several groups also `base_lr`, the default one."""
         base = {} if self.base_param_settings is None else {"base_lr": [float(self.base_param_settings["lr"])]}
         return {**base, "lr": [float(group["lr"]) for group in self.optimizer.param_groups]}
 
@@ -213,7 +213,7 @@ class AmpOptimWrapper(BaseOptimWrapper):
 
 
 def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the keys of the section `train` that a `clip_grad` stands for."""
+    """Return the keys of the section `train` of the run description for a `clip_grad`."""
     if clip_grad is None:
         return {}
     path = "optim_wrapper.clip_grad"
@@ -241,9 +241,9 @@ def read_clip(clip_grad: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def read_scale(loss_scale: str | float | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `precision.scaler` that a `loss_scale` stands for."""
+    """Return the section `precision.scaler` of the run description for a `loss_scale`."""
     path = "optim_wrapper.loss_scale"
-    # torch's GradScaler: halves at once, doubles after 2000 finite steps.
+    # As torch's GradScaler: the scale halves at each overflow, and doubles after 2000 finite steps.
     usual: dict[str, Any] = {"initial_power": 16, "window": 2000, "hysteresis": 1, "minimum": 2.0**-24}
     if loss_scale == "dynamic":
         return usual
@@ -270,7 +270,7 @@ def _power_of_two(value: float, path: str) -> int:
     return power
 
 
-# Wrappers for certain strategies, and refusals of unsupported wrappers.
+# Wrappers for certain strategies, and functions that raise errors for unsupported wrappers.
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -299,14 +299,14 @@ class ColossalAIOptimWrapper(BaseOptimWrapper):
 
 @OPTIM_WRAPPERS.register_module(name="ApexOptimWrapper")
 def refuse_apex(**options: Any) -> NoReturn:
-    """Refuse Apex, which NVIDIA has replaced by torch's mixed precision."""
+    """Raise `ConfigError` for Apex, which NVIDIA has replaced by torch's mixed precision."""
     message = "ApexOptimWrapper needs NVIDIA Apex's amp, which is not maintained any more"
     raise ConfigError(Problem("optim_wrapper.type", message, "Write type='AmpOptimWrapper': the same, by torch."))
 
 
 @OPTIM_WRAPPERS.register_module(name="OptimWrapperDict")
 def refuse_several(**options: Any) -> NoReturn:
-    """Refuse several optimizers for one model."""
+    """Raise `ConfigError` for several optimizers of one model."""
     message = "several optimizers for one model are not supported"
     remedy = "Use one optimizer with `paramwise_cfg=dict(custom_keys=…)` for different rates."
     raise ConfigError(Problem("optim_wrapper.type", message, remedy))
@@ -348,7 +348,7 @@ def build_optim_wrapper(cfg: Any, model: nn.Module, *, default: str = "OptimWrap
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor:
-    """Makes one group of all parameters, or with `paramwise_cfg` one group per parameter."""
+    """Builds the wrapper: with one group of all parameters, or with `paramwise_cfg` one group per parameter."""
 
     def __init__(self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None) -> None:
         self.optim_wrapper_cfg = dict(optim_wrapper_cfg)
@@ -431,7 +431,7 @@ class DefaultOptimWrapperConstructor:
 
 
 def scale_rates(runner: Any, wrapper: Any, cfg: Mapping[str, Any]) -> None:
-    """Scale learning rates by the total batch size over `base_batch_size`."""
+    """Multiply learning rates by the total batch size divided by `base_batch_size`, if `enable` is set."""
     unknown = [key for key in cfg if key not in ("base_batch_size", "enable")]
     if unknown:
         remedy = "The keys are base_batch_size and enable."

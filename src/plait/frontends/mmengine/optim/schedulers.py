@@ -1,4 +1,4 @@
-"""Parameter schedules by name, for the learning rate and most for the momentum too."""
+"""Parameter schedules: classes by name for the learning rate, and most of them for the momentum too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from plait.frontends.mmengine.registry import PARAM_SCHEDULERS
 
 # The base class of schedules.
 #
-# A schedule changes the current value step by step, so that several may act on one parameter in turn: a warm-up from 0
-# to 500, a decay from 500 on.
+# A schedule computes each value from the current one, so that several schedules can change one parameter in turn: for
+# example a warm-up in steps 0 to 500, and a decay from step 500 on.
 
 
 INF = int(1e9)
@@ -25,11 +25,11 @@ class ParamScheduler:
     """Sets `param_name` of every group of an optimizer, from `begin` to `end`, by epoch or by iteration."""
 
     need_val_args: ClassVar[bool] = False
-    """Whether it steps after a validation, with its metrics."""
+    """Whether the schedule steps after each validation, with the metrics."""
     counts: ClassVar[tuple[str, ...]] = ("begin", "end")
-    """Arguments that count steps, for `build_iter_from_epoch`."""
+    """Arguments that are numbers of steps, which `build_iter_from_epoch` converts."""
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Arguments that the class sets itself, and a configuration may not."""
+    """Arguments that the class sets itself; a configuration may not contain them."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ParamScheduler:
         self.step()
 
     def _start(self) -> None:
-        """Compute what the first value needs."""
+        """Compute what a subclass needs before the first value."""
 
     @classmethod
     def build_iter_from_epoch(
@@ -85,7 +85,7 @@ class ParamScheduler:
         return cls(optimizer, **{**kw, "by_epoch": False})
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Step once."""
+        """Count a step; from `begin` to `end`, set the new value of every group."""
         self._global_step += 1
         if self.begin <= self._global_step < self.end:
             self.last_step += 1
@@ -114,19 +114,19 @@ class ParamScheduler:
 
     @property
     def _length(self) -> int:
-        """Steps from the first value to the last."""
+        """The number of steps from the first value to the last."""
         return self.end - self.begin - 1
 
 
 def read(group: Mapping[str, Any], name: str) -> float:
-    """Return a parameter of a group; the momentum of an optimizer with betas is the first beta."""
+    """Return the setting `name` of a group; the momentum of an optimizer with betas is the first beta."""
     if name == "momentum" and "momentum" not in group:
         return float(group["betas"][0])
     return float(group[name])
 
 
 def write(group: dict[str, Any], name: str, value: float) -> None:
-    """Set what `read` returns."""
+    """Set the setting of a group that `read` returns."""
     if name == "momentum" and "momentum" not in group:
         group["betas"] = (value, *group["betas"][1:])
     else:
@@ -137,7 +137,7 @@ def write(group: dict[str, Any], name: str, value: float) -> None:
 
 
 class ConstantParamScheduler(ParamScheduler):
-    """`factor` times the value from `begin` to `end`."""
+    """Multiplies the value by `factor` at `begin`, and divides it by `factor` at the end."""
 
     def __init__(self, optimizer: Any, param_name: str, factor: float = 1.0 / 3, **kwargs: Any) -> None:
         self.factor = share("ConstantLR.factor", factor)
@@ -150,7 +150,7 @@ class ConstantParamScheduler(ParamScheduler):
 
 
 class LinearParamScheduler(ParamScheduler):
-    """From `start_factor` to `end_factor` times the value."""
+    """Linear from `start_factor` times the initial value to `end_factor` times it."""
 
     def __init__(
         self, optimizer: Any, param_name: str, start_factor: float = 1.0 / 3, end_factor: float = 1.0, **kwargs: Any
@@ -167,7 +167,7 @@ class LinearParamScheduler(ParamScheduler):
 
 
 class ExponentialParamScheduler(ParamScheduler):
-    """`gamma` times the value, at every step."""
+    """Multiplies the value by `gamma` at every step."""
 
     def __init__(self, optimizer: Any, param_name: str, gamma: float, **kwargs: Any) -> None:
         self.gamma = gamma
@@ -178,7 +178,7 @@ class ExponentialParamScheduler(ParamScheduler):
 
 
 class StepParamScheduler(ParamScheduler):
-    """`gamma` times the value, every `step_size` steps."""
+    """Multiplies the value by `gamma` every `step_size` steps."""
 
     counts = ("begin", "end", "step_size")
 
@@ -191,7 +191,7 @@ class StepParamScheduler(ParamScheduler):
 
 
 class MultiStepParamScheduler(ParamScheduler):
-    """`gamma` times the value, at each milestone."""
+    """Multiplies the value by `gamma` at each milestone, a number of steps."""
 
     counts = ("begin", "end", "milestones")
 
@@ -206,7 +206,7 @@ class MultiStepParamScheduler(ParamScheduler):
 
 
 class PolyParamScheduler(ParamScheduler):
-    """A polynomial from the value down to `eta_min`."""
+    """A polynomial of degree `power` from the initial value down to `eta_min`."""
 
     def __init__(
         self, optimizer: Any, param_name: str, eta_min: float = 0.0, power: float = 1.0, **kwargs: Any
@@ -222,7 +222,7 @@ class PolyParamScheduler(ParamScheduler):
 
 
 class CosineAnnealingParamScheduler(ParamScheduler):
-    """Half a cosine from the value down to `eta_min`, in `T_max` steps: without it, in `end - begin`."""
+    """Half a cosine from the initial value down to `eta_min`, in `T_max` steps (default: `end - begin`)."""
 
     counts = ("begin", "end", "T_max")
 
@@ -247,21 +247,21 @@ class CosineAnnealingParamScheduler(ParamScheduler):
         step, total = self.last_step, self.T_max
         if step == 0:
             return value
-        if (step - 1 - total) % (2 * total) == 0:  # at the minimum the ratio is undefined
+        if (step - 1 - total) % (2 * total) == 0:  # at the minimum the ratio below would divide by 0
             return value + (base - low) * (1 - math.cos(math.pi / total)) / 2
         ratio = (1 + math.cos(math.pi * step / total)) / (1 + math.cos(math.pi * (step - 1) / total))
         return ratio * (value - low) + low
 
 
 def share(key: str, value: float) -> float:
-    """Return a number from 0 to 1; raises for anything else."""
+    """Return `value`, a number from 0 to 1; raise `ConfigError` for any other number."""
     if not 0.0 <= value <= 1.0:
         raise ConfigError(Problem(f"param_scheduler.{key}", f"{value!r}", "Write a number from 0 to 1."))
     return value
 
 
 def lowest(eta_min: float | None, ratio: float | None) -> tuple[float, float | None]:
-    """Return the final value of a cosine, and the ratio to the first value if that is given instead."""
+    """Return (final value of a cosine, ratio of final to first value, if given instead); raise if both are given."""
     if eta_min is not None and ratio is not None:
         message = "and `eta_min_ratio` are both given"
         raise ConfigError(Problem("param_scheduler.eta_min", message, "Leave one of them out."))
@@ -272,7 +272,7 @@ def lowest(eta_min: float | None, ratio: float | None) -> tuple[float, float | N
 
 
 class CosineRestartParamScheduler(ParamScheduler):
-    """Half cosines one after another, each from its weight times the first value down to `eta_min`."""
+    """Half cosines one after another: each from its restart weight times the initial value down to `eta_min`."""
 
     counts = ("begin", "end", "periods")
 
@@ -307,7 +307,7 @@ class CosineRestartParamScheduler(ParamScheduler):
 
 
 class OneCycleParamScheduler(ParamScheduler):
-    """From a fraction of `eta_max` up to it, and down to almost 0."""
+    """From `eta_max` / `div_factor` up to `eta_max`, then down to almost 0."""
 
     counts = ("begin", "end", "total_steps")
 
@@ -373,7 +373,7 @@ class OneCycleParamScheduler(ParamScheduler):
 
 
 class ReduceOnPlateauParamScheduler(ParamScheduler):
-    """`factor` times the value when a validation metric no longer improves."""
+    """Multiplies the value by `factor` when a validation metric has not improved for `patience` validations."""
 
     need_val_args: ClassVar[bool] = True
 
@@ -413,7 +413,10 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
             raise ConfigError(Problem("param_scheduler.by_epoch", "it steps after validations", "Leave it out."))
 
     def step(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Compare the metrics of a validation with the best so far."""
+        """Compare a validation's metric with the best so far, and reduce the value if it is time.
+
+        Without metrics, only count a step.
+        """
         if metrics is None:
             self._global_step += 1
             return
@@ -453,7 +456,7 @@ class ReduceOnPlateauParamScheduler(ParamScheduler):
 
 
 def _one_per_group(optimizer: Any, key: str, value: float | Sequence[float]) -> list[float]:
-    """Return a value for each parameter group, from one per group or one for all."""
+    """Return a value for each parameter group; `value` has one per group, or is one for all groups."""
     groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, Sequence) else [value] * groups
     if len(values) == groups - 1 and getattr(optimizer, "base_param_settings", None) is not None:
@@ -468,7 +471,7 @@ S = TypeVar("S", bound=ParamScheduler)
 
 
 def _named_schedule(schedule: type[S], param: str, name: str) -> type[S]:
-    """Return a schedule class for one parameter."""
+    """Return a subclass of a schedule that changes one parameter, `param`."""
 
     def start(self: S, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         schedule.__init__(self, optimizer, param, *args, **kwargs)

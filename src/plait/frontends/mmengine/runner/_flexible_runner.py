@@ -1,4 +1,4 @@
-"""`FlexibleRunner`: a runner with any strategy."""
+"""`FlexibleRunner`: a runner with an argument for the parallel strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.frontends.mmengine.runner.runner import BaseRunner, arguments_of
 
 @RUNNERS.register_module()
 class FlexibleRunner(BaseRunner):
-    """MMEngine's FlexibleRunner: `strategy` is the parallel strategy, `compile` whether to use torch.compile."""
+    """MMEngine's FlexibleRunner. `strategy`: the parallel strategy. `compile`: whether to use torch.compile."""
 
     @classmethod
     def from_cfg(cls, cfg: Config | Mapping[str, Any]) -> FlexibleRunner:

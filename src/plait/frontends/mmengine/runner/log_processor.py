@@ -14,7 +14,7 @@ from plait.trainer import memory_mib
 
 @LOG_PROCESSORS.register_module()
 class LogProcessor:
-    """Formats the values of the message hub as a line, and as a dict for the sinks."""
+    """Formats the values of the message hub as a line of the log, and as a dict for the sinks."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class LogProcessor:
         if not self.by_epoch or mode == "test":
             return f"{'Epoch' if self.by_epoch else 'Iter'}({mode}) {count}"
         epoch = runner.epoch + 1 if mode == "train" else runner.epoch
-        # As wide as the last epoch, so that lines are aligned.
+        # As wide as the number of the last epoch, so that lines are aligned.
         width = len(str(runner.max_epochs)) + 3 if runner.is_training else 0
         return f"Epoch({mode}){f'[{epoch}]'.rjust(width)}{count}"
 

@@ -19,19 +19,19 @@ from plait.launch import Phase
 
 
 class BaseLoop:
-    """A loop over a loader."""
+    """The base class of loops over a data loader."""
 
     def __init__(self, runner: Any, dataloader: Any) -> None:
         self.runner = runner
         self.dataloader = runner.build_dataloader(dataloader)
 
     def run(self) -> Any:
-        """Run the loop."""
+        """Run the loop; subclasses say what is returned."""
         raise NotImplementedError
 
 
 class TrainLoop(BaseLoop):
-    """The common part of loops by epoch and by iteration."""
+    """The common part of training loops that count epochs and those that count iterations."""
 
     by_epoch: bool
 
@@ -47,7 +47,7 @@ class TrainLoop(BaseLoop):
         self.val_begin = val_begin
         self.val_interval = val_interval
         self.stop_training = False
-        """Set by a hook: training ends after this epoch or iteration."""
+        """Hooks set it to true, to end training after the current epoch or iteration."""
         self._epoch = 0
         self._iter = 0
         self._skip = 0
@@ -65,11 +65,11 @@ class TrainLoop(BaseLoop):
         return self._iter
 
     def go_to(self, epoch: int, iteration: int, skip: int) -> None:
-        """Set the position; `skip` batches of the pass are already done."""
+        """Set the completed epochs and iterations; the next pass skips its first `skip` batches."""
         self._epoch, self._iter, self._skip = epoch, iteration, skip
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
-        """Yield the remaining batches of one pass, numbered."""
+        """Yield (index, batch) for the remaining batches of a pass over the loader."""
         skip, self._skip = self._skip, 0
         loader = self.dataloader
         sampler = loader.sampler if getattr(loader, "batch_size", None) else None
@@ -84,7 +84,7 @@ class TrainLoop(BaseLoop):
                 yield index, batch
 
     def _resumed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        # Starting a pass draws a random number, which the interrupted pass had already drawn.
+        # Creating the iterator draws a random number; the saved random state already includes that draw.
         self.runner.restore_generators()
         yield from batches
 
@@ -144,7 +144,7 @@ class EpochBasedTrainLoop(TrainLoop):
 
 @LOOPS.register_module()
 class IterBasedTrainLoop(TrainLoop):
-    """Trains for a number of iterations, over the data again and again."""
+    """Trains for a number of iterations; starts the data again when it ends."""
 
     by_epoch = False
 
@@ -176,7 +176,7 @@ class IterBasedTrainLoop(TrainLoop):
         return runner.model
 
     def _endless(self) -> Iterator[Any]:
-        # By name: MMEngine's own InfiniteSampler is endless too.
+        # Compared by name, to include MMEngine's own InfiniteSampler.
         endless = type(self.dataloader.sampler).__name__ == "InfiniteSampler"
         while True:
             passes, self._skip = (0, self._iter) if endless else divmod(self._iter, len(self.dataloader))
@@ -191,7 +191,7 @@ class EvaluationLoop(BaseLoop):
     mode: str
 
     def __init__(self, runner: Any, dataloader: Any, evaluator: Any, fp16: bool = False) -> None:
-        """`fp16`: autocast to fp16."""
+        """`fp16`: run the model with torch's autocast to fp16."""
         super().__init__(runner, dataloader)
         self.evaluator = build_evaluator(evaluator)
         self.fp16 = fp16
@@ -229,7 +229,7 @@ class EvaluationLoop(BaseLoop):
         runner.call_hook(f"after_{mode}_iter", batch_idx=idx, data_batch=data_batch, outputs=outputs)
 
     def _without_losses(self, outputs: Any) -> Any:
-        """Return the predictions; the losses that a model may append to them are collected for the log."""
+        """Return the predictions without the losses that a model may append; these are collected for the log."""
         last: Any = outputs[-1] if isinstance(outputs, list | tuple) and outputs else None
         losses = getattr(last, "loss", None) if is_element(last) and list(last.keys()) == ["loss"] else None
         if not isinstance(losses, Mapping):
@@ -247,14 +247,14 @@ class EvaluationLoop(BaseLoop):
 
 @LOOPS.register_module()
 class ValLoop(EvaluationLoop):
-    """Validation."""
+    """The loop of validation."""
 
     mode = "val"
 
 
 @LOOPS.register_module()
 class TestLoop(EvaluationLoop):
-    """Test."""
+    """The loop of testing."""
 
     mode = "test"
 
@@ -265,11 +265,11 @@ def _whole(key: str, value: Any) -> int:
     return int(value)
 
 
-# The loops of a runner, made when first needed, and its position in them.
+# The loops of a runner, built when first needed, and its position in them.
 
 
 class RunnerLoops:
-    """The configured phases of a runner, and their loops, built when first needed."""
+    """The configured phases of a runner (`train`, `val`, `test`); builds the loop of each when first needed."""
 
     def __init__(self, runner: Any, wanted: Mapping[str, Mapping[str, Any]]) -> None:
         """`wanted` has the cfg, loader and evaluator of each configured phase."""
@@ -282,11 +282,11 @@ class RunnerLoops:
         return mode in self._wanted
 
     def made(self, mode: str) -> Any:
-        """Return the loop of a phase if it is already built."""
+        """Return the loop of a phase if it is already built, else None."""
         return self._loops.get(mode)
 
     def loop(self, mode: str) -> Any:
-        """Return the loop of a phase."""
+        """Return the loop of a phase, built if necessary; raise `ConfigError` if the phase is not configured."""
         if mode not in self._loops:
             if mode not in self._wanted:
                 names = (
@@ -437,7 +437,7 @@ class RunnerState:
 def wanted_phases(
     train: Mapping[str, Any], val: Mapping[str, Any], test: Mapping[str, Any], *, optim_wrapper: Any, schedules: Any
 ) -> dict[str, dict[str, Any]]:
-    """Return the phases whose arguments are given; raises if only some arguments of a phase are."""
+    """Return phase → arguments, for phases whose arguments are given; raise if a phase has only some of them."""
     phases: dict[str, dict[str, Any]] = {}
     if _complete("train", {**train, "optim_wrapper": optim_wrapper}):
         phases["train"] = dict(train)

@@ -1,4 +1,4 @@
-"""`Runner`, and what it shares with `FlexibleRunner`: arguments, loops, hooks and one engine."""
+"""`Runner`, and `BaseRunner`, its common part with `FlexibleRunner`: arguments, loops, hooks and one engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from plait.frontends.mmengine.visualization import Visualizer, build_visualizer
 from plait.launch import Phase
 from plait.precision import make_policy
 
-# From a runner's arguments to one run description, with a report on every translated key.
+# Translates a runner's arguments into a run description, with a report on every translated key.
 
 
 _COMPILE: dict[str, Reader] = {
@@ -68,7 +68,7 @@ def build_strategy(cfg: Any) -> BaseStrategy:
 
 
 def read_compile(compile_cfg: Any, settings: TranslatedSettings) -> None:
-    """Translate `compile=True`, or a dict of arguments of `torch.compile`."""
+    """Translate the argument `compile`: true, or a dict of arguments of `torch.compile`."""
     if not compile_cfg:
         return
     settings.set("strategy.compile.enabled", True)
@@ -94,7 +94,7 @@ def read_wrapper(
         return
     wanted = dict(wrapper.precision)
     if wanted["compute"] == "autocast":
-        # The dtype of torch.autocast on this device.
+        # As torch.autocast chooses its default dtype on this device.
         wanted["compute"] = "bf16" if torch.get_autocast_dtype(device.type) == torch.bfloat16 else "fp16"
     if wanted["compute"] != "fp16":
         wanted.pop("scaler")
@@ -108,10 +108,10 @@ def read_wrapper(
 
 
 def finish(settings: TranslatedSettings, **more: Any) -> RunConfig:
-    """Return the checked run description of the translated settings."""
+    """Return the run description of the translated settings; raise `ConfigError` for problems and refused keys."""
     settings.raise_problems()
     settings.report.raise_refusals()
-    # The batch is set by the loader and the wrapper.
+    # Without `batch`: the loader and the optim wrapper set the batch sizes.
     sections = {key: value for key, value in settings.sections.items() if key != "batch"}
     config = parse_sections(**{**sections, **more}).config
     if config.checkpoint.node_local:
@@ -122,7 +122,7 @@ def finish(settings: TranslatedSettings, **more: Any) -> RunConfig:
 
 
 def check_batch(batch: Mapping[str, Any], size: int, ranks: int) -> None:
-    """Raise if a strategy sets another batch size than the loader, which has `size` samples per rank."""
+    """Raise `ConfigError` if a strategy's batch sizes differ from the loader's, which has `size` samples per rank."""
     expected = {"micro": size, "total": size * int(batch.get("accumulation", 1)) * ranks}
     names = {"micro": "train_micro_batch_size_per_gpu", "total": "train_batch_size"}
     for key, value in expected.items():
@@ -138,7 +138,7 @@ def known_arguments(runner: Any) -> list[str]:
 
 
 def takes_nothing(function: Any) -> bool:
-    """Whether a function can be called without arguments; not, if it is None."""
+    """Whether `function` is a function that can be called without arguments; false for None."""
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -147,7 +147,7 @@ def takes_nothing(function: Any) -> bool:
 
 
 def misspelt(keys: Any, known: Any) -> list[Problem]:
-    """Return problems for keys that resemble arguments of a runner; other keys are variables of the file."""
+    """Return problems for unknown keys that resemble arguments of a runner; others are the file's own variables."""
     from difflib import get_close_matches
 
     problems = []
@@ -157,7 +157,7 @@ def misspelt(keys: Any, known: Any) -> list[Problem]:
     return problems
 
 
-# The process: launcher, backend, seeds, limits.
+# Settings of the process: launcher, backend, seeds, limits.
 
 
 LAUNCHERS = {"pytorch": "torchrun", "slurm": "slurm", "mpi": "mpi", "none": "none"}
@@ -165,7 +165,7 @@ _STARTED_BY = {"pytorch": "torchrun", "slurm": "srun", "mpi": "mpirun"}
 
 
 def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
-    """Raise if this process was not started by `launcher`; None fits any."""
+    """Raise if this process was not started by `launcher`; with None, check nothing."""
     if launcher is None:
         return
     if launcher not in LAUNCHERS:
@@ -190,7 +190,7 @@ def check_launcher(launcher: str | None, ranks: Ranks | None = None) -> None:
 def _backend(settings: TranslatedSettings, key: str, value: Any) -> None:
     if value not in ("nccl", "gloo", "mpi"):
         refused_unless("write nccl, gloo or mpi")(settings, key, value)
-    elif value == "nccl" and not torch.cuda.is_available():  # scripts for CPU have it too
+    elif value == "nccl" and not torch.cuda.is_available():  # scripts that run on the CPU set it too
         settings.mapped(key, value, "backend: gloo, since this machine has no CUDA device")
     else:
         honoured_as("backend")(settings, key, value)
@@ -221,7 +221,7 @@ _ENVIRONMENT: dict[str, Reader] = {
 
 
 def read_environment(env_cfg: Mapping[str, Any], settings: TranslatedSettings) -> str | None:
-    """Translate `env_cfg`, and apply what concerns this process; returns the start method of workers."""
+    """Translate `env_cfg`, apply its settings of this process, and return the start method of loader workers."""
     settings.read(env_cfg, _ENVIRONMENT, "env_cfg")
     settings.raise_problems()
     torch.backends.cudnn.benchmark = bool(env_cfg.get("cudnn_benchmark", False))
@@ -234,7 +234,7 @@ def read_environment(env_cfg: Mapping[str, Any], settings: TranslatedSettings) -
 
 @dataclass(frozen=True, slots=True)
 class Randomness:
-    """`randomness=dict(seed=…)`."""
+    """The argument `randomness=dict(seed=…)` of a runner."""
 
     seed: int | None = None
     diff_rank_seed: bool = False
@@ -248,7 +248,7 @@ class Randomness:
         return cls(**given)
 
     def start(self, rank: int) -> int:
-        """Seed all generators; returns the seed of the run, by default a random one that ranks share."""
+        """Seed all generators; return the seed of the run, by default a random one, the same on all ranks."""
         seed = sync_random_seed() if self.seed is None else int(self.seed)
         rank_seed = (seed + rank if self.diff_rank_seed else seed) % 2**32
         random.seed(rank_seed)
@@ -348,7 +348,7 @@ class BaseRunner(Checkpoints):
             self._settings.sections.setdefault(section, value)
         self._settings.report.entries += translation.report.entries
         read_compile(self._compile, self._settings)
-        # Precision is left out: the optim wrapper sets it too, and needs the model first.
+        # Without precision: the optim wrapper sets it too, and can be built only after the model.
         self.world = open_world(finish(self._settings, work_dir=self.work_dir, precision=None))
         self.device = self.world.device
         self.seed = self._randomness.start(self.world.rank)
@@ -362,7 +362,7 @@ class BaseRunner(Checkpoints):
         on_main(self.world, lambda: self.log_dir.mkdir(parents=True, exist_ok=True))
 
     def build_model(self, model: Any) -> Any:
-        """Return the model that a dict describes; a module as it is."""
+        """Return the model that a dict describes; a module is returned unchanged."""
         if isinstance(model, Mapping):
             more = {} if self._preprocessor is None else {"data_preprocessor": self._preprocessor}
             model = MODELS.build({**more, **model})
@@ -416,7 +416,7 @@ class BaseRunner(Checkpoints):
         generators = rng_state(self.device)
         given = Preparation(self.config, self.world, model=model, optimizer=optimizer, log=self.logger.warning)
         self._engine = engine = prepare_manual(given)
-        restore_rng_state(generators, self.device)  # preparing does not change the random state
+        restore_rng_state(generators, self.device)  # so that preparing does not change the random state
         self.saver = MMEngineSaver(self)
         self.model = engine.model
         self._route_calls(engine)
@@ -430,11 +430,11 @@ class BaseRunner(Checkpoints):
             engine.on_phase = lambda phase: enter(phase, engine.steps)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the precision context for steps that call the model themselves."""
+        """Return the precision context, for `train_step`s and others that call the model without the engine."""
         return make_policy(self.config.precision).context(self.device)
 
     def _route_calls(self, engine: ManualEngine) -> None:
-        """Make the model's steps call it through the engine, which moves and casts its inputs."""
+        """Let the model's `train_step` and the others call it through the engine, which moves and casts its inputs."""
         run_forward = getattr(type(self.model), "_run_forward", None)
         is_standard = run_forward is BaseModel._run_forward or getattr(run_forward, "__module__", "").startswith(
             "mmengine."
@@ -449,14 +449,14 @@ class BaseRunner(Checkpoints):
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted
 
-    # ---- what a user calls
+    # ---- public methods
 
     def train(self) -> nn.Module:
-        """Train to the end, from the start or a checkpoint; returns the model."""
+        """Train to the end, from the start or a checkpoint; return the model."""
         loop = self.phases.loop("train")
         self.setup()
         if self.phases.has("val"):
-            self.phases.loop("val")  # now, so that mistakes in it show before the first epoch
+            self.phases.loop("val")  # built now, so that mistakes in it are reported before the first epoch
         self._log_start()
         with self._visualizer_open():
             self.call_hook("before_run")
@@ -468,11 +468,11 @@ class BaseRunner(Checkpoints):
         return self.model  # type: ignore[no-any-return]
 
     def val(self) -> dict[str, float]:
-        """Validate; returns the metrics."""
+        """Validate, and return the metrics."""
         return self._evaluate("val")
 
     def test(self) -> dict[str, float]:
-        """Test; returns the metrics."""
+        """Test, and return the metrics."""
         return self._evaluate("test")
 
     def _evaluate(self, mode: str) -> dict[str, float]:
@@ -487,7 +487,7 @@ class BaseRunner(Checkpoints):
 
     @contextmanager
     def _visualizer_open(self) -> Iterator[None]:
-        """Keep the visualizer's backends open inside."""
+        """A `with` block in which the visualizer's backends are open."""
         if isinstance(self.visualizer, Visualizer):
             self.visualizer.open()
         try:
@@ -530,11 +530,11 @@ class BaseRunner(Checkpoints):
         return build_evaluator(evaluator)
 
     def enter(self, phase: Phase) -> None:
-        """Report the phase that this rank enters."""
+        """Write the phase that this rank enters to its heartbeat."""
         self.world.heartbeat.enter(phase, 0 if self._engine is None else self._engine.steps)
 
 
-# From a configuration to a runner's arguments.
+# Reads a runner's arguments from a configuration.
 
 
 _OF_CFG = ("model_wrapper_cfg", "sync_bn", "activation_checkpointing", "efficient_conv_bn_eval", "compile")
@@ -542,7 +542,7 @@ _OF_FILES = ("custom_imports", "runner_type", "env_cfg")
 
 
 def arguments_of(cfg: Config | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that are arguments; raises for keys that resemble one, and ignores other variables."""
+    """Return the keys that are arguments of a runner; raise for keys that resemble one, ignore other variables."""
     config = as_config(cfg)
     known = known_arguments(BaseRunner)
     problems = misspelt(config.keys(), (*known, *_OF_CFG, *_OF_FILES))
@@ -591,4 +591,4 @@ def _strategy(cfg: Config) -> dict[str, Any]:
 
 
 Runner = MMEngineRunner
-"""MMEngine's name of the class; `plait.Runner` is Plait's own."""
+"""MMEngine's name of the class; Plait's own runner is `plait.Runner`."""

@@ -1,7 +1,7 @@
 """The checkpoints of MMEngine's runners: `load_from`, `resume` and saving.
 
-They are Plait checkpoints. The state of MMEngine's own objects (schedules, parameter groups, message hub, what hooks
-added) is stored under the key `mmengine`.
+They are Plait checkpoints. The state of MMEngine's own objects (schedules, parameter groups, message hub, values that
+hooks added) is stored under the key `mmengine`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class MMEngineSaver(EngineSaver):
         meta: Mapping[str, Any] | None = None,
         tidy: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint of a position. Every rank must call it.
+        """Write a checkpoint; `position` has its epoch and iteration. Every rank must call it.
 
-        `tidy` is called on one rank once the checkpoint is complete.
+        `tidy` is called on one rank when the checkpoint is complete.
         """
         runner = self._runner
 
@@ -83,7 +83,7 @@ class MMEngineSaver(EngineSaver):
                 f"a hook added a value to the checkpoint that JSON cannot hold: {error}; add numbers and strings only"
             ) from error
         config = to_dict(runner.config)
-        config.pop("optim", None)  # the optimizer is that of the optim wrapper
+        config.pop("optim", None)  # not saved: the optim wrapper has the optimizer
         return {
             "engine": self.engine.state(),
             "epoch": position["epoch"],
@@ -96,7 +96,7 @@ class MMEngineSaver(EngineSaver):
         }
 
     def _hooks(self) -> dict[str, Any]:
-        """Return the hooks with tensors of their own, by the name of their tensors in a checkpoint."""
+        """Return the hooks that have tensors, by the name of these tensors in a checkpoint."""
         return {hook.state_name: hook for hook in self._runner.hooks if hasattr(hook, "state_name")}
 
     def _hook_tensors(self) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class MMEngineSaver(EngineSaver):
                 "and load_from loads its weights"
             )
         runner.enter(Phase.LOAD)
-        on_main(world, lambda: open_checkpoint(path))  # one rank reports what is wrong
+        on_main(world, lambda: open_checkpoint(path))  # so that only one rank reports an invalid checkpoint
         checkpoint = open_checkpoint(path)
         state, stored = checkpoint.manifest.state, checkpoint.index.tensors
         if "engine" not in state or not any(key.startswith("optim.") for key in stored):
@@ -132,7 +132,7 @@ class MMEngineSaver(EngineSaver):
         runner.enter(Phase.IDLE)
 
     def restore_generators(self) -> None:
-        """Restore the random state of the checkpoint."""
+        """Restore the random state of the checkpoint that was resumed; do nothing if there is none."""
         if self._generators is not None:
             restore_rng_state(self._generators, self._runner.device)
 
@@ -161,7 +161,7 @@ class MMEngineSaver(EngineSaver):
         runner.call_hook("after_load_checkpoint", checkpoint=mmengine)
 
     def load_weights(self, name: str | Path) -> None:
-        """Load the weights of a checkpoint of any format; logs which do not fit, and leaves those as they are."""
+        """Load the weights of a checkpoint of any format; log the names that do not fit, and leave them unchanged."""
         runner, world = self._runner, self._runner.world
         path = on_main(world, lambda: resolve(name))
         tensors = {key: value for key, value in self.engine.state_tensors().items() if key.startswith("model.")}
@@ -186,7 +186,7 @@ class MMEngineSaver(EngineSaver):
 
 
 def _fill(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Fill tensors from a checkpoint of another framework; returns the names that are missing or of another shape."""
+    """Fill tensors from a checkpoint of another framework; return names that only one has or whose shapes differ."""
     with open_source(path) as source:
         entries = {name: entry for name, entry in source.entries.items() if name.startswith("model.")}
         fitting = [name for name, t in tensors.items() if name in entries and entries[name].shape == t.shape]
@@ -226,7 +226,7 @@ class Checkpoints(RunnerState):
         raise NotImplementedError
 
     def load_or_resume(self) -> None:
-        """Load or resume as `load_from` and `resume` say, once."""
+        """Load or resume a checkpoint as `load_from` and `resume` say; a second call does nothing."""
         if self._loaded:
             return
         self._loaded = True
@@ -243,7 +243,7 @@ class Checkpoints(RunnerState):
             self.load_checkpoint(self._load_from)
 
     def resume(self, filename: str | Path) -> None:
-        """Resume from a checkpoint."""
+        """Resume from a checkpoint; without a train phase, only load its weights."""
         if not self.phases.has("train"):
             self.load_checkpoint(filename)
             return
@@ -268,7 +268,11 @@ class Checkpoints(RunnerState):
         by_epoch: bool | None = True,
         tidy: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint. `by_epoch`: at the end of an epoch, or of an iteration, that is not yet counted."""
+        """Write a checkpoint.
+
+        `by_epoch`: true at the end of an epoch, false at the end of an iteration, that the loop has not counted yet;
+        None if it is already counted.
+        """
         loop = self.phases.loop("train")
         self.setup()
         epoch = loop.epoch + (by_epoch is True and loop.by_epoch)
@@ -299,5 +303,5 @@ class Checkpoints(RunnerState):
         loop.go_to(epoch, iteration, step if loop.by_epoch else 0)
 
     def restore_generators(self) -> None:
-        """Restore the random state of the checkpoint; loops call it once an interrupted pass has started again."""
+        """Restore the random state of the checkpoint; loops call it after restarting an interrupted pass."""
         self.saver.restore_generators()
