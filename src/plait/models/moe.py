@@ -262,9 +262,9 @@ class Router(nn.Module):
 
 
 def balance(routers: list[Router], loads: Tensor) -> None:
-    """Raise the biases of experts with a load below the mean, lower those above; `loads` (routers, experts) are sums.
+    """Raise the bias of each expert whose load is below the mean, and lower those of the others, in place.
 
-    The loads are summed over all ranks.
+    `loads` (routers, experts) are the loads of a step, summed over all ranks.
     """
     # Loads are multiplied by the number of experts, not their sum divided by it, so that all numbers are integers.
     above = loads.sum(1, keepdim=True) - loads * loads.shape[1]

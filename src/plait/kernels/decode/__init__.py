@@ -1,15 +1,15 @@
-"""The decoder of one GPU: a step of few rows takes about as long as reading the weights once.
+"""Kernels that generate tokens with a Llama on one GPU: a step of few rows takes as long as reading its weights.
 
-`DecodeStep` is one token per row through a Llama, `sample_tokens` and `greedy` choose from logits, and `record_tokens`
-writes the choices down; all of it can be captured in a CUDA graph. This package is a room of its own: others import
-from here, and nothing below.
+A *row* is a prompt and its answer. `DecodeStep` computes one token per row, `sample_tokens` and `greedy` choose tokens
+from logits, and `record_tokens` stores the chosen ones; all of it can be captured in a CUDA graph. Other packages
+import from here, not from the modules below.
 
 - `step`: which kernels a step consists of;
-- `skinny_gemm`: few rows times a large weight;
-- `embed_sample`: embedding look-up, and the head with the choice of the next token;
-- `attention`: one query per row over the cache;
+- `skinny_gemm`: multiplication of few rows with a large weight;
+- `embed_sample`: embedding look-up; the head, together with the choice of the next token;
+- `attention`: attention of one new token per row over the cache;
 - `sampling`: choosing tokens from logits, with a counter-based random number generator;
-- `tokens`: bookkeeping of the rows;
+- `tokens`: the tokens and counts of the rows so far;
 - `dependent_launch`: programmatic dependent launch, and prefetching for the next kernel.
 """
 

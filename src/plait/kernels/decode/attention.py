@@ -1,10 +1,12 @@
 """Attention of one new token per row over a KV cache: rotary embedding, cache update and attention in one kernel.
 
-[Note: the new token] Its query and key are rotated when they are loaded, and its key and value are written to the cache
-by the first program of each head. They are not read back in this kernel: that program has them in registers, and all
-others stop before the row's end. The queries of a group (GQA) share what is read of the cache.
+[Note: the new token] The query and the key of the new token are rotated when they are loaded. Its key and value are
+written to the cache by the first program of each row and key-value head. This kernel does not read them back: that
+program has them in registers, and all other programs read only slots before the new token. With GQA, one program
+computes all queries that share a key-value head, so the cache is read once for them.
 
-Long rows in a small batch are split over several programs each; see [Note: the last program reduces].
+Where rows are long and the batch is small, several programs share the slots of a row; see [Note: the last program
+reduces].
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ class AttentionConfig(NamedTuple):
     """Launch configuration of the kernel."""
 
     tokens: int
-    """Cache slots that a program reads at a time."""
+    """Cache slots (tokens) that a program reads at a time."""
     warps: int
     stages: int
     programs: int = 528
-    """Rows are split until there are about so many programs: four per SM of an H200."""
+    """Rows are split over several programs until there are about this many: four per SM of an H200."""
 
 
 DEFAULT_CONFIG, MANY_ROWS_CONFIG = (
     AttentionConfig(tokens=64, warps=4, stages=3),
     AttentionConfig(tokens=32, warps=4, stages=4),
 )
-"""Six programs of the first one fit into an SM of an H200, and eight of the second, whose tiles are smaller."""
+"""With the first, six programs fit on an SM of an H200; with the second, whose tiles are smaller, eight."""
 MANY_PROGRAMS = 6 * 132
-"""More programs than this would not run at the same time."""
+"""With more rows × key-value heads than this, the second one is used: the first could not run them all at once."""
 
 if HAS_TRITON:
     import triton
@@ -57,14 +59,14 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _rotated(x, at, half, c, s):  # type: ignore[no-untyped-def]
-        """Load vectors of 2 * half features at `x` and rotate each pair by its angle; in the dtype of `x`."""
+        """Load vectors of 2 * half features at `x`, and return them with each pair rotated; in the dtype of `x`."""
         value = tl.load(x + at).to(tl.float32)
         other = tl.load(x + (at + half) % (2 * half)).to(tl.float32)
         return (value * c + tl.where(at < half, -other, other) * s).to(x.dtype.element_ty)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _steps_of(position, splits, tokens):  # type: ignore[no-untyped-def]
-        """Iterations of a program where `splits` programs share the slots before a position."""
+        """Return the loop iterations of each program if `splits` programs share the slots before a position."""
         return tl.maximum(tl.cdiv(tl.cdiv(position, tokens), splits), 1)
 
     @triton.jit(do_not_specialize=["splits", *PREFETCH_ARGUMENTS])  # type: ignore[untyped-decorator,misc,unused-ignore]
@@ -100,12 +102,12 @@ if HAS_TRITON:
         early: tl.constexpr,
         prefetches: tl.constexpr,
     ):
-        """One program per row, group of heads and split of the row's slots."""
+        """Compute attention; one program per row, key-value head and split (part of the row's slots)."""
         row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         base = (row * kv_heads + head) * slots * width
         if early:
             position = tl.load(positions + row, cache_modifier=".cg").to(tl.int32)
-            if dependent:  # earlier tokens of the row are in the cache already
+            if dependent:  # the keys and values of earlier tokens are already in the cache
                 token = split * _steps_of(position, splits, tokens) * tokens + tl.arange(0, tokens)
                 prefetch_rows(keys + base, tl.minimum(token, position), 0, width, width, (width + 63) // 64)
                 prefetch_rows(values + base, tl.minimum(token, position), 0, width, width, (width + 63) // 64)
@@ -228,8 +230,8 @@ def attend_cached(
     `qkv` (rows, features) has the queries of all heads, then keys, then values; the tables (positions, head_dim / 2)
     are fp32. The caches are (rows, kv heads, slots, head_dim), and `positions` (rows) are those of the new tokens,
     which attend to all earlier slots. `counters` come from `make_counters`. `early`: positions are loaded, and the
-    first cache lines prefetched, before the wait of [Note: programmatic dependent launch]. With that, another kernel
-    (the one that writes `qkv`) must lie between the one that wrote the positions and this one.
+    beginning of the cache prefetched, before the wait of [Note: programmatic dependent launch]. This requires that at
+    least one kernel (the one that writes `qkv`) was launched between the kernel that wrote the positions and this one.
     """
     rows, kv_heads, slots, width = keys.shape
     fits = rows * kv_heads <= len(counters) and keys.is_contiguous() and values.is_contiguous()

@@ -1,18 +1,20 @@
-"""Programmatic dependent launch: kernels that overlap, and prefetch what the next one needs.
+"""Programmatic dependent launch: a kernel starts before the previous one ends, and data is prefetched for it.
 
-[Note: programmatic dependent launch] Between two kernels a GPU is idle for a moment: the last programs of one end, the
-next one is launched, and its first loads are on their way. With programmatic dependent launch (PDL, from Hopper on) the
-next kernel is launched as soon as all programs of the one before run. It prefetches its weights, which no kernel
-writes, and then waits until the kernel before has ended, before it reads anything else or writes anything.
+[Note: programmatic dependent launch] Between two kernels a GPU is idle for a moment: while the last programs of the
+first one end, the second is launched, and its first loads arrive. With programmatic dependent launch (PDL, from Hopper
+on) a kernel is launched as soon as all programs of the previous kernel have started and allow it. It prefetches its
+weights, which no kernel writes. Then it waits until the previous kernel has ended, before it reads anything else or
+writes anything.
 
-A kernel allows the launch of the next one only after its own wait. So at most two run at the same time, and what any
-but the one directly before has written is complete: that may be read before the wait too, bypassing the L1 cache.
-Memory that a later kernel reuses is written after its wait, when all its readers have ended.
+A kernel allows the launch of the next one only after its own wait. So at most two kernels run at the same time, and
+when a kernel starts, all kernels but the previous one have ended. What these have written may be read before the wait
+too, but not through the L1 cache. A kernel writes only after its wait, so memory may be reused: all kernels that read
+its former content have ended then.
 
-[Note: prefetching for the next kernel] A kernel whose programs need many registers or much shared memory keeps those of
-the next one out until it ends, and while it reduces sums and writes results, memory is idle. So a program that has
-issued its own loads prefetches the beginning of what the next kernel reads first into the L2 cache: as much as memory
-delivers in that time. It is a hint: no result depends on it.
+[Note: prefetching for the next kernel] If the programs of a kernel need many registers or much shared memory, those of
+the next kernel cannot start until it ends. Memory is idle while the kernel adds up sums and writes results. So once a
+program has issued its own loads, it prefetches into the L2 cache the beginning of what the next kernel will read first:
+as much as memory delivers in that time. This affects the speed only, not the results.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 from plait.kernels import HAS_TRITON
 
 MOST_MATRICES = 3
-"""Matrices that are prefetched together."""
+"""The maximum number of matrices that are prefetched together."""
 PREFETCH_BYTES = 16 << 20
 """Bytes that are prefetched: what an H200 reads in four microseconds, and a third of its L2 cache."""
 LINE = 64
@@ -40,8 +42,8 @@ PREFETCH_ARGUMENTS = (
     "next_segment_bits",
     "next_line_bits",
 )
-"""Arguments that a kernel is not specialized on. Each kernel lists them one by one: in a tuple, Triton (3.6 to 3.9)
-would compile a kernel for every value."""
+"""Arguments whose values Triton must not specialize a kernel on. Each kernel has them as separate arguments: if they
+were a tuple, Triton (3.6 to 3.9) would compile a kernel for every combination of values."""
 
 _HOPPER = (9, 0)
 HAS_DEPENDENT_LAUNCH = False
@@ -54,7 +56,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def wait_for_previous():  # type: ignore[no-untyped-def]
-        """Wait for the kernel before, then allow the launch of the next one."""
+        """Wait until the previous kernel has ended, then allow the launch of the next one."""
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -75,10 +77,11 @@ if HAS_TRITON:
     def address_of_line(  # type: ignore[no-untyped-def]
         number, first, second, third, n_first, n_second, width, stride, segment_bits, line_bits
     ):
-        """Addresses of some lines by number: first the lines of a segment, then the row's other segments, then rows.
+        """Return the addresses of cache lines, given their numbers.
 
-        A segment begins every `stride` columns. The rows are those of up to three 16-bit matrices (rows, width), one
-        after another. Lines and segments are powers of two in number, since division is slow.
+        Lines are numbered within a segment first, then over the segments of a row, then over the rows of up to three
+        16-bit matrices (rows, width), one matrix after another. A segment begins every `stride` columns. The numbers of
+        lines per segment and of segments per row are powers of two, because division is slow.
         """
         line = number & ((1 << line_bits) - 1)
         segment = (number >> line_bits) & ((1 << segment_bits) - 1)
@@ -93,7 +96,7 @@ if HAS_TRITON:
     def prefetch_next(  # type: ignore[no-untyped-def]
         first, second, third, n_first, n_second, n_third, width, stride, segment_bits, line_bits, program, programs
     ):
-        """Prefetch this program's share of the lines of a `Prefetch`; see [Note: prefetching for the next kernel]."""
+        """Prefetch this program's part of the lines of a `Prefetch`; see [Note: prefetching for the next kernel]."""
         count = (n_first + n_second + n_third) << (segment_bits + line_bits)
         share = tl.cdiv(count, programs)
         end = tl.minimum((program + 1) * share, count)
@@ -106,19 +109,19 @@ if HAS_TRITON:
 
 
 class Prefetch(NamedTuple):
-    """What the next kernel reads first: in every row of some matrices, the beginning of each segment."""
+    """What the next kernel reads first: the beginning of each segment (part of a row) in all rows of some matrices."""
 
     matrices: Sequence[Tensor]
     """(rows, width) each, of the same width."""
     segments: int = 1
-    """Programs of the next kernel that share a row, a power of two."""
+    """Segments per row: the number of programs of the next kernel that share a row; a power of two."""
     stride: int = 0
     """Columns from the beginning of one segment to the next."""
     budget: int = PREFETCH_BYTES
-    """Bytes to prefetch, about; at least one line of each segment."""
+    """The approximate number of bytes to prefetch; at least one line of each segment is prefetched."""
 
     def line_bits(self) -> int:
-        """The binary logarithm of the lines per segment."""
+        """Return the binary logarithm of the number of lines to prefetch per segment."""
         width = self.matrices[0].shape[1]
         most = (self.stride if self.segments > 1 else width) // LINE
         lines = min(most, self.budget // (2 * LINE * self.segments * sum(map(len, self.matrices))))
@@ -131,17 +134,17 @@ def can_launch_dependent(x: Tensor) -> bool:
 
 
 def uses_dependent_launch(x: Tensor) -> bool:
-    """Whether kernels that multiply `x` use it: they prefetch 16-bit weights."""
+    """Whether kernels that multiply `x` use dependent launch: its dtype has 16 bits, as prefetching requires."""
     return x.itemsize == 2 and can_launch_dependent(x)
 
 
 def dependent_launch_options(dependent: bool) -> dict[str, Any]:
-    """Launch options of a kernel that has the argument `dependent`."""
+    """Return the launch options of a kernel that has the argument `dependent`."""
     return {"dependent": True, "launch_pdl": True} if dependent else {"dependent": False}
 
 
 def prefetch_options(x: Tensor, prefetch: Prefetch | None) -> dict[str, Any]:
-    """Arguments of a kernel that prefetches; nothing is prefetched without programmatic dependent launch."""
+    """Return the arguments `prefetches` and `next_…` of a kernel; without dependent launch, nothing is prefetched."""
     if prefetch is None or not uses_dependent_launch(x):
         prefetch = None
     matrices = [] if prefetch is None else list(prefetch.matrices)

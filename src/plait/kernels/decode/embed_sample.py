@@ -1,6 +1,6 @@
-"""The first and the last kernel of a decode step: embedding look-up, and the head together with sampling.
+"""The first and the last kernels of a decode step: embedding look-up, and the head together with sampling.
 
-Updating the rows' positions, and the reductions that sampling needs, are part of these kernels.
+The first also updates the rows' positions; the last also computes the maxima and sums that sampling needs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ if HAS_TRITON:
         block_k: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """A tile of logits, rounded to the dtype in which they would be stored, so that every kernel picks alike."""
+        """Return a tile of logits, rounded to the dtype of stored logits, so that all kernels choose alike."""
         safe = tl.minimum(column, features - 1)
         if dependent:  # see [Note: programmatic dependent launch]
             prefetch_rows(weight, safe, 0, width, width, 16)
@@ -108,7 +108,7 @@ if HAS_TRITON:
         block_k: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """One program per tile of logits: store what `greedy` keeps of a piece."""
+        """Compute one tile of logits per program, and store its values for `GreedyPieces` instead of the logits."""
         tile = tl.program_id(0)
         row, column = tl.arange(0, block_m), tile * block_n + tl.arange(0, block_n)
         value = _logits_tile(
@@ -162,7 +162,7 @@ if HAS_TRITON:
         block_k: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """One program per tile of logits: store it, and what `SamplingPieces` keeps of it."""
+        """Compute and store one tile of logits per program, and its values for `SamplingPieces`."""
         row, column = tl.arange(0, block_m), tl.program_id(0) * block_n + tl.arange(0, block_n)
         value = _logits_tile(
             x,
@@ -221,7 +221,7 @@ if HAS_TRITON:
         dependent: tl.constexpr,
         prefetches: tl.constexpr,
     ):
-        """One program per row: advance its position, and load its token's embedding."""
+        """Advance the position of one row per program, and store the embedding of its token."""
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
         if prefetches:
             prefetch_next(
@@ -254,7 +254,7 @@ if HAS_TRITON:
 
 
 class RowPositions(NamedTuple):
-    """The positions of the rows (rows), of one integer dtype."""
+    """The lengths and positions of the rows, (rows) each, of one integer dtype."""
 
     lengths: Tensor
     last: Tensor
@@ -271,7 +271,7 @@ class RowPositions(NamedTuple):
 def embed(
     tokens: Tensor, embedding: Tensor, norm: Norm, *, at: RowPositions | None = None, prefetch: Prefetch | None = None
 ) -> ResidualStream:
-    """Look the tokens up in an embedding; the rows of a cache, where given, advance by one."""
+    """Return the residual stream at the start of a step, the tokens' embeddings; advance the positions `at`, if given."""
     if not supports(embedding, embedding) or len(tokens) > MOST_ROWS:
         if at is not None:
             at.advance()
@@ -301,7 +301,7 @@ def embed(
 def greedy_head(
     stream: ResidualStream, head: Tensor, counters: Tensor, *, table: ConfigTable = CONFIGS
 ) -> tuple[Tensor, Tensor]:
-    """`greedy` of the logits `stream.normed() @ head.T`, for a head (vocabulary, width); no logits are stored."""
+    """Return `greedy` of the logits `stream.normed() @ head.T`, for a head (vocabulary, width), not storing them."""
     config = config_for("wide", stream.x, [head], table)
     if config is None or len(head) < WIDE:
         return greedy(project(stream, [head], counters, table=table))
@@ -334,9 +334,10 @@ def sample_head(
     *,
     table: ConfigTable = CONFIGS,
 ) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` of the logits `stream.normed() @ head.T`; the product stores the sums of its pieces too."""
+    """Return `sample_tokens` of the logits `stream.normed() @ head.T`, whose kernel also sums up the pieces."""
     config = config_for("wide", stream.x, [head], table)
-    # Not in fp32, whose logits are not rounded: the compiler would contract the norm's factor into what follows.
+    # Not in fp32, where logits are not rounded: the compiler would fuse the multiplication by the norm's factor with
+    # the operations after it, and results would differ.
     one_pass = len(head) >= WIDE and stream.x.itemsize == 2 and can_sample(len(head), rng)
     if config is None or not one_pass or config.n % PIECE:
         return sample_tokens(project(stream, [head], counters, table=table), temperature, rng)

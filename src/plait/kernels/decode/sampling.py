@@ -1,16 +1,17 @@
 """Greedy and random sampling from the whole vocabulary, with log-probabilities, in one pass over the logits.
 
 [Note: integer weights in pieces]
-Probabilities become integers before they are added up, so that sums do not depend on the order. One pass cannot know
-the largest logit of a row in advance: so the vocabulary is cut into pieces of `PIECE` tokens, the same in every kernel,
-and a token's weight is relative to the largest of its own piece, in `WORD_BITS` bits. The weight of a piece is the sum
-of its tokens' weights, times the exponential of the difference between its largest logit and the row's, as an integer
-again. A random number picks a piece, and its remainder a token of the piece.
+Probabilities are converted to integer *weights* before they are added up, so that sums do not depend on the order of
+addition. A weight is an exponential relative to a largest logit, but if logits are read only once, the largest logit of
+a row is not known while they are read. So the vocabulary is divided into *pieces* of `PIECE` tokens, the same in every
+kernel, and a token's weight is relative to the largest logit of its own piece, in `WORD_BITS` bits. The weight of a
+piece is the sum of its tokens' weights, times the exponential of the difference between its largest logit and that of
+the row, rounded to an integer again. A random number selects a piece; what remains of it selects a token of the piece.
 
-Hence a row with the same logits and the same random number gets the same token on a device, every time, whatever else
-is in the batch and however its kernels are tiled. A sampled token always has a positive weight. Between devices, or
-between a kernel and its plain form, exponentials differ in their last bit: there the token is the same unless the
-random number is that close to the border between two tokens.
+Hence a row with the same logits and the same random number always gets the same token on a device, whatever other rows
+are in the batch and however the kernels are tiled. A sampled token always has a positive weight. Between devices, or
+between a kernel and its plain form, exponentials may differ in their last bit: then the token is the same, except where
+the random number is as close as that to the border between two tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _greedy_pieces_kernel(logits, most, which, sums, vocabulary, block: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One program per piece of a row."""
+        """Compute the values of `GreedyPieces`; one program per piece of a row."""
         row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
         at = piece * block + tl.arange(0, block)
         inside = at < vocabulary
@@ -68,7 +69,7 @@ if HAS_TRITON:
 
 
 class GreedyPieces(NamedTuple):
-    """What greedy sampling keeps of the logits after one pass, (rows, pieces) each."""
+    """What greedy sampling needs to know of the logits, (rows, pieces) each; here a piece is any part of a row."""
 
     most: Tensor
     """The largest logit of a piece, fp32."""
@@ -80,12 +81,12 @@ class GreedyPieces(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, pieces: int, vocabulary: int, device: torch.device) -> GreedyPieces:
-        """Allocate the tensors."""
+        """Return uninitialized tensors."""
         most, sums = (torch.empty(rows, pieces, dtype=torch.float32, device=device) for _ in range(2))
         return cls(most, torch.empty(rows, pieces, dtype=torch.int32, device=device), sums, vocabulary)
 
     def greedy(self, *, dependent: bool = False) -> tuple[Tensor, Tensor]:
-        """The most likely token of each row (the first, where several are), and its log-probability in fp32."""
+        """Return the most likely token of each row (the first of several), and its log-probability in fp32."""
         rows, pieces = self.most.shape
         token = torch.empty(rows, dtype=torch.int64, device=self.most.device)
         logprob = torch.empty(rows, dtype=torch.float32, device=self.most.device)
@@ -107,7 +108,7 @@ class GreedyPieces(NamedTuple):
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely token of each row of logits (rows, vocabulary), and its log-probability in fp32."""
+    """Return the most likely token of each row of logits (rows, vocabulary), and its log-probability in fp32."""
     if not _is_greedy_fused(logits):
         return greedy_plain(logits)
     rows, vocabulary = logits.shape
@@ -124,7 +125,7 @@ def greedy_plain(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logprob_of(logits: Tensor, token: Tensor) -> Tensor:
-    """The log-probability of one token of each row of logits (rows, vocabulary), in fp32."""
+    """Return the log-probability of `token` (rows) in each row of logits (rows, vocabulary), in fp32."""
     if not _is_greedy_fused(logits):
         return logprob_of_plain(logits, token)
     likeliest, most = greedy(logits)
@@ -143,9 +144,9 @@ def _is_greedy_fused(logits: Tensor) -> bool:
 
 
 # [Note: counter-based random numbers]
-# The random number of a token is a hash of (seed, key of the row, number of tokens that the row has). So a text depends
-# on its prompt, its key and the seed alone: neither on the rest of the batch, nor on the rank that computes it, nor on
-# rows that finish early. It keeps no generator state, so a CUDA graph can replay it.
+# The random number for a token is a hash of (seed, key of the row, number of tokens that the row has so far). So an
+# answer depends only on its prompt, its key and the seed: not on other rows of the batch, on the rank that computes it,
+# or on rows that end early. There is no generator state to update, so a CUDA graph can compute it.
 
 
 COUNTER_RNG_BITS = 28
@@ -159,21 +160,21 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _hash_kernel(bits):  # type: ignore[no-untyped-def]
-        """`_hash`, of 32 bits in 64."""
+        """Return what `_hash` returns for 32 bits in a 64-bit integer."""
         bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
         bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
         return bits ^ (bits >> 16)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def random_bits(seed, key, count, bits: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The random number of a row, from `CounterRNG.seed_bits`, its key and its count (both int64)."""
+        """Return the random number of a row, from `CounterRNG.seed_bits`, its key and its count (both int64)."""
         begun = _hash_kernel((seed.to(tl.int64) + key) & 0xFFFFFFFF)
         keyed = _hash_kernel(begun ^ ((key >> 32) & 0xFFFFFFFF))
         return _hash_kernel((keyed + count * 0x9E3779B9) & 0xFFFFFFFF) >> (32 - bits)
 
 
 class CounterRNG(NamedTuple):
-    """The random numbers of some rows; see [Note: counter-based random numbers]."""
+    """Computes a random number for each row of a batch; see [Note: counter-based random numbers]."""
 
     keys: Tensor
     """(rows), int64"""
@@ -182,18 +183,18 @@ class CounterRNG(NamedTuple):
     seed: int
 
     def bits(self) -> Tensor:
-        """A random number of `COUNTER_RNG_BITS` bits for each row."""
+        """Return a random number of `COUNTER_RNG_BITS` bits for each row."""
         keyed = _hash(_hash(self.keys + _seed_hash(self.seed) & _MASK) ^ (self.keys >> 32 & _MASK))
         return _hash(keyed + self.counts * 0x9E3779B9 & _MASK) >> (32 - COUNTER_RNG_BITS)
 
     def seed_bits(self) -> int:
-        """The seed for a kernel: signed, as Triton would compile another kernel for more than 31 bits."""
+        """Return the hashed seed for a kernel, signed: above 31 bits, Triton would compile another kernel."""
         begun = _seed_hash(self.seed)
         return begun - (1 << 32) if begun >> 31 else begun
 
 
 def with_seed(key: int, seed: int) -> int:
-    """The key whose random numbers under seed 0 are those of `key` under `seed`, so that one batch may mix seeds."""
+    """Return the key that with seed 0 gives the random numbers of `key` with `seed`, so that a batch may mix seeds."""
     return (key >> 32) << 32 | (key + _seed_hash(seed)) & _MASK
 
 
@@ -202,7 +203,7 @@ def _seed_hash(seed: int) -> int:
 
 
 def _hash(bits: _Bits) -> _Bits:
-    """Hash 32 bits, held in 64: two rounds of shift and multiply."""
+    """Return a hash of 32 bits, held in 64: shift and multiply, twice."""
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) & _MASK
     bits = ((bits ^ bits >> 15) * 0x846CA68B) & _MASK
     return bits ^ bits >> 16
@@ -211,15 +212,15 @@ def _hash(bits: _Bits) -> _Bits:
 PIECE = 64
 """Tokens of a piece; the tile width of every kernel must be a multiple."""
 WORD_BITS = 24
-"""Bits of the largest weight in a piece: sums over a piece fit into 31 bits."""
+"""Bits of the largest weight in a piece: the sum of a piece then fits into 31 bits."""
 MORE_BITS = 8
-"""Further bits of weights in the row's largest piece: sums over `MOST_PIECES` are exact in float64."""
+"""Further bits of the weights of pieces: sums of `MOST_PIECES` of them are still exact in float64."""
 MOST_PIECES = 1 << 14
 WEIGHT_BITS = 34
 """Bits of a probability of 1 in the plain form; together with those of the random number at most 62."""
 _BLOCK = 4096
 _STEEPEST = 1e30
-"""The largest inverse temperature: a difference of logits times this is practically infinite, and 0 times this is 0."""
+"""The largest inverse temperature that is used; a finite one, so that a difference of 0 times this is 0."""
 
 if HAS_TRITON:
     import triton
@@ -229,17 +230,17 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _exp_relative(value, reference, scale):  # type: ignore[no-untyped-def]
-        """Exponentials of logits relative to a reference; a reference of -inf must not make them NaN."""
+        """Return exponentials of logits relative to a reference; a reference of -inf must not make them NaN."""
         return tl.exp2((value - tl.where(reference == float("-inf"), 0.0, reference)) * scale)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _weight(power, bits: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Integer weights; NaN has no weight."""
+        """Return integer weights; that of NaN is 0."""
         return tl.where(power > 0.0, power * (1 << bits) + 0.5, 0.0).to(tl.int32)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def weigh(value, scale, bits: tl.constexpr, is_scaled: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Of each piece of logits (pieces, tokens): the largest, the sum of exponentials, and the sum of weights."""
+        """Return for each piece (pieces, tokens): the largest logit, the sum of exponentials, the sum of weights."""
         most = tl.max(tl.where(value == value, value, float("-inf")), 1)
         power = _exp_relative(value, most[:, None], 1.4426950408889634)
         total = tl.sum(power, 1)
@@ -261,7 +262,7 @@ if HAS_TRITON:
         piece: tl.constexpr,
         bits: tl.constexpr,
     ):
-        """One program per `block` tokens of a row."""
+        """Compute the values of `SamplingPieces`; one program per `block` tokens of a row."""
         row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
         piece_index = program * (block // piece) + tl.arange(0, block // piece)
         at = piece_index[:, None] * piece + tl.arange(0, piece)[None, :]
@@ -306,7 +307,7 @@ if HAS_TRITON:
         piece_sums = tl.load(sums + row * pieces + at, mask=inside, other=0.0)
         piece_weights = tl.load(weights + row * pieces + at, mask=inside, other=0)
         peak = tl.max(peaks, 0)
-        # Sums of integers, as large as float64 holds exactly.
+        # Weights are integers, and their sums small enough to be exact in float64.
         share = _exp_relative(peaks, peak, scale)
         share = tl.where(share > 0.0, share, 0.0).to(tl.float64)
         scaled_weights = (piece_weights.to(tl.float64) * share * (1 << more_bits) + 0.5).to(tl.int64)
@@ -334,7 +335,7 @@ if HAS_TRITON:
 
 
 class SamplingPieces(NamedTuple):
-    """What sampling keeps of the logits after one pass, (rows, pieces) each; see [Note: integer weights in pieces]."""
+    """What sampling needs to know of the logits, (rows, pieces) each; see [Note: integer weights in pieces]."""
 
     most: Tensor
     """The largest logit of a piece, fp32."""
@@ -345,14 +346,14 @@ class SamplingPieces(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingPieces:
-        """Allocate the tensors."""
+        """Return uninitialized tensors."""
         most, sums = (torch.empty(rows, pieces_of(vocabulary), device=device) for _ in range(2))
         return cls(most, sums, torch.empty_like(most, dtype=torch.int32))
 
     def sample(
         self, logits: Tensor, temperature: float, rng: CounterRNG | Tensor, *, dependent: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Sample a token of each row of these logits (rows, vocabulary); returns it and its log-probability in fp32."""
+        """Sample a token from each row of logits (rows, vocabulary); return it and its log-probability in fp32."""
         rows, pieces = self.most.shape
         token = torch.empty(rows, dtype=torch.int64, device=logits.device)
         logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -384,20 +385,20 @@ class SamplingPieces(NamedTuple):
 
 
 def pieces_of(vocabulary: int) -> int:
-    """The number of pieces."""
+    """Return the number of pieces of a vocabulary."""
     return -(-vocabulary // PIECE)
 
 
 def scale_at(temperature: float) -> float:
-    """The factor on logits that makes powers of two exponentials at a temperature."""
+    """Return the factor by which exp2(logits * factor) equals exp(logits / temperature)."""
     return min(math.log2(math.e) / temperature, _STEEPEST)
 
 
 def sample_tokens(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
     """Sample a token of each row of logits (rows, vocabulary) at a temperature above 0.
 
-    Returns the tokens and their log-probabilities in fp32, at temperature 1. `rng` may be the random numbers themselves
-    (rows), of `COUNTER_RNG_BITS` bits.
+    Return the tokens and their log-probabilities in fp32, at temperature 1. `rng` computes the random numbers, or is a
+    tensor of them (rows), of `COUNTER_RNG_BITS` bits each.
     """
     if not _is_fused(logits, rng):
         return sample_tokens_plain(logits, temperature, rng)
@@ -426,7 +427,7 @@ def sample_tokens_plain(logits: Tensor, temperature: float, rng: CounterRNG | Te
 
 
 def weights_of(logits: Tensor, temperature: float) -> Tensor:
-    """Probabilities at a temperature, of logits (rows, vocabulary), as integers."""
+    """Return the probabilities of logits (rows, vocabulary) at a temperature, as integers of `WEIGHT_BITS` bits."""
     scores = logits.float()
     if temperature != 1.0:
         scores = (scores - scores.amax(-1, keepdim=True)) * min(1.0 / temperature, _STEEPEST)
@@ -434,9 +435,9 @@ def weights_of(logits: Tensor, temperature: float) -> Tensor:
 
 
 def pick_index(cumulative: Tensor, bits: Tensor, total: Tensor | None = None) -> Tensor:
-    """The index at which random bits (rows) fall into cumulative weights (rows, indices).
+    """Return the index that the random numbers `bits` (rows) select, given cumulative weights (rows, indices).
 
-    `total` (rows, 1) is the sum of the weights that count, where these are not all.
+    `total` (rows, 1) is the sum of the weights that may be selected; by default, of all.
     """
     total = cumulative[:, -1:] if total is None else total
     index = torch.searchsorted(cumulative, total * bits[:, None] >> COUNTER_RNG_BITS, right=True)
@@ -444,12 +445,12 @@ def pick_index(cumulative: Tensor, bits: Tensor, total: Tensor | None = None) ->
 
 
 def bits_of(rng: CounterRNG | Tensor) -> Tensor:
-    """The random numbers (rows)."""
+    """Return the random numbers (rows)."""
     return rng.bits() if isinstance(rng, CounterRNG) else rng
 
 
 def can_sample(vocabulary: int, rng: CounterRNG | Tensor) -> bool:
-    """Whether the kernels can sample from such a vocabulary, with such random numbers."""
+    """Whether the kernels support a vocabulary of this size, and these random numbers."""
     tensors = rng[:2] if isinstance(rng, CounterRNG) else (rng,)
     known = all(tensor.is_contiguous() and tensor.dtype == torch.int64 for tensor in tensors)
     return known and pieces_of(vocabulary) <= MOST_PIECES

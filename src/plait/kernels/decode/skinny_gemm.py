@@ -1,9 +1,10 @@
-"""Skinny GEMMs: few rows times a large weight, which is bound by reading the weight. Without gradients.
+"""Skinny GEMMs: multiplication of few rows with a large weight; reading the weight takes most time. No gradients.
 
-[Note: a stream carries its norm] An RMSNorm is a factor per feature (its weight) and a factor per row. The kernel that
-writes the residual stream also writes it times the next norm's weight, and its sums of squares. The kernel that reads
-it multiplies the former with its weight matrix, and the result with the factor per row. So a norm takes no pass of its
-own, and nothing is computed between load and product. A 16-bit dtype must have the range of fp32 for this, as bf16 has.
+[Note: a stream carries its norm] An RMSNorm multiplies by a factor per feature (its weight) and a factor per row (from
+the row's sum of squares). The kernel that writes the residual stream also writes the stream times the next norm's
+weight, and the sums of squares. The next kernel multiplies the former with its weight matrix, and then each row of the
+result with the factor of the row. So a norm needs no kernel of its own, and nothing is computed between loading the
+input and multiplying it. The input is not normalized then, so a 16-bit dtype must have the range of fp32, as bf16 has.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from plait.kernels.decode.dependent_launch import (
     uses_dependent_launch,
 )
 
-# [Note: the last program reduces] Where there are too few tiles to keep the device busy, several programs share one,
-# each with a part of the reduced dim (split-K). Each stores its sums in `partial` and increments a counter. The program
-# that counts last adds up all sums, always in the same order, and resets the counter for the next launch.
+# [Note: the last program reduces] Where there are too few tiles of the output to keep the device busy, several programs
+# compute one tile, each for a part of the dim that is summed over (split-K). Each stores its sums in `partial` and
+# increments the tile's counter. The program that increments it last adds up all sums, always in the same order, and
+# resets the counter for the next launch.
 #
-# [Note: early loads] What is needed after the product is loaded before it, to hide its latency. The residual stream
-# that a product is added to was written at least two kernels before: it is loaded before the wait of [Note:
-# programmatic dependent launch].
+# [Note: early loads] Values that are needed after the multiplication are loaded before it, so that they arrive
+# meanwhile. The residual stream to which the result is added was written at least two kernels before, so it is loaded
+# even before the wait of [Note: programmatic dependent launch].
 
 
 if HAS_TRITON:
@@ -47,19 +49,19 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _rows(x, row, at, rows, width):  # type: ignore[no-untyped-def]
-        """A tile of the input (rows, width)."""
+        """Load a tile of the input (rows, width)."""
         inside = (row < rows)[:, None] & (at < width)[None, :]
         return tl.load(x + row.to(tl.int64)[:, None] * width + at[None, :], mask=inside, other=0.0)
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _piece(weight, column, at, width):  # type: ignore[no-untyped-def]
-        """A tile of a weight (features, width), which is read once."""
+        """Load a tile of a weight (features, width); each is read only once, so the L2 cache may evict it first."""
         address = weight + column.to(tl.int64)[:, None] * width + at[None, :]
         return tl.load(address, mask=(at < width)[None, :], other=0.0, eviction_policy="evict_first")
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def squares_of(squares, begin, pieces, row, rows, block_m: tl.constexpr):  # type: ignore[no-untyped-def]
-        """A block of the sums of squares (pieces, rows)."""
+        """Load a block of the sums of squares (pieces, rows): a piece is a part of a row's features."""
         at_once: tl.constexpr = 2048 // block_m if block_m <= 32 else 4096 // block_m
         piece = begin + tl.arange(0, at_once)
         inside = (piece < pieces)[:, None] & (row < rows)[None, :]
@@ -67,7 +69,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def scale_of(begun, squares, pieces, row, rows, width, eps, block_m: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The RMSNorm's factor per row, from sums of squares of which the first block is loaded."""
+        """Return the RMSNorm's factor per row, from the sums of squares, of which `begun` is the first block."""
         total = tl.sum(begun, 0)
         for begin in range(begun.shape[0], pieces, begun.shape[0]):
             total += tl.sum(squares_of(squares, begin, pieces, row, rows, block_m), 0)
@@ -75,7 +77,7 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
     def _load_residual(residual, gain, offset, column, inside):  # type: ignore[no-untyped-def]
-        """The residual that a product is added to, and the weight of the next norm."""
+        """Load the residual stream to which a result is added, and the weight of the next norm."""
         value = tl.load(residual + offset, mask=inside, other=0.0, cache_modifier=".cg")
         return value.to(tl.float32), tl.load(gain + column).to(tl.float32)
 
@@ -93,7 +95,7 @@ if HAS_TRITON:
         block_n: tl.constexpr,
         block_k: tl.constexpr,
     ):
-        """A tile of the product, summed over some steps of the width."""
+        """Return a tile of `x @ weight.T`, summed over the steps `first` to `last`, of `block_k` features each."""
         total = tl.zeros((block_m, block_n), dtype=tl.float32)
         for step in range(first, last):
             at = step * block_k + tl.arange(0, block_k)
@@ -142,7 +144,7 @@ if HAS_TRITON:
         early: tl.constexpr,
         prefetches: tl.constexpr,
     ):
-        """One program per tile of one of up to three weights, and part of the reduced dim."""
+        """Multiply with up to three weights; one program per tile of a weight, and part of the dim summed over."""
         tile, split_index = tl.program_id(0), tl.program_id(1)
         weight, features, begin, weight_tile = first, n_first, 0, tile
         if weight_tile >= tl.cdiv(n_first, block_n):
@@ -248,7 +250,7 @@ if HAS_TRITON:
         early: tl.constexpr,
         prefetches: tl.constexpr,
     ):
-        """One program per tile of both weights."""
+        """Compute silu(gate) * up; one program per tile, for both weights."""
         row, k = tl.arange(0, block_m), tl.arange(0, block_k)
         column = tl.program_id(0) * block_n + tl.arange(0, block_n)
         safe = tl.minimum(column, features - 1)
@@ -291,11 +293,11 @@ if HAS_TRITON:
 
 
 MOST_ROWS, MOST_WEIGHTS = 128, 3
-"""Limits of the kernels."""
+"""The maximum numbers of rows and of weights that the kernels support."""
 MOST_ROWS_WIDE = 16
-"""Rows of fp32, which is multiplied without tensor cores."""
+"""The maximum number of rows in fp32, which is multiplied without tensor cores."""
 COUNTERS = 4096
-"""Tiles that several programs may share; see [Note: the last program reduces]."""
+"""The maximum number of tiles that several programs share; see [Note: the last program reduces]."""
 
 
 class Norm(NamedTuple):
@@ -317,11 +319,11 @@ class ResidualStream(NamedTuple):
     """Sums of squares of each row, in pieces (pieces, rows), fp32."""
 
     def normed(self) -> Tensor:
-        """The normalized stream."""
+        """Return the normalized stream."""
         return rms_norm(self.x, *self.norm)
 
     def readable(self) -> tuple[Tensor, Tensor | None]:
-        """The input of a product, and the sums of squares where the norm's factor is still to be applied."""
+        """Return the input to multiply and, if it is not normalized by the factor per row, the sums of squares."""
         return (self.normed(), None) if self.gained is None else (self.gained, self.squares)
 
 
@@ -331,11 +333,11 @@ class GemmConfig(NamedTuple):
     n: int
     """Features of a tile."""
     k: int
-    """16-bit elements that are reduced per step."""
+    """Elements, in 16 bits, that are summed over per step."""
     warps: int
     stages: int
     programs: int = 0
-    """Where there are fewer tiles than this, programs share them, up to so many programs."""
+    """If there are fewer tiles than this, several programs share each tile, up to this many programs in all."""
 
 
 ConfigTable = Mapping[tuple[str, int], GemmConfig | None]
@@ -359,15 +361,18 @@ CONFIGS: ConfigTable = MappingProxyType(
         ("gated", 128): GemmConfig(n=64, k=64, warps=4, stages=6),
     }
 )
-"""The fastest for each form and number of rows on an H200 (`benchmarks/skinny.py`). Others are left to torch."""
+"""The fastest configuration for each operation and number of rows on an H200 (`benchmarks/skinny.py`).
+
+For operations and numbers of rows that are not listed, torch's operations are used.
+"""
 WIDE = 16384
-"""From so many features on, there are enough tiles to fill any device."""
+"""From this number of features on, there are enough tiles to fill any device."""
 EARLY_LOADS = True
 """See [Note: early loads]."""
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """The counters of `project` and `add`; one tensor serves all launches of one CUDA stream."""
+    """Return the counters of `project` and `add`; one tensor is enough for all launches on one CUDA stream."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -380,7 +385,7 @@ def project(
     prefetch: Prefetch | None = None,
     early: bool = EARLY_LOADS,
 ) -> Tensor:
-    """The normalized stream times each weight (features, width), concatenated."""
+    """Return the normalized stream times each weight (features, width), concatenated along the features."""
     form = "wide" if sum(map(len, weights)) >= WIDE else "project"
     config = config_for(form, stream.x, weights, table)
     if config is None:
@@ -408,10 +413,10 @@ def add(
     prefetch: Prefetch | None = None,
     early: bool = EARLY_LOADS,
 ) -> ResidualStream:
-    """The stream plus `y` (rows, features) times a weight (width, features), before its next norm.
+    """Return the stream plus `y` (rows, features) times a weight (width, features), for its next norm.
 
-    With dependent launch, another kernel (the one that writes `y`) must lie between the one that wrote the stream and
-    this one.
+    With dependent launch, at least one kernel (the one that writes `y`) must be launched between the one that wrote the
+    stream and this one.
     """
     config = config_for("add", y, [weight], table)
     if config is None:
@@ -437,7 +442,7 @@ def gated(
     prefetch: Prefetch | None = None,
     early: bool = EARLY_LOADS,
 ) -> Tensor:
-    """`silu(x @ gate.T) * (x @ up.T)`, where `x` is the normalized stream and weights are (features, width)."""
+    """Return `silu(x @ gate.T) * (x @ up.T)`, where `x` is the normalized stream; weights are (features, width)."""
     config = config_for("gated", stream.x, (gate, up), table)
     if config is None:
         return gated_plain(stream, gate, up)
@@ -520,7 +525,7 @@ def _launch(
 def prefetch_of(
     form: str, rows: int, weights: Sequence[Tensor], *, table: ConfigTable = CONFIGS, budget: int = PREFETCH_BYTES
 ) -> Prefetch:
-    """What the next kernel reads first, by its form, the number of rows and its weights (features, width)."""
+    """Return what the next kernel reads first, given its form, the number of rows and its weights (features, width)."""
     config = table.get((form, padded_rows(min(rows, MOST_ROWS))))
     if config is None:
         return Prefetch(weights, budget=budget)
@@ -530,7 +535,7 @@ def prefetch_of(
 
 
 def _tiles_and_splits(config: GemmConfig, weights: Sequence[Tensor], depth: int) -> tuple[int, int]:
-    """The number of tiles, and of programs that share one."""
+    """Return the number of tiles, and the number of programs that share each."""
     count, split = sum(-(-len(weight) // config.n) for weight in weights), 1
     while 2 * split * count <= min(config.programs, COUNTERS) and 4 * split * depth <= weights[0].shape[1]:
         split *= 2
@@ -538,7 +543,7 @@ def _tiles_and_splits(config: GemmConfig, weights: Sequence[Tensor], depth: int)
 
 
 def launch_options(config: GemmConfig, x: Tensor) -> dict[str, Any]:
-    """Launch options of a kernel that multiplies `x`."""
+    """Return the launch options of a kernel that multiplies `x`."""
     return {
         "block_m": padded_rows(len(x)),
         "block_n": config.n,
@@ -550,30 +555,30 @@ def launch_options(config: GemmConfig, x: Tensor) -> dict[str, Any]:
 
 
 def config_for(form: str, x: Tensor, weights: Sequence[Tensor], table: ConfigTable) -> GemmConfig | None:
-    """The launch configuration; None where torch's operations are used."""
+    """Return the launch configuration; None if torch's operations are to be used."""
     if not supports(x, *weights) or (x.itemsize > 2 and len(x) > MOST_ROWS_WIDE):
         return None
     return table.get((form, padded_rows(len(x))))
 
 
 def supports(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the kernels can multiply an input with such weights."""
+    """Whether the kernels can multiply this input with these weights."""
     if implementation("decode", x) == "torch" or not x.is_contiguous():
         return False
     return all(w.dtype == x.dtype and w.is_contiguous() and w.data_ptr() % 16 == 0 for w in weights)
 
 
 def padded_rows(rows: int) -> int:
-    """The rows of a tile."""
+    """Return the number of rows of a tile."""
     return max(16, next_power_of_two(rows))
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def block_k_of(config: GemmConfig, x: Tensor) -> int:
-    """The elements that are reduced per step."""
-    # Without tensor cores, the unrolled code of a deeper tile would be long.
+    """Return the number of elements that are summed over per step."""
+    # In fp32, without tensor cores, the loop over a tile is unrolled: a deeper tile would mean very long code.
     return config.k if x.itemsize == 2 else 32

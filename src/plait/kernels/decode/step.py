@@ -1,4 +1,4 @@
-"""One token per row through a Llama decoder, in five kernels per layer."""
+"""The decode step of a Llama, one token per row, in five kernels per layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from plait.kernels.decode.skinny_gemm import (
 )
 
 MANY_ROWS = 33
-"""From so many rows on, the programs of a kernel fill the device, and those of the next one cannot start early."""
+"""From this number of rows on, the programs of a kernel fill the device, and the next kernel cannot start early."""
 
 Caches = Iterable[tuple[Tensor, Tensor]]
 """For each layer its keys and its values, (rows, kv heads, slots, head_dim) each."""
@@ -52,7 +52,7 @@ class DecoderWeights(NamedTuple):
 
 
 class DecodeStep:
-    """The step of one batch. The caches have the keys and values of the new tokens afterwards."""
+    """The decode step of one batch. It writes the keys and values of the new tokens to the caches."""
 
     def __init__(
         self,
@@ -65,39 +65,39 @@ class DecodeStep:
     ) -> None:
         """`weights` is called in each step; `cos` and `sin` are the rotary tables (positions, head_dim / 2), fp32.
 
-        `prefetch_bytes` are those of [Note: prefetching for the next kernel], 0 for none; absent: `PREFETCH_BYTES` from
-        `MANY_ROWS` on. `early` is for [Note: early loads].
+        `prefetch_bytes` is the number of bytes of [Note: prefetching for the next kernel]; by default `PREFETCH_BYTES`
+        from `MANY_ROWS` rows on, and 0 below. `early` turns [Note: early loads] on.
         """
         self._weights, self._cos, self._sin = weights, cos, sin
         self._prefetch_bytes, self._early = prefetch_bytes, early
         self._counters = make_counters(cos.device)
 
     def __call__(self, tokens: Tensor, at: RowPositions, caches: Caches) -> Tensor:
-        """Logits (rows, vocabulary) after one token per row, at the row's next position."""
+        """Append one token to each row, and return the logits (rows, vocabulary) of the next."""
         stream, head = self._hidden(tokens, at, caches)
         return project(stream, [head], self._counters, early=self._early)
 
     def greedy(self, tokens: Tensor, at: RowPositions, caches: Caches) -> tuple[Tensor, Tensor]:
-        """The most likely next token of each row and its log-probability; otherwise like a call."""
+        """Append one token to each row, and return the most likely next token of each and its log-probability."""
         stream, head = self._hidden(tokens, at, caches)
         return greedy_head(stream, head, self._counters)
 
     def sample(
         self, tokens: Tensor, at: RowPositions, caches: Caches, temperature: float, rng: CounterRNG
     ) -> tuple[Tensor, Tensor]:
-        """The next token of each row, sampled from the whole vocabulary, and its log-probability; else like a call."""
+        """Append one token to each row; return the next, sampled from all of the vocabulary, and its log-probability."""
         stream, head = self._hidden(tokens, at, caches)
         return sample_head(stream, head, temperature, rng, self._counters)
 
     def _hidden(self, tokens: Tensor, at: RowPositions, caches: Caches) -> tuple[ResidualStream, Tensor]:
-        """The residual stream after the last layer, and the weight of the head."""
+        """Return the residual stream after the last layer, and the weight of the head."""
         embedding, layers, last_norm, head = self._weights()
         counters, early = self._counters, self._early
         default = PREFETCH_BYTES if len(tokens) >= MANY_ROWS else 0
         budget = default if self._prefetch_bytes is None else self._prefetch_bytes
 
         def then(form: str, *weights: Tensor) -> Prefetch | None:
-            """What the next kernel reads first."""
+            """Return what the next kernel, of this form and with these weights, reads first; None: do not prefetch."""
             return prefetch_of(form, len(tokens), weights, budget=budget) if budget else None
 
         stream = embed(tokens, embedding, layers[0].attention_norm, at=at, prefetch=then("project", *layers[0].qkv))

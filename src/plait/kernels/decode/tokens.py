@@ -1,4 +1,4 @@
-"""Bookkeeping of the rows of a batch when each has a new token, in one kernel."""
+"""Recording the new token of each row of a batch, in one kernel: tokens, counts, and which rows are done."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TokenRecords(NamedTuple):
     latest: Tensor
     """The last token."""
     tokens: Tensor
-    """All new tokens (rows, columns), int64; the last column takes tokens of rows that are done."""
+    """All new tokens (rows, columns), int64; the last column is not read: tokens of rows that are done go there."""
     logprobs: Tensor
     """Their log-probabilities (rows, columns), fp32."""
     counts: Tensor
@@ -79,7 +79,7 @@ class TokenRecords(NamedTuple):
 
 
 def record_tokens(token: Tensor, logprob: Tensor, records: TokenRecords) -> None:
-    """Append each row's new token (rows). Changes tensors in place only, so that it can be captured in a CUDA graph."""
+    """Append each row's new token (rows). Only changes tensors in place, so that a CUDA graph can contain it."""
     contiguous = all(tensor.is_contiguous() for tensor in (token, logprob, *records))
     if implementation("record_tokens", token) == "torch" or not contiguous:
         record_tokens_plain(token, logprob, records)
