@@ -10,8 +10,9 @@ scaled by samples and layers. Time is that of the sample, scaled, plus the commu
 work of the host. The error is about 10 %.
 
 [Note: the smallest and the largest] Where one sample keeps a device busy, as a long text does, time and memory are
-proportional to the number of samples. A small image does not: the time for one says nothing about a thousand. Then the
-smallest and the largest micro-batch are both simulated, and sizes between them are interpolated linearly.
+proportional to the number of samples. A small image does not keep it busy: the time of one says nothing about a
+thousand. Then the smallest and the largest micro-batch are both simulated, and sizes between them are interpolated
+linearly.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def device_gib(
 
 def _computing(weights: Weights, config: RunConfig, shards: int) -> float:
     """Return the bytes of weights in the compute format: all below stage 3, else a shard and the gathered units."""
-    offload, updated = config.strategy.offload, weights.kept == 0  # the update changes these tensors
+    offload, updated = config.strategy.offload, weights.kept == 0  # whether the update changes these same tensors
     if offload.params != "none":
         return weights.computed / _UNITS
     if config.strategy.stage == 0:
@@ -279,7 +280,7 @@ def estimate(
 
 
 def _cut(config: RunConfig, hardware: Hardware, ranks: int) -> tuple[Layout, ResolvedBatch]:
-    """Return the layout and the batch sizes of a run on so many ranks."""
+    """Return the layout and the batch sizes of a run on `ranks` ranks."""
     layout = resolve_layout(config.strategy, size=ranks, local_size=min(ranks, hardware.per_host))
     micro_batches = config.strategy.pipeline.micro_batches
     return layout, resolve_batch(config.batch, layout.data_parallel, micro_batches=micro_batches)

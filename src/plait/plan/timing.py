@@ -182,7 +182,7 @@ _COLLECTIVES = {
     "wait_tensor": "",
     "_wrap_tensor_autograd": "",
 }
-"""Names of torch's collectives → their kind; empty for those that send nothing (receiving is counted as sending)."""
+"""Names of torch's collectives → their kind; empty for those that send nothing: a receive is counted by its sender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ def _group_of(args: Any) -> dist.ProcessGroup | None:
 _KERNEL_S = 2e-6
 """Seconds that the smallest kernel takes on the device."""
 _SUSTAINED = 0.95
-"""The fraction of its best measured rate that a device sustains in training."""
+"""The fraction of the rate of short runs (`Hardware.rate`) that a device sustains in training."""
 _EDGES = 0.3
 """The fraction of a matrix multiplication's memory traffic that does not overlap with its arithmetic."""
 _POLICY = 2.0
