@@ -458,7 +458,10 @@ class Accelerator(Processes):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """A block for one micro-batch. Optimizers step every `gradient_accumulation_steps` blocks and on the last."""
+        """A `with` block for one micro-batch.
+
+        Optimizers step every `gradient_accumulation_steps` blocks, and at the last batch of a loader.
+        """
         self.gradient_state.advance()
         with ExitStack() as stack:
             for model in models:
@@ -467,7 +470,7 @@ class Accelerator(Processes):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Inside, gradients accumulate on this rank; the next backward pass outside reduces them over ranks."""
+        """A `with` block in which gradients accumulate on this rank; the next backward outside reduces them."""
         models = [prepared for prepared in self._models if prepared is model or prepared.module is model]
         before = [prepared.syncs for prepared in models]
         for prepared in models:
@@ -576,7 +579,7 @@ class Accelerator(Processes):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Inside the block, `even_batches` decides whether loaders give every rank equally many batches.
+        """A `with` block in which `even_batches` decides whether loaders give every rank equally many batches.
 
         Ranks must call backward equally often, whatever the strategy, so `even_batches=False` is for evaluation only.
         """

@@ -20,9 +20,9 @@ from plait.frontends.accelerate.utils.operations import concatenate, find_batch_
 # The samples of each rank, in Accelerate's order.
 #
 # [Note: which rank reads which batch]
-# The user's loader is written for one process. Without `split_batches`, batches are dealt out: rank r takes batch
-# r, r + n, r + 2n, … With it, each batch is split into n pieces. With `even_batches` the last round is filled with
-# samples from the beginning, so that every rank has equally many batches of equal size.
+# The user's loader is written for one process. Without `split_batches`, each of n ranks reads whole batches: rank r
+# reads batches r, r + n, r + 2n, … With it, each batch is split into n pieces. With `even_batches` the last round is
+# filled with samples from the beginning, so that every rank has equally many batches of equal size.
 #
 # A *round* is what all ranks read at the same time: one batch each, or the pieces of one batch. A *pass* is one
 # iteration over the loader, an epoch.
@@ -238,7 +238,7 @@ class GradientState:
     step: int = 0
     stepped: bool = True
     """Whether an optimizer has stepped since the last backward pass. If so, gradients that other optimizers still hold
-    are of a loss that is not theirs: the generator's loss, for example, also leaves gradients in the discriminator."""
+    come from another optimizer's loss: a generator's loss, for example, also leaves gradients in the discriminator."""
 
     def advance(self) -> None:
         """Count a micro-batch."""

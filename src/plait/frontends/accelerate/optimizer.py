@@ -63,7 +63,7 @@ class PreparedOptimizer(Optimizer):
             model.in_graph = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients, if there are any: a step has already cleared them."""
+        """Discard gradients that have accumulated since the last step, which itself has cleared the earlier ones."""
         if self._gradients.sync_gradients and self.engine.pending:
             self.engine.discard()
 
@@ -90,12 +90,12 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Switch an optimizer that has modes to training."""
+        """Set an optimizer that has training and evaluation modes (such as a schedule-free one) to training."""
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """Switch an optimizer that has modes to evaluation."""
+        """Set an optimizer that has training and evaluation modes (such as a schedule-free one) to evaluation."""
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 

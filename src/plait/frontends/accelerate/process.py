@@ -75,12 +75,12 @@ class Processes:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """A block that the main process runs before the others."""
+        """A `with` block that the main process runs before the others."""
         yield from self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """A block that the first process of each host runs before the others of that host."""
+        """A `with` block that the first process of each host runs before the others of that host."""
         yield from self._first(self.is_local_main_process)
 
     def _first(self, goes_first: bool) -> Iterator[None]:

@@ -544,7 +544,7 @@ class DeepSpeedEngine(ModuleWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of the block on this rank, at any stage; `step` is called after the block."""
+        """A `with` block in which gradients accumulate on this rank, at any stage; call `step` after the block."""
         if self._inside_no_sync:
             raise TrainingError("engine.no_sync() was entered twice")
         self._inside_no_sync = True

@@ -68,7 +68,7 @@ class ParameterLink:
 
 
 def link_parameters(engine: ManualEngine, *, stage: int) -> None:
-    """Link every parameter of a model to its engine; register hooks that apply the note above to `state_dict`."""
+    """Link every parameter of a model to its engine; register hooks on `state_dict` (see the note above)."""
     for number, param in enumerate(engine.model.parameters()):
         if is_sharded(param):
             set_zero_attributes(param, number, ZeroParamStatus.NOT_AVAILABLE)
