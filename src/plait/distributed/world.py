@@ -25,21 +25,21 @@ from plait.errors import WorldError
 from plait.torch_internals import concatenate_meshes, flatten_mesh
 
 _REPORT_S = 10.0
-"""After how long a rank that waits for rank 0 first reports it; then at three times this interval."""
+"""Seconds after which a rank that waits for rank 0 first reports it; it reports again every three times as long."""
 _UNRESOLVED_S = 60.0
-"""How long a host name may not resolve: that of a new host appears some time after the host."""
+"""Seconds for which the host name of rank 0 may not resolve: the name of a new host may appear after the host."""
 _THREADS_END_S = 0.05
 """[Note: leaving in peace]
-A worker thread of gloo frees a collective's tensors only after the collective is over, and needs the interpreter
-for it. If the interpreter is exiting by then, the process aborts ("terminate called without an active exception",
-exit code -6) although all its work is done; about one exit in ten does, on a busy machine. So the process group is
-destroyed before the interpreter exits, and the threads get a moment without the interpreter's lock.
+A worker thread of gloo frees a collective's tensors only some time after the collective is complete, and needs the
+interpreter lock for it. If the interpreter is exiting by then, the process aborts ("terminate called without an active
+exception", exit code -6) although its work is done; on a busy machine about one exit in ten does. So the process group
+is destroyed before the interpreter exits, and this process then sleeps for these seconds without the lock.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run. Passed as an argument, never global; whoever opens it closes it."""
+    """The processes of a run, as one rank sees them. It is passed as an argument; whoever opens it closes it."""
 
     ranks: Ranks
     device: torch.device
@@ -47,7 +47,7 @@ class World:
     mesh: DeviceMesh | None
     """`dp_replicate`, `dp_shard`, and every other axis with more than one rank; None with one process."""
     owns_processes: bool
-    """Whether closing destroys the process group; false where the caller had created it."""
+    """Whether `close` destroys the process group; False if the group existed before `open_world`."""
     fake: bool = False
     """Whether a plan simulates this rank: its tensors are fake, and its device, links, files and other ranks are not
     those of this machine."""
@@ -75,7 +75,7 @@ class World:
         return None if self.mesh is None else dist.group.WORLD
 
     def coordinate(self, axis: str) -> int:
-        """The coordinate of this rank along an axis of the layout."""
+        """Return the coordinate of this rank along an axis of the layout."""
         inner = list(self.layout.sizes().items())
         inner = inner[[name for name, _ in inner].index(axis) :]
         stride = prod(size for _, size in inner[1:])
@@ -83,15 +83,15 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank: which share of the samples this rank reads, of `layout.data_parallel`."""
+        """The data-parallel rank: the index of this rank's part of the samples, below `layout.data_parallel`."""
         layout = self.layout
         replica = self.coordinate("dp_replicate") * layout.dp_shard + self.coordinate("dp_shard")
         return replica * layout.ep + self.coordinate("ep")
 
     def mesh_of(self, *axes: str) -> DeviceMesh | None:
-        """The mesh of the ranks that differ from this one along these axes only; None where there is no other.
+        """Return the mesh of the ranks whose coordinates differ from this rank's along these axes only.
 
-        The mesh has those of the axes, outermost first, that have more than one rank.
+        Its axes are those of `axes` with more than one rank, outermost first; None if there are none.
         """
         wanted = tuple(axis for axis, size in self.layout.sizes().items() if axis in axes and size > 1)
         if not wanted:
@@ -100,12 +100,15 @@ class World:
         return self.mesh[wanted]
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """The same ranks as a mesh with one axis."""
+        """Return the mesh of `mesh_of`, flattened to one axis; None if that is None."""
         mesh = self.mesh_of(*axes)
         return None if mesh is None else as_one_axis(mesh)
 
     def sharding_mesh(self, *axes: str) -> DeviceMesh:
-        """The mesh for `fully_shard`: these axes, over which one replica is sharded, after that of replicas if any."""
+        """Return the mesh for `fully_shard`: one axis over which a replica is sharded, made of `axes`.
+
+        If there are several replicas, the axis `dp_replicate` comes before it.
+        """
         assert self.mesh is not None
         shards = self.submesh(*axes) or self.mesh["dp_shard"]
         if self.layout.dp_replicate == 1:
@@ -113,7 +116,10 @@ class World:
         return concatenate_meshes([self.mesh["dp_replicate"], shards])
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The same ranks as a process group. The first call creates it, on all ranks at the same point."""
+        """Return the process group of the ranks of `mesh_of`; None if that is None.
+
+        The first call creates it, so all ranks must make it at the same point.
+        """
         mesh = self.submesh(*axes)
         return None if mesh is None else mesh.get_group()
 
@@ -123,7 +129,7 @@ class World:
             dist.barrier()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         if self.mesh is None:
             return value
         box = [value]
@@ -131,7 +137,7 @@ class World:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -139,7 +145,7 @@ class World:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on at least one rank."""
+        """Return, on every rank, whether the flag is set on at least one."""
         if self.mesh is None:
             return flag
         box = torch.tensor([flag], dtype=torch.int32, device=self.device)
@@ -164,9 +170,9 @@ class World:
 
 
 def open_world(config: RunConfig) -> World:
-    """Join the process group and create the mesh."""
+    """Join the process group, create the mesh, and return the world; `WorldError` or `ConfigError` if that fails."""
     ranks = _ranks_of_running_group() if dist.is_initialized() else detect_ranks()
-    # The layout is checked before anything is joined: a wrong size must not become a hang.
+    # The layout is checked before joining: with a wrong number of ranks, joining would hang.
     layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
     device = choose_device(config.device, ranks)
     heartbeat = open_heartbeat(ranks.rank, device, config.timeout_s)
@@ -186,12 +192,12 @@ def open_world(config: RunConfig) -> World:
         _join(ranks, device, choose_backend(config.backend, device), config.timeout_s)
     world = World(ranks, device, layout, make_mesh(layout, device), owns_processes=owns, heartbeat=heartbeat)
     if owns and device.type == "cpu":
-        atexit.register(world.close)  # for those who never close it; see [Note: leaving in peace]
+        atexit.register(world.close)  # for callers that never close it; see [Note: leaving in peace]
     return world
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh of a world; see `World.mesh`."""
+    """Return the mesh of a world; see `World.mesh`."""
     axes = {axis: n for axis, n in layout.sizes().items() if n > 1 or axis in ("dp_replicate", "dp_shard")}
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -204,9 +210,10 @@ def _ranks_of_running_group() -> Ranks:
 
 
 def _wait_for_store(ranks: Ranks, timeout_s: float) -> None:
-    """Wait until the rendezvous store listens: torch would wait as long, and report neither the address nor the reason.
+    """Wait until the rendezvous store of rank 0 listens; raise `WorldError` after `timeout_s`.
 
-    Rank 0 listens itself, unless torchrun's agent does, and may plan the run for a while before it does.
+    torch itself would wait as long, but would report neither the address nor the reason. The store is in rank 0, or in
+    torchrun's agent. Rank 0 may plan the run before it starts the store.
     """
     if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -238,7 +245,7 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
     try:
         dist.init_process_group(
             backend,
-            # Also right where torchrun's agent has created the store.
+            # If torchrun's agent has created the store, torch connects to that one.
             init_method=f"tcp://{address}:{ranks.port}",
             rank=ranks.rank,
             world_size=ranks.size,
@@ -256,5 +263,5 @@ def _join(ranks: Ranks, device: torch.device, backend: str, timeout_s: float) ->
 
 
 def as_one_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh flattened to one axis, which is named after all of its axes."""
+    """Return the mesh flattened to one axis, which is named after all of its axes."""
     return mesh if mesh.ndim == 1 else flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ()))

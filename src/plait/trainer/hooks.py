@@ -38,65 +38,71 @@ POINTS = (
 
 
 class Hook:
-    """Override the points you need. Hooks with a lower `priority` go first; every rank runs every hook."""
+    """Base class of hooks: override the methods of the points at which your code runs.
+
+    Hooks with a lower `priority` run first; every rank runs every hook.
+    """
 
     priority: int = 50
     name: str = ""
-    """Under which name its state is saved; absent: the class name."""
+    """The name of its state in a checkpoint; by default the class name."""
 
     def before_run(self, runner: Runner) -> None:
-        """Training is about to start."""
+        """Called before the first step of `train`."""
 
     def after_run(self, runner: Runner) -> None:
-        """Training has ended, for whatever reason short of an error."""
+        """Called after the last step of `train`, also if the run was stopped, but not after an error."""
 
     def before_epoch(self, runner: Runner) -> None:
-        """An epoch is about to start."""
+        """Called before an epoch, or the rest of one after a resume."""
 
     def after_epoch(self, runner: Runner) -> None:
-        """An epoch has ended."""
+        """Called after a complete epoch."""
 
     def before_step(self, runner: Runner) -> None:
-        """A step is about to start."""
+        """Called before a step, when its data are loaded."""
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
-        """A step has ended; on a GPU it is under way, and who looks at a number in `result` waits for it."""
+        """Called after a step. On a GPU the step may still be running: reading a number of `result` waits for it."""
 
     def before_validate(self, runner: Runner) -> None:
-        """A validation is about to start."""
+        """Called before a validation."""
 
     def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        """A validation has ended."""
+        """Called after a validation, with its metrics."""
 
     def before_test(self, runner: Runner) -> None:
-        """A test is about to start."""
+        """Called before a test."""
 
     def after_test(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        """A test has ended."""
+        """Called after a test, with its metrics."""
 
     def before_save(self, runner: Runner) -> None:
-        """A checkpoint is about to be written."""
+        """Called before a checkpoint is written."""
 
     def after_save(self, runner: Runner) -> None:
-        """A checkpoint was written; with `checkpoint.async_save`, it was copied and is being written."""
+        """Called after a checkpoint was written; with `checkpoint.async_save`, while it is still being written."""
 
     def allocate(self, runner: Runner, entries: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Called before a checkpoint with these tensors of this hook is read: make `tensors` return as many."""
+        """Called before a checkpoint is read: allocate tensors of these names, shapes and dtypes.
+
+        `entries` are those of this hook in the checkpoint; `tensors` must return the same names afterwards.
+        """
 
     def tensors(self, runner: Runner) -> dict[str, Tensor]:
-        """Tensors that belong in a checkpoint, by any names; on resuming they are filled in place."""
+        """Return the tensors to save in a checkpoint, by names of your choice; on resuming they are filled in place."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Numbers and texts that belong in a checkpoint."""
+        """Return numbers and texts to save in a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore what `state` returned; called when a run resumes."""
 
 
 class HookTable:
-    """The hooks of a run by point, so that a point nobody uses costs nothing."""
+    """The hooks of a run: for each point the overridden methods, in order of priority."""
 
     def __init__(self, hooks: list[Hook]) -> None:
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
@@ -118,7 +124,7 @@ class HookTable:
     after_save: list[Any]
 
     def named(self) -> dict[str, Hook]:
-        """Each hook under the name its state is saved by."""
+        """Return the hooks by the names of their states in a checkpoint; a repeated name gets a `+`."""
         result: dict[str, Hook] = {}
         for hook in self.hooks:
             name = hook.name or type(hook).__name__
@@ -132,7 +138,7 @@ class HookTable:
 
 
 def build_hooks(configs: Sequence[HookConfig], profile: ProfileConfig | None = None) -> list[Hook]:
-    """Build each hook of the section `hooks`, and the one that the section `profile` asks for."""
+    """Return the hooks of the section `hooks`, and that of the section `profile`."""
     hooks: list[Hook] = []
     for index, config in enumerate(configs):
         hook: Hook = build_instance(config, f"hooks.{index}", cls=Hook)
@@ -154,12 +160,12 @@ class WeightAverage:
         self._average: dict[str, Tensor] = {}
 
     def start(self, engine: Engine) -> None:
-        """Start from the current weights, unless there is an average."""
+        """Copy the current weights as the average, unless there is one."""
         if not self._average:
             self._average = {name: weight.clone() for name, weight in engine.weights().items()}
 
     def update(self, engine: Engine, share: float) -> None:
-        """Move the average towards the current weights, by their `share`; 1.0 copies them."""
+        """Set the average to (1 - share) × average + share × current weights."""
         average, weights = list(self._average.values()), list(engine.weights().values())
         if share == 1.0:
             foreach_copy_(average, weights)
@@ -224,44 +230,46 @@ class Ema(Hook):
         return self._average.tensors(runner.engine)
 
 
-# Go back to a checkpoint where the loss leaps and stays up.
+# Go back to a checkpoint when the loss spikes and stays high.
 
 
 _LEAST_SPREAD = 0.01
-"""Of the median: a loss that hardly moves does not leap by moving a little."""
+"""The least spread, relative to the median: without it, small changes of a nearly constant loss would be spikes."""
 
 
 class _StepPosition(NamedTuple):
-    """A step, and where in the data it was."""
+    """A step, and its position in the data."""
 
     result: StepResult
     step: int
     """Counted from 1."""
     epoch: int
     at: int
+    """Index of the step in its epoch, from 0."""
 
 
 class Rollback(Hook):
-    """After `patience` spikes in a row, weights, optimizer, generators and step go back; the data go on.
+    """After `patience` spikes in a row, loads an earlier checkpoint, and continues with the data after the spikes.
 
-    What is judged is equal on every rank, so all of them go back together. Steps that were skipped are not judged:
-    they changed nothing. The numbers that a new one is compared with are saved, and go back too.
+    A spike is a step whose `metric` is far above the median of earlier ones, or not finite. The metric is equal on
+    every rank, so all ranks go back together. Skipped steps are ignored: they changed nothing. The earlier values of
+    the metric are part of the checkpoint, so they are restored too.
     """
 
     name = "rollback"
-    priority = 90  # the others have looked at the step by then
+    priority = 90  # after the other hooks
 
     def __init__(self, config: RollbackConfig) -> None:
         self._config = config
         self._usual: deque[float] = deque(maxlen=config.window)
         self._spikes: list[_StepPosition] = []
         self._usually: _StepPosition | None = None
-        """The latest step that was none: it may have done the harm that the next ones show."""
+        """The latest step that was no spike: its update may have caused the spikes after it."""
         self._done = 0
         self._before: _StepPosition | None = None
 
     def after_step(self, runner: Runner, result: StepResult) -> None:
-        """Judge the step; one whose numbers are on their way is judged after the next."""
+        """Check the step for a spike; a step that is still running on the device is checked after the next one."""
         seen: _StepPosition | None = _StepPosition(result, runner.step, runner.epoch, runner.step_in_epoch - 1)
         if result.asynchronous:
             seen, self._before = self._before, seen
@@ -293,10 +301,10 @@ class Rollback(Hook):
                 "lower optim.lr, set train.clip_norm, or look at these samples"
             )
         self._done += 1
-        path = runner.saver.go_back(spikes[0].step - 2)  # the step before it has changed the weights too
+        path = runner.saver.go_back(spikes[0].step - 2)  # the update before the first spike may have caused it
         if path is None:
             self._done -= 1
-            self._usual.clear()  # it is as it is: what comes is compared with what comes
+            self._usual.clear()  # training continues at this level: compare later steps with each other
             runner.warn(f"{message}; no checkpoint from before it exists, so training continues")
             return
         times = f"{self._done} of at most {self._config.most} times"
@@ -315,20 +323,20 @@ class Rollback(Hook):
         return f"{metric} leapt from {usual:.4g} to {first:.4g} at step {spikes[0].step}{rest}; {what}{before}"
 
     def state(self) -> dict[str, Any]:
-        """What is usual, and how often the run went back."""
+        """Return the earlier values of the metric, and how often the run went back."""
         return {"usual": list(self._usual), "done": self._done}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on comparing."""
+        """Restore the earlier values of the metric, and how often the run went back."""
         self._usual = deque(state["usual"], maxlen=self._config.window)
-        self._done = max(self._done, state["done"])  # a checkpoint that it went back to knows nothing of that
+        self._done = max(self._done, state["done"])  # a checkpoint from before a rollback has a smaller count
 
 
 # The best value of a metric so far.
 
 
 class Best:
-    """Remembers the best value; `improved` says whether new metrics beat it."""
+    """Remembers the best value of a metric; `improved` compares new metrics with it."""
 
     def __init__(self, metric: str, mode: str, min_delta: float = 0.0, *, path: str) -> None:
         """`path` is the key of the run description that names the metric."""
@@ -339,7 +347,10 @@ class Best:
         self._min_delta = min_delta
 
     def improved(self, metrics: Mapping[str, float]) -> bool:
-        """Take note of one validation; whether it is the best so far."""
+        """Return whether the metric is better than the best so far by at least `min_delta`; if so, remember it.
+
+        Raise `ConfigError` if the metric is not among `metrics`.
+        """
         if self.metric not in metrics:
             raise ConfigError(
                 Problem(
@@ -371,16 +382,16 @@ class EarlyStop(Hook):
         self._waited = 0
 
     def after_validate(self, runner: Runner, metrics: Mapping[str, float]) -> None:
-        """Compare with the best so far."""
+        """Compare the metric with the best so far, and stop the run after too many validations without a gain."""
         self._waited = 0 if self._best.improved(metrics) else self._waited + 1
         if self._waited > self._max_waited:
             runner.stop(f"{self._best.metric} has not improved for {self._waited} validations")
 
     def state(self) -> dict[str, Any]:
-        """The best value, and how long ago it was."""
+        """Return the best value, and the number of validations since then."""
         return {"best": self._best.value, "waited": self._waited}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the best value, and the number of validations since then."""
         self._best.value = state["best"]
         self._waited = state["waited"]

@@ -15,22 +15,22 @@ from plait.plugins import build_instance
 
 
 class Metric(ABC):
-    """Turns model outputs into records, one a sample, and all records into numbers.
+    """Turns model outputs into records, one per sample, and the records of all samples into numbers.
 
-    Records of all ranks are brought together before `summarize`; their order is not promised.
+    `summarize` gets the records of all ranks, in an unspecified order.
     """
 
     @abstractmethod
     def measure(self, outputs: Any, inputs: Any) -> Sequence[Any]:
-        """One record for each sample of a micro-batch; plain Python values, they travel between ranks."""
+        """Return one record for each sample of a micro-batch, of plain Python values: they are sent between ranks."""
 
     @abstractmethod
     def summarize(self, records: Sequence[Any]) -> Mapping[str, float]:
-        """The numbers, by name."""
+        """Return the values of the metric, by name, computed from the records of all samples."""
 
 
 class Accuracy(Metric):
-    """Share of samples whose label is among the `top` most likely classes."""
+    """The fraction of samples whose label is among the `top` most likely classes."""
 
     def __init__(self, *, top: int = 1, label: str = "label", logits: str = "logits", prefix: str = "accuracy") -> None:
         self._top = top
@@ -39,7 +39,7 @@ class Accuracy(Metric):
         self._name = f"{prefix}/top{top}"
 
     def measure(self, outputs: Any, inputs: Any) -> Sequence[bool]:
-        """Whether each sample was right."""
+        """Return, for each sample, whether its label is among the `top` most likely classes."""
         logits = outputs.get(self._logits) if isinstance(outputs, Mapping) else outputs
         label = _label(inputs, self._label)
         if not isinstance(logits, Tensor) or label is None or logits.ndim != 2:
@@ -51,17 +51,17 @@ class Accuracy(Metric):
         return [bool(hit) for hit in hits.any(-1).tolist()]
 
     def summarize(self, records: Sequence[bool]) -> Mapping[str, float]:
-        """The share that was right."""
+        """Return the fraction of correct samples."""
         return {self._name: sum(records) / len(records) if records else math.nan}
 
 
 def accuracy(config: AccuracyConfig) -> Accuracy:
-    """The metric that a section describes."""
+    """Return the metric that a section describes."""
     return Accuracy(top=config.top, label=config.label, logits=config.logits, prefix=config.prefix)
 
 
 def build_metrics(configs: Sequence[MetricConfig]) -> list[Metric]:
-    """Build each metric of the section `metrics`."""
+    """Return the metrics of the section `metrics`."""
     return [build_instance(config, f"metrics.{index}", cls=Metric) for index, config in enumerate(configs)]
 
 

@@ -1,4 +1,4 @@
-"""From the sections and objects a user gives to loaders."""
+"""Loaders and batch sizes, from the sections of a run description and from objects that a script gives."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 
 class MapStyle(Protocol):
-    """A data set that knows how many samples it has, and gives each by its number."""
+    """A data set with a length, whose samples are read by index."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 Data: TypeAlias = Dataset[Any] | DataLoader[Any] | MapStyle | Iterable[Any]
-"""What may be given as data."""
+"""The objects that may be given as data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenObjects:
-    """What a run is given as objects, beside its description."""
+    """The objects that a script gives to a run, beside its description."""
 
     model: nn.Module | Callable[[], nn.Module] | None = None
     data: Any = None
@@ -66,9 +66,10 @@ class GivenObjects:
 
 
 def settle(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
-    """Both, with the loss that the description names among the objects, and without objects in the description.
+    """Return both, after moving objects from the description to `GivenObjects`.
 
-    A module or a DataLoader that stands in a section is as if it had been given beside the description.
+    A module or a DataLoader inside of a section is treated as if it had been given beside the description. The loss
+    function that `train.loss` names becomes `given.loss_fn`; naming it in both places raises a `ConfigError`.
     """
     config = parsed.config
     moved: dict[str, Any] = {}
@@ -94,15 +95,15 @@ def settle(parsed: Parsed, given: GivenObjects) -> tuple[Parsed, GivenObjects]:
 
 
 def is_section(value: Any) -> bool:
-    """Whether data or a model were described (`{type: …}`, or a name alone) rather than given."""
+    """Return whether data or a model are a section (`{type: …}`, or a name alone) and not an object."""
     return isinstance(value, (str, Section)) or (isinstance(value, Mapping) and "type" in value)
 
 
 def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 1) -> ResolvedBatch:
-    """The batch sizes on so many ranks that see different samples.
+    """Return the batch sizes for `data_parallel` ranks, that is, ranks that read different samples.
 
-    A DataLoader's own batch size is the micro-batch where the section does not say. `split`: into how many parts
-    micro-batches are split.
+    If the section does not determine the micro-batch, it is the batch size of a DataLoader in `given`. `split`: into
+    how many parts each micro-batch is split (more than one after an attempt that ran out of memory).
     """
     section = config.batch
     if (
@@ -122,8 +123,11 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 
 
 
 def refuse_second_shift(model: nn.Module, config: RunConfig) -> None:
-    """Refuse labels that a model would shift once more: it would learn the token after the next."""
-    inner: Any = getattr(model, "get_base_model", lambda: model)()  # what `peft` has wrapped
+    """Raise a `ConfigError` if both the data and the model shift labels by one token.
+
+    The model would then learn to predict the token after the next one.
+    """
+    inner: Any = getattr(model, "get_base_model", lambda: model)()  # the model inside of a `peft` model
     if not is_transformers_model(inner) or hasattr(inner, "block_classes"):
         return
     for role in ("data", "val_data", "test_data"):
@@ -142,10 +146,10 @@ def refuse_second_shift(model: nn.Module, config: RunConfig) -> None:
 def make_loader(
     role: str, config: RunConfig, world: World, batch: ResolvedBatch, *, given: Any, collate: Any = None
 ) -> RankLoader | None:
-    """The loader of `data`, `val_data` or `test_data`; None where there are no such data.
+    """Return the loader of `data`, `val_data` or `test_data` (the role); None if there are no such data.
 
-    Validation and test go in batches of the same size as training, so that `train.val_batches` covers the
-    same samples on any number of ranks.
+    Validation and test have batches of the same size as training, so that `train.val_batches` covers the same samples
+    on any number of ranks; a DataLoader keeps its own batch size for them.
     """
     training = role == "data"
     section = getattr(config, role)
@@ -189,7 +193,7 @@ def make_loader(
 
 
 def first_inputs(data: Any, micro: int, collate: Any) -> Any:
-    """One micro-batch of data that were given as an object, for its shapes; None where looking would use it up."""
+    """Return one micro-batch of data given as an object, for its shapes; None if reading it would consume the data."""
     if isinstance(data, DataLoader):
         loader = unwrap_dataloader(data)
         data, collate = loader.dataset, loader.collate
@@ -200,7 +204,7 @@ def first_inputs(data: Any, micro: int, collate: Any) -> Any:
 
 def _described(role: str, section: DataConfig, config: RunConfig, world: World) -> Any:
     training = role == "data"
-    # One rank prepares what all read (tokenized files, for example); the others find it ready.
+    # Rank 0 prepares files that all ranks read, such as tokenized text, while the others wait.
     tokenizer = on_main(world, lambda: _prepare(role, section, config))
     dataset = build_dataset(section, training=training, seed=config.seed, tokenizer=tokenizer, role=role)
     needed, known = getattr(dataset, "vocab_size", None), _vocabulary(config)
@@ -211,7 +215,7 @@ def _described(role: str, section: DataConfig, config: RunConfig, world: World) 
 
 
 def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:
-    """Tokenize, where there is something to tokenize; returns the tokenizer that the training data share."""
+    """Tokenize text if there is any; return the tokenizer of the training data if these data use it, else None."""
     tokenizer = None
     if role != "data" and any(text.tokenizer is None for _, text in text_sources(role, section)[:1]):
         tokenizer = tokenizer_path(config.data)
@@ -224,7 +228,7 @@ def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:
 
 
 def _vocabulary(config: RunConfig) -> int | None:
-    """How many tokens the described model knows, where its description says so."""
+    """Return the vocabulary size in the model's section; None if it has none."""
     if isinstance(config.model, (GptConfig, LlamaConfig)):
         return config.model.vocab_size
     size = (config.model.config or {}).get("vocab_size") if isinstance(config.model, HFConfig) else None

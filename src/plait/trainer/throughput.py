@@ -1,4 +1,4 @@
-"""How fast it goes: averages over an interval, tokens a second, and the share of the hardware's peak."""
+"""Speed of a run: averages per log interval, tokens per second, model FLOPs utilization (MFU), remaining time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PEAKS = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense 16-bit peak of a device in FLOP/s; None where it is not known."""
+    """Return the dense 16-bit peak of a device in FLOP/s; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -35,14 +35,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def memory_mib(device: torch.device) -> float:
-    """Peak memory of the device so far, or, on CPU, what this process holds now."""
+    """Return the peak of allocated GPU memory so far, in MiB; on CPU, the resident memory of this process now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return float(psutil.Process().memory_info().rss) / 2**20
 
 
 def count_tokens(batch: MicroBatch) -> int:
-    """Tokens of a micro-batch; 0 where the data are not tokens."""
+    """Return the number of tokens of a micro-batch; 0 if it has no `input_ids`."""
     if not batch.samples or not isinstance(batch.inputs, Mapping):
         return 0
     ids = batch.inputs.get("input_ids")
@@ -50,9 +50,10 @@ def count_tokens(batch: MicroBatch) -> int:
 
 
 class Meter:
-    """Averages over the steps since the last `read`. Adding a step costs a few float operations, and waits for none.
+    """Averages over the steps since the last `read`.
 
-    A step's numbers are looked at when the next one is added, or by `read`: they may still be on their way.
+    Adding a step does not wait for the device: the loss and the gradient norm of a step, which may still be running on
+    the GPU, are read when the next step is added, or by `read`.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Meter:
         self._tokens = self._samples = 0
 
     def add(self, result: StepResult, micro_batches: Sequence[MicroBatch], data_time: float, step_time: float) -> None:
-        """Take note of one step, and of the seconds that its data and it itself took."""
+        """Add one step; the times are in seconds: `data_time` to load its data, `step_time` for the step itself."""
         self._look()
         self._latest = result
         self._steps += 1
@@ -89,7 +90,10 @@ class Meter:
             self._norm += result.grad_norm
 
     def read(self, *, ranks: int, flops_per_token: float | None, peak: float | None) -> dict[str, Any]:
-        """The averages since the last call, which begin anew."""
+        """Return the averages since the last call by the names of a log line, and start new ones.
+
+        `ranks`: how many data-parallel ranks there are; `peak`: FLOP/s of one device, for the MFU.
+        """
         self._look()
         steps, seconds = max(self._steps, 1), self._data + self._busy
         finite = self._finite
@@ -117,7 +121,7 @@ class RemainingTime:
         self._from = done
 
     def eta(self, done: int, total: int | None) -> float | None:
-        """Seconds to go."""
+        """Return the remaining seconds, after `done` of `total` steps; None if that is not known yet."""
         if total is None or done <= self._from:
             return None
         return (time.perf_counter() - self._start) / (done - self._from) * (total - done)
