@@ -1,9 +1,10 @@
-"""Where code that trains differs on fake tensors, which have shapes, dtypes and devices but no values.
+"""Stand-ins for functions that cannot run on fake tensors, which have shapes, dtypes and devices but no values.
 
-[Note: one question about fake tensors] A plan runs the code that trains, on fake tensors. Nearly all of it is the same.
-What reads values or addresses (a kernel of Plait's own, a decision on the host) has a stand-in, as operations of torch
-have by `register_fake`: `on_fake_tensors` calls it, and no other code of Plait asks whether a tensor is fake. What
-depends on the machine rather than on a tensor (files, links, free memory, threads) asks `World.fake`.
+[Note: one question about fake tensors] To predict memory and time, a plan runs the training code on fake tensors. Most
+of this code does not know it. A function that reads values or addresses of tensors (a kernel of Plait, a decision on
+the host) gets a stand-in by the decorator `on_fake_tensors`, as an operation of torch gets one by `register_fake`.
+Other code must not check whether a tensor is fake. Code that depends on the machine and not on a tensor (files, links,
+free memory, threads) checks `World.fake`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _Result = TypeVar("_Result")
 def on_fake_tensors(
     stand_in: Callable[_Params, _Result], *, argument: int = 0
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """A decorator: call `stand_in` instead where the tensor at this position of the arguments is fake.
+    """Return a decorator: if the positional argument number `argument` is a fake tensor, `stand_in` is called instead.
 
-    The argument may be a sequence, whose first tensor decides. A stand-in for a kernel allocates as much memory as the
-    kernel and reads and writes about as many bytes, so that a plan counts these; nothing is computed.
+    If that argument is a sequence, its first tensor is checked. A stand-in for a kernel should allocate as much memory
+    as the kernel, and read and write about as many bytes, since the plan counts these; it computes nothing.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -43,12 +44,12 @@ def on_fake_tensors(
 
 
 def is_like(one: Tensor, other: Tensor) -> bool:
-    """Whether both tensors are fake, or neither: they can be arguments of one operation."""
+    """Return whether both tensors are fake or neither is, so that one operation may have both as arguments."""
     return has_values(one) == has_values(other)
 
 
 def class_of(tensor: Tensor) -> type[Tensor]:
-    """The class of a tensor; of a fake one the class of the tensor that it simulates."""
+    """Return the class of a tensor; for a fake one, the class of the tensor that it simulates."""
     if has_values(tensor):
         return type(tensor)
     return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor

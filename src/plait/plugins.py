@@ -1,4 +1,4 @@
-"""Load and build what a section of the run description names: built-in, user-provided, or from an installed package.
+"""Load and build the class or function that a section names: built-in, user-provided, or from an installed package.
 
 A section that may name a user's class or function does so by `type`; see [Note: one way in], `plait.config.part`. Code
 that needs it calls `build`, which imports the target, checks the arguments against its signature and calls it. A
@@ -126,7 +126,10 @@ def _name_and_arguments(section: CustomPart | ImportedPart, key: str) -> tuple[s
 def call(
     function: Callable[..., Any], key: str, *args: Any, name: str, arguments: Mapping[str, Any], **given: Any
 ) -> Any:
-    """Call user-provided code with what Plait gives and with the user's `arguments`; a misfit is a `ConfigError`."""
+    """Call user-provided code with Plait's arguments (`args`, `given`) and the user's `arguments`; return the result.
+
+    Raise `ConfigError` if the arguments do not fit its signature, or if it raises.
+    """
     if twice := next((argument for argument in arguments if argument in given), None):
         raise ConfigError(Problem(f"{key}.{twice}", f"{name!r} gets {twice!r} from Plait", f"Leave out `{twice}`."))
     _check_arguments(function, key, args, name, arguments, given)
@@ -189,9 +192,9 @@ class Plugin:
     package: str
     """Name and version."""
     folder: str
-    """Where the package lies."""
+    """The folder in which the package is installed."""
     problem: str = ""
-    """Why its name cannot be used."""
+    """Why its name cannot be used; empty if it can."""
 
 
 def installed_plugins() -> list[Plugin]:

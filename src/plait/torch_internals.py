@@ -1,11 +1,12 @@
 """The only module of Plait that uses private names of torch.
 
-Private names come and go between releases of torch. Each one is listed here with its purpose; `CHECKED` are the
-releases with which all of them were tried (`make matrix`). What differs between releases is handled here.
+Releases of torch add, rename and remove private names. Each one that Plait uses is listed here with its purpose;
+`CHECKED` are the releases with which all of them were tested (`make matrix`). Differences between releases are handled
+here.
 
 [Note: private names are refused by name] The first use of a name that a release does not have raises an
-`UnsupportedVersionError` with that name: a patch of a method that was removed would change nothing, and nobody would
-notice. `plait doctor` lists missing names before anything needs them.
+`UnsupportedVersionError` with that name. Without this check, replacing a method that torch has removed would silently
+have no effect. `plait doctor` lists missing names before anything needs them.
 
 There are three groups:
 - functions and classes of modules (`NAMES`): imported from here, and resolved on first use, since some of their modules
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     import torch.utils._python_dispatch
     import torch.utils._pytree
 
-    # What other files import from here. `_names` reads these lines, too, each with the comment above it as its purpose.
+    # Names that other files import from here. `_names` parses these lines; the comment above a name is its purpose.
 
     # the update of many tensors in a few kernels
     foreach_add_ = torch._foreach_add_
@@ -140,17 +141,17 @@ if TYPE_CHECKING:
     aten_unsafe_index_put = torch.ops.aten._unsafe_index_put
 
 CHECKED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The releases of torch with which every name was tried."""
+"""The releases of torch with which every name was tested."""
 
 
 class Internal(NamedTuple):
-    """A private name."""
+    """A private name of torch."""
 
     path: str
-    """Dotted; of an attribute, through the class of the object."""
+    """The dotted path; for an attribute of an object, that of its class and the attribute."""
     purpose: str
     versions: str = ""
-    """The releases that have it, where these are not all of `CHECKED`."""
+    """The releases that have it; empty if all of `CHECKED` do."""
 
 
 _DISPATCH = "seeing every operation while a block runs"
@@ -158,7 +159,7 @@ _FAKE = "tensors without values, on which plans run"
 
 
 def _names() -> dict[str, Internal]:
-    """Read the aliases above, which type checkers read, from this file: their paths and purposes."""
+    """Return the aliases of the block `if TYPE_CHECKING` above, with their paths and purposes, by parsing this file."""
     source = Path(__file__).read_text(encoding="utf-8")
     names, purpose = {}, ""
     for line in source.partition("\nif TYPE_CHECKING:\n")[2].partition("\n\nCHECKED")[0].splitlines():
@@ -170,7 +171,7 @@ def _names() -> dict[str, Internal]:
 
 
 NAMES = _names()
-"""What other files import from here, by the name under which they do."""
+"""Name that other files import from here → the private name of torch."""
 
 if not TYPE_CHECKING:
 
@@ -186,7 +187,7 @@ def _refusal(path: str) -> UnsupportedVersionError:
 
 @cache
 def _resolve(path: str) -> Any:
-    """Return the object at a dotted path; refuse a path that this torch does not have."""
+    """Return the object at a dotted path; raise `UnsupportedVersionError` if this torch does not have it."""
     value: Any = None
     names = path.split(".")
     for end, name in enumerate(names, 1):
@@ -201,7 +202,7 @@ def _resolve(path: str) -> Any:
 
 
 def _get(owner: Any, name: str) -> Any:
-    """Return an attribute of one of torch's objects; refuse a missing one by its name."""
+    """Return an attribute of one of torch's objects; raise `UnsupportedVersionError` if it is missing."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -256,7 +257,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def has_values(tensor: object) -> bool:
-    """Whether a tensor has values, and is not a fake tensor of a plan. All code asks this function."""
+    """Return whether a tensor is no fake tensor of a plan. All checks for fake tensors use this function."""
     return not isinstance(tensor, _Fake)
 
 
@@ -282,7 +283,7 @@ def no_gpu_context_for_fake_tensors() -> Iterator[None]:
 
 
 def schema_of(func: Any) -> Any:
-    """The signature of an operation: `name`, `arguments`, `is_mutable`."""
+    """Return the schema of an operation, with its `name`, `arguments` and `is_mutable`."""
     return _get(func, "_schema")
 
 
@@ -316,8 +317,8 @@ def _operation_interceptor() -> Any:
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            # Nothing is compiled in here, and to tell the compiler so would load it ([Note: dynamo is loaded late],
-            # `plait/optim/optimizers.py`).
+            # No code is compiled under this mode, and returning True would import dynamo ([Note: dynamo is loaded
+            # late], `plait/optim/optimizers.py`).
             return False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -327,9 +328,9 @@ def _operation_interceptor() -> Any:
 
 
 def intercept_operations(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
-    """Return a context in which every operation on tensors is `run(func, args, kwargs)`, which returns its result.
+    """Return a context in which `run(func, args, kwargs)` is called for every operation, and returns its result.
 
-    For code that is not compiled.
+    It must not be used around compiled code.
     """
     mode: AbstractContextManager[Any] = _operation_interceptor()(run)
     return mode
@@ -417,7 +418,7 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
-    """Set what is called in place of the module; None undoes `compile`, for which torch has nothing public."""
+    """Set the function that is called in place of the module's own call; None undoes `Module.compile`."""
     _set(module, "_compiled_call_impl", call)
 
 
@@ -469,7 +470,7 @@ def schedule_steps(schedule: Any) -> int | None:
 
 
 def count_schedule_step(schedule: Any) -> None:
-    """Count a step that the scheduler did not make."""
+    """Increase a scheduler's step count without a step."""
     schedule._step_count += 1
 
 
@@ -519,9 +520,9 @@ def set_allocator_settings(settings: str) -> None:
 
 
 def enable_async_tensor_parallel(group_name: str) -> None:
-    """Turn on async tensor parallelism in what inductor compiles from now on."""
+    """Turn on async tensor parallelism for code that inductor compiles from now on."""
     _set(_resolve("torch._inductor.config"), "_micro_pipeline_tp", True)
-    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13):  # from then on it does so itself
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13):  # later ones do so themselves
         _resolve("torch.distributed._symmetric_memory.enable_symm_mem_for_group")(group_name)
 
 
@@ -544,7 +545,7 @@ def local_tensor(tensor: Any) -> Tensor:
 
 @contextmanager
 def wrap_tensor_meta_propagation(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within the block, `around` wraps DTensor's computation of output shapes, which it does on unsharded tensors."""
+    """Within the block, `around` wraps DTensor's method that computes output shapes, with unsharded tensors."""
     module = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if module is None:
         yield
@@ -654,7 +655,10 @@ def fsdp_wrap_post_backward(group: Any, around: Callable[[Callable[..., Any]], C
 
 
 def fsdp_fill_unused_grads(group: Any) -> None:
-    """Give the parameters of a group without a gradient zeros, in the dtype in which the others are accumulated."""
+    """Set gradients of zeros on the parameters of a group that have none.
+
+    If other parameters accumulate in the reduce dtype, all gradients of the group are moved to that dtype.
+    """
     params = [param for param in fsdp_params(group) if fsdp_unsharded_param(param) is not None]
     params = [param for param in params if _get(param, "unsharded_param").requires_grad]
     summed = any(fsdp_unsharded_accumulated_grad(param) is not None for param in params)
@@ -861,10 +865,10 @@ def flat_param_reshard(model: Any) -> None:
 # ---- Simulated CUDA, on a machine without a GPU
 
 # [Note: tables of C++] torch lets Python implement the device guard of a custom backend (PrivateUse1), but not of CUDA:
-# that backend may not be named `cuda`, and autograd asks C++. So two tables are changed for a while: the registry of
-# device guards, and the virtual function table of the object that reports whether CUDA is available. The index of a
-# function in the latter is read from the headers that torch is installed with, and the size is compared with that of
-# the table in the library; a mismatch is refused before anything is written.
+# that backend may not be named `cuda`, and autograd calls the C++ functions. So while CUDA is simulated, two tables are
+# changed: the registry of device guards, and the virtual function table of the object that reports whether CUDA is
+# available. The index of a function in the latter is found in the headers that torch is installed with. The size that
+# follows from them is compared with that of the table in the library; a mismatch raises before anything is written.
 
 _HOOKS = ("AcceleratorHooksInterface", "CUDAHooksInterface")
 _GUARDS_SYMBOL = "_ZN3c104impl26device_guard_impl_registryE"
@@ -919,7 +923,7 @@ def cuda_reported_available() -> Iterator[None]:
     pointer = ctypes.c_void_p.from_address(get_hooks())
     before = pointer.value
     assert before is not None
-    # Two pointers about the class of the object precede the functions.
+    # In a C++ virtual table, two pointers (the offset to the top and the type information) precede the functions.
     table = (ctypes.c_void_p * (2 + count)).from_buffer_copy(
         (ctypes.c_void_p * (2 + count)).from_address(before - 2 * _POINTER_BYTES)
     )
@@ -975,7 +979,7 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
 
 
 def _symbol_table(library: str, symbol: str) -> tuple[int, int]:
-    """Return the address and the bytes of a symbol of one of torch's libraries; refused if the size is unknown."""
+    """Return the address and the size in bytes of a symbol of one of torch's libraries; raise if it is unknown."""
     address = _address(_library(library), symbol)
     size = _size_of_symbol(address)
     if size is None:
@@ -984,7 +988,7 @@ def _symbol_table(library: str, symbol: str) -> tuple[int, int]:
 
 
 def _size_of_symbol(address: int) -> int | None:
-    """Return the bytes of a symbol of a loaded library; None if the system does not know."""
+    """Return the size in bytes of a symbol of a loaded library; None if the system cannot look it up."""
 
     class SymbolInfo(ctypes.Structure):
         _fields_ = (
@@ -1169,7 +1173,7 @@ def _exists(path: str) -> bool:
 
 @cache
 def _class_has_or_sets(cls: type, name: str) -> bool:
-    """Whether a class has an attribute, or its methods, or functions of its module, set it on instances."""
+    """Return whether a class has an attribute, or code of its methods or its module names it, as to set it."""
     if hasattr(cls, name):
         return True
     scopes = [vars(base) for base in cls.__mro__] + [vars(sys.modules[cls.__module__])]

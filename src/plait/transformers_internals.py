@@ -1,7 +1,8 @@
 """All private names of transformers that Plait uses; no other file uses any.
 
-`CHECKED` are the releases with which all of them were tried (`make matrix`). A name that a release does not have is an
-`UnsupportedVersionError` that says which; see [Note: private names are refused by name], `plait/torch_internals.py`.
+`CHECKED` are the releases with which all of them were tested (`make matrix`). Using a name that a release does not have
+raises an `UnsupportedVersionError` with that name; see [Note: private names are refused by name],
+`plait/torch_internals.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from plait.errors import UnsupportedVersionError
 
 CHECKED = ("5.0", "5.12", "5.23")
-"""The releases of transformers with which every name was tried."""
+"""The releases of transformers with which every name was tested."""
 
 ATTRIBUTES = {
     "transformers.PreTrainedModel._no_split_modules": "the repeated units of a model",
@@ -51,48 +52,48 @@ def _refusal(path: str) -> UnsupportedVersionError:
 
 
 def no_split_modules(model: nn.Module) -> set[str]:
-    """The names of the classes whose modules are never split over devices."""
+    """Return the names of the classes whose modules are never split over devices."""
     return set(_of(model, "_no_split_modules") or ())
 
 
 def tp_plan(model: nn.Module) -> dict[str, str]:
-    """The tensor-parallel style of each layer, by a pattern of module names."""
+    """Return the model's tensor-parallel plan: pattern of module names → style of `transformers`; may be empty."""
     return dict(_of(model, "_tp_plan") or {})
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Whether a model declares that it keeps a recurrent state from token to token."""
+    """Return whether a model declares that it keeps a recurrent state from token to token."""
     return bool(getattr(module, "_is_stateful", False))
 
 
 def attn_implementation(config: Any) -> str:
-    """The name of a model's attention implementation."""
+    """Return the name of the attention implementation in a model's config, such as `sdpa`."""
     return str(_of(config, "_attn_implementation"))
 
 
 def may_be_missing(model: Any) -> list[str]:
-    """Patterns of weights that a file may lack."""
+    """Return patterns of the names of weights that a file may lack."""
     return list(_of(model, "_keys_to_ignore_on_load_missing") or ())
 
 
 def may_be_unexpected(model: Any) -> list[str]:
-    """Patterns of weights that a file may have although the model does not."""
+    """Return patterns of the names of weights that a file may have although the model does not."""
     return list(_of(model, "_keys_to_ignore_on_load_unexpected") or ())
 
 
 def initializes(module: nn.Module) -> bool:
-    """Whether a module is a (sub)model that initializes weights itself."""
+    """Return whether a module is a (sub)model that has `_init_weights`."""
     return hasattr(module, "_init_weights")
 
 
 def init_weights(owner: Any, module: nn.Module) -> None:
-    """Initialize the tensors of one module as its (sub)model `owner` does it."""
+    """Initialize the tensors of one module by `owner._init_weights`, where `owner` is the (sub)model that has it."""
     _of(owner, "_init_weights")(module)
 
 
 @contextmanager
 def taken_for_initialized(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Until the block ends, `init_weights` does not change these tensors."""
+    """Return a context in which `init_weights` does not change these tensors."""
     if "_is_hf_initialized" not in inspect.getsource(import_module("transformers.initialization")):
         raise _refusal("transformers.initialization._is_hf_initialized")
     tensors = list(tensors)
@@ -106,14 +107,14 @@ def taken_for_initialized(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def generate_alone(model: nn.Module) -> None:
-    """Keep `generate` of a sharded model from waiting for other ranks."""
+    """Let one rank call `generate` of a sharded model alone: by default it waits for the other ranks."""
     model._is_fsdp_managed_module = False  # type: ignore[assignment]
 
 
 def overrides(cls: _Class) -> _Class:
-    """A class decorator: check that each method with a leading underscore overrides one of transformers.
+    """Decorate a class: raise unless each method with a leading underscore overrides one of its base class.
 
-    A method that transformers has removed or renamed would otherwise never be called.
+    If transformers had removed or renamed that method, the override would never be called.
     """
     for name in vars(cls):
         if re.match(r"_[a-z]", name) and callable(vars(cls)[name]) and not hasattr(super(cls, cls), name):
@@ -122,6 +123,6 @@ def overrides(cls: _Class) -> _Class:
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether a model comes from `transformers`; False as long as nothing has imported the package."""
+    """Return whether a model is a `PreTrainedModel`; False if nothing has imported `transformers` yet."""
     package = sys.modules.get("transformers.modeling_utils")
     return package is not None and isinstance(module, package.PreTrainedModel)

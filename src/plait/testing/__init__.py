@@ -1,9 +1,9 @@
-"""For people who bring their own part: hold it against one process, on real ranks of this machine.
+"""Tests of user-provided parts: compare a run on several ranks of this machine with the same run on one process.
 
     from plait.testing import assert_same_maths
     assert_same_maths(optim="my_package.optim:Opt")
 
-Needs no pytest. `docs/testing-your-own.md` has the rest.
+It does not need pytest. See `docs/testing-your-own.md`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,7 @@
-"""What takes a process seconds to load. Ranks are copies of a process that has it: see `ranks.forked`."""
+"""Importing this module imports everything that takes a test's rank seconds to import.
+
+Ranks are forked from a process that has imported it: see `ranks.forked`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from importlib import import_module
 from plait.config import parse_sections
 
 for name in (
-    "torch._dynamo",  # the first optimizer loads it
+    "torch._dynamo",  # creating the first optimizer imports it
     "torch.distributed.tensor",
     "plait.trainer",
     "plait.models.llama",
@@ -21,4 +24,4 @@ for name in (
 with suppress(ImportError):
     import_module("transformers.models.llama.modeling_llama")
 parse_sections(device="cpu")  # sections are compiled when they are first read
-gc.freeze()  # what is never looked at again is never copied
+gc.freeze()  # the garbage collector does not write to these objects, so forks share their memory pages

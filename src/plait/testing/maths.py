@@ -44,8 +44,8 @@ def assert_same_maths(
     `given` are keywords of `plait.Runner`: the part under test, and what it needs. The defaults are tiny: a decoder of
     two layers, random tokens, AdamW. A strategy is a name (`zero2`), a name with axes (`zero3+tp2`), or a section.
     Losses, gradient norms, skipped steps, every parameter, buffer and optimizer state, and the tensors of hooks must
-    agree. The tolerance is measured, as `plait prove` does it: the effect of one rounding of the weights in one
-    process. Or it is `tolerance`, relative to each tensor's norm.
+    agree. By default the tolerance is measured, as by `plait prove`: it is the effect that perturbing the weights by
+    one rounding has on a run on one process. With `tolerance` it is that number times each tensor's norm.
 
     Raise `AssertionError` at the first difference, with strategy, step and tensor. Return the outcome of each strategy:
     `same`, or with `allow_refusal` the reason why Plait refuses it for this part.
@@ -92,9 +92,10 @@ def assert_same_after_resume(
 ) -> None:
     """Train to step `at` under one strategy, save, continue under another, and compare with one uninterrupted process.
 
-    `saved` and `resumed` are a strategy and a number of ranks. The rest is as in `assert_same_maths`; what is loaded
-    must also equal what was saved, bit for bit. `checkpoint` holds for the two runs that save and resume; with a
-    `storage` in it, the second one resumes from there, in a `work_dir` of its own.
+    `saved` and `resumed` are a strategy and a number of ranks. The other arguments are those of `assert_same_maths`.
+    The section `checkpoint` is used by the two runs that save and resume; if it has a `storage`, the second run resumes
+    from there, in a `work_dir` of its own. Raise `AssertionError` at the first difference; loaded tensors must equal
+    the saved ones bit for bit.
     """
     _check(given, steps)
     options = _checkpoint(given.pop("checkpoint", None))
@@ -127,7 +128,10 @@ def assert_same_after_resume(
 
 
 def strategy_of(strategy: Strategy) -> tuple[Any, int]:
-    """Return the section of a strategy and the ranks to test it on: two for data parallelism, times its other axes."""
+    """Return the section of a strategy, and the number of ranks to test it on.
+
+    For a name, that is two data-parallel ranks, times the sizes of its other axes.
+    """
     if not isinstance(strategy, str):
         config = parse_sections(strategy=strategy).config.strategy
         least = min_ranks(config)

@@ -1,7 +1,7 @@
 """Real gloo ranks for tests, in processes of this machine.
 
-A test hands `RankPool.run` a top-level function; every rank calls it with (rank, size, *args) and the results
-come back in rank order. A rank that raises, dies or hangs ends the pool, and the next call gets a fresh one.
+A test passes a top-level function to `RankPool.run`; every rank calls it with (rank, size, *args), and the results are
+returned in rank order. If a rank raises, dies or hangs, all ranks are killed, and the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ import torch.distributed as dist
 from plait.errors import PlaitError
 
 GRACE_S = 5.0
-"""How long the others have to answer once a rank has failed: most of them wait for it."""
+"""Seconds that the other ranks have to answer after one has failed; most of them wait for it in a collective."""
 
 THREADS = 40
-"""Each group of gloo has a thread that wakes a hundred times a second, whether the group is used or not. Tests leave
-their groups behind, and torch keeps meshes of them in caches: after some hundred tests no time is left for others. New
-ranks cost less than that, so those with more threads than this are replaced."""
+"""Ranks with more threads than this are replaced by new ones after a call. Each process group of gloo has a thread that
+wakes up a hundred times per second, also if the group is not used. Tests do not destroy their groups, and torch caches
+meshes that refer to them: after some hundred tests these threads use most of the CPU. Starting new ranks is cheaper."""
 
 
 def forked() -> Any:
-    """A context whose processes are copies of one that has loaded what all of them need: they start at once."""
+    """Return a multiprocessing context that forks from a process with torch and Plait imported, so ranks start fast."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["plait.testing.loaded"])
     return context
 
 
 class RankFailedError(AssertionError):
-    """Some rank raised; carries that rank's own traceback."""
+    """A rank raised, died or did not answer; the message has the traceback of each rank that raised."""
 
     refusal: str | None = None
-    """What a rank said that refused to run: the text of its `PlaitError`."""
+    """The text of the `PlaitError` that a rank raised; None if none did."""
 
 
 class RankPool:
-    """So many ranks, until `close` or the end of a `with` block."""
+    """`size` processes with a gloo process group, from the first `run` until `close` or the end of a `with` block."""
 
     def __init__(self, size: int, *, timeout_s: float = 120.0, lasting: bool = False) -> None:
-        """`timeout_s`: how long a call may take. Ranks that have become slow are replaced, but not `lasting` ones."""
+        """`timeout_s`: how long a call may take. `lasting`: do not replace ranks with more than `THREADS` threads."""
         self.size = size
         self._timeout_s = timeout_s
         self._lasting = lasting
@@ -69,7 +69,10 @@ class RankPool:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(rank, size, *args)` returns on each rank. It has to be at the top level of a module."""
+        """Return what `function(rank, size, *args)` returns on each rank; raise `RankFailedError` if one fails.
+
+        The function must be at the top level of a module.
+        """
         if not self._processes:
             self._start()
         call = _pack((function, args))
@@ -91,9 +94,9 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def _answers(self, failures: list[str], refusals: list[str]) -> tuple[dict[int, Any], list[int]]:
-        """What each rank returned, and which ones said nothing in time.
+        """Return the result of each rank, and the ranks that did not answer in time.
 
-        `failures` gets what they raised, and `refusals` what of it a `PlaitError` said.
+        Appends the tracebacks of ranks that raised to `failures`, and the texts of their `PlaitError`s to `refusals`.
         """
         results: dict[int, Any] = {}
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -135,7 +138,7 @@ class RankPool:
             self._pipes.append(mine)
 
     def close(self) -> None:
-        """End the ranks."""
+        """Kill the ranks; the next `run` starts new ones."""
         if not self._processes:
             return
         for process in self._processes:
@@ -147,7 +150,7 @@ class RankPool:
 
 
 def _pack(value: Any) -> bytes:
-    """As one message. A pipe's own `send` would share a piece of memory for every tensor, which takes longer."""
+    """Return a value as bytes. `Connection.send` would create shared memory for each tensor, which is slower."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -159,7 +162,8 @@ def _unpack(message: bytes) -> Any:
 
 def _serve(rank: int, size: int, meeting: Path, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    # A rank may have children, as a loader's workers are; it still ends with the tests, being a daemon to them.
+    # As a daemon, a rank could not start children, such as the workers of a loader. For the test process it still is
+    # one, and is killed when that ends.
     multiprocessing.current_process().daemon = False
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)

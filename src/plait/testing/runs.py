@@ -1,4 +1,4 @@
-"""A short run with the state after each step recorded."""
+"""Runs a short training, and records the full state after each step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ MODEL: dict[str, Any] = {
 
 
 class RandomTokens(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens with very different numbers of targets, so that a mean of means would be noticed."""
+    """Rows of random tokens with very different numbers of targets.
+
+    So the mean loss over all targets differs from a mean of per-rank means, and a part that computes the latter fails.
+    """
 
     def __init__(self, rows: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -61,7 +64,7 @@ class RecordedRun:
     """Weights, buffers, optimizer state and the tensors of hooks: before the first step, and after each."""
 
     def against(self, reference: RecordedRun) -> ProofTrace:
-        """Return this trace with the deviation of each tensor from the reference."""
+        """Return this run's trace, after computing the deviation of each tensor from the reference, step by step."""
         names = list(reference.states[-1])
         begun = [name for name in names if name in reference.states[0]]
         self.trace.deviations = [
@@ -71,7 +74,7 @@ class RecordedRun:
         return self.trace
 
     def at(self, step: int) -> AtStep:
-        """The tensors after a step."""
+        """Return the tensors at the start of the run and after a step."""
         return AtStep(InMemory(self.states[0]), InMemory(self.states[step]))
 
 
@@ -129,7 +132,7 @@ class StepRecorder(Hook):
             tensors.update({f"hook.{name}.{key}": tensor for key, tensor in hook.tensors(runner).items()})
         left_out = set(runner.world.gather(self.recorded.trace.uncompared)[0])
         local = {name: tensor.cpu() for name, tensor in full_tensors(tensors).items() if name not in left_out}
-        # Each pipeline stage has some of them.
+        # Each pipeline stage has only its own parameters.
         stages = runner.world.gather(local) if runner.world.layout.pp > 1 else [local]
         state = {name: tensor for stage in reversed(stages) for name, tensor in stage.items()}
         self.recorded.states.append(state)

@@ -23,7 +23,7 @@ def train_loop(runner: Runner) -> None:
     for hook in runner.hooks.before_run:
         hook(runner)
     if not state.finished():
-        state.stop_if_due(runner.step)  # a resumed run may be past it already
+        state.stop_if_due(runner.step)  # a resumed run may be past `train.stop_after` already
     while not state.finished():
         _train_epoch(runner, state)
     runner.engine.settle()
@@ -129,7 +129,7 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
             state.stopped = True
             return False
         if step == total:
-            # The run is over; the epoch only if its length is known and reached: a stream may have more samples.
+            # The run is over. The epoch is complete only if its length is known and reached: a stream may have more.
             return runner.step_in_epoch == runner.steps_per_epoch
     if runner.step_in_epoch == 0:
         raise DataError("the data ended before the first batch: there is nothing to train on")
@@ -137,10 +137,10 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
 
 
 def _wants_to_stop(state: _LoopState, result: StepResult) -> bool:
-    """Whether some rank asked to stop, read without waiting for the device.
+    """Return whether some rank asked to stop, without waiting for the device.
 
-    The result of an asynchronous step is read one step later. Which result is read does not depend on timing, so it
-    is that of the same step on all ranks.
+    The flag is part of a step's result. For an asynchronous step it is read one step later, on all ranks alike, so all
+    ranks stop after the same step.
     """
     readable = state.before if result.asynchronous else result
     state.before = result

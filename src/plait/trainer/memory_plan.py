@@ -35,7 +35,7 @@ class MemoryPlan:
         return self.runner.config.plan.gate != "off" and detect_ranks().rank == 0 and not dist.is_initialized()
 
     def make(self) -> None:
-        """Plan the run on rank 0, before it joins: a process cannot have a fake process group and a real one."""
+        """Plan the run on rank 0, before it joins: a process cannot have both a fake and a real process group."""
         if not self.is_planned_here():
             return
         ranks = detect_ranks()
@@ -60,7 +60,7 @@ class MemoryPlan:
         return plan_run(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
 
     def micro_batch(self, ranks: Ranks) -> int | None:
-        """The size of a micro-batch on these ranks; None if the sections contradict each other."""
+        """Return the size of a micro-batch on these ranks; None if the sections contradict each other."""
         config = self.runner.config
         try:
             layout = resolve_layout(config.strategy, size=ranks.size, local_size=ranks.local_size)
@@ -74,7 +74,8 @@ class MemoryPlan:
         if runner.config.plan.gate == "off":
             return
         plan = self._plan = runner.world.broadcast(self._plan)
-        # Another engine is planned as the native one of the same stage: an estimate that is logged and refuses nothing.
+        # The plan of another engine is that of the native engine at the same ZeRO stage. It is only an estimate, so it
+        # is logged, but raises nothing.
         refuses = runner.config.plan.gate == "refuse" and runner.config.strategy.engine == "native"
         if isinstance(plan, RunPlan) and plan.refusal is not None and refuses:
             raise plan.refusal
@@ -99,7 +100,7 @@ class MemoryPlan:
                 self.runner.emit(EventKind.MESSAGE, level="warning", text=str(plan.refusal))
 
     def compare(self) -> dict[str, Any]:
-        """Return predicted beside measured values, for the end of the run."""
+        """Return the predicted and measured peak memory and step time, and log them; empty if there is no plan."""
         plan = self._plan
         if not isinstance(plan, RunPlan):
             return {}

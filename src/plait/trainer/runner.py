@@ -1,4 +1,4 @@
-"""The Runner decides when things happen: steps, validations, checkpoints. The engine decides what a step is."""
+"""The Runner: builds a run, and decides when it trains, validates and saves. The engine implements a training step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,11 @@ _STAGES = {
 
 
 def describe_run(runner: Runner) -> dict[str, Any]:
-    """The rows of the opening table, and the short name of this part of the run (`zero3 · 2 ranks`)."""
+    """Return the fields of the event `RUN_START`: the table at the start of a run.
+
+    Its `segment` is a short name of the strategy and the ranks from here on (`zero3 · 2 ranks`): after a resume they
+    may be others.
+    """
     config, world, batch = runner.config, runner.world, runner.batch
     model = runner.engine.model
     total, trained = runner.engine.parameter_count()
@@ -135,7 +139,7 @@ def write_report(path: Path, ended: dict[str, Any]) -> str | None:
 
 
 def _segment(stage: int | None, layout: Layout) -> str:
-    """`ddp`, `zero3`, `tp2`, `zero1 × pp2 × tp2`."""
+    """Return the short name of a strategy: `ddp`, `zero3`, `tp2`, `zero1 × pp2 × tp2`."""
     axes = [f"{axis}{size}" for axis, size in layout.sizes().items() if size > 1 and not axis.startswith("dp_")]
     data = [] if stage is None and axes else ["single" if stage is None else "ddp" if stage == 0 else f"zero{stage}"]
     return " × ".join([*data, *axes])
@@ -259,7 +263,8 @@ def evaluate(
 def possible_sizes(config: RunConfig, ranks: Ranks, data: Any, batch: ResolvedBatch) -> list[int]:
     """Return the numbers of ranks for which the layout is valid and the global batch stays the same.
 
-    Each is tried with the functions that decide at the start. Empty if the launcher does not restart ranks.
+    Each number is checked with the functions that resolve layout and batch at the start of a run. The list is empty if
+    the launcher does not restart ranks.
     """
     sizes = range(1, ranks.most + 1)
     return [size for size in sizes if _total(config, size, min(ranks.local_size, size), data) == batch.total]
@@ -286,10 +291,10 @@ class Runner:
     """Trains, validates and tests one model, as one run description says.
 
     `model` is a module, a function that makes one, or a section; the data are torch data sets, DataLoaders,
-    iterables, or sections. `hooks` and `metrics` are objects, sections and names side by side. Every other keyword is
-    a key of the run description (docs/configuration.md): a section is an object (`plait.Strategy(zero=3)`), a mapping
-    (`{"zero": 3}`), where it has one its short word (`"zero3"`), or a part of one's own (docs/write-your-own.md).
-    None is the same as leaving a keyword out.
+    iterables, or sections. The lists `hooks` and `metrics` may mix objects, sections and names. Every other keyword is
+    a key of the run description (docs/configuration.md). A section is an object (`plait.Strategy(zero=3)`), a mapping
+    (`{"zero": 3}`), a short word for sections that have one (`"zero3"`), or the user's own class or function
+    (docs/write-your-own.md). None is the same as leaving a keyword out.
     """
 
     @refuse_unknown_keywords
@@ -446,16 +451,16 @@ class Runner:
         `train`, `validate` and `test` call it if the user did not; a second call does nothing. It makes `world`,
         `engine` and `step` available.
         """
-        if self._closed:  # the process group is gone: each rank would take its part of the data for all of it
+        if self._closed:  # without the process group, each rank would train on its part of the data alone
             raise TrainingError("this Runner is closed: train, validate and test inside `with`, or make another")
         if self._engine is not None:
             return
         # The plan first: it uses a fake process group, which a process that has joined a real one cannot.
-        # Then the world, which tells everything below what this rank's part is.
+        # Then the world: everything below depends on the rank.
         self._plan_and_join()
         self.memory_plan.share()  # whether the run fits; nothing has been built or written yet
-        # The data before the model: its length decides the schedule, one of its batches decides what is recomputed,
-        # and errors in it show before minutes are spent on loading weights.
+        # The data before the model: the schedule needs their length, automatic recomputation measures one of their
+        # batches, and errors in the data are raised before minutes are spent on loading weights.
         self._open_data()
         self._open_log()
         report_progress(self.config.log, self.world.rank, "building the model")
@@ -529,7 +534,7 @@ class Runner:
         return prepare_engine(self.preparation(example=self._example()))
 
     def preparation(self, *, example: Any = None) -> Preparation:
-        """Return what `prepare` is asked for."""
+        """Return the arguments of `prepare_engine`; `example` is a micro-batch's inputs for measurements, or None."""
         return Preparation(
             self.config,
             self.world,
@@ -600,7 +605,7 @@ class Runner:
             return train.max_steps
         if train.max_epochs is None or self.steps_per_epoch is None:
             return None
-        # Counted from here: steps before a resume may have had another batch size.
+        # Counted from the current position: steps before a resume may have had another batch size.
         done = 0 if self._engine is None else self._engine.steps
         return done + (train.max_epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
 
@@ -728,7 +733,7 @@ class Runner:
     # ---- called by the loop, hooks and savers
 
     def enter(self, phase: Phase) -> None:
-        """Write this rank's phase to its heartbeat. A failure leaves it there, so that the report names the phase."""
+        """Write this rank's phase to its heartbeat. After a failure, the launcher's report names the last phase."""
         self.world.heartbeat.enter(phase, 0 if self._engine is None else self._engine.steps)
 
     def set_position(self, epoch: int, step_in_epoch: int, *, samples: int) -> None:

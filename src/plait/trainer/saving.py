@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 _NOT_ORDER = frozenset({"workers", "pin_memory", "drop_last", "cache", "tokenizer", "document_mask", "augment"})
-"""Keys of `data` that change neither the samples nor their order."""
+"""Keys of the section `data` that change neither the samples nor their order."""
 
 
 def resume(runner: Runner, saver: RunSaver) -> Path | None:
@@ -141,7 +141,10 @@ def _set_position(runner: Runner, state: Mapping[str, Any]) -> None:
 
 
 def _warn_of_changed_order(runner: Runner, checkpoint: Checkpoint) -> None:
-    """Warn if the samples or their order have changed: the samples that a position within an epoch skips are others."""
+    """Warn if a run resumes within an epoch, and the samples or their order have changed since.
+
+    The samples that are skipped then are not those that the saved run had read.
+    """
     if "epoch" not in checkpoint.manifest.state or runner.step_in_epoch in (0, runner.steps_per_epoch):
         return  # _set_position has warned already
     before, now = checkpoint.manifest.state.get("config") or {}, to_dict(runner.config)
@@ -172,7 +175,7 @@ def data_facts(runner: Runner) -> dict[str, Any]:
 def _refuse_another_tokenizer(runner: Runner, checkpoint: Checkpoint, patterns: tuple[str, ...]) -> None:
     """Raise if the tokenizer is not the checkpoint's (with `checkpoint.partial`, warn).
 
-    A tokenizer that is trained on the text changes with the text.
+    This happens if Plait trains the tokenizer on the text, and the text has changed.
     """
     before, now = stored_value(checkpoint.manifest.state, "data.tokenizer"), data_facts(runner)["tokenizer"]
     if before is None or now is None or before == now:
@@ -312,7 +315,7 @@ class RunSaver:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Where to resume from, in order of preference. Ranks that the launcher restarted try `auto` first."""
+        """What to resume from, in order of preference. Ranks that the launcher restarted try `auto` first."""
         again = ["auto"] if self._runner.world.ranks.attempt else []
         return (*again, *([self._config.resume] if self._config.resume is not None else []))
 
@@ -337,7 +340,10 @@ class RunSaver:
         return None if newest is None else newest.name
 
     def _newest_of_any_node(self) -> tuple[str | None, str]:
-        """Return the newest checkpoint in any node's own folder, and which node; a collective."""
+        """Return the newest checkpoint in the folder of the first node that has one, and a text that names the node.
+
+        (None, "") if no node has one. A collective.
+        """
         channel = self.writer.channel
         look = self._newest_of_earlier_run if self.writer.disks.is_lead else None
         newest = collective_call(channel, look, "the folder of checkpoints cannot be read")
@@ -359,9 +365,9 @@ class RunSaver:
     def save(self, *, best: bool = False, last: bool = False) -> None:
         """Write a checkpoint of the current step, unless there is one already. A collective.
 
-        With `checkpoint.async_save` the write continues in the background. A failed save is reported, and training goes
-        on; more than `checkpoint.max_failures` in a row raise. `best`: also link it as the best one. `last`: wait for
-        it, and raise if it fails.
+        With `checkpoint.async_save` the checkpoint is written in the background. A failed save is logged, and training
+        continues; more than `checkpoint.max_failures` failures in a row raise a `CheckpointError`. `best`: also link
+        the checkpoint as the best one. `last`: wait until it is written, and raise if that fails.
         """
         runner, step = self._runner, self._runner.step
         target = self.folder.path_of(step)
@@ -392,17 +398,20 @@ class RunSaver:
                 hook(runner)
 
     def poll(self) -> None:
-        """Report a background checkpoint that is complete or has failed; does nothing if none is being written."""
+        """Log that a background checkpoint is complete or has failed; does nothing if none is being written."""
         if self._writer is not None and self._writer.busy:
             self._take(self._writer.poll)
 
     def wait(self, *, must: bool = False) -> None:
-        """Wait for a background checkpoint, if one is being written, and report it; `must`: raise if it failed."""
+        """Wait for a background checkpoint, if one is being written, and log it; `must`: raise if it failed."""
         if self._writer is not None and self._writer.busy:
             self._take(self._writer.wait, must=must)
 
     def _take(self, outcome: Callable[[], Saved | None], *, must: bool = False, over: bool = False) -> None:
-        """Call `outcome` and report the save or its failure; `must`: raise a failure; `over`: never raise one."""
+        """Call `outcome`, which returns a finished save or raises, and log it.
+
+        `must`: raise a failure. `over`: never raise one, since the run is over.
+        """
         runner = self._runner
         try:
             saved = outcome()
@@ -438,7 +447,7 @@ class RunSaver:
             )
 
     def validated(self, metrics: Mapping[str, float]) -> None:
-        """Save a checkpoint if these metrics of a validation are the best so far."""
+        """Save a checkpoint if these metrics of a validation are the best so far (with `checkpoint.best`)."""
         if self.best is not None and self.best.improved(metrics):
             self.save(best=True)
 

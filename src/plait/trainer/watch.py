@@ -33,14 +33,15 @@ def samples_at(runner: Runner, epoch: int, step: int) -> list[int]:
     loader, total = runner.loader, runner.batch.total
     try:
         return [int(sample) for sample in loader.sample_ids(epoch, step)]
-    except DataError:  # the order of a stream is its own
+    except DataError:  # a stream has no indices: count its samples in reading order
         return list(range(step * total, (step + 1) * total))
 
 
 def record_samples(runner: Runner, step: int) -> str:
-    """Record the samples of the latest step or one shortly before it, and return them as the end of a sentence.
+    """Write the samples of a step to suspects.jsonl; return a text with them, to be appended to a message.
 
-    `step` counts from 0, as the engine does. Empty if a loop other than the Runner's trains.
+    `step`, counted from 0, is the latest one or shortly before it. The text is empty if a custom loop trains, whose
+    position in the data is not known.
     """
     if runner.began is None or not hasattr(runner.loader, "sample_ids"):
         return ""
@@ -73,7 +74,7 @@ STOPPED: Mapping[str, int] = MappingProxyType(dict(zip(("Ctrl-C", "SIGTERM"), ST
 
 
 class StopSignals:
-    """A context in which the first signal calls `ask` and a second Ctrl-C interrupts at once.
+    """A context in which SIGINT and SIGTERM call `ask` with the reason, and a second Ctrl-C interrupts at once.
 
     Signals that were ignored when the process started (`nohup`, `trap '' INT`, `command &` in a script) stay ignored.
     """
@@ -109,11 +110,14 @@ _TO_DEVIATION = 1.4826
 _WINDOW, _LEAST = 100, 10
 """How many losses a new one is compared with, and how many of them are needed at least."""
 _LEAST_SPREAD = 0.05
-"""The least spread, relative to the median: a flat loss does not spike by moving a little."""
+"""The least spread, relative to the median: without it, small changes of a nearly constant loss would be spikes."""
 
 
 def spike_limit(usual: Iterable[float], threshold: float, least_spread: float) -> float:
-    """Return the value above which a number is a spike: median + `threshold` × spread."""
+    """Return the value above which a number is a spike: median + `threshold` × spread.
+
+    The spread is the deviation of the earlier numbers `usual`, but at least `least_spread` × median.
+    """
     known = list(usual)
     middle = median(known)
     spread = _TO_DEVIATION * median(abs(value - middle) for value in known)
@@ -128,12 +132,14 @@ class _WatchedStep(NamedTuple):
     """Counted from 1."""
     epoch: int
     at: int
+    """Index of the step in its epoch, from 0."""
 
 
 class StepWatch:
-    """The steps of one run. It looks only at numbers that are equal on all ranks, so all of them log or raise the same.
+    """Checks every step of a run for loss spikes, missing targets and skips.
 
-    A step whose numbers are still being computed on the device is looked at after the next one, without waiting.
+    It reads only numbers that are equal on all ranks, so all ranks log or raise the same. A step that is still running
+    on the device is checked after the next one, without waiting.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -211,7 +217,7 @@ class StepWatch:
         return f"; {record_suspect(runner, seen.epoch, seen.at, step=seen.step, why=why)}"
 
     def end(self) -> None:
-        """Look at the last step and report on the whole run. Raise if the run learned nothing."""
+        """Check the last step, and warn of what went wrong in the whole run. Raise if the run learned nothing."""
         if self._before is not None:
             self._look(self._before)
             self._before = None
