@@ -1,4 +1,4 @@
-"""The `plait` command."""
+"""The `plait` command and its subcommands."""
 
 from typing import TYPE_CHECKING
 

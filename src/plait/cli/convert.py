@@ -1,4 +1,4 @@
-"""`plait convert`."""
+"""`plait convert`: convert a checkpoint or a configuration, or show a checkpoint's contents."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ConvertOptions:
 
 
 PLAIN = ConvertOptions(None, "keep", None, "model", "5GB", optimizer=False, overwrite=False, trust_code=False)
-"""The defaults of the command."""
+"""The options of a command line that sets none of them."""
 
 
 def check_use(src: str | None, options: ConvertOptions, *, inspect: str | None, every: bool, verify: bool) -> None:
-    """Refuse options without effect: those of a conversion with `--inspect`, and the other way round."""
+    """Raise an error for options without effect: those of a conversion with `--inspect`, its own without it."""
     if inspect is None:
         remedy = "write `plait convert --inspect PATH` with it, or leave it out"
         alone = {"--all": every, "--verify": verify}
@@ -160,7 +160,7 @@ def _show(path: str, *, every: bool, verify: bool, from_: str | None) -> None:
             totals.add_column(heading, justify="right")
         for group in group_totals(source.entries):
             totals.add_row(group.name, str(group.tensors), format_count(group.elements), format_bytes(group.bytes))
-    # A pipe has no width: rows stay whole there.
+    # Do not break rows if the output is a pipe.
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 400, highlight=False, markup=False)
     for block in (facts, "", table, "", totals):
         console.print(block)
@@ -199,7 +199,7 @@ def _is_own(name: str) -> bool:
 
 
 def _check_alone(options: ConvertOptions) -> list[Problem]:
-    """Refuse options about weights for a configuration, which has none."""
+    """Return a problem for each option about weights: a configuration has none."""
     changed = {key: value for key, value in asdict(options).items() if key not in ("to", "overwrite")}
     return [
         Problem(
@@ -214,7 +214,7 @@ def _check_alone(options: ConvertOptions) -> list[Problem]:
 
 @contextmanager
 def _progress(source: Source) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, nothing in a pipe."""
+    """Yield a function that adds bytes to a progress bar; the bar is shown only on a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -228,7 +228,7 @@ def _progress(source: Source) -> Iterator[Callable[[int], None]]:
 
 
 def _peak_memory() -> int:
-    """Return the peak memory of this process; `getrusage` would count its parent's on Linux, if that was higher."""
+    """Return the peak memory of this process. Not `getrusage`: on Linux it has the parent's if that is higher."""
     status = Path("/proc/self/status")
     if status.exists() and (match := re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))):
         return int(match[1]) * 1024
@@ -237,7 +237,7 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# `plait convert CONFIG --to yaml`: another framework's configuration as a run description.
+# `plait convert CONFIG --to yaml`: converts another framework's configuration to a run description.
 
 
 _YOURS = "# Add `model` and `data`: the other framework leaves them to the script."
@@ -246,10 +246,10 @@ _SEARCH = "# A search is a file of its own, for `plait tune run.yaml --search se
 
 
 def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
-    """Print the run description that a configuration stands for, or write it to `dst`.
+    """Print the run description that means the same as a configuration, or write it to `dst`.
 
-    The outcome of every key goes with it as comments, and to stderr too where the description is not seen on a
-    terminal. Ends with exit code 1 where a key is refused: what is printed is then less than was asked for.
+    Comments in it say for every key how it was translated. These are also printed to stderr, unless the description
+    is printed on a terminal. If a key is refused, exit with code 1, as the description is then not complete.
     """
     if dst is not None and Path(dst).exists() and not overwrite:
         raise ConfigError(Problem("DST", f"{dst!r} is there already", "Give another name, or --overwrite."))
@@ -266,7 +266,7 @@ def convert_config(src: str, dst: str | None, *, overwrite: bool) -> None:
 
 
 def translation_of(path: Path) -> tuple[str, Translation]:
-    """Return the framework that a configuration is of, and the run description that it stands for."""
+    """Return the framework of a configuration, and its translation to a run description."""
     from plait.frontends import accelerate, deepspeed
 
     config = deepspeed.read_config(path)
@@ -281,7 +281,7 @@ def translation_of(path: Path) -> tuple[str, Translation]:
 
 
 def description_text(file: str, name: str, translation: Translation, search: dict[str, Any]) -> str:
-    """Return the run description as YAML; the outcome of every key and the search stand around it as comments."""
+    """Return the run description as YAML, with comments about the translation of every key and about `search`."""
     report = translation.report
     comments = [f"# {file}, a configuration of {name}. {report.summary()}.", "#"]
     comments += [f"#   {line}" for line in report.lines()]
@@ -291,7 +291,7 @@ def description_text(file: str, name: str, translation: Translation, search: dic
 
 
 def _search(path: Path) -> dict[str, Any]:
-    """Return the settings of `plait tune` for the `autotuning` section."""
+    """Return the settings of `plait tune` in the `autotuning` section of a DeepSpeed config; {} if it is off."""
     from plait.frontends.deepspeed import search
 
     tuning = search(path)

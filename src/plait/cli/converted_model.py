@@ -1,6 +1,6 @@
 """What `plait convert` writes for a model: the names of its tensors, and the files beside them.
 
-A file of its own, since it loads torch, which the checks of the options do not need.
+These functions are in a file of their own because they load torch, which the checks of the options do not need.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from plait.posttrain import (
 )
 
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
-"""Where folders of `transformers` keep a chat template, beside the tokenizer's settings."""
+"""Files in which `transformers` folders keep a chat template, if it is not in the tokenizer's settings."""
 GENERATION = "generation_config.json"
 FAMILIES = ("gpt", "llama", "moe")
-"""Plait's models that can take weights of `transformers`."""
+"""Plait's models that can load weights of `transformers`."""
 
 
 def prepare_source(
     source: Source, to: Format | str, model: str | None, *, trust_code: bool = False
 ) -> tuple[Source, Description | None]:
-    """Return the source under the target's names, and the files beside the weights of an `hf` folder."""
+    """Return the source under the target's tensor names, and the other files of an `hf` folder, else None."""
     if to == "hf":
         return _for_transformers(_as_plain_model(source, trust_code), model, trust_code)
     if model is None:
@@ -56,7 +56,7 @@ def prepare_source(
 
 
 def _as_plain_model(source: Source, trust_code: bool) -> Source:
-    """Return a checkpoint of post-training as a plain model, with adapters merged. Refuse reward models."""
+    """Return a checkpoint of post-training as a plain model, with adapters merged. Raise for a reward model."""
     if _config_in(source.state).get("phase") == "reward":
         raise ModelError(
             f"{source.path} holds a reward model, which has a value head in place of logits; transformers has no such "
@@ -66,8 +66,8 @@ def _as_plain_model(source: Source, trust_code: bool) -> Source:
 
 
 def _as_plait_model(source: Source, family: str) -> Source:
-    """Return weights of `transformers` under the names of Plait's model."""
-    described = _config_in(source.state).get("model", {}).get("config")  # of a Megatron checkpoint
+    """Return weights of `transformers` under the names of Plait's model of this family."""
+    described = _config_in(source.state).get("model", {}).get("config")  # a Megatron checkpoint has it
     description = read_description(source.path) if source.kind == "hf" else described
     shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
     adopted = from_transformers(family, description, shapes)
@@ -83,7 +83,7 @@ def _as_hf_model(source: Source) -> Source:
 
 
 def _config_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the run description in a checkpoint; `engine.save` of a model given as an object stores none."""
+    """Return the run description in a checkpoint; {} if it has none, as `engine.save` writes for a model object."""
     return state.get("config") or {}
 
 
@@ -132,7 +132,7 @@ def _description(folder: Path) -> dict[str, Any]:
 
 
 def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source: Source) -> Description:
-    """Add the tokenizer: that of the data, or the one that the run saved; else the one in the model's folder."""
+    """Return the description with a tokenizer: of the data, else the run's copy, else of the model's folder."""
     data, run = source.state["config"].get("data"), source.path
     files = {} if folder is None or not folder.is_dir() else companions(folder)
     near = (folder_near / "tokenizer.json" for folder_near in (run, *run.absolute().parents[:2]))
@@ -155,7 +155,7 @@ def _with_tokenizer(description: Mapping[str, Any], folder: Path | None, source:
 
 
 def _with_template(description: Description, folder: Path | None, source: Source, trust_code: bool) -> Description:
-    """Add the chat template of the phase, which the model has learned, in place of its first tokenizer's."""
+    """Return the description with the chat template of the phase, in place of the original tokenizer's."""
     config, kept = source.state["config"], tokenizer_beside(source.path)
     if config.get("phase") is None or kept is None:
         return description
@@ -168,17 +168,17 @@ def _with_template(description: Description, folder: Path | None, source: Source
     generation = {} if GENERATION not in files else read_json_object(files[GENERATION], DataError)
     eos = generation.get("eos_token_id", description.config.get("eos_token_id"))
     eos_ids = [*([eos] if isinstance(eos, int) else eos or []), *(end for end in template.ends if isinstance(end, int))]
-    if len(eos_ids := list(dict.fromkeys(eos_ids))) > 1:  # an answer ends where the template ends it, too
+    if len(eos_ids := list(dict.fromkeys(eos_ids))) > 1:  # answers also end at the template's end token
         files.pop(GENERATION, None)
         texts[GENERATION] = json.dumps({**generation, "eos_token_id": eos_ids}, indent=2) + "\n"
-    if SETTINGS in files:  # older folders have it in there
+    if SETTINGS in files:  # older folders have the template in it
         settings = {key: value for key, value in read_settings(files.pop(SETTINGS)).items() if key != "chat_template"}
         texts[SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     return Description(description.config, files, texts)
 
 
 def _tokens(file: Path) -> str:
-    """Return a tokenizer's content. Runs write it again, so equal tokenizers may be in different files."""
+    """Return a tokenizer's content, to compare it: runs save copies, so equal tokenizers may be in different files."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(file))
@@ -197,11 +197,11 @@ def _tokenizer(data: Any) -> Path | None:
     try:
         return tokenizer_path(data)
     except (DataError, OSError):
-        return None  # the texts are somewhere else; the weights are worth having without them
+        return None  # the data is on another machine: convert without a tokenizer
 
 
 def _parsed(section: str, value: Any, source: Source) -> Any:
-    """Return a section of the run description in a checkpoint; code that it names is not run."""
+    """Return a parsed section of the run description in a checkpoint; code that it names is not run."""
     try:
         return getattr(parse_stored({section: value}, source.description, trust_code=False), section)
     except PlaitError as error:

@@ -1,4 +1,4 @@
-"""Files that a command was asked to read or to write."""
+"""Reading and writing files that the user named on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plait.errors import ConfigError, Problem
 
 
 def write_file(path: str | Path, text: str, flag: str) -> None:
-    """Write a text. Raises `ConfigError` with the flag that named the path, where it cannot be written."""
+    """Write a text to a file. If that fails, raise a `ConfigError` that names the flag which gave the path."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -18,7 +18,7 @@ def write_file(path: str | Path, text: str, flag: str) -> None:
 
 
 def read_file(path: str | Path, flag: str) -> str:
-    """Return the text of a file. Raises `ConfigError` with the flag that named it, where it cannot be read."""
+    """Return the text of a file. If that fails, raise a `ConfigError` that names the flag which gave the path."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -32,7 +32,7 @@ def _refusal(path: str | Path, reason: str, flag: str) -> ConfigError:
 
 
 def import_from_here() -> None:
-    """Let `target: my_module:MyModel` find modules in the current folder, as `python -m` does."""
+    """Add the current folder to `sys.path`, as `python -m` does, so that `target: my_module:MyModel` can be found."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)

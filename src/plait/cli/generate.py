@@ -1,4 +1,4 @@
-"""`plait generate`, `plait chat` and `plait serve`: open a model from a path, and write with it."""
+"""`plait generate`, `plait chat` and `plait serve`: open a model from a path, and generate text with it."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ from plait.posttrain import held_out as kept_back
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_ROWS = 64
-"""Prompts in one batch."""
+"""The most prompts in one batch."""
 _FAMILIES = {"gpt2": "gpt", "llama": "llama", "mixtral": "moe"}
-"""Model types of `transformers` → Plait's model family, which generates faster."""
+"""Model type of `transformers` → Plait's model family that is used instead, as it generates faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +89,18 @@ class Opening:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """`auto`: bf16 on a GPU, fp32 elsewhere."""
     offload: str | None = None
-    """`cpu` or `nvme`: where the weights of the blocks are kept, if not on the device."""
+    """Where the weights of the blocks are kept: `cpu` (memory), `nvme` (a file), or None for the device."""
     offload_path: str | None = None
     """Folder of the `nvme` tier."""
     trust_code: bool = False
-    """Run the code that the stored files name: a model of the author's own, `auto_map` of a Hugging Face folder."""
+    """Whether code that stored files name is run: a model's own class, `auto_map` of a Hugging Face folder."""
 
 
 def open_conversation(path: str, opening: Opening | None = None) -> Conversation:
-    """Open a run, one of its checkpoints, or a Hugging Face folder, in this one process."""
+    """Return a conversation with the model of a run, of one of its checkpoints or of a Hugging Face folder.
+
+    The model is loaded in this one process.
+    """
     opening, folder = opening or Opening(), Path(path)
     config = None
     if not folder.exists():
@@ -107,7 +110,7 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
     if kind_of(folder) == "hf":
         model_config = _model_config_of(folder)
     else:
-        checkpoint = CheckpointFolder(folder).find(str(folder.absolute()))  # absolute: `auto` is a name here
+        checkpoint = CheckpointFolder(folder).find(str(folder.absolute()))  # absolute: `find` treats `auto` specially
         assert checkpoint is not None
         stored = {**open_checkpoint(checkpoint).manifest.state["config"], "strategy": {}}
         config = parse_stored(stored, checkpoint / MANIFEST, trust_code=opening.trust_code)
@@ -150,7 +153,7 @@ def open_conversation(path: str, opening: Opening | None = None) -> Conversation
 
 
 def _model_config_of(folder: Path) -> ModelConfig:
-    """Return Plait's model for a Hugging Face folder, where there is one; else that of `transformers`."""
+    """Return the configuration of Plait's model for a Hugging Face folder, or if it has none, of `transformers`'."""
     description = read_description(folder) or {}
     family = _FAMILIES.get(description.get("model_type", ""))
     if family is not None:
@@ -158,7 +161,7 @@ def _model_config_of(folder: Path) -> ModelConfig:
         shapes = {name.removeprefix("model."): entry.shape for name, entry in entries.items()}
         try:
             converted = from_transformers(family, description, shapes).config
-        except ModelError:  # a variant that Plait's model does not support
+        except ModelError:  # Plait's model does not support this variant
             converted = None
         if converted is not None:
             return converted
@@ -190,7 +193,7 @@ def _load(path: str, model_config: ModelConfig, opening: Opening) -> nn.Module:
 
 
 def _load_trained_part(checkpoint_folder: Path, config: RunConfig, opening: Opening) -> nn.Module:
-    """Load a checkpoint with only the trained parameters on top of the weights that the run began with."""
+    """Return the model of a checkpoint that has only the trained parameters; the others are from the run's start."""
     assert config.model is not None
     checkpoint = open_checkpoint(checkpoint_folder)
     initial = (config.posttrain.start if config.posttrain else None) or getattr(config.model, "path", None)
@@ -213,7 +216,7 @@ def _load_trained_part(checkpoint_folder: Path, config: RunConfig, opening: Open
 
 
 def _load_streamed(checkpoint_folder: Path, config: RunConfig | None, opening: Opening) -> nn.Module:
-    """Load a model of which the device holds two blocks at a time."""
+    """Return a model whose weights are kept off the device, which holds two blocks at a time."""
     from plait.generate import build_streamed
 
     tier = opening.offload
@@ -232,12 +235,12 @@ def _load_streamed(checkpoint_folder: Path, config: RunConfig | None, opening: O
 
 
 def _context(model: nn.Module, config: RunConfig | None) -> int | None:
-    """Return the context length of the model, else that of its training data."""
+    """Return the context length of the model, else of its training data; None if neither has one."""
     return context_of(model) or (None if config is None else getattr(config.data, "seq_len", None))
 
 
 def _tokenizer(asked: Path, weights: Path, config: RunConfig | None, opening: Opening) -> Path:
-    """Return the path of the tokenizer: `--tokenizer`, beside the weights, or of the run's data."""
+    """Return the path of the tokenizer: `--tokenizer`, else that beside the weights, else that of the run's data."""
     if opening.tokenizer is not None:
         return Path(opening.tokenizer)
     section = None if config is None else config.posttrain
@@ -259,7 +262,7 @@ def _chat_format(
     section = (config.posttrain if config is not None else None) or PosttrainConfig()
     named = (section.tokenizer, getattr(config.model, "path", None) if config else None, str(weights))
     template_folders = [tokenizer_location, *(Path(path) for path in named if path is not None)]
-    if config is None or config.phase is None:  # it was not trained on conversations: the model's own template
+    if config is None or config.phase is None:  # not trained on conversations by Plait: use the model's own template
         template_folders = [
             *(path for path in template_folders if chat_template_in(tokenizer_folder(path)) is not None),
             *template_folders,
@@ -273,9 +276,12 @@ def _chat_format(
 def _with_tools(
     template: Template, tokenizer: ChatTokenizer
 ) -> Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None:
-    """Return what formats conversations with tools, where the template writes calls in the form that is parsed here."""
+    """Return a function that formats conversations with tools.
+
+    Return None if the template writes tool calls in a form that is not parsed here.
+    """
     name, arguments = "probe", {"x": [1, "y"]}
-    hidden = any(tokenizer.special_token(mark) is not None for mark in (OPEN, CLOSE))  # decoding would drop the marks
+    hidden = any(tokenizer.special_token(mark) is not None for mark in (OPEN, CLOSE))  # decoding would remove them
     if hidden or not isinstance(template, OfTokenizer):
         return None
     written = template.written_call(name, arguments)
@@ -306,13 +312,13 @@ def _json(file: Path) -> dict[str, Any]:
     return read_json_object(file, DataError) if file.is_file() else {}
 
 
-# `plait generate`: texts from prompts, alone or compared with other models', and the perplexity of a text.
+# `plait generate`: continues prompts with one or several models, and computes the perplexity of a text.
 
 
 _MORE = ("messages", "system", "history", "instruction", "input", "tools")
 """Fields of a prompt in a file that are not supported here."""
 _WINDOW = 1024
-"""Tokens at once for a perplexity, where a model has no context length."""
+"""Tokens per window when a perplexity is computed with a model that has no context length."""
 
 
 def generate(
@@ -329,10 +335,10 @@ def generate(
     held_out: int | None = None,
     reward: str | None = None,
 ) -> None:
-    """Let one or several models continue the prompts, and print the texts or write them side by side.
+    """Continue the prompts with one or several models, and print the texts, or write them side by side to `html`.
 
-    With `chat`, and for the run's `held_out` questions, a prompt is a turn of a conversation. `reward` names the reward
-    model or function that scores the answers.
+    With `chat`, and for the run's `held_out` questions, a prompt is the user's turn in a conversation. `reward` names
+    the reward model or function that scores the answers.
     """
     text = None if perplexity is None else _read(Path(perplexity))
     if html is None and against:
@@ -345,7 +351,7 @@ def generate(
     reward_model = None
     if reward is not None:
         if not Path(reward).exists():
-            import_from_here()  # for a function in the current folder
+            import_from_here()  # `reward` may name a function in the current folder
         reward_model = open_scorer(reward, run_behind(path), trust_code=opening.trust_code)
     paths = [path, *(against or [])]
     answers: list[list[str]] = [[] for _ in asked]
@@ -399,8 +405,8 @@ def _mean(rewards: Sequence[float]) -> tuple[str, str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Return one prompt per line; of a `.jsonl` file, the field `prompt` of each line, or `text`."""
-    # Not `splitlines`, which also splits at characters that a text may have: U+2028 and form feeds.
+    """Return one prompt per line of a file; for a `.jsonl` file, the field `prompt` or `text` of each line."""
+    # Not `splitlines`, which also splits at U+2028 and form feeds, which a prompt may contain.
     lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
     if not lines:
         raise DataError(f"{file} has no prompt in it: write one per line")
@@ -464,7 +470,7 @@ def chat(path: str, sampling: Sampling, opening: Opening, *, system: str | None 
             answer = _answer(conversation, [*turns, Turn("user", said)], sampling)
             if answer is not None:
                 turns += [Turn("user", said), Turn("assistant", answer)]
-                sampling = replace(sampling, seed=sampling.seed + 1)  # the same question again gets another answer
+                sampling = replace(sampling, seed=sampling.seed + 1)  # a repeated question gets another answer
 
 
 def _ask(interactive: bool) -> str | None:
@@ -478,9 +484,9 @@ def _ask(interactive: bool) -> str | None:
 
 
 def _answer(conversation: Conversation, turns: list[Turn], sampling: Sampling) -> str | None:
-    """Print the answer as it is generated, and return it, up to an interruption; None after an error.
+    """Print the answer as it is generated, and return it, or the part before Ctrl-C; None after an error.
 
-    Escape sequences in it are shown, not sent to the terminal.
+    Escape sequences in it are printed as text, so that the terminal does not execute them.
     """
     said: list[str] = []
     try:
@@ -524,7 +530,7 @@ def serve(
 
 
 def _token(file: str | None) -> str:
-    """Return the token in a file, which keeps it out of the list of processes; or a new one."""
+    """Return the token in a file, or a new one. An option with the token itself would be visible in `ps`."""
     if file is None:
         return secrets.token_urlsafe(24)
     try:

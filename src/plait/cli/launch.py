@@ -1,4 +1,4 @@
-"""`plait launch`."""
+"""`plait launch`: start a script on the slots of one or several hosts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from plait.launch import HostCheck, Preflight
 
 _MOST_ROWS = 32
-"""Of more hosts than this, only those with a finding are shown."""
+"""If there are more hosts, the table shows only those with a finding."""
 
 _WIDTH = 150
-"""A row that a narrow terminal breaks is easier to read than columns that are cut."""
+"""Width of tables. A narrow terminal breaks their rows, which is easier to read than truncated columns."""
 
 
 def launch(argv: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ def launch(argv: Sequence[str]) -> None:
 
 
 def _look_for_program(options: LaunchOptions) -> None:
-    """Refuse a missing script or program here, once, and not on every rank."""
+    """Raise an error for a missing script or program here, once, instead of on every rank."""
     script = options.script
     if options.module:
         return
@@ -88,7 +88,7 @@ def _tune(setup: PreparedLaunch) -> None:
 
 
 def _cleared(setup: PreparedLaunch) -> PreparedLaunch:
-    """Return the launch with the address and port that its hosts reported; raise where the check has failed."""
+    """Return the launch with the address and port that its hosts reported; raise an error if a check failed."""
     checked = _checked(setup)
     if not checked.good:
         raise WorldError("nothing was started; the table above says what to change")

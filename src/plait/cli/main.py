@@ -19,26 +19,26 @@ from plait.errors import ConfigError, PlaitError, Problem
 def open_closed_streams() -> None:
     """Open standard streams that are closed (by some daemons, or `>&-`) on the null device.
 
-    Otherwise the next file that is opened would get a stream's number. Ranks inherit the null device.
+    Otherwise the next file that is opened would get a standard stream's number. Ranks inherit the null device.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is `number`
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
 
 
 def restart_in_utf8_mode() -> None:
-    """Restart in Python's UTF-8 mode where the locale is ASCII, in which no Chinese file name could be opened."""
+    """If the locale is ASCII, restart in Python's UTF-8 mode: files with Chinese names could not be opened."""
     if _is(sys.getfilesystemencoding(), "ascii"):
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def replace_unencodable() -> None:
-    """Let the console show `?` for characters that its encoding lacks, instead of failing."""
+    """Make output print `?` for characters that the console's encoding lacks, instead of raising."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape" if _is(sys.stdout.encoding, "utf-8") else "replace")
     if isinstance(sys.stdin, io.TextIOWrapper) and _is(sys.stdin.encoding, "ascii"):
@@ -85,12 +85,12 @@ Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 
 
 def _settings(overrides: list[str] | None, *, trust_code: bool) -> list[str]:
-    """Return the overrides, with `--trust-code` as a setting, so that it reaches every rank."""
+    """Return the overrides; `--trust-code` is added to them as a setting, so that every rank gets it."""
     return [*(overrides or []), *(["trust_code=true"] if trust_code else [])]
 
 
 class _CommandWithSettings(TyperCommand):
-    """Refuses a setting that is written like an option, with the right form."""
+    """Raises an error for a setting that is written like an option (`--key`); its message shows the right form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Check every `--name` before the arguments are parsed."""
@@ -442,7 +442,7 @@ def serve(
     trust_code: TrustCode = False,
 ) -> None:
     """Answer over HTTP with OpenAI's API, and a web page to try it."""
-    from plait.generate import Limits  # isort: skip  # first: without its extra nothing else is loaded
+    from plait.generate import Limits  # isort: skip  # first: without the extra, it fails before other imports
 
     from plait.cli.generate import serve as run
 
@@ -537,7 +537,7 @@ def tune(
 
 
 class _UnparsedCommand(TyperCommand):
-    """Passes its arguments on unparsed: those after the script are the script's."""
+    """A command whose arguments typer does not parse, as those after the script are the script's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep all arguments."""
@@ -621,7 +621,7 @@ def main() -> Any:
 
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Errors of permissions and full disks, which are not errors of the program."""
+"""Errors of permissions and full disks, which are printed as messages, because Plait does not cause them."""
 
 
 if __name__ == "__main__":

@@ -47,12 +47,12 @@ Flags of DeepSpeed-Chat's main.py (--data_path, --max_seq_len, …) are settings
 _ONE = ("nproc", "hostfile")
 _NONE = ("dry_run",)
 _WIDTH = 150
-"""Rows that a narrow terminal wraps are easier to read than truncated columns."""
+"""Width of tables. A narrow terminal wraps their rows, which is easier to read than truncated columns."""
 
 
 @dataclass
 class PipelineCommand:
-    """The arguments of the command by kind."""
+    """The arguments of the command, sorted by kind."""
 
     files: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
@@ -86,13 +86,13 @@ def pipeline(argv: Sequence[str]) -> None:
 
 
 def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
-    """Sort arguments into files, settings and flags. A flag takes the values up to the next flag or setting."""
+    """Return files, settings and flags among the arguments. A flag takes the values up to the next flag or setting."""
     from plait.config import nearest
     from plait.frontends.deepspeed import chat
 
     arguments = PipelineCommand()
     flag_list: list[str] = []
-    last, values_left = "", 0  # the option of `_ONE` that still needs its value, and how many values a flag may take
+    last, values_left = "", 0  # the option of `_ONE` that still needs its value; how many values the flag may take
     for argument in argv:
         if argument.startswith("-") and not _is_number(argument):
             flag, equals, value = _long(argument).partition("=")
@@ -133,7 +133,7 @@ def sort_arguments(argv: Sequence[str]) -> PipelineCommand:
 
 
 def _long(argument: str) -> str:
-    """Return `--nproc` for `-n`, with its value in `-n2` and `-n=2`; other arguments as they are."""
+    """Return the long form of `-n`: `--nproc`, with the value if it has one (`-n2`, `-n=2`). Keep other arguments."""
     if not argument.startswith("-n") or argument.startswith("--"):
         return argument
     value = argument[2:].removeprefix("=")
@@ -150,7 +150,7 @@ def _is_number(argument: str) -> bool:
 
 
 def _ranks_and_start(arguments: PipelineCommand) -> tuple[int, int, Start]:
-    """Return the number of ranks, the number per host, and what starts them."""
+    """Return the number of ranks, the number per host, and the function that starts them."""
     from plait.frontends.deepspeed import chat
 
     steps = chat.read_steps(arguments.step_flags)

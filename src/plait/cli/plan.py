@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 _SHOWN = 12
-"""How many results of a search are shown; the file has all."""
+"""The number of a search's results that are shown; the file of `--out` has all."""
 _PHASES = [phase for phase in Phase if phase not in (Phase.EVALUATE, Phase.IDLE, Phase.LEFT)]
-"""In the order of a run that resumes from a checkpoint."""
+"""The phases that the table shows, in the order of a run that resumes from a checkpoint."""
 _WHOLE_GIB = 10.0
 """From this size on, host memory is shown in whole GiB."""
 _NOTABLE_S = 1e-3
-"""Shorter copies are not shown: every run copies its inputs."""
+"""Copies that take less time are not shown, as every run copies its inputs."""
 
 
 _ALONE = {
@@ -36,11 +36,11 @@ _ALONE = {
     "--states-only": ("--search", "--gpu", "--exact", "--timeline", "--out"),
     "--search": ("--exact", "--timeline"),
 }
-"""The options without effect beside each mode."""
+"""For each mode, the options that have no effect in it."""
 
 
 def check_use(given: dict[str, object]) -> None:
-    """Refuse options without effect beside others; `given` has each with its value."""
+    """Raise a `ConfigError` for options without effect in the given mode. `given` has the value of each option."""
     for mode, others in _ALONE.items():
         if given[mode] and (idle := [option for option in others if given[option]]):
             raise ConfigError(
@@ -49,7 +49,7 @@ def check_use(given: dict[str, object]) -> None:
 
 
 def draw_pipeline(config: str, overrides: Sequence[str], out: str | None, *, ranks: int | None) -> None:
-    """Draw the pipeline schedule of a run: which stage works on which micro-batch when, and which waits."""
+    """Draw the pipeline schedule of a run: which micro-batch each stage works on at each time, and when it waits."""
     run = parse(config, overrides).config
     strategy = run.strategy
     if strategy.layout.pp == 1:
@@ -169,7 +169,7 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
     table = Table(unit, *names, box=None, pad_edge=False, header_style="bold")
     for name, held in _memory_rows(plan):
         cells = ["" if value is None else f"{value / size:9.2f}" for value in held]
-        if name.endswith(":") or any(float(cell or 0) for cell in cells):  # nothing that would be shown as 0.00
+        if name.endswith(":") or any(float(cell or 0) for cell in cells):  # skip rows that would be shown as 0.00
             table.add_row(name, *cells)
     console.print(table)
     mfu = "" if plan.mfu is None else f", {plan.mfu:.1%} of the peak"
@@ -246,7 +246,7 @@ def _time_rows(plan: Plan) -> Iterator[tuple[str, list[float]]]:
 
 
 def _show_remedies(console: Console, config: RunConfig, machine: Hardware, ranks: int, known: Known) -> None:
-    """Print each remedy as it is planned; at the end what to write, that nothing helps, or that the time was up."""
+    """Print each remedy when its plan is ready; then what to write, that nothing helps, or that time ran out."""
     from plait.plan import RemedySearch
 
     console.print("\nChanges in order, each added to those before:")
@@ -290,7 +290,7 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
         needed = "" if entry.plan is None else f"{entry.plan.needed_gib:.1f}"
         remark = entry.reason or ("" if entry.candidate.settings else "as written")
         cells = [column[index] for column in columns.values()]
-        about = "" if entry.plan else "~"  # an estimate without a plan
+        about = "" if entry.plan else "~"  # an estimate: no plan was made
         table.add_row(f"{about}{entry.tokens_per_second:,.0f}", needed, *cells, remark, style="dim" if about else None)
     console.print(table)
     if len(result.results) > _SHOWN:
@@ -306,7 +306,7 @@ def _show_search(console: Console, result: Search, config: RunConfig, ranks: int
 
 
 def show_states(config: str, overrides: Sequence[str], *, gpus: int = 1) -> None:
-    """Print the model states of the run's model, and DeepSpeed's tables for it. The model has no storage."""
+    """Print the sizes of the model states, and DeepSpeed's tables for the model. Its weights are not allocated."""
     run = parse(config, overrides).config
 
     from plait.plan import estimate_states, zero2_table, zero3_table

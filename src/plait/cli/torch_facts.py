@@ -1,4 +1,4 @@
-"""What torch and the optional engines say about themselves, as a line of JSON. Run by `plait doctor` as a child."""
+"""Prints facts about torch and the optional engines as a line of JSON. `plait doctor` runs it as a child process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENGINES = ("deepspeed", "colossalai")
 
 
 def facts() -> dict[str, Any]:
-    """Everything."""
+    """Return all facts by name."""
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -41,7 +41,7 @@ def _nccl() -> str | None:
 
 
 def _gloo() -> str:
-    """Empty if a group of one can sum a number; otherwise why not."""
+    """Return an empty text if gloo can sum a number in a group of one process, else the error."""
     if not distributed.is_gloo_available():
         return "not in this torch"
     try:
@@ -61,7 +61,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _links() -> str:
-    """Which pairs of GPUs reach each other's memory without the host."""
+    """Return a text about how many pairs of GPUs can access each other's memory directly."""
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
@@ -83,7 +83,7 @@ def _engine(name: str) -> dict[str, Any]:
 
 
 def _deepspeed_parts() -> dict[str, bool]:
-    """Its kernels, and whether this machine could build each."""
+    """Return DeepSpeed's kernels, and whether each can be built on this machine."""
     builders = import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
     return {
         name: bool(builder.is_compatible(verbose=False))

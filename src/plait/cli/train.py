@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from plait.profile import Report
     from plait.trainer import Runner
 
-# What all commands that train have in common: smaller micro-batches where memory is short, and their exit codes.
+# Common to all commands that train: the restart with smaller micro-batches if memory runs out, and exit codes.
 
 
 def train_with(runner: Runner, argv: Sequence[str]) -> None:
-    """Train; `argv` is the command of this process, without the name of the program.
+    """Train. `argv` is the command line of this process without the program's name, to restart it.
 
-    A run that a signal stopped prints how to resume it, and exits with 128 plus the signal, so that a script does not
-    take it for a finished run.
+    If a signal stopped the run, print how to resume it, and exit with 128 plus the signal's number, so that a script
+    does not take it for a finished run.
     """
     with _smaller_if_full(runner, argv):
         runner.train()
@@ -70,10 +70,10 @@ def train_with(runner: Runner, argv: Sequence[str]) -> None:
 
 
 def leave_if_stopped(runner: Runner) -> None:
-    """Exit where a signal has stopped the run. Called on every rank."""
+    """Exit if a signal has stopped the run. Every rank must call it."""
     from plait.trainer import STOPPED
 
-    # The ranks wait for each other here: some launchers end the others as soon as one has exited with such a code.
+    # Ranks wait for each other here, as some launchers end the others when one exits with such a code.
     if not runner.stopping() or (code := STOPPED.get(str(runner.stop_reason))) is None:
         return
     if runner.config.checkpoint.last and runner.world.is_main:
@@ -84,9 +84,9 @@ def leave_if_stopped(runner: Runner) -> None:
 
 @contextmanager
 def _smaller_if_full(runner: Runner, argv: Sequence[str]) -> Iterator[None]:
-    """Where a run of one process runs out of memory in a step, start again with smaller micro-batches.
+    """If a run of one process runs out of memory in a step, restart it with smaller micro-batches.
 
-    A launcher does the same for its ranks.
+    For runs of several ranks, the launcher does this.
     """
     from torch import OutOfMemoryError
 
@@ -95,7 +95,7 @@ def _smaller_if_full(runner: Runner, argv: Sequence[str]) -> Iterator[None]:
         return
     except OutOfMemoryError as error:
         phase = runner.world.heartbeat.phase
-        # Without a launcher the phases within a step are not reported: all of it counts as idle.
+        # Without a launcher, the phases within a step are not reported: the phase is then `idle` in all of them.
         if launched_size() is not None or not (phase.has_batches or phase is Phase.IDLE):
             raise
         if (steps := runner.step_memory.growth) is not None:
@@ -152,7 +152,7 @@ def _command(config: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _refuse_search_on_machines(parsed: Parsed) -> None:
-    """Refuse searches on several machines: each would search for itself, with its own result."""
+    """Raise an error for a search on several machines: each would search separately, with its own result."""
     asked = {"strategy.auto": parsed.config.strategy.auto}
     asked["strategy.offload.ratio"] = parsed.config.strategy.offload.ratio == "auto"
     remedy = "Write what `plait plan --search` shows."
@@ -190,7 +190,7 @@ def _search_offload_ratio(config: str, overrides: Sequence[str], ranks: int) -> 
 def _accelerated(path: str, *, launched: bool) -> tuple[list[str], str | None, Machines | None]:
     """Return the meaning of an `accelerate` YAML: overrides, processes per machine, and the machines if several.
 
-    With `launched`, this process is a rank, and its launcher has decided these.
+    With `launched`, this process is a rank: its launcher has already decided the processes and machines.
     """
     from plait.config import read
     from plait.frontends.accelerate import as_overrides, machines, processes, translate
@@ -227,14 +227,14 @@ def _check(parsed: Parsed, ranks: int) -> None:
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
     check_graphs(config, ranks=ranks, accumulation=batch.accumulation)
     if layout.pp > 1:
-        # Late: it imports torch, which the launcher otherwise does not need.
+        # Imported here, as it loads torch, which the launcher otherwise does not need.
         from plait.distributed import check_pipeline
 
         check_pipeline(pipeline, layout.pp, batch.accumulation)
 
 
 def _check_metrics(parsed: Parsed) -> None:
-    """Check the names of metrics, where no custom hook or metric may add others."""
+    """Check the names of metrics, unless a custom hook or metric may add others."""
     config = parsed.config
     if config.phase is not None or any(
         isinstance(section, (*CUSTOM_HOOKS, CustomMetric)) for section in (*config.hooks, *config.metrics)
@@ -270,7 +270,7 @@ def _show(parsed: Parsed) -> None:
     table.add_column("from", no_wrap=True)
     settings = describe(parsed)
     for path, value, origin in settings:
-        row = (Text(cell) for cell in (path, _written(value), origin))  # as text: `[…]` is not markup
+        row = (Text(cell) for cell in (path, _written(value), origin))  # as Text, so that `[…]` is not read as markup
         table.add_row(*row, style="dim" if origin == "default" else None)
     console = Console()
     narrowest = max(len(path) for path, *_ in settings) + max(len(origin) for *_, origin in settings) + 40
@@ -279,7 +279,7 @@ def _show(parsed: Parsed) -> None:
 
 
 def _written(value: object) -> str:
-    """Return a value as it is written in a file."""
+    """Return the text of a value as in a configuration file."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_written, value))}]"
     return show(value) if value is None or isinstance(value, bool) else str(value)
@@ -323,7 +323,7 @@ def _check_phase(parsed: Parsed, ranks: int) -> None:
 
 
 def _look_for_files(parsed: Parsed) -> None:
-    """Refuse missing files. Not for a dry run, before which other phases may not have made them yet."""
+    """Raise an error for missing files. Not called in a dry run: earlier phases may not have written them yet."""
     if missing := [*missing_paths(parsed.config), *missing_start_paths(parsed.config)]:
         raise ConfigError([replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in missing])
 
@@ -345,7 +345,7 @@ _WIDTH = 132
 
 def profile(config: str, overrides: Sequence[str], *, steps: int | None, nproc: str, out: str | None) -> None:
     """Run a few steps, record them, and show where their time and memory went; nothing is saved."""
-    # torch's tracer otherwise prints log lines between the tables. It reads this when it is loaded.
+    # Otherwise torch's tracer prints log lines between the tables. It reads the variable when it is loaded.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     given = parse(config, overrides).config
     folder = out or (given.profile or ProfileConfig()).folder or f"{given.work_dir.rstrip('/')}-profile"

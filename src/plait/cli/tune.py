@@ -1,4 +1,4 @@
-"""`plait tune`."""
+"""`plait tune`: find the fastest settings of a run by short runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.plan import Candidate
 from plait.tune import RankCandidates, Tuned, make_tune_config, rank_by_rule, tune
 
 _ROWS = 20
-"""Trials that the table shows; the files have them all."""
+"""The number of trials that the table shows; the files have all."""
 
 
 def search(
@@ -34,7 +34,10 @@ def search(
     then_train: bool = False,
     rank: RankCandidates | None = None,
 ) -> None:
-    """Search with the settings of a file, overridden by `options` (those that are not None) and `space`."""
+    """Search, and print the result. The settings of the file `settings` are overridden by `options` and `space`.
+
+    Options that are None are not set. With `then_train`, train with the best settings afterwards.
+    """
     given = dict(read(settings)) if settings is not None else {}
     typed = {key: value for key, value in options.items() if value is not None}
     given |= typed
@@ -74,12 +77,12 @@ def _printer(console: Console) -> Callable[[str], None]:
 
 
 def _as_typed(problem: Problem) -> Problem:
-    """Return a problem of a setting that was given as an option, under the option's name."""
+    """Return the problem with the option's name in place of the setting's: the setting was given as an option."""
     return replace(problem, path=f"--{problem.path.replace('_', '-')}", origin="")
 
 
 def _values(text: str) -> tuple[str, list[Any]]:
-    """Parse `strategy.zero=[0, 3]` into a key and the values to try."""
+    """Return the key and the values to try in a text such as `strategy.zero=[0, 3]`."""
     keys, values = split_override(text)
     if not isinstance(values, list):
         remedy = f"Write `--space '{'.'.join(keys)}=[{show(values)}, …]'`."
@@ -112,7 +115,7 @@ def _show(tuned: Tuned, run: RunConfig, ranks: int, console: Console) -> None:
 
 
 def _by_plan(ranks: int) -> RankCandidates:
-    """Return a function that orders trials by their plan; by a rule of thumb where they cannot be planned."""
+    """Return a function that orders trials by the plan's estimates, or by a rule of thumb if there are none."""
 
     def rank(run: RunConfig, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         from plait.plan import hardware_here, order_by_estimate, run_forked

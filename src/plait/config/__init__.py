@@ -1,4 +1,4 @@
-"""The frozen, closed description of a run. Imports no torch."""
+"""The description of a run: immutable sections that accept only known keys. Does not import torch."""
 
 from typing import TYPE_CHECKING
 

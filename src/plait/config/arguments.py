@@ -1,5 +1,5 @@
-"""Types of the keywords of `Runner` and `prepare`: a section as an object, as a mapping or, where it has one, a
-word."""
+"""Types of the keywords of `Runner` and `prepare`: a section object, a mapping, or a word if the section
+has a short form."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def refuse_unknown_keywords(function: Function) -> Function:
     def checked(*args: Any, **keywords: Any) -> Any:
         if unknown := {key: value for key, value in keywords.items() if key not in parameters}:
             known = [name for name in parameters if name != "self"]
-            # For keys of other frameworks and of inner sections, the parser has better messages.
+            # Parse them first: the parser has better messages for keys of other frameworks and of inner sections.
             parse_sections(**{key: value for key, value in unknown.items() if nearest(key, known) is None})
             raise ConfigError(
                 [

@@ -36,12 +36,12 @@ MAX_SIZE = 2**28
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole float as an integer: parsers read `1e5` as a float."""
+    """Return a float without a fraction as an integer, as parsers read `1e5` as a float; other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _at_most(bound: int) -> Callable[[int], int]:
-    """Return a validator for an upper bound. Not `Field(le=…)`, which the reference would repeat at every key."""
+    """Return a validator for an upper bound. `Field(le=…)` is not used, as the reference would show it at every key."""
 
     def check(value: int) -> int:
         if value > bound:
@@ -56,9 +56,9 @@ def _path(value: Any) -> Any:
 
 
 def _named(value: str) -> str:
-    """Return a path with the home folder and variables expanded.
+    """Return a path with the home folder and environment variables expanded.
 
-    Empty text, which would be the current folder, and variables that are not set are refused.
+    Raise an error for empty text, which would mean the current folder, and for variables that are not set.
     """
     if not value.strip():
         remedy = "Give a path, or leave the key out; `.` is this folder."

@@ -1,4 +1,4 @@
-"""Engines: Plait's own and other libraries', which keys each supports, and its ZeRO stage."""
+"""Engines: Plait's own and those of other libraries; which keys each supports, and its ZeRO stage."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _commands(engine: EngineWord) -> str:
     if engine not in COMPANIONS:
         return f"pip install {library}"
     others = " ".join([*_IMPORTS[engine], *(f"{name}=={need}" for name, need in COMPANIONS[engine].items())])
-    # With its declared requirements, pip would install an old version of torch.
+    # Installed without its declared requirements, for which pip would install an old version of torch.
     return f"pip install --no-deps {library} && pip install {others}"
 
 

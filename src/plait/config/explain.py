@@ -1,4 +1,4 @@
-"""Messages for what the schema refused: the path as it was written, the value, what to write instead."""
+"""Messages for settings that the schema refused: the path as the user wrote it, the value, what to write instead."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def explain_section(error: ValidationError, root: type[Section], whole: str, ori
 
 
 def _explained(error: ValidationError, root: type[Section]) -> Iterator[tuple[str, str, str]]:
-    """Yield path, message and remedy for each path."""
+    """Yield (path, message, remedy) for each path with an error."""
     errors_at: dict[str, list[_Error]] = {}
     for raw in error.errors(include_url=False):
         located = _located(raw, root)
@@ -194,7 +194,7 @@ def _explained(error: ValidationError, root: type[Section]) -> Iterator[tuple[st
 
 
 def _located(raw: Any, root: type[Section]) -> _Error:
-    """Return an error with its path without pydantic's own steps: tags, and names of union members."""
+    """Return an error with the path of keys in the file: without the tags and union members in pydantic's path."""
     keys: tuple[Any, ...] = ()
     annotation: Any = root
     owner = root
@@ -206,7 +206,7 @@ def _located(raw: Any, root: type[Section]) -> _Error:
             keys, annotation = (*keys, step), info.annotation if info else None
         elif step in choices:
             annotation = choices[step]
-        elif step == BUILTIN_TAG and len(choices) == 1:  # one section alone is known by no tag of its own
+        elif step == BUILTIN_TAG and len(choices) == 1:  # a union of one section has no tag for it
             annotation = next(iter(choices.values()))
         elif step == CUSTOM_TAG and (opened := schema.custom_section(annotation)) is not None:
             annotation = owner = opened
@@ -220,7 +220,7 @@ def _located(raw: Any, root: type[Section]) -> _Error:
 
 
 def _problem(path: str, errors: list[_Error]) -> tuple[str, str, str]:
-    """Return path, message and remedy for the errors at one path: of a union's members, the one with the right type."""
+    """Return path, message and remedy for the errors at one path; of a union, for the member with the right type."""
     first = next((error for error in errors if error.code not in _EXPECTED), errors[0])
     if first.code in _EXPECTED:
         message, remedy = _wrong_type(first, [_EXPECTED[error.code] for error in errors])
@@ -243,7 +243,7 @@ def _unknown_key(error: _Error) -> tuple[str, str]:
     hints = [foreign] if foreign else []
     if not hints and (meant := nearest(key, keys)):
         hints.append(f"Did you mean `{meant}`?")
-    # Beside the hint for another framework's key, Plait's key of the same name would be misleading.
+    # If there is a hint for another framework's key, do not also suggest Plait's key with the same name.
     paths = {} if foreign else dict.fromkeys(schema.paths_with_key(key, error.root))
     section_path = dotted(error.keys[:-1])
     tag = _tag(error.section)

@@ -27,7 +27,7 @@ from plait.errors import ConfigError, Problem
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy that can be changed; a section becomes the keys that were set in it."""
+    """Return a mutable copy; a section object becomes a dict of the keys that were set in it."""
     if isinstance(value, Section):
         settings = settings_of_section(value)
         return {
@@ -112,20 +112,20 @@ class ConfigBuilder:
             self.origins.setdefault(dotted(keys), origin)
             value = list(default or ()) if items(annotation) else {}
         if isinstance(value, dict) and "type" in keys_of(default):
-            value.setdefault("type", default.type)  # which defines the keys inside
+            value.setdefault("type", default.type)  # the type determines which keys the section has
         if not isinstance(value, (dict, list, tuple)):
             value = self._expanded_here(value, annotation, keys)
         if isinstance(value, tuple):
             value = list(value)
         if isinstance(value, (dict, list)):
             return value
-        if not isinstance(value, RefusedError):  # a refused word is reported with the section itself
+        if not isinstance(value, RefusedError):  # a refused word is reported when its section is checked
             message = f"{show(value)} has no keys to set"
             self.problems.append(Problem(dotted(keys), message, "Set the value itself, or leave it out.", origin))
         return None
 
     def _expanded_here(self, value: Any, annotation: Any, keys: Keys) -> Any:
-        """Return the keys that `value` is short for in the section at `keys`, or the error that refused it."""
+        """Return what `value` is a short form of in the section at `keys`: its keys, itself, or the error for it."""
         owner = section_for(annotation, value)
         if owner is None or not issubclass(owner, Shorthand):
             return value
@@ -157,7 +157,7 @@ class ConfigBuilder:
         return expanded
 
     def _mark(self, keys: Keys, value: Any, origin: str) -> None:
-        """Set the origin of the value at `keys` and of all inside it, and remove earlier ones."""
+        """Set the origin of the value at `keys` and of all values in it, and remove origins that were set before."""
         path = dotted(keys)
         for book in (self.origins, self.written):
             for known in [known for known in book if known == path or known.startswith(f"{path}.")]:
@@ -191,7 +191,7 @@ def _fit_sizes(data: Any, bounds: dict[str, int]) -> Any:
 
 
 def _with(section: Any, changes: dict[str, Any]) -> Any:
-    """Return a copy with other values, which do not count as set by the user."""
+    """Return a copy of a section with changed values; these do not count as set by the user."""
     assert isinstance(section, Section)
     made = section.model_copy(update=changes)
     made.__pydantic_fields_set__ &= section.model_fields_set
@@ -235,7 +235,7 @@ def parse(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (),
     from_file = [(path, value) for path, value in names if parsed.origins[path] == name]
     if from_file and not parsed.config.trust_code:
         raise ConfigError([refusal(path, value, stored_in).problems[0] for path, value in from_file])
-    return _finished(builder)  # the names left are the user's: overrides, or in a file that is trusted
+    return _finished(builder)  # all other names are the user's: in overrides, or in a file that is trusted
 
 
 def parse_stored(description: Mapping[str, Any], file: str | Path, *, trust_code: bool) -> RunConfig:
@@ -252,7 +252,7 @@ def parse_stored(description: Mapping[str, Any], file: str | Path, *, trust_code
 
 
 def _is_record(path: Path) -> bool:
-    """Whether a file is the `config.yaml` that a run wrote into its folder."""
+    """Return whether a file is the `config.yaml` that a run wrote into its folder."""
     if path.name != "config.yaml":
         return False
     return (path.parent / "checkpoints").is_dir() or any(path.parent.glob("events-rank*.jsonl"))
@@ -271,7 +271,7 @@ def parse_sections(**sections: Any) -> Parsed:
 
 
 def _with_objects(parsed: Parsed) -> Parsed:
-    """Return the run description; raise where it names an object of another process."""
+    """Return the run description; raise an error if it names a Python object of another process."""
     if lost := objects_without_name(rows(parsed.config)):
         raise ConfigError([replace(problem, origin=origin_of(problem.path, parsed.origins)) for problem in lost])
     return parsed

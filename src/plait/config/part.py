@@ -1,10 +1,10 @@
-"""Custom parts: sections for what users bring of their own.
+"""Custom parts: sections for a user's own classes and functions.
 
 [Note: one way in]
 Wherever a section is open, `type` may be one of Plait's names, `package.module:name`, or the name of an installed
-plug-in (an entry point of the group `plait.<kind>`); from Python it may also be the object itself, or what makes one.
-Every other key of such a section is an argument of that part. Nothing is imported here: `plait.plugins` loads a part,
-in the processes that train.
+plug-in (an entry point of the group `plait.<kind>`); from Python it may also be the object itself, or a class or
+function that returns one. Every other key of such a section is an argument for that class or function. Nothing is
+imported here: `plait.plugins` loads a part, in the processes that train.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class ImportedPart(Section):
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is a Python object that a file cannot hold."""
+    """Return whether a value is a Python object that a configuration file cannot contain."""
     return value is not None and not isinstance(value, (str, Mapping, Section, bool, int, float, list, tuple))
 
 
@@ -155,7 +155,7 @@ def is_custom(custom: type[CustomPart], name: Any) -> bool:
     """Whether a `type` names a custom part, not one of Plait's. Imports nothing."""
     if not isinstance(name, str):
         return _is_object(name)
-    if name in custom.builtin:  # checked first, as looking up plug-ins takes a while
+    if name in custom.builtin:  # checked first, as looking up plug-ins is slow
         return False
     if isinstance(name, GivenName) or ":" in name or name.startswith("<"):
         return True
@@ -186,7 +186,7 @@ def builtin_or_custom(custom: type[CustomPart]) -> Callable[[Any], str]:
 
     def tag(value: Any) -> str:
         name = value.get("type") if isinstance(value, Mapping) else None
-        if len(custom.builtin) == 1 and isinstance(value, Mapping):  # no union that would list the types
+        if len(custom.builtin) == 1 and isinstance(value, Mapping):  # no union, whose error lists the types
             return BUILTIN_TAG if name in custom.builtin else CUSTOM_TAG
         return CUSTOM_TAG if isinstance(value, custom) or is_custom(custom, name) else BUILTIN_TAG
 

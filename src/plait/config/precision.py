@@ -1,4 +1,4 @@
-"""`precision`: the dtypes of compute, reduction and storage."""
+"""`precision`: the dtypes of computation, gradient reduction and storage."""
 
 from __future__ import annotations
 

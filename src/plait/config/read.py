@@ -88,7 +88,7 @@ def _similar_files(path: Path) -> str:
     if not folder.is_dir():
         return f"The folder {folder} does not exist either."
     stems = {file.stem: file.name for file in sorted(folder.iterdir()) if file.suffix.lower() in SUFFIXES}
-    meant = nearest(path.stem, stems)  # without the ending, which makes any two names similar
+    meant = nearest(path.stem, stems)  # without the suffix: two names with the same one would seem similar
     return (f"Did you mean `{stems[meant]}`? " if meant else "") + _files_in(folder)
 
 
@@ -107,7 +107,7 @@ def parse_text(path: Path, text: str) -> Any:
         data = parse(path, text)
     except RecursionError:
         raise _too_deep(path) from None
-    except ValueError as error:  # of Python's int(), for a number of thousands of digits
+    except ValueError as error:  # Python's int() refuses numbers of thousands of digits
         raise ConfigError(
             Problem(str(path), f"a number in it cannot be read: {error}", "Write fewer digits.")
         ) from None
@@ -189,12 +189,12 @@ def load_jsonc(text: str) -> Any:
         return json.loads(plain)
     except json.JSONDecodeError:
         raise
-    except ValueError:  # of Python's own int()
+    except ValueError:  # Python's int() refuses numbers of thousands of digits
         raise json.JSONDecodeError("a number has thousands of digits", text, 0) from None
 
 
 def _standard_json(text: str) -> str:
-    """Return `text` as standard JSON: comments and trailing commas become blanks, so that positions stay."""
+    """Return `text` as standard JSON: comments and trailing commas are replaced by blanks, to keep positions."""
     pieces = list(text)
     keys: list[set[str] | None] = []  # one entry per open bracket; None for a list
     before, position = "", 0
@@ -238,14 +238,14 @@ def _syntax(path: Path, text: str, line: int, column: int, message: str, remedy:
     """Return a syntax error with its line quoted and a caret under the position."""
     lines = text.splitlines()
     quoted = lines[line - 1] if 0 < line <= len(lines) else ""
-    start = max(0, column - 60)  # a long line is quoted around the place
+    start = max(0, column - 60)  # of a long line, quote only the part around the position
     excerpt = quoted[start : start + 100].replace("\t", " ")
     gutter = " " * len(str(line))
     picture = f"{line} | {excerpt}\n      {gutter} | {' ' * (column - 1 - start)}^"
     return ConfigError(Problem(f"{path}:{line}:{column}", message, f"{remedy}\n      {picture}" if remedy else picture))
 
 
-# Files of other programs, which anybody may have written.
+# Files of other programs: their content is not trusted.
 
 
 def parse_json(text: str | bytes, *, allow_surrogates: bool = False) -> Any:
@@ -324,7 +324,7 @@ def weight_map(index: Path, error: Callable[[str], PlaitError]) -> dict[str, str
     return files
 
 
-# Overrides: `strategy.zero=3`, as they stand on a command line.
+# Overrides on a command line, such as `strategy.zero=3`.
 
 
 _FORM = "Write `section.key=value`, for example `strategy.zero=3`, `optim.betas=[0.9, 0.95]` or `hooks.0.decay=0.9`."

@@ -1,4 +1,4 @@
-"""The whole run description."""
+"""The run description: all sections together."""
 
 from __future__ import annotations
 

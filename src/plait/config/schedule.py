@@ -1,7 +1,7 @@
 """`schedule`: the learning rate over time. Lengths are in steps or epochs, as set by `by`.
 
-DeepSpeed's schedules are here too: `schedule: {type: WarmupLR}` is a key of the run description, and the schema is
-closed, so it cannot wait for a front end to be loaded.
+DeepSpeed's schedules are here and not in its front end: `schedule: {type: WarmupLR}` is valid in every run description,
+and the schema must know all types before any front end is loaded.
 """
 
 from __future__ import annotations

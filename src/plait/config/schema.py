@@ -1,4 +1,4 @@
-"""What is allowed at each path of a run description, from the annotations of the section classes."""
+"""Looks up what a run description may contain at each path, in the annotations of the section classes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):
-        return str(value)  # subclasses of `str` are text in a file
+        return str(value)  # in a file, subclasses of `str` are plain text
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return os.fspath(value) if isinstance(value, os.PathLike) else repr(value)

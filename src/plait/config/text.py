@@ -1,4 +1,4 @@
-"""Text of values and choices in messages."""
+"""Formats values and choices for messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def whole_number(text: str) -> int | None:
 
 def nearest(name: Any, choices: Iterable[Any]) -> str | None:
     """Return the choice that was probably meant; None where none is similar."""
-    from difflib import get_close_matches  # only ever needed for a message
+    from difflib import get_close_matches  # imported here, as only messages need it
 
     by_fold = {_fold(choice): str(choice) for choice in choices}
     folded = _fold(name)

@@ -266,7 +266,7 @@ class ProfileConfig(Section):
 
 
 def _off(value: Any) -> Any:
-    """Return `off` for false, which YAML makes of it."""
+    """Return `off` for False: YAML reads the word `off` as false."""
     return "off" if value is False else value
 
 
@@ -362,7 +362,7 @@ def _uneven(total: int, micro: int | None, accumulation: int | None, ranks: int)
 
 
 def _nearest_divisors(number: int, value: int) -> list[int]:
-    """Return the divisors of `number` next to `value`, below and above."""
+    """Return the divisors of `number` that are closest to `value`, one below and one above."""
     below = next((divisor for divisor in range(min(value, number), 0, -1) if number % divisor == 0), None)
     above = next((divisor for divisor in range(value, number + 1) if number % divisor == 0), None)
     return [divisor for divisor in (below, above) if divisor]

@@ -1,12 +1,12 @@
-"""Imports the code that names stand for, unless the names come from files that are not trusted.
+"""Imports the classes and functions that settings name, unless the names come from files that are not trusted.
 
 [Note: whose names become code]
-A run description, a command line and a Python call are the user's own: what they name is imported. What was *stored* is
-not: a checkpoint's `manifest.json`, the `config.yaml` that a run wrote into its folder, the `config.json` or
-`tokenizer_config.json` of a Hugging Face folder. Anybody may have written such a file, and `model.target: os:system` in
-it would run a command as soon as the model is opened. So a name that was read from a stored file keeps that file's path
-(`StoredName`), and is refused without `--trust-code` (`trust_code: true` in a run description of the user's own). A
-stored `trust_code` is ignored.
+A run description, a command line and a Python call are the user's own: code that they name is imported. Code that a
+*stored* file names is not. Stored files are a checkpoint's `manifest.json`, the `config.yaml` that a run wrote into its
+folder, and the `config.json` and `tokenizer_config.json` of a Hugging Face folder. Anybody may have written such a
+file, and `model.target: os:system` in it would run a command as soon as the model is opened. So a name that was read
+from a stored file keeps that file's path (`StoredName`), and is refused without `--trust-code` (`trust_code: true` in a
+run description of the user's own). A stored `trust_code` is ignored.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def load_module(module_name: str, *, key: str, name: str | None = None) -> Any:
             remedy = "Install it, or put its folder on PYTHONPATH."
             raise ConfigError(Problem(key, f"{shown!r}: no module {error.name!r}", remedy)) from error
         raise _failed(key, shown, module_name, error) from error
-    except PlaitError:  # which has its own message
+    except PlaitError:  # it has its own message
         raise
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except Exception as error:  # a user's module may raise any exception when it is imported
         raise _failed(key, shown, module_name, error) from error
 
 
@@ -194,7 +194,7 @@ def transformers_code(source: str | Path | Mapping[str, Any], *, trust_code: boo
 
 
 def _named_code(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield each name of code: its file, its path in the file, and the name."""
+    """Yield (file, path in the file, name) for each name of a class or function that stored files contain."""
     for file, content in _descriptions(source):
         for path, name in _code_names(content):
             yield file, path, name
@@ -214,7 +214,7 @@ def _descriptions(source: str | Path | Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _code_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each `auto_map` with its first class, and of each kernel of the hub.
+    """Yield (path, name) for each `auto_map`, with its first class, and for each kernel of the Hugging Face Hub.
 
     Some releases of `transformers` honour two private keys: `_attn_implementation_internal`, which names a kernel too
     (before 5.3, CVE-2026-4372), and `trust_remote_code`, which a file must not set itself (before 5.5, CVE-2026-5241).
@@ -225,7 +225,7 @@ def _code_names(content: Any, path: str = "") -> Iterator[tuple[str, str]]:
         if key == "auto_map" and value:
             yield where, next(_texts(value), repr(value))
         elif "_implementation" in str(key) and (kernel := next((text for text in _texts(value) if "/" in text), "")):
-            yield where, kernel  # `attn_implementation: owner/repository` is loaded from there, and run
+            yield where, kernel  # the code in this repository of the hub is downloaded and run
         elif key == "trust_remote_code" and value:
             yield where, str(key)
         else:

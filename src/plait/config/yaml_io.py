@@ -1,4 +1,4 @@
-"""Reads and writes YAML: safe, without YAML 1.1's traps, and with every key at most once.
+"""Reads and writes YAML: executes no tags, avoids the surprises of YAML 1.1 below, and refuses repeated keys.
 
 Imported only where YAML is read or written, as PyYAML is slow to import.
 
@@ -27,7 +27,7 @@ _LEADING_ZERO = re.compile(r"^[-+]?0[0-9_]+$")
 
 
 def _resolvers() -> dict[Any, list[tuple[str, re.Pattern[str]]]]:
-    """Return PyYAML's table of implicit types, with our patterns of numbers."""
+    """Return PyYAML's table of patterns for plain values, with our own patterns for numbers."""
     table = {
         first: [(tag, pattern) for tag, pattern in rules if tag.rpartition(":")[2] not in _REDEFINED]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -59,15 +59,15 @@ class YamlLoader(yaml.SafeLoader):
         """Refuse a value that is not of its tag's type, such as `!!int x`, with its position."""
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError):  # which PyYAML does not catch
+        except (ValueError, KeyError, AttributeError):  # PyYAML does not catch these
             tag = node.tag.rpartition(":")[2]
             raise ConstructorError(None, None, f"this cannot be read as {tag}", node.start_mark) from None
 
 
 def _size(node: Any, sizes: dict[int, int]) -> int:
-    """Return the number of values of a node with all aliases expanded; each node is visited once."""
+    """Return how many values a node has if all aliases are expanded. Each node is visited only once."""
     if id(node) not in sizes:
-        sizes[id(node)] = 1  # for a node within itself, which is refused where it is built
+        sizes[id(node)] = 1  # ends the recursion if a node contains itself; building it raises an error
         inner = [child for pair in node.value for child in pair] if isinstance(node, MappingNode) else node.value
         inside = inner if isinstance(node, (MappingNode, SequenceNode)) else []
         sizes[id(node)] += sum(_size(child, sizes) for child in inside)
@@ -85,7 +85,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: Dumper, text: str) -> ScalarNode:
-    # PyYAML writes these line breaks as they are, and reads them back as `\n`; in double quotes it escapes them.
+    # PyYAML writes these line breaks unescaped and reads them as `\n`. In double quotes it escapes them.
     style = '"' if any(sign in text for sign in "\x85\u2028\u2029") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -110,7 +110,8 @@ def _sequence(loader: YamlLoader, node: SequenceNode) -> list[Any]:
     return loader.construct_sequence(node, deep=True)
 
 
-# Built at once rather than in PyYAML's two steps, so that a node that contains itself is an error.
+# PyYAML first makes an empty container, then fills it. Here it is built in one step, so that a node that contains
+# itself is an error.
 YamlLoader.add_constructor("tag:yaml.org,2002:map", _mapping)
 YamlLoader.add_constructor("tag:yaml.org,2002:seq", _sequence)
 YamlLoader.add_constructor("tag:yaml.org,2002:float", _float)

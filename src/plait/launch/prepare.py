@@ -346,7 +346,7 @@ def _count(options: LaunchOptions) -> int | None:
 
 
 def _without_hostfile(options: LaunchOptions, argv: Sequence[str]) -> PreparedLaunch:
-    """Return a launch on this host alone, or on one of several on each of which the user runs the command (torchrun)."""
+    """Return a launch on this host alone, or on one of several, where the user runs the command on each (torchrun)."""
     custom = is_custom_launcher(options.launcher)
     if not custom and options.launcher not in (None, "local", *FAMILIES):
         raise WorldError(f"--launcher {options.launcher} needs hosts; name a file with --hostfile")

@@ -1,7 +1,7 @@
-"""Rules between settings: each one a small function, called once the schema has passed.
+"""Rules between settings: small functions that are called after the schema has accepted every setting.
 
-A setting may be valid by itself and still contradict another, or have no effect beside the others. Both are errors, and
-all of them are reported together.
+A setting may be valid by itself, but contradict another one, or have no effect because of it. Both are errors; all of
+them are reported together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules for `strategy.engine`: settings that another library does not support, and keys of its own configuration."""
+"""Rules for `strategy.engine`: settings that another library does not support, and keys of its configuration."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def deepspeed_and_the_run_agree(facts: RunFacts) -> Iterator[Problem]:
 
 
 def _repeated(theirs: Mapping[str, Any] | None, config: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield what both configurations can set: path and value there, key and value here."""
+    """Yield each setting that both configurations have: path and value in the library's, key and value in Plait's."""
     batch, train, precision, optim = config.batch, config.train, config.precision, config.optim
     yield "train_batch_size", config_value(theirs, "train_batch_size"), "batch.total", batch.total
     micro = config_value(theirs, "train_micro_batch_size_per_gpu")

@@ -1,4 +1,4 @@
-"""What rules are given, and the checks that they share."""
+"""The argument of every rule (`RunFacts`), and checks that several rules use."""
 
 from __future__ import annotations
 

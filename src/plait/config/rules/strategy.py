@@ -163,7 +163,7 @@ def can_capture(config: RunConfig, *, ranks: int, accumulation: int, described: 
         and config.model.type in REPEATING
         and config.train.loss is None
         and config.phase is None
-        and not config.deterministic  # when the capture begins depends on timing
+        and not config.deterministic  # not deterministic: when the capture begins depends on timing
         and ranks == accumulation == 1
         and not any(capture_obstacles(config))
     )

@@ -1,4 +1,4 @@
-"""Rules for `model`, `data`, `precision`, and what a run does over time: `train`, `optim`, `checkpoint`, `log`, …"""
+"""Rules for `model`, `data`, `precision`, `train`, `optim`, `checkpoint`, `log` and other sections of training."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _ROLES = ("data", "val_data", "test_data")
 def _sources(facts: RunFacts) -> Iterator[tuple[str, DataSource]]:
     for path in _ROLES:
         for key, source in leaf_sources(path, getattr(facts.config, path)):
-            if not isinstance(source, CUSTOM_DATA):  # whose keys are not known here
+            if not isinstance(source, CUSTOM_DATA):  # the keys of custom data are not known here
                 yield key, source
 
 
