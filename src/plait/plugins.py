@@ -80,7 +80,10 @@ def build(section: Section, key: str, *args: Any, accepts: type | tuple[type, ..
 
 
 def build_instance(section: Section, key: str, *args: Any, cls: type, **given: Any) -> Any:
-    """Return what `build` returns, or the object that a script gave; refused unless it is a `cls` (or a protocol)."""
+    """Return what `build` returns, or the object that a script gave; `ConfigError` unless it is an instance of `cls`.
+
+    If `cls` is a protocol, an object with its methods is one.
+    """
     made = build(section, key, *args, accepts=cls, **given)
     if isinstance(made, cls) and not isinstance(made, type):
         return made
@@ -101,9 +104,11 @@ def _import_path(cls: type) -> str:
 
 
 def load_function(section: CustomPart, key: str, *takes: str) -> Callable[..., Any]:
-    """Return the function that a section names, with the section's arguments, to be called with `takes` by position.
+    """Return the function that a section names, with the section's arguments bound to it.
 
-    A class is instantiated with the arguments, and its object is the function.
+    `takes` are the names of the positional arguments with which Plait calls it; a `ConfigError` is raised if its
+    signature does not fit. If the section names a class, an object of it is created with the section's arguments, and
+    that is the function.
     """
     target = load(section, key)
     name, arguments = str(section.type), section.arguments
@@ -117,7 +122,7 @@ def load_function(section: CustomPart, key: str, *takes: str) -> Callable[..., A
 
 
 def _name_and_arguments(section: CustomPart | ImportedPart, key: str) -> tuple[str, str, dict[str, Any], str]:
-    """Return what a section names and the key of that, its arguments and the key that contains them."""
+    """Return the name in a section, the key of that name, the section's arguments, and the key that contains these."""
     if isinstance(section, ImportedPart):
         return str(section.target), f"{key}.target", section.args, f"{key}.args"
     return str(section.type), f"{key}.type", section.arguments, key

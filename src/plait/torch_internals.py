@@ -578,7 +578,7 @@ def fsdp_param_groups(state: Any) -> list[Any]:
 def fsdp_param_group(module: object) -> Any:
     """Return the `FSDPParamGroup` of a module; None if it has no parameters of its own, or is not sharded.
 
-    A module has several groups only if its parameters lie on different meshes, which Plait never does.
+    A module has several groups only if its parameters are on different meshes, which does not happen in Plait.
     """
     state = fsdp_state(module)
     groups = [] if state is None else fsdp_param_groups(state)
@@ -848,7 +848,7 @@ def module_wrap_classes(policy: Any) -> Iterable[type[nn.Module]]:
 
 
 def flat_param_shard_info(model: Any, param: Any) -> tuple[Any, torch.Size]:
-    """Return where a parameter lies in its model's `FlatParameter`, and its shape."""
+    """Return a parameter's shard info (its range in this rank's part of the model's `FlatParameter`), and its shape."""
     flat = _get(model, "_flat_param")
     index = next(index for index, other in enumerate(_get(flat, "_params")) if other is param)
     return _get(flat, "_shard_param_infos")[index], _get(flat, "_shapes")[index]

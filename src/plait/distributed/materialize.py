@@ -85,7 +85,7 @@ def find_shared_storage(model: nn.Module, *, buffers: bool = True) -> tuple[str,
         if is_lazy(tensor) or type(tensor) not in (Tensor, nn.Parameter):
             continue
         first, owner = owners.setdefault(storage_key(tensor), (name, tensor))
-        if owner is not tensor and (buffers or isinstance(owner, nn.Parameter)):  # parameters come first
+        if owner is not tensor and (buffers or isinstance(owner, nn.Parameter)):  # `owner` is a buffer only if both are
             return first, name
     return None
 

@@ -302,7 +302,7 @@ class Style(ParallelStyle):
         return [Problem(PLAN_KEY, f"`{style}` applies to {wanted}, but {self.site.name!r} is a {class_name}")]
 
     def indivisible(self, what: str, count: int) -> list[Problem]:
-        """Return the problem if `count` (of heads or features, says `what`) does not divide by the ranks; else none."""
+        """Return the problem if `count` does not divide by the ranks, else none; `what` names what is counted."""
         if count % self.site.size == 0:
             return []
         sizes = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]

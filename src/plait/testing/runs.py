@@ -79,7 +79,7 @@ class RecordedRun:
 
 
 class InMemory:
-    """Tensors by name, as `compare` asks for them."""
+    """Tensors by name, with the attribute and method that `compare` reads: `entries` and `read`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

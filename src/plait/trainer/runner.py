@@ -288,7 +288,7 @@ _NOT_YET = "the Runner has no {} yet: call runner.setup(), as train(), validate(
 
 
 class Runner:
-    """Trains, validates and tests one model, as one run description says.
+    """Trains, validates and tests one model, according to one run description.
 
     `model` is a module, a function that makes one, or a section; the data are torch data sets, DataLoaders,
     iterables, or sections. The lists `hooks` and `metrics` may mix objects, sections and names. Every other keyword is

@@ -74,7 +74,9 @@ STOPPED: Mapping[str, int] = MappingProxyType(dict(zip(("Ctrl-C", "SIGTERM"), ST
 
 
 class StopSignals:
-    """A context in which SIGINT and SIGTERM call `ask` with the reason, and a second Ctrl-C interrupts at once.
+    """A context in which SIGINT and SIGTERM call the function `ask` with `Ctrl-C` or `SIGTERM`, the reason to stop.
+
+    A second Ctrl-C raises `KeyboardInterrupt` at once.
 
     Signals that were ignored when the process started (`nohup`, `trap '' INT`, `command &` in a script) stay ignored.
     """
