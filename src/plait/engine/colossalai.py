@@ -32,7 +32,7 @@ from plait.torch_internals import flat_param_reshard, flat_param_shard_info, for
 
 
 class ColossalEngine(ForeignEngine):
-    """Backward, gradient reduction and update by a `Booster`."""
+    """Trains with a `Booster`, which runs backward pass, gradient reduction and update."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class ColossalEngine(ForeignEngine):
         super().__init__(boosted, states, built, given, normalizer=normalizer)
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        # It averages over ranks, and the loss is already this rank's share of the global mean.
+        # The booster averages gradients over ranks, while the global mean is the sum of the ranks' normalized losses.
         with self._without_reduction() if not last else nullcontext():
             self._booster.backward(loss * self.world.size, self._wrapper)
 
     def _without_reduction(self) -> AbstractContextManager[Any]:
-        """Return the context that reduces gradients with the last micro-batch only; stages 2 and 3 reduce each."""
+        """Return a context in which a backward pass does not reduce gradients; at stages 2 and 3 it still does."""
         if self._stage >= 2:
             return nullcontext()
         context: AbstractContextManager[Any] = self._booster.no_sync(self._boosted, self._wrapper)
@@ -84,14 +84,14 @@ class ColossalEngine(ForeignEngine):
         return norm, skipped
 
     def _update_chunks(self) -> tuple[float, bool]:
-        """Step with Gemini, which reduces gradients, computes their norm and clips them in `step`."""
+        """Update with Gemini, whose `step` computes the norm and clips; return the norm, and False (never skipped)."""
         self._wrapper.step()
         norm = self._wrapper.get_grad_norm()
         self._wrapper.zero_grad()
         return math.nan if norm is None else float(norm), False
 
     def _gradients(self) -> list[Tensor]:
-        """Return this rank's shard of each gradient that it holds."""
+        """Return the gradients that this rank holds: full ones, or shards."""
         stores = getattr(self._wrapper, "pg_to_grad_store", None)
         if stores is None:
             params = (self._params[name] for name in self._built.trained)
@@ -106,11 +106,14 @@ class ColossalEngine(ForeignEngine):
         ]
 
 
-# Loading the library: late, and with its loggers silenced.
+# Importing the library: only when it is used, and with its loggers silenced.
 
 
 def load_colossalai(world: World) -> Any:
-    """Import `colossalai` and set it up for `world`. Refused without a GPU: its CPU paths fail inside the library."""
+    """Import `colossalai`, set it up for `world`, and return the module.
+
+    Raises `ConfigError` without a GPU: its CPU code paths fail inside the library.
+    """
     check_library("colossalai")
     export_ranks(world.ranks)
     with warnings.catch_warnings():
@@ -136,7 +139,7 @@ _CLASSES = {
     "torch_fsdp": "TorchFSDPPlugin",
 }
 _NO_LIMIT = 1e30
-"""Gemini measures the norm of gradients only where it clips."""
+"""The clipping limit without `train.clip_norm`: Gemini computes the norm of gradients only if it clips."""
 
 
 def make_plugin(config: RunConfig) -> Any:
@@ -190,7 +193,7 @@ def _fsdp_formats(config: RunConfig) -> Any:
 
 
 def _no_policy() -> Any:
-    """Return a policy that leaves the model as it is, which the plugin requires for a model that it does not shard."""
+    """Return a policy that does not change the model: the plugin requires a policy, though it shards no layers here."""
     base: Any = importlib.import_module("colossalai.shardformer.policies.base_policy").Policy
 
     class UnchangedModelPolicy(base):  # type: ignore[misc]
@@ -223,7 +226,7 @@ def _no_policy() -> Any:
 
 
 def states_of(model: Any, optimizer: Any) -> ForeignStates:
-    """Return access to the states of a boosted model and its optimizer."""
+    """Return the object that reads and writes the states of a boosted model and its optimizer."""
     if hasattr(optimizer, "working_to_master_param"):
         return SplitStates(optimizer)
     if hasattr(optimizer, "chunk_manager"):
@@ -235,7 +238,7 @@ def states_of(model: Any, optimizer: Any) -> ForeignStates:
 
 
 class SplitStates(ForeignStates):
-    """ZeRO 1 and 2: each parameter is flattened and split into equal shards, the last one padded."""
+    """ZeRO stages 1 and 2: each parameter is flattened, padded, and split into equal shards."""
 
     def __init__(self, wrapper: Any) -> None:
         super().__init__(wrapper.optim)
@@ -247,7 +250,7 @@ class SplitStates(ForeignStates):
         return optimizer_tensor
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Gather the shards of all ranks, and cut off the padding."""
+        """Return the full tensor: gather the shards of all ranks, and cut off the padding."""
         mine: Tensor = self.optimizer_tensor(param) if key is None else self.state(param)[key]
         if mine.ndim == 0:
             return mine
@@ -257,7 +260,7 @@ class SplitStates(ForeignStates):
         return every[: param.numel()].view(param.shape)
 
     def write(self, param: Any, key: str | None, full: Tensor) -> None:
-        """Write this rank's shard, and the model's weights."""
+        """Write this rank's shard; for a weight, also the weight that the model computes with."""
         mine: Tensor = self.optimizer_tensor(param) if key is None else self.state(param)[key]
         if mine.ndim == 0:
             mine.copy_(full)
@@ -270,7 +273,7 @@ class SplitStates(ForeignStates):
 
 
 class ScatteredStates(ForeignStates):
-    """Some ranks hold a shard of a parameter, others nothing at all, not even the names of its states."""
+    """For plugins where a rank may hold no shard of a parameter, and so does not know the names of its states."""
 
     def _state_ndims(self, param: Any) -> dict[str, int]:
         """Return the number of dimensions of each state by name, from the first rank that holds a shard."""
@@ -279,7 +282,7 @@ class ScatteredStates(ForeignStates):
         return ndims
 
     def keys(self, param: Any) -> list[str]:
-        """Return the same names on every rank."""
+        """Return the names of the states that are tensors, on every rank."""
         return list(self._state_ndims(param))
 
 
@@ -291,7 +294,7 @@ def first_of(value: Any) -> Any:
 
 
 class FlatParamStates(ScatteredStates):
-    """`torch_fsdp`: all parameters lie in one `FlatParameter`."""
+    """`torch_fsdp`: all parameters are in one `FlatParameter`."""
 
     def __init__(self, model: Any, wrapper: Any) -> None:
         super().__init__(wrapper.optim)
@@ -306,7 +309,7 @@ class FlatParamStates(ScatteredStates):
         return flat_param_shard_info(self._model, param)  # the plugin wraps the model as one FSDP unit
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Sum the shards of all ranks, zero elsewhere; a rank may hold none."""
+        """Return the full tensor: an all-reduce of zeros with each rank's shard, if it has one, filled in."""
         mine: Tensor | None = param if key is None else self.state(param).get(key)
         if key is not None and self._state_ndims(param)[key] == 0:
             return torch.tensor(first_of(None if mine is None else float(mine)))
@@ -331,7 +334,7 @@ class FlatParamStates(ScatteredStates):
             mine.data.copy_(local.view(mine.shape))
 
     def write_model_weight(self, param: Any, full: Tensor) -> None:
-        """Write the parameter, which holds both the fp32 weights and the weights that compute."""
+        """Write the parameter: the fp32 weights are the ones that the model computes with."""
         self.write(param, None, full)
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
@@ -345,7 +348,7 @@ class FlatParamStates(ScatteredStates):
 
 
 class ChunkStates(ScatteredStates):
-    """Gemini: parameters lie in chunks that are sharded over ranks; it gathers them itself."""
+    """Gemini: parameters are in chunks that are sharded over ranks; Gemini's own functions gather them."""
 
     def __init__(self, model: Any, wrapper: Any) -> None:
         super().__init__(wrapper.optim)
@@ -378,11 +381,11 @@ class ChunkStates(ScatteredStates):
             self._wrapper.load_single_param_states(self._ids[id(param)], {key: full})
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
-        """Load zeros: Gemini allocates as it loads."""
+        """Load zeros into the state: Gemini allocates a state when one is loaded."""
         self.write(param, key, torch.zeros(shape, dtype=dtype, device=param.device))
 
     def write_model_weight(self, param: Any, full: Tensor) -> None:
-        """Keep the weight until `publish`, like trained ones."""
+        """Keep the weight until `publish`, as `write` does."""
         self.write(param, None, full)
 
     def publish(self) -> None:
@@ -392,7 +395,7 @@ class ChunkStates(ScatteredStates):
 
 
 def prepare_colossalai(given: Preparation) -> ColossalEngine:
-    """Prepare a model for training with ColossalAI."""
+    """Prepare a model for training with ColossalAI; return its engine."""
     config, world = given.config, given.world
     colossalai = load_colossalai(world)
     built = build_full_model(given)
@@ -410,7 +413,7 @@ def _boost(booster: Any, built: BuiltModel, config: RunConfig, world: World) -> 
         optimizer = _colossal_adam(built, config) if config.strategy.plugin == "gemini" else built.optimizer(config)
         boosted, wrapper, *_ = booster.boost(built.module, optimizer)
         return boosted, wrapper
-    # The plugin would rebuild the optimizer without its parameter groups; built after sharding, it is kept.
+    # Given an optimizer, the plugin would build another one without its groups. So it is built after sharding.
     boosted, *_ = booster.boost(built.module)
     plugins = importlib.import_module("colossalai.booster.plugin.torch_fsdp_plugin")
     return boosted, plugins.FSDPOptimizerWrapper(built.optimizer(config), boosted)

@@ -35,10 +35,10 @@ _SAID_ELSEWHERE = ("optimizer", "steps_per_print", "bfloat16")
 
 
 def describe(config: RunConfig, ranks: int, accumulation: int) -> dict[str, Any]:
-    """Return a complete ds_config: `strategy.config`, completed from the rest of the run description.
+    """Return a complete ds_config: `strategy.config`, with the keys that follow from the rest of the run description.
 
-    Keys that both contain agree; see `config/rules/engines.py`. Defaults of DeepSpeed that differ from Plait's are
-    written out.
+    If both contain a key, their values agree: `config/rules/engines.py` checks it. Where a default of DeepSpeed differs
+    from Plait's, Plait's is written explicitly.
     """
     strategy, precision = config.strategy, config.precision
     given = {key: value for key, value in (strategy.config or {}).items() if key not in _SAID_ELSEWHERE}
@@ -48,7 +48,7 @@ def describe(config: RunConfig, ranks: int, accumulation: int) -> dict[str, Any]
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": micro * accumulation * ranks,
-        "gradient_clipping": config.train.clip_norm or 0.0,  # absent, it would be 1
+        "gradient_clipping": config.train.clip_norm or 0.0,  # DeepSpeed's default is 1
         "bf16": {**_section(ds_config, "bf16"), "enabled": precision.compute == "bf16"},
         "fp16": _fp16(ds_config, config),
         "zero_allow_untested_optimizer": True,
@@ -75,19 +75,20 @@ def _fp16(ds_config: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     return {**_section(ds_config, "fp16"), **scaling, "enabled": enabled}
 
 
-# [Note: where a correction goes] ZeRO divides gradients, and their norm, by the loss scale in its step. So during the
-# step the scale is the one that the gradients were multiplied by, divided by the correction; and by the number of
-# ranks, since DeepSpeed averages over ranks what is already each rank's share of a mean. That also keeps the scale on
-# the steps that make it grow, where DeepSpeed would already divide by the next one. Its other optimizers do not divide
-# by the scale: there the loss is multiplied by the number of ranks, and the gradients by the correction.
+# [Note: where a correction goes] Two factors must still be applied to DeepSpeed's gradients: the correction of the loss
+# normalizer, and the number of ranks, since DeepSpeed averages over ranks while the global mean is the sum of all
+# ranks' normalized losses. ZeRO's `step` divides gradients, and their norm, by the loss scale. So during `step` the
+# loss scale is set to the actual one divided by both factors. This also prevents DeepSpeed from dividing by the new
+# scale in steps that double it. DeepSpeed's other optimizers do not divide by the scale: there the loss is multiplied
+# by the number of ranks, and the gradients by the correction.
 #
 # [Note: how clean steps are counted]
-# `precision.scaler.window` clean steps double the scale. DeepSpeed 0.19.8 waits for one more after the start and after
-# each overflow. So the iteration of the last overflow is set one earlier.
+# Plait doubles the loss scale after `precision.scaler.window` steps without overflow (clean steps). DeepSpeed 0.19.8
+# needs one more after the start and after each overflow. So `last_overflow_iter` is decreased by one there.
 
 
 class RealDeepSpeedEngine(ForeignEngine):
-    """Steps through `deepspeed.initialize`'s engine, which owns backward, reduction, clipping and update."""
+    """Trains with the engine of `deepspeed.initialize`: backward, gradient reduction, clipping, update."""
 
     def __init__(self, library_engine: Any, states: ForeignStates, built: BuiltModel, given: Preparation) -> None:
         self._library_engine = library_engine
@@ -107,7 +108,7 @@ class RealDeepSpeedEngine(ForeignEngine):
         self._library_engine.backward(loss if self._scales else loss * self.world.size, scale_wrt_gas=False)
 
     def _update(self, correction: float) -> tuple[float, bool]:
-        """Step; see [Note: where a correction goes]."""
+        """Update the weights; return the gradient norm, and whether it skipped. [Note: where a correction goes]"""
         if self._scales:
             return self._update_scaled(correction)
         grads = self._whole_gradients()
@@ -143,7 +144,7 @@ class RealDeepSpeedEngine(ForeignEngine):
         return norm, not self._library_engine.was_step_applied()
 
     def _whole_gradients(self) -> list[Tensor] | None:
-        """Return every parameter's gradient at stage 0; None if DeepSpeed keeps them elsewhere."""
+        """Return every trained parameter's gradient at stage 0; None with ZeRO, which keeps them in its own buffers."""
         if self._library_engine.zero_optimization():
             return None
         params = [self._params[name] for name in self._built.trained]
@@ -171,11 +172,11 @@ class RealDeepSpeedEngine(ForeignEngine):
             self._dynamic_scaler.cur_hysteresis = int(state["tolerance"])
 
 
-# Loading the library: late, on the right device, and with its logger redirected.
+# Importing the library: only when it is used, for the run's device, and with its logger redirected.
 
 
 _EXPECTED = ("untested optimizer", "OVERFLOW")
-"""Substrings of warnings about what Plait does on purpose, or logs itself."""
+"""Substrings of warnings that are not shown: they are about what Plait does on purpose, or logs itself."""
 
 
 class _WarningHandler(logging.Handler):
@@ -195,11 +196,11 @@ class _WarningHandler(logging.Handler):
 
 
 def load_deepspeed(world: World, log: LogFunction) -> Any:
-    """Import `deepspeed` and set it up for `world`."""
+    """Import `deepspeed`, initialize its process groups for `world`, and return the module."""
     check_library("deepspeed")
     export_ranks(world.ranks)
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # on import it warns about devices, which are chosen here
+    logging.disable(logging.WARNING)  # on import it warns about its choice of device, which is set below
     try:
         deepspeed = importlib.import_module("deepspeed")
         if world.device.type == "cpu":
@@ -220,14 +221,14 @@ def _use_the_cpu(deepspeed: Any) -> None:
     cpu_accelerator = importlib.import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator
     if not isinstance(accelerator.get_accelerator(), cpu_accelerator):
         accelerator.set_accelerator(cpu_accelerator())
-    # It would be compiled at the start, for collectives that gloo does here.
+    # DeepSpeed would compile this extension at the start; gloo does its collectives here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Let modules with fp32 statistics compute with fp32 parameters.
+    """Let norms with running statistics compute with parameters cast to fp32.
 
-    DeepSpeed casts every parameter and leaves buffers as they are, and batch norms refuse such a mixture.
+    DeepSpeed casts all parameters but not buffers, and batch norms raise an error if the two differ in dtype.
     """
     for module in model.modules():
         if isinstance(module, FP32_MODULES):
@@ -246,13 +247,13 @@ def _with_wide_parameters(module: nn.Module, *args: Any) -> Any:
 # Where DeepSpeed keeps weights and optimizer states: one class per ZeRO stage.
 #
 # All read and write full tensors; see [Note: states by way of full tensors], `engine/foreign.py`. They read the same
-# attributes as DeepSpeed's own `safe_get_full_*`. Those functions themselves miss the state of a group that has not
-# stepped in the same call as the first one, and fail on a ZeRO-3 parameter whose size the number of ranks does not
-# divide.
+# attributes as DeepSpeed's `safe_get_full_*`. Those functions cannot be used: they miss the state of a parameter group
+# that was first updated in a later step than the first group, and fail on a ZeRO-3 parameter whose number of elements
+# is not a multiple of the number of ranks.
 
 
 def states_of(wrapper: Any, stage: int) -> ForeignStates:
-    """Return access to the states of `wrapper`, DeepSpeed's ZeRO or mixed-precision optimizer."""
+    """Return an object that reads and writes the states of `wrapper`, DeepSpeed's ZeRO or mixed-precision optimizer."""
     optimizer: Optimizer = getattr(wrapper, "optimizer", wrapper)
     if stage == 3:
         return PartitionedStates(wrapper, optimizer)
@@ -265,7 +266,7 @@ def states_of(wrapper: Any, stage: int) -> ForeignStates:
 
 
 class FlatStates(ForeignStates):
-    """Stages 1 and 2: each group is one flat vector, of which each rank has one partition."""
+    """ZeRO stages 1 and 2: each parameter group is one flat vector, of which each rank has a partition."""
 
     def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -281,7 +282,7 @@ class FlatStates(ForeignStates):
         return partition
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Sum the fragments of all ranks."""
+        """Return the full tensor: an all-reduce of zeros with each rank's fragment filled in."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             return scalar
@@ -318,7 +319,7 @@ class FlatStates(ForeignStates):
 
 
 class PartitionedStates(ForeignStates):
-    """Stage 3: each parameter is partitioned over ranks, padded, perhaps in files."""
+    """ZeRO stage 3: each parameter is padded and partitioned over ranks; partitions may be in files."""
 
     def __init__(self, wrapper: Any, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -329,12 +330,12 @@ class PartitionedStates(ForeignStates):
         return index
 
     def optimizer_tensor(self, param: Any) -> Tensor:
-        """Return the flat vector that holds the parameter's partition, with others."""
+        """Return the flat vector that contains this rank's partition of the parameter, and those of others."""
         optimizer_tensor: Tensor = self.wrapper.fp32_partitioned_groups_flat[self._group_index(param)]
         return optimizer_tensor
 
     def read(self, param: Any, key: str | None) -> Tensor:
-        """Gather the partitions of all ranks, and cut off the padding."""
+        """Return the full tensor: gather the partitions of all ranks, and cut off the padding."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             return scalar
@@ -344,7 +345,7 @@ class PartitionedStates(ForeignStates):
         return every[: param.ds_numel].view(param.ds_shape)
 
     def write(self, param: Any, key: str | None, full: Tensor) -> None:
-        """Write this rank's partition, also of the model's weights."""
+        """Write this rank's partition; for a weight, also that of the weights that the model computes with."""
         scalar = self._scalar(param, key)
         if scalar is not None:
             scalar.copy_(full)
@@ -369,7 +370,7 @@ class PartitionedStates(ForeignStates):
         return filled.narrow(0, size * rank, size)
 
     def allocate(self, param: Any, key: str, shape: torch.Size, dtype: torch.dtype, *, full: bool) -> None:
-        """Allocate a state; refused if the states lie in files, which DeepSpeed creates at the first step."""
+        """Allocate a state; raise `CheckpointError` with NVMe offload: DeepSpeed creates files in the first step."""
         if getattr(self.wrapper, "swap_optimizer", False):
             raise CheckpointError(
                 "DeepSpeed creates the files of its NVMe offload at the first step, and optimizer state cannot be "
@@ -380,7 +381,7 @@ class PartitionedStates(ForeignStates):
 
 
 def prepare_deepspeed(given: Preparation) -> RealDeepSpeedEngine:
-    """Prepare a model for training with DeepSpeed."""
+    """Prepare a model for training with DeepSpeed; return its engine."""
     config, world = given.config, given.world
     deepspeed = load_deepspeed(world, given.log)
     ds_config = describe(config, world.size, given.accumulation)
@@ -419,7 +420,7 @@ def _initialize(deepspeed: Any, built: BuiltModel, ds_config: dict[str, Any], co
 
 
 def _check_files(deepspeed: Any, ds_config: dict[str, Any]) -> None:
-    """Refuse NVMe offload if DeepSpeed cannot build its operation for reading files."""
+    """Raise `ConfigError` for NVMe offload if DeepSpeed cannot build its operation for reading files."""
     for section in ("offload_optimizer", "offload_param"):
         if config_value(ds_config, "zero_optimization", section, "device") != "nvme":
             continue

@@ -1,9 +1,9 @@
-"""Evaluation: one pass over data without training, on all ranks together.
+"""Evaluation: compute loss and metrics over data without training, on all ranks together.
 
 [Note: a rank without a batch]
-If parameters, sequences or layers are sharded, a forward pass is a collective: every rank must run as many of them as
-the others. So before each micro-batch the ranks agree whether any of them has one left; a rank without one repeats its
-first one as a filler, with weight zero.
+If parameters, sequences or layers are sharded, a forward pass contains collectives: every rank must run the same number
+of forward passes. So before each micro-batch an all-reduce tells whether any rank has one left; a rank that has none
+runs its first micro-batch again as a filler, with weight zero.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss over all targets of all ranks' micro-batches, and the metrics over all samples.
 
-    `role` names the data in messages. `even`: all ranks have equally many micro-batches and need not check. Every rank
-    must call it.
+    `role` is the name of the data in messages. `even`: all ranks have the same number of micro-batches, so the
+    all-reduce before each is left out. Raises `DataError` if there are no batches or no targets. Every rank must call
+    it.
     """
     world = engine.world
     totals = [0.0, 0.0]
@@ -73,7 +74,7 @@ def evaluate(
 
 
 def _synchronized(engine: Engine, batches: Iterable[Any], role: str) -> Iterator[Any]:
-    """Yield as many micro-batches on each rank as the rank with most has; see [Note: a rank without a batch]."""
+    """Yield this rank's micro-batches, then fillers until no rank has any left; see [Note: a rank without a batch]."""
     world = engine.world
     mine = iter(batches)
     first: Any = None

@@ -1,4 +1,4 @@
-"""Engines for loops that call forward, backward and step themselves, and compute the loss outside of the engine."""
+"""Engines for loops that call the model, backward and step themselves, and compute the loss outside of the engine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from plait.torch_internals import foreach_add_, mark_stepped
 
 
 class ManualEngine(NativeEngine):
-    """The engine under the loops of other frameworks: any call of the model, any scalar as a loss.
+    """The engine of Plait's front ends for other frameworks: the model may be called freely, and any scalar is a loss.
 
     A loss is this rank's mean over one micro-batch. It is divided by `accumulation`, and gradients are averaged over
-    the ranks with other data, as in DistributedDataParallel: each micro-batch has the same weight, whatever it holds.
-    `train_step` still weights by targets.
+    the ranks that read other data, as in DistributedDataParallel: each micro-batch has the same weight, however many
+    targets it has. `train_step` weights micro-batches by their number of targets, as in other engines.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,12 +40,12 @@ class ManualEngine(NativeEngine):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer; the user's own if one was given."""
+        """The optimizer; the user's own object if one was given."""
         return self.updater.optimizer
 
     @property
     def optimizer_type(self) -> str:
-        """The class name of a user's own optimizer; else as `config.optim` says."""
+        """The class name of a user's own optimizer; else `optim.type`."""
         optimizer_class = type(self.optimizer)
         return super().optimizer_type if optimizer_class.__module__.startswith("plait.") else optimizer_class.__name__
 
@@ -55,7 +55,7 @@ class ManualEngine(NativeEngine):
         return self.updater.scaler
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, in its current mode, with the arguments moved to the device and cast."""
+        """Call the model, in its current mode, with the arguments moved to the device and cast; return its outputs."""
         if self._staged is not None:
             raise TrainingError(
                 "a model with strategy.layout.pp cannot be called directly: a pipeline runs several micro-batches at "
@@ -73,14 +73,15 @@ class ManualEngine(NativeEngine):
             self._unsharded.reshard()
 
     def allow_submodule_calls(self) -> None:
-        """At stage 3, let submodules of the model be called directly, and methods that call them."""
+        """At ZeRO stage 3, make it possible to call submodules directly, and model methods that call them."""
         if hasattr(self.model, "unshard"):
             add_fsdp_roots(self.model, self.master_weights.settle)
 
     def backward(self, loss: Tensor, *, last: bool | None = None, retain_graph: bool = False) -> None:
-        """Backward through the mean loss of one micro-batch.
+        """Run the backward pass of a mean loss over one micro-batch.
 
-        `last`: `step` follows, so gradients are reduced in this pass; absent: true for every `accumulation`-th pass.
+        `last`: `step` follows, so gradients are reduced in this backward pass. None: true for every `accumulation`-th
+        one.
         """
         if loss.ndim != 0:
             raise TrainingError(
@@ -102,14 +103,14 @@ class ManualEngine(NativeEngine):
         self.on_phase(Phase.BACKWARD)
         scaler = self.updater.scaler
         factor = self._share / self.accumulation * (1.0 if scaler is None else scaler.scale)
-        # In fp32: a scaled fp16 loss would overflow before any gradient does.
+        # In fp32: an fp16 loss times the loss scale would overflow, though the gradients do not.
         counted = loss.float() * factor if factor != 1.0 else loss
         self._unsharded.expect_backward(counted)
         torch.autograd.backward(counted, retain_graph=retain_graph)
 
     @property
     def pending(self) -> int:
-        """Backward passes since the last step."""
+        """The number of backward passes since the last step."""
         return len(self._losses)
 
     @property
@@ -117,9 +118,10 @@ class ManualEngine(NativeEngine):
         return bool(self._losses)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Complete the step's gradients and clip them in the `step` that follows; return their norm before clipping.
+        """Have the next `step` clip gradients to `max_norm`; return their norm before clipping.
 
-        The norm is a tensor on the device, as from torch's own function: reading it waits, the step does not.
+        Gradients are reduced first. The norm is a tensor on the device, as from `torch.nn.utils.clip_grad_norm_`: the
+        host waits for it only if it is read.
         """
         self.updater.clip_norm = clip_limit("max_norm", max_norm)
         self._finish_gradients()
@@ -133,7 +135,7 @@ class ManualEngine(NativeEngine):
         if not self._losses:
             raise TrainingError("step was called without a backward pass before it")
         self._finish_gradients()
-        # Decisions for all ranks depend on the norm, which is the same on all of them.
+        # The summed loss is set to zero: whether to skip depends on the norm only, which is the same on all ranks.
         nothing = torch.zeros((), device=self.world.device)
         count = float(len(self._losses) * self.world.layout.replicas)
         losses, self._losses = self._losses, []
@@ -162,14 +164,17 @@ class ManualEngine(NativeEngine):
 
 
 def clip_limit(name: str, limit: float) -> float:
-    """Return `limit`; refuse limits with which torch would flip the sign of gradients (< 0) or erase them (0, NaN)."""
+    """Return `limit` as a float; raise `TrainingError` unless it is above 0.
+
+    With a negative limit torch would flip the sign of gradients, and with 0 or NaN erase them.
+    """
     if not limit > 0.0:
         raise TrainingError(f"{name}={limit!r}: the clipping limit must be above 0; leave the call out to not clip")
     return float(limit)
 
 
 def prepare_manual(given: Preparation) -> ManualEngine:
-    """Prepare a model for a custom loop."""
+    """Return an engine for a loop that calls forward, backward and step itself; raise `ConfigError` with `cp`."""
     if given.config.strategy.layout.cp > 1:
         raise ConfigError(
             Problem(
@@ -184,8 +189,8 @@ def prepare_manual(given: Preparation) -> ManualEngine:
 class LoopEngine(ManualEngine):
     """A manual engine for scripts that were written for DistributedDataParallel.
 
-    Such scripts may call backward several times before a step, each time with a reduction; sum one loss over several
-    models; or discard gradients. None of this costs anything unless it is used.
+    Such scripts may call backward several times before a step, with a reduction in each; compute one loss from several
+    models; or discard gradients. These cases cost extra memory or time only if they occur.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -195,7 +200,7 @@ class LoopEngine(ManualEngine):
         self._default_clip_value = self.updater.clip_value
 
     def begin_backward(self, *, last: bool) -> None:
-        """Expect the gradients of one backward pass; `last`: they are reduced, and a step may follow."""
+        """Prepare for one backward pass, which the caller runs; `last`: reduce its gradients, as a step may follow."""
         if self._reduced and self._gradients is not None:
             self._keep()
         if self._gradients is not None:
@@ -209,7 +214,7 @@ class LoopEngine(ManualEngine):
         self._losses.append(loss)
 
     def _keep(self) -> None:
-        """Save the reduced gradients, so that further ones are reduced separately."""
+        """Copy the reduced gradients aside, so that those of the next backward pass are reduced by themselves."""
         self._finish_gradients()
         self._kept = [grad.clone() for grad in self.master_weights.gather_gradients()]
         self.master_weights.clear_gradients()
@@ -233,7 +238,7 @@ class LoopEngine(ManualEngine):
         self.updater.discard_norm()
 
     def clip_grad_value(self, value: float) -> None:
-        """Clip each element in the `step` that follows."""
+        """Have the next `step` clamp each gradient element to [-value, value]."""
         self.updater.clip_value = clip_limit("clip_value", value)
 
     def step(self) -> StepResult:

@@ -1,4 +1,4 @@
-"""What `prepare` is given: one frozen record, the same for every engine."""
+"""The input of every engine's `prepare`: a frozen record with the model, the run description and the ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from plait.optim import OptimizerSource, Schedule, build_schedule
 from plait.precision import Policy, make_policy
 
 ModelSource = nn.Module | Callable[[], nn.Module] | None
+"""A module, a function that builds one, or None if `config.model` describes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Preparation:
     model: ModelSource = None
     """A module, a function that builds one, or None if `config.model` describes it."""
     optimizer: OptimizerSource | None = None
-    """The user's own, over the parameters of that module; None: as `config.optim` says."""
+    """The user's own optimizer over the parameters of that module; None: the one that `config.optim` describes."""
     loss_function: LossFunction | None = None
     length: RunLength = RunLength()
     accumulation: int = 1
@@ -69,7 +70,7 @@ class Preparation:
 
     @property
     def policy(self) -> Policy:
-        """The dtypes of the run."""
+        """The dtypes of the run: for computing, for reducing gradients, and whether there are master weights."""
         return make_policy(self.config.precision)
 
     @property

@@ -54,7 +54,7 @@ class FullModelActivations:
     outside: int
     """Bytes kept outside of all wrapped modules."""
     transient: int
-    """Bytes that exist only at the end of the forward pass, in addition."""
+    """The peak bytes of the forward pass minus those that are still allocated at its end."""
 
     def of(self, units: Sequence[WrapUnit], ranks: int, times: int) -> Activations:
         """Return the activations of these wrapped modules on one rank.

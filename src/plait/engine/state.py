@@ -1,4 +1,4 @@
-"""The logical state of a native engine: names and global shapes, however it is sharded."""
+"""The state of a native engine as a checkpoint holds it: names and global shapes do not depend on the sharding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def collect(model: nn.Module, master_weights: MasterWeights, optimizer: Optimize
 
 
 def collect_entries(model: nn.Module, master_weights: MasterWeights, optimizer: Optimizer) -> dict[str, Entry]:
-    """Return the same for saving and loading: packed 8-bit states stay packed until they are read."""
+    """Return the same tensors for saving and loading: packed 8-bit states stay packed until they are read."""
     with master_weights.readable():
         return _collect(model, master_weights, optimizer)
 
@@ -59,7 +59,7 @@ def _collect(model: nn.Module, master_weights: MasterWeights, optimizer: Optimiz
 
 
 def weight(master_weights: MasterWeights, param: nn.Parameter) -> Tensor:
-    """Return the fp32 weights of one parameter, as a checkpoint holds them, wherever they are stored."""
+    """Return the fp32 weights of one parameter, as a checkpoint holds them; also of an offloaded one."""
     index = next((index for index, other in enumerate(master_weights.params) if other is param), None)
     with master_weights.readable():
         return _weight(master_weights, param, index)
@@ -116,7 +116,7 @@ def allocate(
 
 
 def _fits(master_weights: MasterWeights, index: int, key: str, shape: torch.Size) -> bool:
-    """Whether a state has the shape of its parameter, and is sharded alike."""
+    """Whether a state has the shape of its parameter, and is sharded in the same way."""
     return shape == master_weights.params[index].shape and len(shape) > 0 and key not in _FACTORS
 
 
@@ -126,7 +126,7 @@ def _state_makers(
     index_of: Mapping[str, int],
     shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[int, dict[str, MakeState]]:
-    """Return for each parameter the functions that allocate its states of its own shape."""
+    """Return for each parameter index the functions that allocate those of its states that have its shape."""
     makers: dict[int, dict[str, MakeState]] = {}
     for entry, (shape, dtype) in shapes.items():
         name, _, key = entry.rpartition(".")
@@ -144,9 +144,10 @@ def _zeros(optimizer: Optimizer, tensor: Tensor, key: str, dtype: torch.dtype) -
 
 
 def _state_dtype(optimizer: Optimizer, tensor: Tensor, saved: torch.dtype) -> torch.dtype:
-    """Return the dtype to train with of a state that may have been saved under another `precision.master`.
+    """Return the dtype to allocate a state in; the checkpoint may have been saved with another `precision.master`.
 
-    torch's optimizers and Plait's use the dtype of the weights that they update. Others keep the saved dtype.
+    States of torch's optimizers and Plait's have the dtype of the weights that they update; others keep that of the
+    checkpoint (`saved`).
     """
     return tensor.dtype if is_builtin(optimizer) and saved.is_floating_point else saved
 

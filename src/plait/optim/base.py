@@ -1,4 +1,4 @@
-"""The base of Plait's own optimizers, and in which form an optimizer gets sharded parameters."""
+"""The base class of Plait's own optimizers, and which form of sharded parameters an optimizer gets."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from plait.optim.optimizers import OptimizerParams
 
 MakeState = Callable[[Tensor], Any]
-"""From a parameter to one of its states, filled with zeros."""
+"""A function that returns one optimizer state, filled with zeros, for a parameter."""
 
 
 class PlaitOptimizer(Optimizer):
-    """A torch optimizer whose update over all groups is one method, so that they share their all-reduces."""
+    """A torch optimizer that updates all parameter groups in one method, so that one all-reduce can serve them all."""
 
     takes_dtensors: ClassVar[bool] = True
     """See [Note: what an optimizer says of itself]."""
 
     @classmethod
     def from_config(cls, given: OptimizerParams, config: OptimConfig) -> Self:
-        """Return the optimizer that a section describes: its keys are the arguments of the class, by name."""
+        """Return the optimizer that the section `optim` describes: each argument of the class has the key's value."""
         names = list(inspect.signature(cls).parameters)[1:]
         return cls(given.params, **{name: getattr(config, name) for name in names})
 
@@ -51,15 +51,15 @@ class PlaitOptimizer(Optimizer):
         """Update every parameter that has a gradient."""
 
     def unpack(self) -> None:
-        """Convert all state to tensors of the parameter's shape, or scalars. Most optimizers keep only these."""
+        """Convert packed (8-bit) states to plain tensors. Does nothing for optimizers that have none."""
 
     def zero_state(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
-        """Return a state of the parameter's shape, filled with zeros, in the form that training uses."""
+        """Return a state of the parameter's shape, filled with zeros, in the form that the optimizer keeps it in."""
         return torch.zeros_like(parameter, dtype=dtype).detach()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; `closure`, if given, computes the gradients first, and its loss is returned."""
+        """Update the parameters; if given, call `closure` first to compute the gradients, and return its loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,7 +71,7 @@ class PlaitOptimizer(Optimizer):
         """Count one more update of a parameter, and return the count."""
         state = self.state[parameter]
         if "step" not in state:
-            # On the host, as in torch: it is read in each step, and reading must not wait for the device.
+            # In host memory, as in torch: it is read in each step, and that must not wait for the device.
             state["step"] = torch.zeros((), dtype=torch.float32)
         state["step"] += 1
         return float(state["step"])
@@ -90,29 +90,30 @@ def with_gradient(group: dict[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
-# [Note: what an optimizer says of itself] Two optional attributes of its class, or of the function that builds it,
-# declare in which form it gets parameters that are sharded over ranks:
+# [Note: what an optimizer says of itself] Two optional attributes of an optimizer class, or of the function that builds
+# an optimizer, declare which form of sharded parameters it gets:
 #
-# - `elementwise = True`: each element is updated by itself, with the values of its group. It gets this rank's shard of
-#   each parameter, as a plain tensor: the fastest form. In a run description `optim.elementwise` declares it for a
-#   class that does not.
-# - `takes_dtensors = True`: it looks at whole parameters, and sums over ranks itself; it gets the DTensors. So do
-#   Plait's own LAMB, Adafactor and Muon.
+# - `elementwise = True`: the update of an element depends on no other element. The optimizer gets this rank's shard of
+#   each parameter, as a plain tensor: the fastest form. In a run description, `optim.elementwise` declares it for a
+#   class without the attribute.
+# - `takes_dtensors = True`: the optimizer needs whole parameters, and communicates itself. It gets the DTensors.
+#   Plait's LAMB, Adafactor and Muon do.
 #
-# Without either it gets full parameters, as plain tensors, each on the rank that owns it; see [Note: one owner per
-# parameter]. That is correct for any optimizer that treats parameters one by one, and `optim.examine` checks that it
-# does. Two optional methods, `eval()` and `train()`, switch between the weights to evaluate and those to train; Plait
-# calls them. torch's own optimizers need no attributes: Plait knows which of them are elementwise.
+# Without either, the optimizer gets full parameters as plain tensors, each on one rank, its owner; see [Note: one owner
+# per parameter]. That is correct if the update of a parameter depends on no other parameter, which `optim.examine`
+# checks. Two optional methods, `eval()` and `train()`, switch between the weights to evaluate with and those to train
+# (schedule-free optimizers have them); Plait calls them. torch's own optimizers need no attributes: Plait knows which
+# of them are elementwise.
 
 
 ParamForm = Literal["shards", "dtensors", "full"]
-"""In which form an optimizer gets a sharded parameter: this rank's shard, the DTensor, or all of it on one rank."""
+"""What an optimizer gets for a sharded parameter: this rank's shard, the DTensor, or the full tensor on one rank."""
 
 _TORCH = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
 def param_form_of(config: OptimConfig) -> ParamForm:
-    """Return in which form the optimizer of a section gets sharded parameters."""
+    """Return which form of sharded parameters the optimizer of the section `optim` gets."""
     if not isinstance(config, CustomOptim):
         return "shards" if config.elementwise else "dtensors"
     if config.elementwise is not None:
@@ -121,7 +122,7 @@ def param_form_of(config: OptimConfig) -> ParamForm:
 
 
 def declared_param_form(optimizer: Any) -> ParamForm:
-    """Return the same for an optimizer, its class, or a function that builds one."""
+    """Return which form of sharded parameters an optimizer, its class, or a function that builds one declares."""
     elementwise = getattr(optimizer, "elementwise", None)
     if elementwise is not None:
         return "shards" if elementwise else "full"
@@ -132,13 +133,13 @@ def declared_param_form(optimizer: Any) -> ParamForm:
 
 
 def step_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return torch's class that has the same `step`: a subclass may only change defaults."""
+    """Return the class of `torch.optim` whose `step` a subclass inherits; the class itself if it has its own `step`."""
     step = inspect.unwrap(cls.step)
     return next((base for base in _TORCH if inspect.unwrap(base.step) is step), cls)
 
 
 def is_builtin(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is torch's or Plait's, whose state consists of tensors only."""
+    """Whether an optimizer's `step` is torch's or Plait's. Its state then consists of tensors only."""
     by_module = isinstance(optimizer, PlaitOptimizer) or type(optimizer).__module__.startswith(
         ("torch.optim.", "plait.optim.")
     )

@@ -1,13 +1,14 @@
 """Full parameters for optimizers that cannot work on shards.
 
-[Note: one owner per parameter] An optimizer that treats parameters one by one updates each in the same way whatever
-others there are. So each parameter is assigned to one of the ranks that shard it: the shards of the parameter and of
-its gradient are sent to this owner, which updates it as one process would, and sends the shards back. Its optimizer
-state is on that rank only, so each rank has its share of the states, as at ZeRO stage 1. A parameter that is sharded
-over several mesh axes, or unevenly, is gathered by every rank that holds a shard, and updated by all of them.
+[Note: one owner per parameter] Many optimizers are not elementwise, but update each parameter independently of the
+others. For these, each parameter is assigned to one of the ranks that shard it, its owner. The other ranks send their
+shards of the parameter and of its gradient to the owner, which updates the full parameter as one process would, and
+sends the shards back. The optimizer state is on the owner only, so states are distributed over ranks as at ZeRO stage
+1. A parameter that is sharded over several mesh axes, or unevenly, is gathered by every rank that holds a shard, and
+updated by all of them.
 
-The full tensors stay allocated between steps, since whatever holds the optimizer may read them. They have the weights
-of the last update; `gathered` brings the current ones.
+The full tensors stay allocated between steps, since the user's code may read them in the optimizer's groups. They have
+the weights of the last update; within `gathered` they have the current ones.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from plait.errors import ModelError
 # [Note: what an optimizer may be given]
 # Optimizers over DTensors (LAMB, Adafactor, Muon) get plain tensors, replicated on every rank, or DTensors sharded by
 # rows over one mesh axis, as by `fully_shard`: rank r has rows r·k to (r+1)·k with k = ⌈rows/ranks⌉, so the last ranks
-# may have fewer rows or none. Other mesh axes may only replicate. They compute on local tensors; only sums and work on
-# full matrices communicate, in one collective for all parameters of an axis.
+# may have fewer rows or none. Over other mesh axes a parameter must be replicated. The optimizers compute on local
+# tensors; they communicate only to sum over ranks, and for functions of full matrices, with one collective for all
+# parameters that are sharded over the same axis.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,17 @@ class RowSharding:
 
     @property
     def key(self) -> Hashable:
-        """Equal for tensors that are sharded over the same ranks."""
+        """A key that is equal for tensors that are sharded over the same ranks."""
         return (self.mesh, self.axis)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that hold the rows."""
+        """The process group of the ranks that hold the rows."""
         return self.mesh.get_group(self.axis)
 
     @property
     def rank(self) -> int:
-        """This rank's index among them."""
+        """This rank's index in the group."""
         return self.mesh.get_local_rank(self.axis)
 
     def counts(self) -> list[int]:
@@ -79,7 +81,10 @@ class RowSharding:
 
 
 def row_sharding(tensor: Tensor) -> RowSharding | None:
-    """Return how a tensor is sharded; None if this rank has all of it; refuse other shardings."""
+    """Return how a tensor is sharded; None if this rank has all of it.
+
+    Raises `ModelError` unless it is sharded by rows over one mesh axis.
+    """
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
@@ -97,7 +102,7 @@ def row_sharding(tensor: Tensor) -> RowSharding | None:
 
 
 def group_by_sharding(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], RowSharding | None]]:
-    """Group tensors by the ranks that shard them; each group comes with the sharding of its first tensor."""
+    """Return the tensors in groups that are sharded over the same ranks, each with the sharding of its first tensor."""
     buckets: dict[Hashable, tuple[list[Tensor], RowSharding | None]] = {}
     for tensor in tensors:
         rows = row_sharding(tensor)
@@ -106,7 +111,7 @@ def group_by_sharding(tensors: Sequence[Tensor]) -> list[tuple[list[Tensor], Row
 
 
 def sum_over_shards(tensors: Sequence[Tensor], rows: Sequence[RowSharding | None]) -> list[Tensor]:
-    """Return each tensor summed over the ranks of its sharding, with one all-reduce per mesh axis."""
+    """Return each tensor summed over the ranks of its sharding in `rows`, with one all-reduce per mesh axis."""
     result = list(tensors)
     buckets: dict[Hashable, list[int]] = {}
     for index, where in enumerate(rows):
@@ -124,15 +129,15 @@ def sum_over_shards(tensors: Sequence[Tensor], rows: Sequence[RowSharding | None
 
 
 Work = Callable[[Tensor], Tensor]
-"""From a full tensor to one of the same shape and dtype."""
+"""A function from a full tensor to one of the same shape and dtype."""
 
 
 def map_full(work: Work, tensors: Sequence[Tensor], rows: Sequence[RowSharding | None]) -> list[Tensor]:
-    """Apply `work` to every tensor in full; return this rank's rows of the results.
+    """Apply `work` to every full tensor; return this rank's rows of the results.
 
-    Replicated tensors are computed on every rank. Sharded tensors of a mesh axis are sent, in one all-to-all, to the
-    ranks that compute them, and come back in a second one: every rank does a share of the work, and holds only its
-    share of the full tensors.
+    For a replicated tensor every rank calls `work`. Each sharded tensor is assigned to one rank: an all-to-all sends it
+    there in full, this rank calls `work`, and a second all-to-all returns the shards. So the work is distributed over
+    the ranks, and each holds only the full tensors that are assigned to it.
     """
     results: dict[int, Tensor] = {}
     buckets: dict[Hashable, list[tuple[int, RowSharding]]] = {}
@@ -149,7 +154,7 @@ def map_full(work: Work, tensors: Sequence[Tensor], rows: Sequence[RowSharding |
 
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return a rank for each cost, so that the sums are balanced: the largest first, to the least loaded rank."""
+    """Return a rank for each cost, with about equal sums per rank: largest cost first, to the least loaded rank."""
     loads = [0.0] * ranks
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -167,7 +172,7 @@ def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[RowSharding])
     order = sorted(range(len(shards)), key=lambda index: owners[index])
     mine = [index for index in order if owners[index] == rank]
 
-    # Flattened row blocks in the order of ranks are the flattened whole, so nothing is padded or permuted.
+    # The flattened rows of all ranks, in the order of ranks, are the flattened full tensor: no padding or permutation.
     send = torch.cat([shards[index].flatten() for index in order])
     sent = [sum(numels[i][rank] for i in order if owners[i] == to) for to in range(ranks)]
     received = [sum(numels[i][source] for i in mine) for source in range(ranks)]
@@ -188,7 +193,7 @@ def _exchange(work: Work, shards: Sequence[Tensor], rows: Sequence[RowSharding])
 
 
 def _cost(shape: torch.Size) -> float:
-    # Newton–Schulz multiplies by the smaller Gram matrix: elements × the shorter side.
+    # The FLOPs of Newton–Schulz iteration, which multiplies by the smaller Gram matrix: elements × the shorter side.
     return float(shape.numel() * min(shape[0], shape[1:].numel()))
 
 
@@ -208,7 +213,7 @@ class _ShardedParam:
 
 @dataclass(slots=True)
 class _OwnerBucket:
-    """The parameters that the same ranks shard, in the order of their owners."""
+    """The parameters that are sharded over the same ranks, in the order of their owners."""
 
     group: dist.ProcessGroup
     rank: int
@@ -223,7 +228,7 @@ class OwnedParams:
         """`tensors` are the parameters, in the same order on all ranks; some of them DTensors."""
         self._tensors = list(tensors)
         self.updated: list[nn.Parameter | None] = []
-        """For each of them the optimizer's tensor; None if another rank updates it."""
+        """For each parameter the tensor that this rank's optimizer updates; None if another rank updates it."""
         self._replicated: list[int] = []
         buckets: dict[Hashable, _OwnerBucket] = {}
         for index, tensor in enumerate(tensors):
@@ -262,9 +267,9 @@ class OwnedParams:
 
     @contextmanager
     def gathered(self, *, gradients: bool = False) -> Iterator[None]:
-        """Send the weights, and with `gradients` the step's gradients, to their owners; at the end send weights back.
+        """Within the block, owners have the current full weights and, with `gradients`, the step's gradients.
 
-        Every rank must enter it.
+        At its end the owners send the shards of the weights back, and gradients are freed. Every rank must enter it.
         """
         with torch.no_grad():
             self._gather(gradients=gradients)
@@ -317,7 +322,7 @@ class OwnedParams:
         return to_local(tensor.grad)
 
     def _to_owners(self, bucket: _OwnerBucket, shards: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return the full tensors that this rank owns, by the index of the parameter, from the shards of all ranks."""
+        """Send all ranks' shards to the owners; return the full tensors that this rank owns, by parameter index."""
         cuts, rank, ranks = bucket.cuts, bucket.rank, bucket.ranks
         mine = [cut for cut in cuts if cut.owner == rank]
         send = torch.cat([shard.reshape(-1) for shard in shards])
@@ -352,7 +357,7 @@ class OwnedParams:
         return cut.shape_on(rank, self._tensors[cut.index].shape).numel()
 
     def _numels(self, bucket: _OwnerBucket) -> list[list[int]]:
-        """Return for each rank and owner how many elements of the owner's parameters the rank holds."""
+        """Return, as `[rank][owner]`, how many elements of the owner's parameters the rank's shards have."""
         return [
             [sum(self._numel(cut, rank) for cut in bucket.cuts if cut.owner == to) for to in range(bucket.ranks)]
             for rank in range(bucket.ranks)

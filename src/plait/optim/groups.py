@@ -1,4 +1,4 @@
-"""Parameter groups: with or without weight decay, updated by Muon or by AdamW."""
+"""Split a model's parameters into groups: with and without weight decay, updated by Muon or AdamW, by learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.errors import ConfigError, ModelError, Problem
 
 
 class Role(Flag):
-    """The types of modules that a parameter belongs to. A tied parameter has the roles of all its modules."""
+    """What kind of module a parameter belongs to. A tied parameter has the roles of all its modules."""
 
     PLAIN = 0
     NORM = auto()
@@ -27,10 +27,10 @@ class Role(Flag):
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """What grouping needs of a parameter; the same before and after sharding."""
+    """The properties of a parameter by which it is grouped; the same before and after sharding."""
 
     name: str
-    """The name that `named_parameters` gives it, which for a tied parameter is the first of several."""
+    """The name in `named_parameters`; for a tied parameter, the first of its names."""
     shape: torch.Size
     """The global shape."""
     role: Role = Role.PLAIN
@@ -40,7 +40,7 @@ class ParameterInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, the first one first."""
+        """`name`, followed by `aliases`."""
         return (self.name, *self.aliases)
 
 
@@ -54,10 +54,10 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroup:
-    """A group of parameters in the form that the optimizer gets; see `ParamForm` in `optim.base`.
+    """A group of parameters, as the tensors that the optimizer gets; see `ParamForm` in `optim.base`.
 
-    For an elementwise optimizer a tensor is this rank's shard, plain and perhaps empty; for the others it is the
-    parameter itself, or all of it as a plain tensor on the rank that updates it.
+    For an elementwise optimizer, this rank's shards as plain tensors, which may be empty; for others, DTensors, or the
+    full parameters that this rank updates.
     """
 
     names: Sequence[str]
@@ -66,7 +66,7 @@ class OptimizerGroup:
 
 
 def parameter_infos(model: nn.Module) -> list[ParameterInfo]:
-    """Return all parameters of a model in the order of `named_parameters`, each tied one once."""
+    """Return the properties of all parameters in the order of `named_parameters`; a tied parameter occurs once."""
     names: dict[nn.Parameter, list[str]] = {}
     roles: dict[nn.Parameter, Role] = {}
     for path, module in model.named_modules():
@@ -81,11 +81,11 @@ def parameter_infos(model: nn.Module) -> list[ParameterInfo]:
 
 
 def split_groups(model: nn.Module, config: OptimConfig) -> list[GroupSpec]:
-    """Split the trainable parameters into groups, each parameter in exactly one.
+    """Return the parameter groups of a model: each trainable parameter is in exactly one.
 
-    Works on the model before or after sharding, with the same result. A pattern of `optim.no_decay` that matches no
-    parameter at all, trainable or not, is an error: it is most likely misspelt. A model may set other learning rates
-    for some parameters in an attribute `learning_rates`, by patterns of names; schedules scale them like all rates.
+    The result is the same before and after sharding. Raises `ConfigError` for a pattern of `optim.no_decay` that
+    matches no parameter, trainable or not: it is most likely misspelt. A model may have an attribute `learning_rates`,
+    name patterns → learning rates of these parameters; schedules scale them like `optim.lr`.
     """
     rates: Mapping[str, float] = getattr(model, "learning_rates", {})
     return [group for spec in _groups(model, config) for group in _by_rate(spec, rates)]
@@ -175,7 +175,8 @@ def _without_decay(infos: Sequence[ParameterInfo], patterns: Sequence[str]) -> s
 
 
 def _for_muon(info: ParameterInfo, adam_patterns: Sequence[str]) -> bool:
-    # Other stacks of matrices stay with AdamW: flattened, they would be orthogonalised as one matrix.
+    # Other parameters of three or more dims (stacked expert weights) are updated by AdamW: Muon would flatten the
+    # stack, and orthogonalize it as one matrix.
     is_matrix = len(info.shape) == 2 or (len(info.shape) > 2 and Role.CONVOLUTION in info.role)
     special = Role.NORM in info.role or Role.EMBEDDING in info.role
     return is_matrix and not special and not _matches(info, adam_patterns)

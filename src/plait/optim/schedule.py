@@ -1,12 +1,12 @@
-"""The learning rate as a pure function of progress, so that resuming needs no state.
+"""The learning rate as a function of the step number, so that resuming a run needs no scheduler state.
 
 [Note: how lengths are counted]
 A schedule counts in units: optimizer steps, or epochs with `by: epoch`, where the rate changes only between
-epochs. Unit 0 is the first one. `total` and `milestones` are positions in the run, so the warm-up lies inside
-them; `first` and `gamma` count from the end of the warm-up. The warm-up starts at
-`warmup_start_factor` in unit 0 and reaches the full rate at unit `warmup`, where the schedule proper begins.
-A given `total` means what it means in torch: unit `total` is the first one at the end value. An absent one
-means the end of the run: the run's last unit is at the end value. After its end a schedule stays there.
+epochs. Unit 0 is the first one. `total` and `milestones` count from the start of the run, so they include the warm-up;
+`first` and `gamma` count from the end of the warm-up. The warm-up starts with the factor `warmup_start_factor` in unit
+0 and reaches the full rate in unit `warmup`, where the schedule itself begins. A given `total` has the same meaning as
+in torch: unit `total` is the first one with the end value. If it is absent, the run's last unit has the end value. From
+then on the rate is constant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from plait.errors import ConfigError, Problem
 from plait.plugins import build, call, load
 
 Curve = Callable[[int], float]
-"""From a unit to a rate, or to a momentum."""
+"""A function from a unit (a step or an epoch) to a rate, a factor of it, or a momentum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class Schedule:
 
     base_lr: float
     rate: Curve
-    """Units to rates, for a group whose own rate is `base_lr`."""
+    """The rate in each unit, of a parameter group whose initial rate is `base_lr`."""
     cycle: Curve | None = None
-    """Units to momenta."""
+    """The momentum in each unit; None if it is not scheduled."""
     steps_per_unit: int = 1
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of update `step`, counted from zero."""
+        """Return the learning rate of optimizer step `step`, counted from zero."""
         return self.rate(step // self.steps_per_unit)
 
     def momentum(self, step: int) -> float | None:
-        """Return the momentum (the first beta) of update `step`; None if it is not scheduled."""
+        """Return the momentum (the first beta) of optimizer step `step`; None if it is not scheduled."""
         return None if self.cycle is None else self.cycle(step // self.steps_per_unit)
 
     @property
@@ -66,9 +66,9 @@ class Schedule:
         return self.cycle is not None
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set the rates for update `step`: each group's `initial_lr`, scaled by the schedule.
+        """Set each group's `lr` for optimizer step `step`: its `initial_lr`, scaled by the schedule.
 
-        Returns the rate of groups with the base rate.
+        Returns the rate of groups whose `initial_lr` is `base_lr`.
         """
         lr, base = self.rate(step // self.steps_per_unit), self.base_lr
         for group in optimizer.param_groups:
@@ -89,11 +89,11 @@ class GroupSchedule(Schedule):
 
     @property
     def schedules_momentum(self) -> bool:
-        """Always: a scheduler may set momenta."""
+        """Always true: a torch scheduler may set momenta."""
         return True
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set each group's values for update `step`; returns the rate of the first group."""
+        """Set each group's values for optimizer step `step`; return the rate of the first group."""
         settings = self.by_group(step // self.steps_per_unit)
         for group, wanted in zip(optimizer.param_groups, settings, strict=True):
             if wanted.get("momentum") and not group["momentum"]:
@@ -103,10 +103,10 @@ class GroupSchedule(Schedule):
 
 
 class OptimizerRates:
-    """No schedule: the learning rates in the optimizer's groups are used as they are, whoever sets them."""
+    """No schedule: the learning rates in the optimizer's groups are not changed; the user's code may set them."""
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Change nothing; returns the rate of the first group."""
+        """Return the rate of the first group; change nothing."""
         return float(optimizer.param_groups[0]["lr"])
 
 
@@ -114,18 +114,18 @@ class Curves(NamedTuple):
     """The scheduled values by unit."""
 
     rate: Curve
-    """Units to rates, for a group whose own rate is the base rate."""
+    """The rate in each unit, of a parameter group with the base rate."""
     cycle: Curve | None = None
-    """Units to momenta."""
+    """The momentum in each unit; None if it is not scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpan:
-    """What a schedule is built from, besides its section."""
+    """The base rate and the length of the run, from which a schedule is built, together with its section."""
 
     base_lr: float
     units: int | None
-    """The length of the run; None if it is not known."""
+    """The length of the run in units; None if it is not known."""
 
 
 def build_schedule(
@@ -138,8 +138,8 @@ def build_schedule(
 ) -> Schedule:
     """Return the schedule that `config` describes; without one, a constant rate.
 
-    `total_steps` is the length of the run, if it is known. Raises `ConfigError` if the schedule needs it, or
-    `steps_per_epoch`, and it is not known. `optimizer` has the groups that a torch scheduler reads.
+    `total_steps` is the length of the run. Raises `ConfigError` if the schedule needs it, or `steps_per_epoch`, and it
+    is None. `optimizer` has the parameter groups from which a torch scheduler reads rates and momenta.
     """
     if config is None:
         return Schedule(base_lr, lambda unit: base_lr)
@@ -156,20 +156,20 @@ def build_schedule(
 
 
 def constant(span: ScheduleSpan, config: ConstantConfig) -> Curves:
-    """Return `ConstantLR`: `factor` for `total` units, then 1; without `total`, `factor` to the end."""
+    """Return the curve of `ConstantLR`: `factor` for `total` units, then 1; without `total`, `factor` to the end."""
     factor, length = config.factor, None if config.total is None else max(0, config.total - config.warmup)
     return _after_warmup(span, config, lambda unit: factor if length is None or unit < length else 1.0)
 
 
 def linear(span: ScheduleSpan, config: LinearConfig) -> Curves:
-    """Return `LinearLR`: a straight line from `start_factor` to `end_factor`."""
+    """Return the curve of `LinearLR`: a straight line from `start_factor` to `end_factor`."""
     start, end, length = config.start_factor, config.end_factor, _length(config, span.units)
     slope = (end - start) / length
     return _after_warmup(span, config, lambda unit: start + slope * unit if unit < length else end)
 
 
 def cosine(span: ScheduleSpan, config: CosineConfig) -> Curves:
-    """Return `CosineAnnealingLR`: half a cosine from 1 to `min_factor`."""
+    """Return the curve of `CosineAnnealingLR`: half a cosine period from 1 to `min_factor`."""
     end, length = config.min_factor, _length(config, span.units)
     pace, half = math.pi / length, (1.0 - end) / 2.0
     return _after_warmup(
@@ -178,7 +178,7 @@ def cosine(span: ScheduleSpan, config: CosineConfig) -> Curves:
 
 
 def polynomial(span: ScheduleSpan, config: PolynomialConfig) -> Curves:
-    """Return `PolynomialLR`: from 1 to `min_factor` along (1 - t)^power."""
+    """Return the curve of `PolynomialLR`: from 1 to `min_factor` as (1 - t)^power, with t from 0 to 1."""
     power, end, length = config.power, config.min_factor, _length(config, span.units)
     drop = 1.0 - end
     return _after_warmup(
@@ -187,7 +187,7 @@ def polynomial(span: ScheduleSpan, config: PolynomialConfig) -> Curves:
 
 
 def cosine_restart(span: ScheduleSpan, config: CosineRestartConfig) -> Curves:
-    """Return `CosineAnnealingWarmRestarts`: the n-th cosine is `first · multiply^n` units long and starts at 1."""
+    """Return the curve of `CosineAnnealingWarmRestarts`: the n-th cosine, of `first · multiply^n` units, from 1 on."""
     first, multiply, end = config.first, config.multiply, config.min_factor
     half = (1.0 - end) / 2.0
 
@@ -204,7 +204,7 @@ def cosine_restart(span: ScheduleSpan, config: CosineRestartConfig) -> Curves:
 
 
 def multi_step(span: ScheduleSpan, config: MultiStepConfig) -> Curves:
-    """Return `MultiStepLR`: multiplied by `gamma` from each milestone on."""
+    """Return the curve of `MultiStepLR`: the rate is multiplied by `gamma` at each milestone."""
     if any(milestone < config.warmup for milestone in config.milestones):
         raise _problem(
             "milestones",
@@ -217,13 +217,13 @@ def multi_step(span: ScheduleSpan, config: MultiStepConfig) -> Curves:
 
 
 def exponential(span: ScheduleSpan, config: ExponentialConfig) -> Curves:
-    """Return `ExponentialLR`: `gamma` to the power of the unit."""
+    """Return the curve of `ExponentialLR`: `gamma` to the power of the unit."""
     gamma = config.gamma
     return _after_warmup(span, config, lambda unit: gamma**unit)
 
 
 def wsd(span: ScheduleSpan, config: WSDConfig) -> Curves:
-    """Return `WSD`: 1 until `decay` units before the end, then down to `min_factor`."""
+    """Return the curve of WSD (warmup, stable, decay): 1 until `decay` units before the end, then to `min_factor`."""
     length, decay, end = _length(config, span.units), config.decay, config.min_factor
     if decay > length:
         raise _problem("decay", f"{decay} is longer than the {length} units behind the warm-up", "Make it shorter.")
@@ -270,13 +270,16 @@ def _after_warmup(span: ScheduleSpan, config: _Warmed, factor: Curve) -> Curves:
 def build_custom_schedule(
     config: CustomSchedule, span: ScheduleSpan, optimizer: Optimizer | None, steps: int
 ) -> Schedule:
-    """Return a user-provided schedule.
+    """Return a user-provided schedule; raise `ConfigError` if `schedule.type` names nothing that can be one.
 
-    [Note: what a schedule of one's own is] A function of the step, counted from 0, that returns the factor of each
-    group's own rate; a parameter `total_steps` receives the length of the run. Or a class whose objects are such
-    functions. Or a scheduler of torch, or a function with a parameter `optimizer` that builds one: it is stepped on a
-    dummy optimizer with the groups' rates, which are read from it, so that the rate is a function of the step here too,
-    and no scheduler state has to be saved.
+    [Note: what a schedule of one's own is] `schedule.type` may name one of three:
+
+    - A function of the unit (step or epoch), counted from 0, that returns a factor; each group's initial rate is
+      multiplied by it. If the function has a parameter `total_steps`, it receives the length of the run.
+    - A class whose objects are such functions.
+    - A scheduler class of torch, or a function with a parameter `optimizer` that builds a scheduler. The scheduler is
+      stepped on a dummy optimizer that has the groups' rates, and the rates that it sets are read from there. So the
+      rate is a function of the step here too, and no scheduler state needs to be saved.
     """
     target = load(config, "schedule")
     if isinstance(target, LRScheduler):
@@ -305,7 +308,7 @@ def build_custom_schedule(
         factor = call(target, "schedule", name=str(config.type), arguments=arguments)
         arguments = {}
 
-    call(factor, "schedule", 0, name=str(config.type), arguments=arguments)  # what is wrong with it shows now
+    call(factor, "schedule", 0, name=str(config.type), arguments=arguments)  # raises errors now, not in the first step
 
     def rate(unit: int) -> float:
         value = factor(unit, **arguments)
@@ -326,7 +329,7 @@ def _parameters(made: Any) -> dict[str, inspect.Parameter]:
 
 
 class _SteppedScheduler:
-    """The settings of each group by unit, as a torch scheduler sets them on a dummy optimizer."""
+    """Steps a torch scheduler on a dummy optimizer, and records the settings of each group in each unit."""
 
     def __init__(
         self,
@@ -345,12 +348,12 @@ class _SteppedScheduler:
         self._past = [self._optimizer.settings()]
 
     def at(self, unit: int) -> list[dict[str, Any]]:
-        """Return the settings of every group."""
+        """Return the settings of every group in a unit."""
         while len(self._past) <= unit:
             self._optimizer.step()
             try:
                 self._scheduler.step()
-            except Exception as error:  # past its own end, say
+            except Exception as error:  # for example beyond the scheduler's own length
                 message = f"{self._name!r} has no rate for unit {len(self._past)}: {type(error).__name__}: {error}"
                 raise _problem("type", message, "Give it the length of the run.") from error
             self._past.append(self._optimizer.settings())
@@ -373,7 +376,7 @@ class _DummyOptimizer(Optimizer):
         super().__init__(made, {"lr": base_lr, **{key: made[0][key] for key in _SCHEDULED if key in made[0]}})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Do nothing: there are no parameters to update."""
 
     def settings(self) -> list[dict[str, Any]]:
         """Return for every group the values that a scheduler may change."""
@@ -384,7 +387,7 @@ _SCHEDULED = ("momentum", "betas")
 
 
 def _length(config: LinearConfig | CosineConfig | PolynomialConfig | WSDConfig, run: int | None) -> int:
-    """Return the units from the end of the warm-up to the first one at the end value."""
+    """Return the number of units from the end of the warm-up to the first unit with the end value."""
     if config.total is not None:
         if config.total <= config.warmup:
             raise _problem(
