@@ -1,4 +1,4 @@
-"""A model with its tokenizer and chat template; incremental detokenization, and tool calls."""
+"""A model with its tokenizer and chat template; decoding answers token by token; and tool calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from plait.generate.generator import Generator
 from plait.generate.options import Completion, Sampling
 
 MIN_NEW_TOKENS = 16
-"""The minimum of new tokens for which context is kept free: a longer conversation loses its beginning."""
+"""The number of tokens of the context that are kept free for the answer. If a conversation is so long that fewer
+remain, its earliest turns are left out."""
 _INCOMPLETE = "\ufffd"
-"""The decoded text of an incomplete character."""
+"""The text that tokenizers return for bytes that are not (yet) a complete character."""
 _MOST_PENDING = 8
-"""The maximum of tokens that are held back until their bytes form a character of at most 4 bytes."""
+"""The maximum of tokens that are held back until their bytes form a character; a character has at most 4 bytes."""
 
 
 class Turn(NamedTuple):
@@ -44,7 +45,7 @@ class AnswerPiece(NamedTuple):
 
 
 class EncodedPrompt(NamedTuple):
-    """A conversation as a prompt."""
+    """A conversation encoded as a prompt."""
 
     tokens: list[int]
     left_out: int
@@ -53,30 +54,31 @@ class EncodedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """The model behind `plait chat`, `plait serve` and `plait generate`."""
+    """A model that answers conversations: used by `plait chat`, `plait serve` and `plait generate`."""
 
     name: str
     generator: Generator
     tokenizer: TextTokenizer
     write_down: Callable[[Sequence[Turn]], list[int]]
-    """The chat template: from a conversation to the prompt."""
+    """The chat template: returns the prompt's tokens for a conversation."""
     stop: tuple[int | str, ...]
     """Tokens and texts that always end an answer."""
     write_with_tools: Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None = None
     """Like `write_down`, with tools that may be called; None where the template does not support them."""
     begin: tuple[int, ...] = ()
-    """The tokens before a text that is not a conversation, if the model was trained with such."""
+    """The tokens (such as BOS) before a text that is not a conversation, if the model was trained with them."""
     template: str = "own"
     """The name of the chat template, to display."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text as a prompt; an empty text is the beginning of a document."""
+        """Return a text encoded as a prompt; for an empty text, the tokens that begin a document."""
         return [*self.begin, *self.tokenizer.encode(text)] or [self.tokenizer.end]
 
     def encode_conversation(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> EncodedPrompt:
-        """Encode a conversation as a prompt. If it exceeds the context, its earliest turns are left out.
+        """Return a conversation encoded as a prompt. If it exceeds the context, its earliest turns are left out.
 
-        The system message is kept. `tools` are those that the model may call, in the format of OpenAI's API.
+        The system message is always kept. `tools` are those that the model may call, in the format of OpenAI's API.
+        Raise a `ContextError` if the last turn alone is too long, and a `GenerateError` for an invalid conversation.
         """
         write_down = self.write_down
         if tools or any(turn.more for turn in turns):
@@ -107,8 +109,8 @@ class Conversation:
 
         if fits(tokens := prompt_tokens(0)):
             return EncodedPrompt(tokens, 0)
-        # The rest begins with a user's message, as some templates require. The number of user messages that fit is
-        # searched from the end by bisection: the template is not applied once per turn.
+        # What is kept begins with a user's message, as some templates require. The number of user messages that fit is
+        # found by bisection, so that the template need not be applied once per turn.
         questions = [index for index in range(1, len(rest)) if rest[index].role == "user"]
         most, too_many, middle = 0, len(questions) + 1, 1
         while too_many - most > 1:
@@ -127,7 +129,7 @@ class Conversation:
         raise ContextError(f"the last turn takes {len(tokens)} tokens, and the context is {context}; shorten it")
 
     def write(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[tuple[str, Completion]]:
-        """Generate an answer to each prompt: its text without the stop text, and its tokens."""
+        """Generate an answer to each prompt, and return for each its text without the stop text, and its tokens."""
         sampling = self._with_stops(sampling)
         completions = self.generator.generate(prompts, sampling)
         for completion in completions:
@@ -136,7 +138,7 @@ class Conversation:
         return list(zip(texts, completions, strict=True))
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[AnswerPiece]:
-        """Stream the answer to one prompt. Text is held back while it may be the beginning of a stop text."""
+        """Yield the answer to one prompt in pieces. Text that may be the beginning of a stop text is held back."""
         row, text = self.row(prompt, sampling), self.text_of(sampling)
         with self.generator.continuous() as batch:
             (token,) = batch.add([row])
@@ -150,17 +152,17 @@ class Conversation:
         yield AnswerPiece(text.finish(), "stop" if text.stopped else "length")
 
     def row(self, prompt: Sequence[int], sampling: Sampling, *, key: int = 0, top: int = 0) -> GenerationRow:
-        """A prompt as a row of a batch; `text_of` decides when its answer ends."""
+        """Return a prompt as a row of a batch. When its answer ends, the object from `text_of` decides."""
         return self.generator.row(prompt, self._with_stops(sampling), key=key, top=top)
 
     def text_of(self, sampling: Sampling) -> AnswerText:
-        """Return the incremental detokenizer for one answer."""
+        """Return the object that decodes one answer token by token."""
         sampling = self._with_stops(sampling)
         return AnswerText(self.tokenizer.decode, sampling.stop_tokens, sampling.stop_texts)
 
     def _with_stops(self, sampling: Sampling) -> Sampling:
         stops = (*sampling.stop, *self.stop)
-        # The text of a special token is not part of the decoded answer, so its token id is a stop too.
+        # Special tokens are left out when an answer is decoded: of a stop text that is such a token, the id is added.
         special = [self.tokenizer.special_token(stop) for stop in stops if isinstance(stop, str)]
         return replace(
             sampling, stop=tuple(dict.fromkeys([*stops, *(token for token in special if token is not None)]))
@@ -168,7 +170,7 @@ class Conversation:
 
 
 def refuse_no_numbers(logprobs: Sequence[float]) -> None:
-    """Raise `GenerateError` for NaN log-probabilities, which damaged or diverged weights give."""
+    """Raise a `GenerateError` if a log-probability is NaN, as it is for damaged or diverged weights."""
     if any(map(math.isnan, logprobs)):
         raise GenerateError(
             "the model's log-probabilities are not finite: its weights are damaged or diverged in training; open an "
@@ -183,9 +185,10 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 class AnswerText:
-    """Incremental detokenization of one answer, without any part of a stop text.
+    """Decodes one answer token by token, without any part of a stop text.
 
-    A token is decoded together with a few before it, so the work is linear in the length of the answer.
+    A part of the text is *final* if no later token can change it. A token is decoded together with only a few tokens
+    before it, so that the time is linear in the length of the answer.
     """
 
     def __init__(
@@ -193,27 +196,28 @@ class AnswerText:
     ) -> None:
         self._decode, self._stop_tokens, self._stops = decode, frozenset(stop_tokens), stops
         self._window: list[int] = []
-        """The tokens whose text became final last, for the spaces between words, and those after them."""
+        """The last tokens: first those whose text became final last, which are kept because a tokenizer may put a space
+        between them and the next ones; then those whose text is not final."""
         self._settled = 0
-        """How many of them are final."""
+        """The number of tokens in the window whose text is final."""
         self._shown = 0
-        """How many characters these have."""
+        """The number of characters of their text."""
         self._held = ""
-        """Final text that may be the beginning of a stop text."""
+        """Final text that is held back because it may be the beginning of a stop text."""
         self.is_cut = False
-        """Whether there was a stop text."""
+        """Whether the answer ended with a stop text, at which it was cut."""
         self.length = 0
-        """Final characters, including those held back."""
+        """The number of final characters, including those held back."""
         self.stopped = False
-        """Whether there was a stop token or text."""
+        """Whether the answer ended with a stop token or a stop text."""
 
     @property
     def held(self) -> int:
-        """Final characters that are held back."""
+        """The number of final characters that are held back."""
         return len(self._held)
 
     def push(self, token: int) -> str:
-        """Add the next token; returns the text that becomes final."""
+        """Add the next token; return the text that becomes final by it and is not held back."""
         assert not self.stopped, "the answer has ended"
         if token in self._stop_tokens:
             self.stopped = True
@@ -223,7 +227,7 @@ class AnswerText:
         if text.endswith(_INCOMPLETE):
             if ready - self._settled < _MOST_PENDING:
                 return ""
-            ready -= _MOST_PENDING // 2  # invalid bytes, of which the last may still become a character
+            ready -= _MOST_PENDING // 2  # invalid bytes, but the last ones may still begin a character
             text = self._decode(self._window[:ready])
         new = text[self._shown :]
         if not new:  # a token without text, such as a special one
@@ -234,7 +238,7 @@ class AnswerText:
         return self._release(new)
 
     def finish(self) -> str:
-        """Return the text held back, after the last token."""
+        """Return the rest of the text, after the last token."""
         if self.is_cut:
             return ""
         new = self._release(self._decode(self._window)[self._shown :])
@@ -256,7 +260,7 @@ class AnswerText:
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
-    """The number of last characters that may be the beginning of a stop text."""
+    """Return the number of characters at the end of a text that may be the beginning of a stop text."""
     most = max((len(stop) for stop in stops), default=0)
     lengths = range(min(most, len(text)), 0, -1)
     return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)
@@ -276,7 +280,7 @@ class ToolCall(NamedTuple):
 
 
 def read_calls(text: str) -> list[ToolCall] | None:
-    """Parse a text that consists of tool calls; None where it does not."""
+    """Return the tool calls in a text that consists of nothing else; None if it has other content or is invalid."""
     calls, rest = [], text.strip()
     while rest:
         inner, closed, after = rest.removeprefix(OPEN).partition(CLOSE)
@@ -301,31 +305,31 @@ class ToolReader:
 
     def __init__(self) -> None:
         self._pending: list[str] = []
-        """Text from the position where calls may begin."""
+        """The text from the position on at which tool calls may begin."""
         self._is_open = False
 
     def push(self, text: str) -> str:
-        """Add text; returns what is certainly content."""
+        """Add text; return what is certainly content and not part of a tool call."""
         if self._is_open:
             self._pending.append(text)
             return ""
         text_so_far = "".join([*self._pending, text])
         begin = text_so_far.find(OPEN)
         self._is_open = begin >= 0
-        if not self._is_open:  # its end may be the beginning of "<tool_call>"
+        if not self._is_open:  # the end of the text may be the beginning of "<tool_call>"
             last = range(max(len(text_so_far) - len(OPEN) + 1, 0), len(text_so_far))
             begin = next((at for at in last if OPEN.startswith(text_so_far[at:])), len(text_so_far))
         self._pending = [text_so_far[begin:]]
         return text_so_far[:begin]
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """Return the remaining content, and the calls. Invalid calls are content."""
+        """Return the remaining content, and the tool calls. Text that is not a valid call is returned as content."""
         rest = "".join(self._pending)
         calls = read_calls(rest)
         return (rest, []) if calls is None else ("", calls)
 
 
-# Untrusted text for a log or a terminal.
+# Making untrusted text safe for a log or a terminal.
 
 
 _STEERING = re.compile(
@@ -337,7 +341,10 @@ _STEERING = re.compile(
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""The text with what could fake a line or steer a terminal escaped (`\x1b`); `keep` names exceptions."""
+    r"""Return the text with control characters escaped (as `\x1b`), except those in `keep`.
+
+    Unescaped, they could fake a line of a log, or send commands to a terminal.
+    """
     return _STEERING.sub(lambda match: match[0] if match[0] in keep else _escaped(match[0]), text)
 
 

@@ -1,16 +1,17 @@
-"""Generation with a policy in training, whatever its parallelism, and a check against the trainer's forward pass.
+"""Generation with the model that is being trained (the policy), and a check against the trainer's forward pass.
 
-[Note: generation modes] `gathered`: every rank gathers the full weights once, in the compute dtype, and generates alone
-with them; the prompts are divided among all ranks, those along `tp` included. `sharded`: the model stays as it is and
-gathers its weights layer by layer for every token, as in training; for models that do not fit on one rank. `trainer`:
-no KV cache, each token by the trainer's own forward pass; slow, and the reference. Answers do not depend on these modes
-or on the number of ranks, up to rounding. `vllm`: like `gathered`, but the full weights are loaded into a vLLM engine
-on every rank, which has its own random numbers; see [Note: how vLLM is used].
+[Note: generation modes] With `gathered`, every rank gathers the full weights once per call of `generate`, in the
+compute dtype, and generates with them independently; the prompts are divided among all ranks, also among those of a
+tensor-parallel group. With `sharded`, the model stays sharded and gathers its weights layer by layer for every token,
+as in training; this is for models that do not fit on one rank. With `trainer`, each token is computed by the trainer's
+own forward pass without a KV cache; this is slow, and the reference. Except for rounding, answers depend neither on
+which of these modes is used nor on the number of ranks. `vllm` is like `gathered`, but the full weights are loaded into
+a vLLM engine on every rank, which has other random numbers; see [Note: how vLLM is used].
 
-[Note: memory stays with the allocator] Full weights and cache are freed after generation to torch's allocator, which
-reuses them for the trainer's next step. If they were returned to the device (`empty_cache`), they would have to be
-allocated again, with everything else that the trainer does not hold at that moment. Where memory is short, the
-allocator returns cached memory by itself, and so does `kernels.capture_graph`, whose memory pool is separate.
+[Note: memory stays with the allocator] After generation, full weights and KV cache are freed, and torch's allocator
+keeps their memory for the trainer's next step. If it were returned to the device (`empty_cache`), it would have to be
+allocated again, and with it all other memory that is cached but not in use at that moment. Where memory is short, the
+allocator returns cached memory by itself; so does `kernels.capture_graph`, because a graph has a separate memory pool.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from plait.precision import make_policy
 
 
 def full_weights(engine: NativeEngine, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of the live model in the compute dtype, gathered one at a time. A collective.
+    """Yield every parameter of the model with its name, in the compute dtype, gathered one at a time. A collective.
 
-    Parameters are cast before they are gathered: the trainer computes with the same values, and it halves the traffic.
+    Parameters are cast before they are gathered: the trainer computes with the same cast values, and half as many bytes
+    are sent.
     """
     device = engine.world.device
     with torch.no_grad(), engine.master_weights.readable():
@@ -52,9 +54,9 @@ def full_weights(engine: NativeEngine, dtype: torch.dtype) -> Iterator[tuple[str
 
 
 class Replica:
-    """A copy of the model without parallelism, on the meta device until it is filled.
+    """A copy of the model without parallelism; its parameters are on the meta device until `fill` is called.
 
-    Buffers that are not part of the state get their values from the model's own initializer, or from its constructor.
+    Buffers that are not in the state dict get their values from the model's initializer, or from its constructor.
     """
 
     def __init__(self, build: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> None:
@@ -73,11 +75,11 @@ class Replica:
 
     @property
     def bytes(self) -> int:
-        """The memory of its weights."""
+        """The size of its weights in the compute dtype."""
         return sum(param.numel() for param in self.module.parameters()) * self._dtype.itemsize
 
     def fill(self, engine: NativeEngine) -> None:
-        """Load the engine's current weights. A collective."""
+        """Load the engine's current weights and buffers. A collective. Raise a `ModelError` if their names differ."""
         missing, params = set(self._holders), dict(engine.model.named_parameters())
         for name, full in full_weights(engine, self._dtype):
             if name not in self._holders:
@@ -98,7 +100,7 @@ class Replica:
                     buffer.copy_(live[name])
 
     def empty(self) -> None:
-        """Free the weights."""
+        """Free the weights: the parameters are on the meta device again."""
         for name, [(module, key), *_] in self._holders.items():
             held = module._parameters[key]
             assert held is not None
@@ -126,13 +128,13 @@ class Replica:
             initializer(module)
 
 
-# Whether the generator and the trainer give the same tokens the same log-probabilities.
+# Comparing the log-probabilities that generator and trainer compute for the same tokens.
 
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""The mean difference of log-probabilities that rounding explains, by compute dtype."""
+"""The largest mean difference of log-probabilities that rounding can explain, by compute dtype."""
 WORST = 25.0
-"""The maximum difference, as a multiple of the tolerance."""
+"""The largest single difference that is allowed, as a multiple of the tolerance."""
 
 
 class Comparison(NamedTuple):
@@ -145,7 +147,7 @@ class Comparison(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether rounding explains the differences; False for NaN."""
+        """Whether the differences are within the tolerance, so that rounding can explain them; False for NaN."""
         return self.mean <= self.tolerance and self.worst <= WORST * self.tolerance
 
     def __str__(self) -> str:
@@ -162,10 +164,10 @@ def trainer_logprobs(
     *,
     cuts: int = 1,
 ) -> list[list[float]]:
-    """Return the log-probabilities of given tokens by the trainer's own forward pass.
+    """Return the log-probabilities of the tokens of each answer, computed by the trainer's own forward pass.
 
-    In evaluation mode, without gradients. Ranks that share a model must all call it, each with its own rows. `cuts` is
-    the number of ranks that a sequence is split over.
+    It runs in evaluation mode, without gradients. Ranks that share a model must all call this, each with its own rows.
+    `cuts` is the number of ranks that a sequence is split over.
     """
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
     ids = pad_to_multiple(pad_rows(rows, engine.world.device), cuts)
@@ -196,9 +198,9 @@ def compare_logprobs(
     rows: int = 8,
     cuts: int = 1,
 ) -> Comparison:
-    """Compare answers with the trainer's own forward pass. A collective, with the same answers on every rank.
+    """Return how the answers' log-probabilities differ from those of the trainer's own forward pass. A collective.
 
-    Each data-parallel rank computes its share of them, `rows` at a time.
+    Every rank passes the same answers; each data-parallel rank computes an equal part of them, `rows` at a time.
     """
     if not completions:
         raise GenerateError("no answers to compare: generate some first")
@@ -214,7 +216,7 @@ def compare_logprobs(
         for theirs, ours in zip(
             trainer_logprobs(engine, batch_prompts, batch_completions, cuts=cuts), batch_completions, strict=True
         ):
-            if share[batch * rows :] and world.coordinate("tp") == 0:  # the others along `tp` have the same
+            if share[batch * rows :] and world.coordinate("tp") == 0:  # other ranks along `tp` have the same rows
                 differences += [abs(a - b) for a, b in zip(theirs, ours.logprobs, strict=True)]
     every = [value for values in world.gather(differences) for value in values]
     # Python's `max` would ignore NaN, depending on its position.
@@ -223,7 +225,7 @@ def compare_logprobs(
 
 
 def require_agreement(comparison: Comparison) -> None:
-    """Raise `RolloutMismatchError` if the differences are larger than rounding explains."""
+    """Raise a `RolloutMismatchError` if the differences are larger than rounding can explain."""
     if not comparison.agrees:
         raise RolloutMismatchError(
             f"the rollouts are not from the policy that is trained: {comparison}. Generate with the trainer itself "
@@ -232,17 +234,17 @@ def require_agreement(comparison: Comparison) -> None:
 
 
 MARGIN = 1.25
-"""A factor for activations, logits and fragmentation."""
+"""The factor on the size of weights and cache that allows for activations, logits and fragmentation."""
 
 
 def cache_bytes(model: nn.Module, *, rows: int, tokens: int, dtype: torch.dtype) -> int:
-    """The size of the KV cache of so many rows; 0 for models that are not Plait's own."""
+    """Return the size of a KV cache for `rows` rows of `tokens` tokens; 0 for models that are not Plait's own."""
     features = sum(2 * module.k.out_features for module in model.modules() if isinstance(module, Attention))
     return features * rows * tokens * dtype.itemsize
 
 
 def free_bytes(world: World) -> int:
-    """The memory that this rank can still allocate; the ranks of one machine share its memory evenly."""
+    """Return the bytes that this rank can still allocate; on a CPU, an equal part of the machine's free memory."""
     if world.device.type != "cuda":
         available: int = psutil.virtual_memory().available
         return available // world.ranks.local_size
@@ -252,17 +254,17 @@ def free_bytes(world: World) -> int:
 
 
 def fits(world: World, needed: int) -> bool:
-    """Whether so much fits on every rank. A collective, with the same result on all."""
+    """Whether `needed` bytes, times `MARGIN`, are free on every rank. A collective, with the same result on all."""
     return not world.any(needed * MARGIN > free_bytes(world))
 
 
 Mode = Literal["auto", "gathered", "sharded", "trainer", "vllm"]
 Merge = Callable[[nn.Module, Weights], Weights]
-"""From a model and its full weights to those of a model without adapters."""
+"""A function of a model and its full weights; it returns the weights of the model with adapters merged."""
 
 
 class HybridEngine:
-    """Trains and generates with the same weights. Every rank creates one, and calls it with the same arguments."""
+    """Generates with the weights of an engine in training. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -289,7 +291,7 @@ class HybridEngine:
         """
         self.engine = engine
         self.mode: Mode = mode
-        """See [Note: generation modes]. `auto` is `gathered` where that fits, else `sharded`."""
+        """See [Note: generation modes]. `auto` uses `gathered` if that fits on every rank, else `sharded`."""
         self.on_mismatch = on_mismatch
         policy = make_policy(config.precision)
         self.tolerance = TOLERANCES[policy.compute] if tolerance is None else tolerance
@@ -318,19 +320,20 @@ class HybridEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[int] | None = None
     ) -> list[Completion]:
-        """Generate an answer to each prompt, on every rank. The memory for it is freed before this returns.
+        """Generate and return an answer to each prompt, on every rank. A collective.
 
-        A prompt's key determines, together with the seed, its random numbers; by default it is its index.
+        The memory for it is freed before this returns. The seed and a prompt's key determine its random numbers; by
+        default the key is the prompt's index.
         """
         keys = range(len(prompts)) if keys is None else keys
-        # On all ranks, before the first collective.
+        # All ranks raise the same error here, before the first collective.
         check_prompts(prompts, vocabulary=vocabulary_of(self.engine.model), context=self._context)
         world = self.engine.world
         mode = self._choose_mode(prompts, sampling)
         independent = mode in ("gathered", "vllm")
         group, count = (world.rank, world.size) if independent else (world.data_rank, world.layout.data_parallel)
         local = range(len(prompts))[group::count]
-        most = len(range(len(prompts))[::count])  # of any rank
+        most = len(range(len(prompts))[::count])  # the largest number of prompts of a rank
         width = max(most, 1) if mode == "vllm" else self._max_rows  # vLLM batches by itself
         completions: dict[int, Completion] = {}
         with self._generator_for(mode) as generator:
@@ -347,10 +350,10 @@ class HybridEngine:
         return [completions[index] for index in range(len(prompts))]
 
     def verify(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Comparison:
-        """Compare answers with the trainer's own forward pass; to be called before the first step, and regularly.
+        """Compare the answers' log-probabilities with the trainer's own, and return the differences. A collective.
 
-        If they do not agree, `on_mismatch: stop` raises `RolloutMismatchError`; `fallback` logs a warning and
-        generates with the trainer itself from then on.
+        Call this before the first step and regularly. If they do not agree, `on_mismatch: stop` raises a
+        `RolloutMismatchError`; `fallback` logs a warning, and mode `trainer` is used from then on.
         """
         comparison = compare_logprobs(
             self.engine,
@@ -426,10 +429,10 @@ class HybridEngine:
 
     @contextmanager
     def _gathered(self) -> Iterator[Generator]:
-        """See [Note: memory stays with the allocator]."""
+        """Return a context with a generator for the gathered weights; see [Note: memory stays with the allocator]."""
         replica = self._replica()
         replica.fill(self.engine)
-        if self._replica_generator is None:  # kept, since it knows which kernels are compiled
+        if self._replica_generator is None:  # kept, because its decoder knows which kernels are compiled
             self._replica_generator = Generator(
                 replica.module,
                 decode=self._decode,
@@ -458,5 +461,5 @@ class HybridEngine:
         )
 
     def _call(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        """The trainer's forward pass, with rows padded so that they can be split."""
+        """Return the result of the trainer's forward pass; rows are padded so that ranks can split them evenly."""
         return self.engine.forward(input_ids=pad_to_multiple(input_ids, self._cuts), **kwargs)

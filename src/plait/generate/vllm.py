@@ -1,10 +1,11 @@
 """Rollouts with vLLM: an engine on every rank, in the trainer's process, with the trainer's weights.
 
-[Note: how vLLM is used] Through its offline interface: `LLM` with the executor for externally launched processes,
-`SamplingParams` with a seed per answer, `collective_rpc("reload_weights")` for new weights, and `sleep` and `wake_up`
-between rollouts. The model is passed as a `config.json` alone; its weights follow in memory before every rollout. vLLM
-gets tokens only, so Plait's tokenizer is used, and stop texts are searched in the finished answers. A tied head is
-described, and sent, as a separate tensor: on a CPU, new weights would reach vLLM's embedding alone.
+[Note: how vLLM is used] Only vLLM's offline interface is used: `LLM` with the executor for externally launched
+processes, `SamplingParams` with a seed per answer, `collective_rpc("reload_weights")` for new weights, and `sleep` and
+`wake_up` between rollouts. vLLM is started with a `config.json` and no weights; these are passed in memory before every
+rollout. vLLM gets and returns tokens, not texts: Plait encodes and decodes, and searches stop texts in the finished
+answers. If the head is tied, vLLM is configured for a separate head and gets the embedding's weight a second time, as
+the head's: otherwise, on a CPU, only vLLM's embedding would get new weights, and its head would keep the old ones.
 
 [Note: until the process ends]
 An `LLM` in the trainer's process uses the run's own process group, and destroys that group when it is deleted. So it is
@@ -35,16 +36,16 @@ from plait.generate.options import Completion, Sampling
 from plait.models import Made, to_transformers
 
 Weights = Iterable[tuple[str, Tensor]]
-"""Parameters with their names, each whole."""
+"""Names and full (not sharded) parameters."""
 
 BLOCK = 128
-"""Tokens of the largest block in which vLLM allocates its cache."""
+"""The number of tokens of the largest block that vLLM uses to allocate its cache."""
 MIN_MEMORY_SHARE = 0.01
-"""`gpu_memory_utilization` where the size of the cache is given."""
+"""The value of vLLM's `gpu_memory_utilization` where the size of the cache is passed in bytes."""
 
 
 class VllmGenerator:
-    """Generates with vLLM. Every rank creates one at the same time, and each generates for its own prompts."""
+    """Generates with vLLM. All ranks create one at the same time; each generates answers to its own prompts."""
 
     def __init__(
         self,
@@ -93,23 +94,23 @@ class VllmGenerator:
             log("vLLM keeps its weights and its cache in memory during training: on a CPU it has no sleep mode")
 
     def load(self, weights: Weights) -> None:
-        """Load these weights. A collective, since iterating over the weights may gather them."""
+        """Load these weights into vLLM. A collective, because iterating over the weights may gather them."""
         if not self._awake:
             self._llm.wake_up(tags=["weights"])
         renamed = with_own_head(in_names_of_transformers(weights, self._made))
         with _undisturbed(self._world.device):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": renamed})
-        for _ in renamed:  # the rest, if vLLM stopped early: all ranks must iterate over all weights
+        for _ in renamed:  # what vLLM did not read: all ranks must iterate over all weights
             pass
         if not self._awake:
             self._llm.wake_up(tags=["kv_cache"])
-        self._llm.reset_prefix_cache()  # keys and values of other weights
+        self._llm.reset_prefix_cache()  # which has keys and values of the old weights
         self._awake = True
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, keys: Sequence[int]
     ) -> list[Completion]:
-        """Generate an answer to each prompt, in their order. Seed and key determine its random numbers."""
+        """Generate and return an answer to each prompt, in order. The seed and its key determine its random numbers."""
         if sampling.stop_texts and self._decode is None:
             raise GenerateError(f"stop={sampling.stop_texts[0]!r} is a text, which needs `decode`; pass a tokenizer's")
         if not prompts:
@@ -121,7 +122,7 @@ class VllmGenerator:
         return [self._completion(output.outputs[0], sampling) for output in outputs]
 
     def sleep(self) -> None:
-        """Free vLLM's memory, where its sleep mode is supported."""
+        """Free vLLM's memory until the next `load`; on a CPU, where vLLM has no sleep mode, do nothing."""
         if self._world.device.type != "cpu":
             self._llm.sleep(level=2)
             self._awake = False
@@ -154,7 +155,11 @@ class VllmGenerator:
 
 
 def load_vllm(world: World) -> Any:
-    """Import `vllm`, and check that its build is for this device."""
+    """Import `vllm`, prepare this process for it, and return the module.
+
+    Raise a `MissingExtraError` if it is not installed, and a `GenerateError` if its build is for another device or this
+    process has already run vLLM.
+    """
     try:
         vllm = import_module("vllm")
         device_type = import_module("vllm.platforms").current_platform.device_type
@@ -188,12 +193,12 @@ def _leave(llm: Any) -> None:
 
 
 def seed_of(seed: int, key: int) -> int:
-    """The seed of one answer: 63 bits."""
+    """Return the seed of one answer, of 63 bits: a hash of the run's seed and the answer's key."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {key}".encode(), digest_size=8).digest()) >> 1
 
 
 def token_bytes(description: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """The size of the KV cache per token, from a model's `config.json`; None where that lacks the keys."""
+    """Return the size of the KV cache per token, from a model's `config.json`; None if that lacks the keys."""
     layers = description.get("num_hidden_layers", description.get("n_layer"))
     heads = description.get("num_attention_heads", description.get("n_head"))
     width = description.get("hidden_size", description.get("n_embd"))
@@ -206,19 +211,19 @@ def token_bytes(description: Mapping[str, Any], dtype: torch.dtype) -> int | Non
 def _memory(
     options: VllmConfig, description: Mapping[str, Any], *, dtype: torch.dtype, context: int | None, rows: int
 ) -> dict[str, Any]:
-    """vLLM's memory options."""
+    """Return vLLM's memory options: as configured, or a cache for `rows` answers of `context` tokens."""
     if options.memory is not None:
         return {"gpu_memory_utilization": options.memory}
     bytes_per_token = token_bytes(description, dtype)
     if bytes_per_token is None or context is None:
         raise GenerateError("the model's config.json does not determine the cache size: set rollout.vllm.memory")
-    blocks = (rows + 1) * -(-context // BLOCK)  # one more, since vLLM reserves a block
+    blocks = (rows + 1) * -(-context // BLOCK)  # a further row, since vLLM reserves a block for itself
     return {"kv_cache_memory_bytes": blocks * BLOCK * bytes_per_token, "gpu_memory_utilization": MIN_MEMORY_SHARE}
 
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """A context that restores the trainer's RNG states and thread count, which vLLM changes."""
+    """Return a context that restores the trainer's RNG states and thread count, which vLLM changes."""
     numbers, threads, setter = rng_state(device), torch.get_num_threads(), torch.set_num_threads
     try:
         yield
@@ -234,10 +239,11 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 
 
 def in_names_of_transformers(weights: Weights, made: Mapping[str, Made] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `made`, each as soon as its sources are there; None: the names are those of `transformers`.
+    """Yield the tensors of `made`, each as soon as all its sources have been read from `weights`.
 
-    A source is held only as long as a tensor still needs it. Raises `ModelError` for a tensor that is not used, or one
-    that is missing, since vLLM would silently keep other values.
+    With None, `weights` already have the names of `transformers`, and are yielded unchanged. A source is kept only
+    while a tensor still needs it. Raise a `ModelError` for a weight that is not used and a tensor that cannot be
+    computed: vLLM would keep other values for it without an error.
     """
     if made is None:
         yield from weights
@@ -265,7 +271,7 @@ def in_names_of_transformers(weights: Weights, made: Mapping[str, Made] | None) 
 
 
 def with_own_head(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same weights and, for a model with a tied head, its embedding as a separate head."""
+    """Yield the same weights; if there is no head among them, yield the embedding again, named as the head."""
     embedding, has_head = None, False
     for name, tensor in weights:
         has_head = has_head or name in _HEADS

@@ -271,7 +271,7 @@ class RowPositions(NamedTuple):
 def embed(
     tokens: Tensor, embedding: Tensor, norm: Norm, *, at: RowPositions | None = None, prefetch: Prefetch | None = None
 ) -> ResidualStream:
-    """Return the residual stream at the start of a step, the tokens' embeddings; advance the positions `at`, if given."""
+    """Return the residual stream at the start of a step, the tokens' embeddings; advance `at`, if given."""
     if not supports(embedding, embedding) or len(tokens) > MOST_ROWS:
         if at is not None:
             at.advance()

@@ -85,7 +85,7 @@ class DecodeStep:
     def sample(
         self, tokens: Tensor, at: RowPositions, caches: Caches, temperature: float, rng: CounterRNG
     ) -> tuple[Tensor, Tensor]:
-        """Append one token to each row; return the next, sampled from all of the vocabulary, and its log-probability."""
+        """Append one token to each row; return the next, sampled from the vocabulary, and its log-probability."""
         stream, head = self._hidden(tokens, at, caches)
         return sample_head(stream, head, temperature, rng, self._counters)
 
