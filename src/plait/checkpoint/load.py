@@ -29,7 +29,7 @@ _SHOWN = 16
 
 
 class Mismatch(NamedTuple):
-    """A tensor's name, its shape in the checkpoint and its shape in the model; `-` where it is absent."""
+    """A tensor's name, its shape in the checkpoint and its shape in the model; `-` if it is absent there."""
 
     name: str
     saved: str

@@ -163,7 +163,7 @@ def _are_lengths(values: Sequence[Any]) -> bool:
 # checked when it is read: every element of a tensor must be in exactly one piece. And when a file is opened, its own
 # header must name the same tensors with the same shapes at the same bytes.
 def coverage_problem(pieces: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> str | None:
-    """Return why slices (first index, shape) do not cover a tensor exactly once; None where they do."""
+    """Return why slices (first index, shape) do not cover a tensor exactly once; None if they do."""
     if 0 in whole:
         return None
     if not pieces:

@@ -19,7 +19,7 @@ _WIDTH = 160
 
 
 def wide_console(**options: Any) -> Console:
-    """Return a console for tables: as wide as the terminal, or `_WIDTH` where there is none."""
+    """Return a console for tables: as wide as the terminal, or `_WIDTH` if there is none."""
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDTH, highlight=False, **options)
 
 
@@ -54,7 +54,7 @@ def _resolved_values(run: RunConfig, candidate: Candidate, ranks: int) -> dict[s
 
 
 def _at(data: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key; None where there is none."""
+    """Return the value at a dotted key; None if there is none."""
     if key in data:
         return data[key]
     value: Any = data

@@ -80,7 +80,7 @@ def plan_run(
     timeline: str | None,
     exact: bool,
 ) -> bool:
-    """Show the plan of a run, and what to change where it does not fit; return whether it fits."""
+    """Show the plan of a run, and what to change if it does not fit; return whether it fits."""
     from rich.console import Console
 
     from plait.engine import planned_as

@@ -244,7 +244,7 @@ def supervise_here(
     *,
     must_end: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run ranks of this host to their end, connected to the launcher where it can be reached; return the exit code.
+    """Run ranks of this host to their end, connected to the launcher if it can be reached; return the exit code.
 
     If it cannot be reached, failures are reported here.
     """

@@ -15,7 +15,7 @@ _OFFSET_S = 0.125
 _LONGEST_SAMPLE_S = 3.0
 """The longest time between two samples that counts as waiting: if the machine slept in between, ranks did not wait."""
 _MARGIN, _MOST_MARGIN_S = 0.2, 10.0
-"""A hang is reported this share of the timeout (at most 10 s) before it, while ranks can still write their stacks."""
+"""A hang is reported before the timeout, by this fraction of it (at most 10 s): ranks can then still write stacks."""
 
 _HINTS = {
     Phase.IDLE: "its data, logs or hooks are slow: give data.workers more, or look at its disk",
@@ -27,7 +27,7 @@ _HINTS = {
 class HeartbeatMonitor:
     """Finds hangs and stragglers in the records of all ranks. The caller must update the records' observations.
 
-    It warns of a straggler that the others waited for in a share `share` of the last `window` samples.
+    A rank is a straggler if all others waited for it in at least the fraction `share` of the last `window` samples.
     """
 
     def __init__(self, records: Sequence[RankRecord], *, window: int = 40, share: float = 0.75) -> None:

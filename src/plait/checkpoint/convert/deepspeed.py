@@ -268,7 +268,7 @@ def _across(begin: int, end: int, length: int) -> Cuts:
 
 
 def stage_3(model: Pickled, shards: Sequence[Pickled]) -> DeepSpeedEntries:
-    """Return the trained parameters of stage 3. Each is padded and split evenly over ranks."""
+    """Return the trained parameters of stage 3 and their state. Each is padded and split evenly over ranks."""
     entries: DeepSpeedEntries = {}
     for group, shapes in enumerate(model["param_shapes"]):
         masters = [shard["fp32_flat_groups"][group] for shard in shards]
@@ -391,12 +391,12 @@ def scaler_of(optimizer: Any) -> dict[str, float] | None:
 # At stage 0 DeepSpeed saves `optimizer.state_dict()`, which numbers the parameters in the order in which the optimizer
 # was given them, group after group; the names are not stored. Within a group, parameters are in the model's order, but
 # it is not stored which parameters a group has. So a number is matched with a name only if there is one possibility: in
-# 16-bit runs, the name whose weights are the rounded fp32 weights; otherwise, if all parameters of a shape are in one
-# group. If several possibilities are left, an error is raised, and the caller has to pass the order.
+# 16-bit runs, the name whose weights are the rounded fp32 weights; otherwise, if all the model's parameters of
+# a shape are in one group. If several possibilities are left, an error is raised, and the caller has to pass the order.
 
 
 def stage_0(model: Pickled, order: Sequence[str] | None) -> DeepSpeedEntries:
-    """Return the trained parameters of stage 0.
+    """Return the trained parameters of stage 0 and their optimizer state.
 
     `order`: the names of the optimizer's parameters, in its order; () leaves out the optimizer state.
 

@@ -93,7 +93,7 @@ class HuggingFaceSource(Source):
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
-    """Return the `config.json` of a folder; None where it is absent."""
+    """Return the content of `config.json` in a folder; None if it is absent."""
     path = folder / CONFIG
     if not path.is_file():
         return None

@@ -129,7 +129,7 @@ class Arguments:
         self._saved, self._path = saved, path
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """Return an argument; `default` where it is absent or None."""
+        """Return an argument; `default` if it is absent or None."""
         value = field(self._saved, name)
         return default if value is None else value
 

@@ -45,7 +45,7 @@ class Source(ABC):
 
     @property
     def description(self) -> Path:
-        """The file that `state` was read from, for messages; the checkpoint's path where it has no manifest."""
+        """The file that `state` was read from, for messages; the checkpoint's path if it has no manifest."""
         manifest = self.path / MANIFEST_NAME
         return manifest if manifest.is_file() else self.path
 
