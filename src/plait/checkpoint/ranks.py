@@ -40,7 +40,7 @@ def collective_call(channel: Channel, action: Callable[[], T] | None, what: str)
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """Of the ranks that see the same folder, one leads: it makes, renames and removes the files and folders there."""
+    """Which ranks see the same checkpoint folder. One of these leads: it makes, renames and removes folders there."""
 
     lead: int
     """The rank that leads those that see this rank's folder."""

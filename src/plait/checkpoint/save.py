@@ -38,9 +38,9 @@ class Saved:
     path: Path
     bytes: int
     seconds: float
-    """From the call of `save` to the end of writing."""
+    """Seconds from the call of `save` to the end of writing."""
     blocked: float
-    """How long training waited."""
+    """Seconds for which training waited."""
 
 
 class CheckpointWriter:

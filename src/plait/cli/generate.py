@@ -82,7 +82,7 @@ _FAMILIES = {"gpt2": "gpt", "llama": "llama", "mixtral": "moe"}
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How to open a model."""
+    """The options by which a model is opened."""
 
     adapter: str | None = None
     tokenizer: str | None = None

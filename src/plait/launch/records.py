@@ -15,7 +15,7 @@ from plait.launch.job import Job, RankPlacement
 
 @dataclass(slots=True)
 class RankObservation:
-    """What was observed of a rank on its host, while it ran and once more at its end. Sent to the launcher."""
+    """The last observation of a rank on its host. Made while it runs and at its end, and sent to the launcher."""
 
     beat: Beat | None = None
     """The last heartbeat; None for a script that does not use Plait."""
