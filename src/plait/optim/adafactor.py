@@ -21,7 +21,7 @@ from plait.optim.full_params import RowSharding, row_sharding, sum_over_shards
 
 @dataclass(slots=True)
 class _Item:
-    """One parameter during a step."""
+    """One parameter during a step, with its group, its sharding, and its number of updates."""
 
     parameter: Tensor
     group: dict[str, Any]
@@ -48,7 +48,7 @@ class Adafactor(PlaitOptimizer):
     State: `step`; for vectors `variance`, of the parameter's own shape and sharding; for all else `row_var`
     (last dim 1) and `col_var` (last but one dim 1), which are plain tensors, **replicated on every rank** however
     the parameter is sharded. Sharded parameters give the same result as unsharded ones: see [Note: what an
-    optimizer may be given]. A step takes two all-reduces over each mesh axis that shards.
+    optimizer may be given]. A step does two all-reduces for each mesh axis over which parameters are sharded.
     """
 
     def __init__(

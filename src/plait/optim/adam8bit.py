@@ -1,10 +1,10 @@
 """AdamW with moments in 8 bits: a quarter of the optimizer's memory.
 
-[Note: narrow in training, wide outside] In training a moment is `Packed`; outside of it (in a checkpoint, in a
-proof) the state consists of fp32 tensors, like AdamW's and under the same names. A checkpoint unpacks them some rows at
-a time, see `plait.checkpoint.DeferredTensor`; `unpack` unpacks all of them. Packed again, by loading or the next step,
-they give the same codes as before. So a run may change between the two optimizers at any checkpoint, and the layout of
-a file does not depend on blocks.
+[Note: narrow in training, wide outside] In training a moment is `Packed`: 8-bit codes with a scale per block. In a
+checkpoint, and wherever states are compared, moments are fp32 tensors, like AdamW's and under the same names. A
+checkpoint unpacks them some rows at a time, see `plait.checkpoint.DeferredTensor`; `unpack` unpacks all of them.
+Packing them again, when a checkpoint is loaded or in the next step, gives the same codes as before. So a run may change
+between AdamW and AdamW8bit at any checkpoint, and checkpoint files do not depend on blocks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from plait.kernels import (
 from plait.optim.base import PlaitOptimizer, with_gradient
 
 MIN_WIDTH = 64
-"""Parameters with shorter rows (biases, norms) keep fp32 moments: the scales would use up the savings."""
+"""Parameters with shorter rows (biases, norms) keep fp32 moments: scales would take as much memory as packing saves."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW8bit(PlaitOptimizer):
     """AdamW; the moments of matrices are packed block by block, see [Note: blocks lie in rows] in `kernels`.
 
-    Elementwise except for the blocks, which lie in rows: a rank updates its rows as they would be updated unsharded.
+    Elementwise apart from the scales of blocks. A block is a part of one row, and FSDP shards by rows, so a rank
+    updates its rows in the same way as without sharding.
     """
 
     elementwise = True
@@ -68,7 +69,7 @@ class AdamW8bit(PlaitOptimizer):
 
     def _fp32_moment(self, param: Tensor, name: str) -> Tensor:
         moment = self._moment(param, name)
-        if moment.device != param.device:  # it was loaded
+        if moment.device != param.device:  # it was loaded from a checkpoint
             moment = self.state[param][name] = moment.to(param.device)
         return moment
 
@@ -78,19 +79,19 @@ class AdamW8bit(PlaitOptimizer):
             known = state.get(name)
             if not isinstance(known, Packed):
                 state[name] = zeros(param, levels)
-                if known is not None:  # it was wide
+                if known is not None:  # it was an fp32 tensor, loaded or unpacked
                     pack_into(state[name], known.to(param.device))
         return state[_MOMENTS[0]], state[_MOMENTS[1]]
 
     def unpack(self) -> None:
-        """Replace packed moments by fp32 tensors, on the host: the device may not have the memory for them."""
+        """Replace packed moments by fp32 tensors in host memory: the device may not have enough memory for them."""
         for state in self.state.values():
             for name in _MOMENTS:
                 if isinstance(state.get(name), Packed):
                     state[name] = unpack_on_host(state[name])
 
     def zero_state(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Any:
-        """Return zeros, packed if training packs this state."""
+        """Return a state filled with zeros; packed if this state of this parameter is packed in training."""
         if name not in _MOMENTS or not _is_packed(parameter):
             return super().zero_state(parameter, name, dtype)
         return zeros(parameter, self._levels_on(parameter.device)[_MOMENTS.index(name)])

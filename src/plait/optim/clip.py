@@ -1,6 +1,7 @@
 """The global gradient norm from local shards, and clipping by value.
 
-Clipping by norm has no function here: its factor is applied in the optimizer step together with the others.
+Clipping by norm has no function here: the update multiplies the gradients by its factor, the loss scale and the
+correction of the loss at once (`engine/update.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def grad_norm(
 ) -> float:
     """Return the 2-norm of all gradients together, the same number on every rank.
 
-    With a `group` this rank holds its shard of each gradient, perhaps none; without one it holds the full gradients.
-    `weights` say how much each shard counts: a half, say, if two ranks of the group hold the same one.
-    Accumulated in fp32 or wider, so that half-precision gradients do not overflow.
+    With a `group`, `tensors` are this rank's shards of the gradients (it may have none); without one, they are full
+    gradients. Each squared norm is multiplied by its weight in `weights`: a half, for example, if two ranks of the
+    group hold the same shard. Norms are accumulated in fp32 or wider, so that 16-bit gradients do not overflow.
     """
     return norm_of(tensor_norms(tensors), group, weights)
 
@@ -30,7 +31,7 @@ def grad_norm(
 def norm_of(
     norms: Sequence[Tensor], group: dist.ProcessGroup | None = None, weights: Sequence[float] | None = None
 ) -> float:
-    """Return the same from the norm of each shard."""
+    """Return the 2-norm of all gradients together, as `grad_norm` does, from the norm of each shard."""
     if group is None and weights is None and all(norm.device.type == "cpu" for norm in norms):
         # Without further torch operations: for a small model they would cost more than the norms themselves.
         return math.sqrt(sum(norm.item() ** 2 for norm in norms))
@@ -42,7 +43,7 @@ def norm_of(
 
 
 def tensor_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return each tensor's norm, in fp32 or wider; one call per dtype, since `foreach` needs a uniform list."""
+    """Return each tensor's norm, in fp32 or wider; one call per dtype, since `foreach` needs equal dtypes."""
     formats = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(formats) == 1:  # nearly always
         return foreach_norm(tensors, 2, dtype=_wide(*formats))
@@ -55,18 +56,21 @@ def tensor_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype to sum squares in, if it is another one."""
+    """Return the dtype to sum the squares of a dtype in; None if it is the same."""
     return None if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def part_norms(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return the norm of each shard, without waiting for the device."""
+    """Return the norm of each shard, as one tensor on the device; does not wait for the device."""
     norms = tensor_norms(tensors)
     return torch.stack(list(norms)) if norms else torch.zeros(0, device=device)
 
 
 def whole_norm(norms: Tensor, group: dist.ProcessGroup | None = None, weights: Tensor | None = None) -> Tensor:
-    """Return the norm of all shards together, without waiting for the device; `weights` are fp64 on the device."""
+    """Return the norm of all shards of all ranks of `group`, as a tensor; does not wait for the device.
+
+    `weights`, fp64 on the device, multiply the squared norms.
+    """
     squared = norms.double().square()
     squares = (squared if weights is None else squared * weights).sum()
     if group is not None:

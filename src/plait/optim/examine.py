@@ -1,10 +1,11 @@
-"""Check a user-provided optimizer on a few small parameters before training: may ranks update different parameters?
+"""Check before training, on a few small parameters, whether a user-provided optimizer is correct on several ranks.
 
-[Note: parameters one by one] Owners of full parameters, and pipeline stages, each update some of the parameters. That
-equals one process only if the update of a parameter depends on no other: a learning rate that is estimated from all of
-them, or a limit on the norm of all updates, would differ between ranks. So the optimizer updates small parameters
-together, then each alone, and the results must be equal: weights, and the values in its groups. One that draws random
-numbers would draw different ones on each rank, which shows when the same steps run twice.
+[Note: parameters one by one] With full parameters on their owners, and in pipelines, each rank updates only some of the
+parameters. The result equals that of one process only if the update of a parameter depends on no other parameter: a
+learning rate that is estimated from all of them, or a limit on the norm of all updates, would differ between ranks. So
+the optimizer updates small parameters together, then each alone, and the results must be equal: the weights, and the
+values in its groups. An optimizer that draws random numbers would draw different ones on each rank; it is found by
+running the same steps twice.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from plait.errors import ConfigError, Problem
 from plait.optim.state import flatten
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
-"""From parameter groups to another optimizer of the same class."""
+"""A function that builds another optimizer of the same class over given parameter groups."""
 
 _STEPS = 4
 _SIDES = (4, 3, 2, 2)
-"""The largest shape of a small parameter."""
+"""The maximal size of each dim of a small parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNeeds:
-    """What a run requires of its optimizer."""
+    """Which properties of the optimizer a run depends on."""
 
     one_by_one: bool
-    """Ranks update different parameters."""
+    """Ranks update different parameters, so the update of one must not depend on others."""
     by_element: bool
-    """Ranks update different shards of parameters."""
+    """Ranks update different shards of parameters, so the optimizer must be elementwise."""
     alike: bool
-    """Several ranks update the same parameters."""
+    """Several ranks update the same parameters, so the update must not be random."""
     saved: bool
-    """A checkpoint is to be written."""
+    """Checkpoints are written, so its state must be storable."""
 
 
 def examine_optimizer(optimizer: Optimizer, make: OptimizerFactory, needs: OptimizerNeeds) -> None:
-    """Raise `ConfigError` if an optimizer does not meet a run's requirements."""
+    """Raise `ConfigError` if an optimizer does not have the properties in `needs`; `make` builds others like it."""
     name = type(optimizer).__name__
     spread = needs.one_by_one or needs.by_element
     if not (spread or needs.alike or needs.saved):
@@ -56,7 +57,7 @@ def examine_optimizer(optimizer: Optimizer, make: OptimizerFactory, needs: Optim
             reason, remedy = trial.refuse(name, needs)
     except Exception as error:  # the user's code may raise anything on small parameters
         if not spread:
-            return  # it trains, or raises in the first step
+            return  # no property that must be checked: if it cannot train, the first step raises
         reason = (
             f"{name} could not be tried on small parameters ({type(error).__name__}: {error}), and ranks that share "
             "parameters out must know that it treats them one by one"
@@ -83,7 +84,7 @@ class _Trial:
         ]
 
     def refuse(self, name: str, needs: OptimizerNeeds) -> tuple[str, str]:
-        """Return why it cannot be used, and the remedy; two empty strings if it can."""
+        """Return the reason why the optimizer cannot be used, and the remedy; two empty strings if it can."""
         positions = [(group, index) for group, (_, tensors) in enumerate(self._groups) for index in range(len(tensors))]
         torch.manual_seed(1)
         together, optimizer = self._run(positions)
@@ -111,7 +112,10 @@ class _Trial:
     def _run(
         self, positions: Sequence[tuple[int, int]], select: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> tuple[dict[Any, Any], Optimizer]:
-        """Return the results of a few steps with some of the parameters, or shards of them, and the optimizer."""
+        """Run a few steps on some of the parameters, or on the shards that `select` returns.
+
+        Return the resulting weights and group values, and the optimizer.
+        """
         params = {
             (group, index): nn.Parameter(select(self._groups[group][1][index]).clone()) for group, index in positions
         }
@@ -169,13 +173,13 @@ def _small_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tenso
         options = {key: value for key, value in group.items() if key not in (*_NAMES, "initial_lr")}
         groups.append((options, [small_like(tensor) for tensor in by_ndim.values()]))
     filled = [tensors for _, tensors in groups if tensors]
-    if len(filled) == 1 and len(filled[0]) == 1:  # a dependence on others needs a second parameter
+    if len(filled) == 1 and len(filled[0]) == 1:  # a second parameter, to find a dependence on other parameters
         filled[0].append(filled[0][0] * 2 + 1)
     return groups
 
 
 def clone_factory(optimizer: Optimizer) -> OptimizerFactory:
-    """Return a factory of copies of an existing optimizer, without knowing its constructor arguments."""
+    """Return a function that builds copies of an optimizer object, whose constructor arguments are not known."""
 
     def make(groups: list[dict[str, Any]]) -> Optimizer:
         made: Optimizer = object.__new__(type(optimizer))
@@ -222,5 +226,5 @@ def _same(expected: Any, actual: Any) -> bool:
         return math.isclose(expected, actual, rel_tol=1e-6) or expected == actual
     try:
         return bool(expected == actual)
-    except Exception:  # objects that cannot be compared say nothing
+    except Exception:  # objects that cannot be compared are treated as equal
         return True

@@ -1,4 +1,4 @@
-"""LAMB (You et al., 2020): Adam's direction, at a length in proportion to the parameter's own norm."""
+"""LAMB (You et al., 2020): Adam's update, scaled to a length proportional to the norm of the parameter."""
 
 from __future__ import annotations
 

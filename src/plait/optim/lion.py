@@ -9,9 +9,9 @@ from plait.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, for
 
 
 class Lion(PlaitOptimizer):
-    """Every element moves by exactly `lr`; weight decay is decoupled. State: `exp_avg`.
+    """Each element changes by exactly `lr` per step, up or down; weight decay is decoupled. State: `exp_avg`.
 
-    Elementwise, so a shard is updated as it would be unsharded.
+    It is elementwise, so shards are updated in the same way as full parameters.
     """
 
     elementwise = True

@@ -24,7 +24,8 @@ from plait.optim.base import PlaitOptimizer, with_gradient
 from plait.optim.full_params import map_full, row_sharding
 from plait.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
 
-# The quintic that pulls singular values towards one fastest; they end between about 0.7 and 1.2.
+# The coefficients of the quintic polynomial that moves singular values towards 1 in the fewest iterations; they end
+# between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 
@@ -84,7 +85,7 @@ class Muon(PlaitOptimizer):
         buffers = [to_local(self._moment(p, "momentum_buffer")) for p in params]
         foreach_lerp_(buffers, grads, 1 - momentum)
         updates = foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-        # Cast before the all-to-all: half the bytes, and the same values that an unsharded matrix would start from.
+        # Cast before the all-to-all: that halves its bytes, and an unsharded matrix is cast to the same values.
         reduced = [update.to(_work_dtype(update)) for update in updates]
         work = partial(_orthogonalize_flat, steps=group["ns_steps"])
         directions = map_full(work, reduced, [row_sharding(p) for p in params])
@@ -116,7 +117,7 @@ class Muon(PlaitOptimizer):
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Move all singular values of a matrix to about one, by Newton–Schulz iteration in its own dtype."""
+    """Return the matrix with all singular values moved to about 1, by Newton–Schulz iteration in its own dtype."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

@@ -1,8 +1,8 @@
-"""Build the optimizer that a section describes, over parameter groups.
+"""Build the optimizer that the section `optim` describes, over parameter groups.
 
-[Note: dynamo is loaded late] torch imports its compiler when a function is called that is marked as not to be compiled.
-One of them is `Optimizer.add_param_group`, which every optimizer's constructor calls; and the compiler takes as long to
-import as half of torch. A run that compiles nothing avoids that: here the unwrapped function is called.
+[Note: dynamo is loaded late] torch imports its compiler (dynamo) when a function marked as not to be compiled is
+called. One of these is `Optimizer.add_param_group`, which every optimizer's constructor calls. The import takes half as
+long as that of torch itself. A run that compiles nothing avoids it: here the unwrapped function is called.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from plait.plugins import build
 
 
 def build_custom_optimizer(config: CustomOptim, groups: Sequence[OptimizerGroup]) -> Optimizer:
-    """Return a user-provided optimizer over groups of plain parameters, each of which may be empty.
+    """Return a user-provided optimizer over groups of plain tensors, each of which may be empty (a shard).
 
     Raises `ConfigError` if it does not update exactly these parameters.
     """
@@ -64,7 +64,10 @@ def build_custom_optimizer(config: CustomOptim, groups: Sequence[OptimizerGroup]
 
 
 def make_custom_optimizer(config: CustomOptim, groups: list[dict[str, Any]]) -> Optimizer:
-    """Call the class or function that the section names with parameter groups; return the optimizer."""
+    """Call the class or function that `optim.type` names with parameter groups; return the optimizer.
+
+    Raises `ConfigError` if it returns none, or one that engines cannot step.
+    """
     if isinstance(config.given, Optimizer):
         message = "an optimizer object holds the parameters of one model, and here others are updated"
         raise ConfigError(Problem("optim", message, "Give its class, or a function that builds it from parameters."))
@@ -79,7 +82,7 @@ def make_custom_optimizer(config: CustomOptim, groups: list[dict[str, Any]]) -> 
 
 
 def unusable(optimizer: Optimizer) -> str | None:
-    """Return why engines cannot step an optimizer; None if they can."""
+    """Return the reason why engines cannot step an optimizer (it needs a closure); None if they can."""
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         return f"{name} evaluates the model several times per step, and an engine computes gradients once"
@@ -99,7 +102,7 @@ def base_rate(config: OptimConfig, optimizer: Optimizer) -> float:
     return float(optimizer.defaults.get("lr", optimizer.param_groups[0]["initial_lr"]))
 
 
-# Devices with fused steps in every supported torch that honour `grad_scale` and `found_inf`.
+# The devices on which every supported torch has a fused step that uses `grad_scale` and `found_inf`.
 _FUSED_DEVICES = {
     "AdamW": ("cpu", "cuda"),
     "Adam": ("cpu", "cuda"),
@@ -110,15 +113,15 @@ _FUSED_DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerParams:
-    """What a built-in optimizer is built from, besides its section."""
+    """The parameter groups from which a built-in optimizer is built, together with its section."""
 
     groups: Sequence[OptimizerGroup]
     in_place: bool = True
-    """Whether the tensors keep their addresses, so that a kernel may cache them."""
+    """Whether the tensors keep their memory addresses, which a kernel may then cache."""
 
     @property
     def params(self) -> list[dict[str, Any]]:
-        """The groups as torch's optimizers take them, with names."""
+        """The groups as arguments of torch's optimizers, with named parameters."""
         return [
             {"params": list(zip(group.names, group.tensors, strict=True)), **group.options} for group in self.groups
         ]
@@ -130,7 +133,7 @@ class OptimizerParams:
 
 
 def supports_grad_scale(optimizer: Optimizer) -> bool:
-    """Whether `step` honours the attributes `grad_scale` and `found_inf`.
+    """Whether an optimizer's `step` uses the attributes `grad_scale` and `found_inf`.
 
     With both set to scalar tensors, the fused kernels divide gradients by `grad_scale` (in place) and change nothing
     if `found_inf` is 1, without the host waiting for it.
@@ -143,7 +146,7 @@ def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in
     """Return the optimizer that `config` describes, over these groups.
 
     Each of its groups has `param_names`, and `initial_lr`: the rate that schedules scale. `in_place`: the tensors keep
-    their addresses, so that a kernel may cache them.
+    their memory addresses, which a kernel may then cache.
     """
     if not isinstance(config, CustomOptim) and not config.elementwise:
         _check_rows(config, groups)
@@ -159,7 +162,10 @@ def build_optimizer(config: OptimConfig, groups: Sequence[OptimizerGroup], *, in
 
 
 def _check_rows(config: OptimConfig, groups: Sequence[OptimizerGroup]) -> None:
-    """Refuse shardings that an optimizer does not support; see [Note: what an optimizer may be given]."""
+    """Raise `ConfigError` for shardings that LAMB, Adafactor or Muon do not support.
+
+    See [Note: what an optimizer may be given].
+    """
     if not any(is_sharded(tensor) for group in groups for tensor in group.tensors):
         return
     from plait.optim.full_params import row_sharding
@@ -179,7 +185,7 @@ def _check_rows(config: OptimConfig, groups: Sequence[OptimizerGroup]) -> None:
 
 
 def is_one_pass(config: OptimConfig, tensors: Iterable[Tensor]) -> bool:
-    """Whether the update is the kernel that also rounds weights and reads gradients of any dtype (`OnePassAdam`)."""
+    """Whether the optimizer will be `OnePassAdam`: its kernel also rounds weights, and reads gradients of any dtype."""
     if not isinstance(config, AdamWConfig | AdamConfig) or config.amsgrad:
         return False
     if config.implementation == "auto":

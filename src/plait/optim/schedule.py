@@ -187,7 +187,9 @@ def polynomial(span: ScheduleSpan, config: PolynomialConfig) -> Curves:
 
 
 def cosine_restart(span: ScheduleSpan, config: CosineRestartConfig) -> Curves:
-    """Return the curve of `CosineAnnealingWarmRestarts`: the n-th cosine, of `first · multiply^n` units, from 1 on."""
+    """Return the curve of `CosineAnnealingWarmRestarts`: half cosines that start at 1; the n-th has
+    `first · multiply^n` units.
+    """
     first, multiply, end = config.first, config.multiply, config.min_factor
     half = (1.0 - end) / 2.0
 

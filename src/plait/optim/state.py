@@ -1,9 +1,10 @@
-"""Optimizer state besides flat tensors, in a form that a checkpoint's manifest can hold.
+"""Optimizer state that is not a flat dictionary of tensors, in a form that a checkpoint can store.
 
-[Note: state of any shape] torch's optimizers and Plait's keep tensors only, one level deep. Others keep Python numbers
-per parameter, lists and dictionaries of tensors, numbers in their groups, and attributes of the optimizer. Tensors are
-stored as tensors, under their path (`GG/0`); everything else goes into an outline, JSON with the paths in place of the
-tensors. State that neither can hold is an error that names it; nothing is left out silently.
+[Note: state of any shape] The state of torch's optimizers and Plait's is a dictionary of tensors per parameter. Other
+optimizers also keep Python numbers per parameter, lists and dictionaries of tensors, numbers in their groups, and
+attributes of the optimizer object. Tensors are stored as tensors, under their path (`GG/0`). Everything else is stored
+in the checkpoint's manifest as an *outline*: JSON with the paths in place of the tensors. For state that cannot be
+stored in either way, an error names it; nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _GROUP = frozenset({"params", "param_names", "initial_lr", "lr"})
 
 
 def flatten(name: str, value: Any) -> tuple[dict[str, Tensor | Packed], Any]:
-    """Return the tensors of a state by path, and the outline of the rest; None if the state is a single tensor.
+    """Return the tensors of a state by path, and its outline; the outline is None if the state is a single tensor.
 
     Raises `TypeError`, with the path, for values that cannot be stored.
     """
@@ -58,7 +59,7 @@ def _outline(path: str, value: Any, tensors: dict[str, Tensor | Packed]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a state, however nested."""
+    """Yield every tensor in a state of nested dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):  # `Packed` is a tuple of tensors
@@ -67,7 +68,7 @@ def leaves(value: Any) -> Iterator[Tensor]:
 
 
 def unflatten(outline: Mapping[str, Any], tensor_at: Callable[[str], Any]) -> Any:
-    """Return the state from its outline and its tensors."""
+    """Return the state that an outline describes; `tensor_at` returns the tensor of a path."""
     ((type_name, inner),) = outline.items()
     match type_name:
         case "tensor":
@@ -85,10 +86,10 @@ def unflatten(outline: Mapping[str, Any], tensor_at: Callable[[str], Any]) -> An
 
 
 class OptimizerRecord:
-    """The values of one optimizer that change in training, besides the tensors in the state of its parameters.
+    """Saves and restores an optimizer's values that change in training, besides the tensors in its parameters' states.
 
-    Created before the first step: values that have not changed since are not saved, so that a resumed run may use other
-    settings.
+    Create it before the first step: values that have not changed since then (settings) are not saved, so that a resumed
+    run may use other settings.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -102,7 +103,10 @@ class OptimizerRecord:
         """Keys of groups that a schedule sets at each step."""
 
     def state(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any] | None:
-        """Return this rank's values; None for torch's optimizers and Plait's, which keep tensors only."""
+        """Return this rank's values, given its parameters by name; None for torch's and Plait's optimizers.
+
+        Raises `CheckpointError` for values that cannot be stored.
+        """
         if self._known:
             return None
         optimizer = self._optimizer
@@ -134,7 +138,7 @@ class OptimizerRecord:
         }
 
     def restore(self, state: Mapping[str, Any], parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Set saved values; the tensors have already been loaded, under their paths."""
+        """Set the values that `state` returned; the tensors must have been loaded already, under their paths."""
         optimizer = self._optimizer
         if len(state["groups"]) != len(optimizer.param_groups):
             raise ValueError(f"{len(state['groups'])} groups, and not {len(optimizer.param_groups)} as here")
@@ -152,7 +156,10 @@ class OptimizerRecord:
 
 
 def merge_records(records: Sequence[Mapping[str, Any] | None], optimizer_name: str) -> dict[str, Any] | None:
-    """Merge the records of all ranks; values of a group must be equal on all ranks that update some of it."""
+    """Return one record merged from those of all ranks; None if they are all None.
+
+    Raises `CheckpointError` if values of a group differ between the ranks that update parameters of it.
+    """
     present = [record for record in records if record is not None]
     if not present:
         return None
@@ -174,7 +181,7 @@ def merge_records(records: Sequence[Mapping[str, Any] | None], optimizer_name: s
 
 
 def flat_tensors(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> dict[str, Tensor | Packed]:
-    """Return all tensors in the state of one parameter by path; raise `CheckpointError` for other state."""
+    """Return all tensors in the state of one parameter by path; raise `CheckpointError` if it cannot be stored."""
     tensors: dict[str, Tensor | Packed] = {}
     for key, value in state.items():
         tensors.update(_flat(optimizer, name, key, value)[0])
@@ -219,7 +226,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any], skipped: frozens
 
 
 def _reset(now: dict[str, Any], before: Mapping[str, Any], skipped: frozenset[str]) -> None:
-    """Reset values that are not saved to their initial ones."""
+    """Set all values, except the `skipped` ones, to what they were when the record was created."""
     for key in [key for key in now if key not in skipped]:
         if key not in before:
             del now[key]
@@ -245,5 +252,5 @@ def _equal(before: Any, now: Any) -> bool:
         return alike and bool((before == now).all())
     try:
         return type(before) is type(now) and bool(before == now)
-    except Exception:  # what cannot be compared has changed
+    except Exception:  # values that cannot be compared are treated as changed
         return False

@@ -3,8 +3,8 @@
 [Note: why the object stays]
 Users create an optimizer over their model's parameters, then a learning-rate scheduler over the optimizer, and only
 then shard the model. Afterwards the optimizer must update other tensors: this rank's shards, or fp32 master weights.
-They replace the old parameters in its groups, so that everything that holds the optimizer, and every setting of a
-group, stays valid.
+These replace the old parameters in the groups of the same optimizer object, so that references to it (from a
+scheduler) and the settings of its groups stay valid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class WrappedOptimizer:
-    """A user's optimizer and the names of the parameters in its groups; created before the model is sharded."""
+    """A user's optimizer, with the names of the parameters in its groups; create it before the model is sharded.
+
+    Raises `ModelError` if the optimizer has state already, or parameters that are not in the model.
+    """
 
     def __init__(self, source: OptimizerSource, model: nn.Module) -> None:
         trainable = [param for param in model.parameters() if param.requires_grad]
@@ -38,7 +41,7 @@ class WrappedOptimizer:
         _refuse(self.optimizer)
         name_of = {param: name for name, param in model.named_parameters()}
         self.specs: list[GroupSpec] = []
-        """The names of each group, in the optimizer's order; options stay in the optimizer's groups."""
+        """The parameter names of each group, in the optimizer's order; options stay in the optimizer's groups."""
         for number, group in enumerate(self.optimizer.param_groups):
             strangers = [param for param in group["params"] if param not in name_of]
             if strangers:
@@ -53,11 +56,11 @@ class WrappedOptimizer:
 
     @property
     def param_form(self) -> ParamForm:
-        """In which form it gets sharded parameters."""
+        """Which form of sharded parameters it gets."""
         return declared_param_form(self.optimizer)
 
     def missing(self, model: nn.Module) -> list[str]:
-        """Return the trainable parameters that the optimizer does not have."""
+        """Return the names of the trainable parameters that the optimizer does not have."""
         return [name for name, param in model.named_parameters() if param.requires_grad and name not in self.names]
 
     def replace_params(self, tensors: Mapping[str, Tensor]) -> Optimizer:
@@ -75,9 +78,9 @@ class WrappedOptimizer:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return an optimizer's `step`, without torch's wrapper if that has no effect.
+    """Return an optimizer's `step`; for torch's and Plait's optimizers without step hooks, the unwrapped method.
 
-    The wrapper serves profilers and step hooks; for a small model it costs as much as the update.
+    torch wraps `step` for profilers and step hooks; for a small model the wrapper takes as long as the update.
     """
     step = inspect.unwrap(type(optimizer).step)
     ours = step.__module__.startswith(("torch.optim.", "plait.optim."))
@@ -88,7 +91,7 @@ def _refuse(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if reason := unusable(optimizer):
         raise ModelError(f"{reason}. Use AdamW, or another that steps once for each gradient")
-    if isinstance(optimizer, Adagrad):  # it has sums from the start
+    if isinstance(optimizer, Adagrad):  # its state exists before the first step
         used = any(float(state["step"]) > 0 for state in optimizer.state.values())
     else:
         used = bool(optimizer.state)
@@ -107,7 +110,7 @@ def _restart_adagrad(optimizer: Adagrad) -> None:
 
 
 def _use_fused(optimizer: Optimizer) -> None:
-    """Use the fused kernel if the user left the choice to torch: the same maths in one pass."""
+    """Use the fused kernel if the user has set neither `fused` nor `foreach`: the same maths in one kernel."""
     groups = optimizer.param_groups
     left_open = all(group.get("fused") is None and group.get("foreach") is None for group in groups)
     plain = not any(group.get("differentiable") or group.get("capturable") for group in groups)
