@@ -58,7 +58,7 @@ _LESS_GPU_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a rank ended: `what` happened to it, as text, the remedy, and kinds of causes that are handled differently."""
+    """Why a rank ended: `what` happened to it, as text, the remedy, and kinds of causes that are treated apart."""
 
     what: str
     remedy: str = ""
