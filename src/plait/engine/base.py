@@ -284,7 +284,7 @@ class Engine(ABC):
         """
 
     def state_entries(self) -> dict[str, Entry]:
-        """Return the same tensors for saving and loading; 8-bit states need not be unpacked, as `DeferredTensor`s."""
+        """Return the same tensors for saving and loading: 8-bit states may be `DeferredTensor`s, unpacked when read."""
         return {**self.state_tensors()}
 
     @abstractmethod

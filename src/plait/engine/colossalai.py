@@ -197,7 +197,7 @@ def _no_policy() -> Any:
     base: Any = importlib.import_module("colossalai.shardformer.policies.base_policy").Policy
 
     class UnchangedModelPolicy(base):  # type: ignore[misc]
-        """Leaves a model as it is."""
+        """A policy that changes nothing in a model."""
 
         def config_sanity_check(self) -> None:
             """Nothing to check."""

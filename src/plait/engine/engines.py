@@ -45,7 +45,7 @@ _KEY = "strategy.engine"
 
 
 class EngineFactory(Protocol):
-    """The interface of a class that `strategy.engine` may name; only `prepare` is required, or a function instead."""
+    """The interface of a class that `strategy.engine` may name. Only `prepare` is required."""
 
     honours: ClassVar[tuple[str, ...]]
     """Keys of the run description that it acts on besides `optim` and `batch` (`strategy.zero`, `precision`); `*` for
@@ -62,7 +62,7 @@ class EngineFactory(Protocol):
 
     @classmethod
     def prepare(cls, given: Preparation, **arguments: Any) -> Engine:
-        """Prepare a model for training; every rank calls it. `arguments` are the other keys of `strategy.engine`."""
+        """Return an engine for the model in `given`; every rank calls it. `arguments` are other keys of the section."""
 
 
 def traits_of(strategy: StrategyConfig) -> EngineTraits:
@@ -101,7 +101,7 @@ def stage_of(strategy: StrategyConfig) -> int:
 
 
 def prepare_engine(given: Preparation) -> Engine:
-    """Prepare a model for training with the engine that `strategy.engine` names. No other library is loaded."""
+    """Return an engine of the class that `strategy.engine` names, for the model in `given`; import no other library."""
     config, engine = given.config, given.config.strategy.engine
     if not isinstance(engine, CustomEngine):
         made: Engine = load_code(ENGINES[engine].builds, key=_KEY)(given)
@@ -159,16 +159,18 @@ def prepare(
     device: DeviceArgument = "auto",
     world: World | None = None,
 ) -> Engine:
-    """Prepare a model for training in a custom loop; the arguments are sections of a run description.
+    """Return an engine that trains a model in a custom loop; most arguments are sections of a run description.
 
     `model` is a module, or a function that builds one: if it can be built on the meta device, no rank ever holds more
-    than its shards. A section describes one: `plait.LlamaModel(…)`, `{"type": "llama", …}`, `"my:Net"`.
+    than its shards. It may also be a section that describes one: `plait.LlamaModel(…)`, `{"type": "llama", …}`,
+    `"my:Net"`.
 
-    `loss_fn(outputs, batch)` computes a loss from the model's outputs. `model_inputs` selects what of a micro-batch
-    the model receives: how many of a tuple's first values, or the names of fields; absent: by its `forward`.
+    `loss_fn(outputs, batch)` computes a loss from the model's outputs. `model_inputs` selects what the model receives
+    of a micro-batch: a number n, for the first n values of a tuple, or the names of fields. If it is absent, the
+    signature of `forward` decides.
 
     The loop then calls either `engine.train_step(micro_batches)`, or `loss = engine(batch)`, `engine.backward(loss)`
-    and `engine.step()`, which updates after `accumulation` backward passes.
+    and `engine.step()`, which updates the weights after every `accumulation` backward passes.
     """
     described = isinstance(model, (str, Mapping, Section))
     if not described and not callable(model):  # a module is callable, too

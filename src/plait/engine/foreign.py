@@ -230,8 +230,9 @@ class PlainStates(ForeignStates):
 #
 # [Note: states by way of full tensors]
 # Other libraries have their own layouts: flat buffers, chunks, shards that begin in the middle of a row. A checkpoint
-# needs names and global shapes. So the full tensors are gathered one at a time, and each rank keeps the shard that
-# `fully_shard` would give it. Loading goes the same way back.
+# needs names and global shapes. So to save, full tensors are gathered one at a time, and each rank keeps the shard that
+# `fully_shard` would give it. To load, each rank reads its shards, and full tensors are gathered one at a time and
+# written to the library's layout.
 
 
 def shard_full_tensor(full: Tensor, mesh: DeviceMesh | None) -> Tensor:

@@ -24,7 +24,7 @@ ModelSource = nn.Module | Callable[[], nn.Module] | None
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """The length of the run, as far as it is known."""
+    """The length of the run; None for what is not known."""
 
     total_steps: int | None = None
     steps_per_epoch: int | None = None
