@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's API. No key of a request is ignored: what is not supported is refused."""
+"""Requests and responses of OpenAI's API. A key of a request that is not supported is an error, and never ignored."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "suffix": ("",),
 }
-"""Keys that are accepted only with a value that has no effect, since clients send them."""
+"""Keys that are not supported but that clients send, each with the values that are accepted: those without effect."""
 _NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
-"""Such keys of messages: a response contains them, and a client sends it back."""
+"""The same for the keys of messages: clients send a message of a response back, with all its keys."""
 _UNSUPPORTED = {
     "response_format": "answers are not constrained to JSON here; ask for JSON in the prompt, and leave it out",
     "functions": "an older form of tools; use tools",
@@ -45,7 +45,7 @@ _UNSUPPORTED = {
     "best_of": "not supported; use n",
     "min_p": "not supported; use top_p or top_k",
 }
-"""Keys of the API that are not supported, and what to write instead."""
+"""Keys of the API that are not supported, and the advice in the error message."""
 MOST_ANSWERS = 16
 MOST_ALTERNATIVES = 20
 
@@ -60,12 +60,12 @@ class ApiError(Exception):
 
 
 def invalid(message: str, error_type: str = "invalid_request_error") -> ApiError:
-    """The error for an invalid request."""
+    """Return the error for an invalid request."""
     return ApiError(400, error_type, message)
 
 
 def read_json(body: bytes) -> Any:
-    """Parse a JSON body; duplicate keys, NaN and infinities are refused."""
+    """Return a parsed JSON body; raise an `ApiError` if it is invalid, or has duplicate keys, NaN or infinities."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
@@ -91,7 +91,7 @@ def _without_neutral(data: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether values are equal; True does not equal 1."""
+    """Whether two values are equal; other than in Python, True does not equal 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
@@ -141,10 +141,10 @@ class _Request(_Strict, ABC):
 
     @abstractmethod
     def prompt(self, conversation: Conversation) -> list[int]:
-        """What the model is given."""
+        """Return the prompt of this request, encoded."""
 
     def sampling(self, most: int) -> Sampling:
-        """The sampling settings; without a seed, each request gets another answer."""
+        """Return the sampling settings, with at most `most` new tokens; the default seed is the current time."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise invalid("max_tokens and max_completion_tokens are the same: give one of them")
         max_tokens = self.max_tokens or self.max_completion_tokens or most
@@ -170,7 +170,7 @@ class _ToolFunction(_Strict):
     description: str | None = None
     parameters: dict[str, Any] = {}
     strict: Literal[False] = False
-    """Arguments are not constrained to their schema."""
+    """Only false is accepted: the arguments of calls are not constrained to their schema."""
 
 
 class _Tool(_Strict):
@@ -195,7 +195,7 @@ class _Call(_Strict):
     function: _CalledFunction
 
     def as_template_has_it(self) -> dict[str, Any]:
-        """The call as chat templates take it, with the arguments as an object."""
+        """Return the call in the form that chat templates expect: its arguments are an object, not a string."""
         try:
             arguments = read_json(self.function.arguments.encode(errors="surrogatepass"))
         except ApiError as error:
@@ -209,7 +209,7 @@ class _Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[_TextPart], BeforeValidator(_as_parts)] = []
     name: str | None = None
-    """The name of the participant; not part of the prompt, since no chat template uses it."""
+    """The name of the participant; it is not used, because no chat template has a place for it."""
     tool_calls: list[_Call] = []
     tool_call_id: str | None = None
 
@@ -229,7 +229,7 @@ class _Message(_Strict):
         return self
 
     def turn(self) -> Turn:
-        """The message as a turn of a conversation."""
+        """Return the message as a turn of a conversation."""
         content = "".join(text_part.text for text_part in self.content)
         role = "system" if self.role == "developer" else self.role  # OpenAI's newer name of the role
         if self.tool_calls:
@@ -249,18 +249,18 @@ class ChatRequest(_Request):
 
     @property
     def alternatives(self) -> int | None:
-        """As `logprobs` and `top_logprobs` say."""
+        """The number of most likely tokens to report with each token, from `logprobs` and `top_logprobs`."""
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may call tools."""
+        """Whether the model may call tools in its answer."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """What the model is given."""
+        """Return the prompt of this request, encoded."""
         if self.tool_choice not in ("auto", "none"):
             raise invalid("tool_choice: calls cannot be forced, since decoding is not constrained; write auto or none")
         if self.may_call and not self.parallel_tool_calls:
@@ -289,11 +289,11 @@ class TextRequest(_Request):
 
     @property
     def alternatives(self) -> int | None:
-        """As `logprobs` says."""
+        """The number of most likely tokens to report with each token, from `logprobs`."""
         return self.logprobs
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """What the model is given."""
+        """Return the prompt of this request, encoded."""
         return conversation.encode(self.prompt_text)
 
 
@@ -301,7 +301,7 @@ Request = ChatRequest | TextRequest
 
 
 def read_request(request_type: type[Request], data: Any, most_messages: int) -> Request:
-    """Validate a request; raises an `ApiError` that names every invalid key."""
+    """Return a validated request; raise an `ApiError` that names every invalid key."""
     messages = data.get("messages") if isinstance(data, dict) else None
     if isinstance(messages, list) and len(messages) > most_messages:
         raise invalid(f"messages: {len(messages)} are more than the limit of {most_messages}; leave out the oldest")
@@ -327,14 +327,14 @@ class Reply:
     job: ServeRequest
     head: dict[str, Any]
     readers: Sequence[ToolReader]
-    """One per answer, where tools may be called."""
+    """One per answer, if tools may be called; else empty."""
 
     @property
     def _chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
 
     def whole(self, pieces: Iterable[AnswerUpdate], completion_tokens: int) -> dict[str, Any]:
-        """The response without streaming."""
+        """Return the response if it is not streamed. `pieces` has one update per answer."""
         choices = []
         for piece in sorted(pieces, key=lambda piece: piece.number):
             content_fields, reason = self._message(piece) if self._chat else ({"text": piece.text}, piece.finish_reason)
@@ -344,14 +344,14 @@ class Reply:
         return {**self.head, "object": object_type, "choices": choices, "usage": self._usage(completion_tokens)}
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first events of a stream."""
+        """Return the first events of a stream."""
         if not self._chat:
             return []
         role = {"delta": {"role": "assistant", "content": ""}}
         return [self._event(index, role, None, None) for index in range(self.request.n)]
 
     def events(self, piece: AnswerUpdate) -> list[dict[str, Any]]:
-        """The events for a piece of an answer: its new text and calls, and the reason of its end."""
+        """Return the events for a piece of an answer: its new text and tool calls and, if it ends, the reason."""
         events, text, calls = [], piece.text, list[ToolCall]()
         if self.readers:
             text = self.readers[piece.number].push(text)
@@ -371,7 +371,7 @@ class Reply:
         return events
 
     def closing(self, completion_tokens: int) -> list[dict[str, Any]]:
-        """The last events of a stream."""
+        """Return the last events of a stream: the token counts, if the request asks for them."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return []
@@ -426,7 +426,7 @@ def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _likely(token: Any) -> dict[str, Any]:
-    # A token may be part of a character; then its text does not determine its bytes.
+    # A token may be part of a character; then its bytes cannot be computed from its text.
     encoded = None if "\ufffd" in token.text else list(token.text.encode())
     return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
 
@@ -440,7 +440,12 @@ def prepare(
     since: float,
     deliver: Callable[[Event], None],
 ) -> Reply:
-    """Encode a request as rows of a batch. Long prompts take a while."""
+    """Encode a request as rows of a batch, and return the object that makes its response.
+
+    `since` is when the request was queued, `deliver` receives its events, `most` and `most_rows` are the server's
+    limits of new tokens and of rows in a batch. Raise an `ApiError` if the request is invalid. Encoding a long prompt
+    takes a while, so call this in a thread.
+    """
     if request.model not in (None, conversation.name):
         raise ApiError(404, "model_not_found", f"unknown model {request.model!r} here, only {conversation.name!r}")
     if request.n > most_rows:

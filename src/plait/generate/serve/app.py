@@ -33,7 +33,8 @@ from plait.generate.serve.scheduler import (
     StoppingError,
 )
 
-# The web page of `plait serve`: self-contained. A link may have the token after the `#`, which browsers do not send.
+# The web page of `plait serve`: it loads no other files. A link to it may contain the token after a `#`: browsers do
+# not send that part to the server.
 
 
 PAGE = """<!doctype html>
@@ -158,17 +159,17 @@ class Limits:
     """Limits of a server; docs/chat.md has a table of the status codes."""
 
     body_bytes: int = 1 << 20
-    """Size of a request's body."""
+    """The maximum size of a request's body."""
     messages: int = 2048
-    """Messages of one conversation."""
+    """The maximum number of messages in one conversation."""
     batch_rows: int = 16
-    """Answers that are generated at the same time."""
+    """The maximum number of answers that are generated at the same time."""
     waiting: int = 256
-    """Requests in the queue."""
+    """The maximum number of requests in the queue."""
     connections: int = 512
-    """Open connections."""
+    """The maximum number of open connections."""
     max_new_tokens: int = 1024
-    """Tokens of one answer."""
+    """The maximum number of tokens in one answer."""
     request_s: float = 600.0
     """Seconds from the header of a request to the end of its answer."""
     header_s: float = 10.0
@@ -187,9 +188,12 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-"""The page may load itself and responses of this server only."""
+"""The `Content-Security-Policy` of the page: it may run its own scripts, and send requests to this server only."""
 DISCARDED = 16 << 20
-"""The maximum of bytes of a refused request that are read and discarded, so that its client reads the response."""
+"""The maximum of bytes of a refused request's body that are read and discarded.
+
+Many clients read the response only after they have sent the whole body.
+"""
 REQUEST_TYPES: dict[str, type[ChatRequest] | type[TextRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": TextRequest,
@@ -198,7 +202,7 @@ STOPPING = "the server is being stopped"
 
 
 class Application:
-    """One model behind HTTP. With `token`, all paths but the page and `/health` require it."""
+    """Serves one model by HTTP. With `token`, all paths except the web page and `/health` require that token."""
 
     def __init__(
         self, conversation: Conversation, *, token: str | None, limits: Limits, log: Callable[[str], None]
@@ -237,7 +241,7 @@ class Application:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def _watched(self, inner: ASGIApp) -> ASGIApp:
-        """Log and count every request, without its content."""
+        """Return an application that runs `inner`, and logs and counts every request, without its content."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -245,7 +249,7 @@ class Application:
                 return
             scope["state"]["began"] = began = time.monotonic()
             scope["path"] = scope["path"].rstrip("/") or "/"
-            status = 499  # as nginx calls a client that left before it was answered
+            status = 499  # nginx's status for a client that disconnected before it was answered
 
             async def watch(message: Message) -> None:
                 nonlocal status
@@ -283,7 +287,7 @@ class Application:
         return _Json({"object": "list", "data": [model]} if requested is None else model)
 
     async def _answer(self, request: Request) -> Response:
-        """Answer a request, at once or as a stream."""
+        """Queue a request, and return the response that waits for its answers."""
         self._authorize(request)
         deadline = request.state.began + self.limits.request_s
         body = await self._read(request)
@@ -318,7 +322,7 @@ class Application:
 
     def _authorize(self, request: Request) -> None:
         if self.token is None and _name_of(request.headers.get("Host", "")) not in LOCAL_NAMES:
-            # DNS rebinding: a foreign page whose host name resolves to this machine could send requests.
+            # Against DNS rebinding: a foreign web page whose host name resolves to this machine could send requests.
             raise ApiError(403, "forbidden", f"without a token, the host must be one of {', '.join(LOCAL_NAMES)}")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
@@ -351,7 +355,7 @@ class Application:
         return _Refusal(error, self.limits.header_s)
 
     async def _refuse_http(self, request: Request, error: Exception) -> Response:
-        """Errors of Starlette itself: an unknown path or method."""
+        """Return the response to an error of Starlette itself: an unknown path or method."""
         assert isinstance(error, HTTPException)
         known = ", ".join(sorted(self._paths))
         message = f"{request.method} {request.url.path} does not exist; there are {known}"
@@ -360,12 +364,12 @@ class Application:
         return _Refusal(ApiError(error.status_code, "not_found", message), self.limits.header_s, error.headers)
 
     async def _fail(self, request: Request, error: Exception) -> Response:
-        """An error of the server."""
+        """Return the response to an error of the server."""
         self.log(f"{type(error).__name__}: {error}")
         return _Refusal(self.as_api_error(error), self.limits.header_s)
 
     def as_api_error(self, error: Exception) -> ApiError:
-        """Convert an error for the client."""
+        """Return an error as the one that is sent to the client."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, StoppingError):
@@ -376,15 +380,15 @@ class Application:
 
 
 class _Json(JSONResponse):
-    """JSON in ASCII: a message may cite a lone surrogate, which UTF-8 cannot encode."""
+    """JSON in ASCII: an error message may quote a lone surrogate, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
-        """Encode the body."""
+        """Return the encoded body."""
         return json.dumps(content).encode()
 
 
 class _Refusal(_Json):
-    """An error in JSON. A client that is still sending can read it before its connection is closed."""
+    """An error in JSON. The rest of the request's body is read first, so that the client can read the error."""
 
     def __init__(self, error: ApiError, read_timeout_s: float, headers: Any = None) -> None:
         all_headers = dict(headers or {})
@@ -412,7 +416,7 @@ class _Refusal(_Json):
 
 
 class _Waiting(Response):
-    """The response to a request in the queue. Nothing is sent before its first event."""
+    """The response to a queued request. Nothing, not even a status, is sent before the first event."""
 
     reply: Reply
 
@@ -423,12 +427,12 @@ class _Waiting(Response):
         self._began = False
 
     def deliver(self, event: Event) -> None:
-        """Pass an event on; called in the model's thread."""
+        """Pass an event on to the event loop; called in the model's thread."""
         if not self._loop.is_closed():  # as after a second Ctrl-C
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond until the answer ends, the timeout, or the client disconnects."""
+        """Send the response, until the answer ends, the time is up, or the client disconnects."""
         answering = asyncio.create_task(self._answer(scope, receive, send))
         disconnecting = asyncio.create_task(_wait_for_disconnect(receive))
         remaining_s = max(self._deadline - time.monotonic(), 0.0)
@@ -447,7 +451,7 @@ class _Waiting(Response):
             try:
                 async with asyncio.timeout(1):
                     await self._fail(ApiError(504, "timeout", message), scope, receive, send)
-            except TimeoutError:  # the client does not read
+            except TimeoutError:  # the client does not read what is sent
                 scope["state"]["abort"]()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -487,7 +491,7 @@ class _Waiting(Response):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._began:  # too late for a status
+        if self._began:  # the status has been sent already
             await self._send_events(send, [error.body])
             await self._end(send)
         else:
@@ -505,5 +509,5 @@ def _stopping() -> ApiError:
 
 
 def _name_of(host: str) -> str:
-    """The host name in a Host header, without the port."""
+    """Return the host name in a Host header, without the port."""
     return host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]

@@ -1,7 +1,8 @@
 """The request queue, and the thread that runs the model with continuous batching.
 
-A request joins the running batch between two tokens where the model's decoder supports further rows, and the next batch
-otherwise. A request with several answers (`n`) joins as a whole.
+If the model's decoder supports adding rows to a running batch, a request joins the batch between two tokens; otherwise
+it waits until the batch is empty. A request with several answers (`n`) is one row per answer; all join at the same
+time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class ServerMetrics:
-    """Prometheus metrics of one server, in a registry of its own."""
+    """The Prometheus metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -51,7 +52,7 @@ class ServerMetrics:
         )
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -74,7 +75,7 @@ class LikelyToken(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """A token of an answer, for `logprobs`."""
+    """A token of an answer, as the API reports it with `logprobs`."""
 
     text: str
     logprob: float
@@ -84,7 +85,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class AnswerUpdate(NamedTuple):
-    """The new text of one of a request's answers; without streaming, all of it."""
+    """New text of one of a request's answers; if it is not streamed, a single update has all of its text."""
 
     number: int
     text: str
@@ -94,7 +95,7 @@ class AnswerUpdate(NamedTuple):
 
 
 class JobDone(NamedTuple):
-    """The event after which all answers of a request have ended."""
+    """The last event of a request: all its answers have ended."""
 
     completion_tokens: int
 
@@ -110,11 +111,11 @@ class ServeRequest:
     """One per answer."""
     texts: Sequence[AnswerText]
     deliver: Callable[[Event], None]
-    """Called in the model's thread."""
+    """A function that receives the events of this request; it is called in the model's thread."""
     stream: bool
     logprobs: bool
     since: float
-    """When it was queued (`time.monotonic`)."""
+    """The time at which it was queued (`time.monotonic`)."""
     cancelled: bool = False
     """Whether the client has disconnected or timed out."""
     completion_tokens: int = 0
@@ -133,7 +134,7 @@ class _Answer:
         self._written: list[TokenLogprobs] = []
 
     def take(self, token: Token, decode: Callable[[Sequence[int]], str]) -> None:
-        """Add a token, and deliver text that is final."""
+        """Add a token, and deliver the text that is final now: at once if streaming, else at the end of the answer."""
         offset = self.text.length
         new = self.text.push(token.id)
         self.count += 1
@@ -150,7 +151,7 @@ class _Answer:
             self._deliver()
 
     def _deliver(self) -> None:
-        # Tokens are delivered with their text: those of held-back text later, those after a stop text never.
+        # Tokens are delivered together with their text: if that is held back, later; if it is after a stop text, never.
         final = self.text.length - self.text.held
         complete = self.over and not self.text.is_cut
         ready = [token for token in self._written if complete or token.offset < final]
@@ -163,12 +164,12 @@ class _Answer:
 
 
 def _finite(logprob: float) -> float:
-    """A log-probability that JSON can represent; OpenAI's API has -9999 for minus infinity."""
+    """Return a log-probability that JSON can represent: -9999 for minus infinity, as in OpenAI's API."""
     return logprob if logprob > IMPOSSIBLE else IMPOSSIBLE
 
 
 class RequestScheduler:
-    """The queue and the model's thread. `start` it once, and `close` it in the end."""
+    """The request queue and the thread that runs the model. Call `start` once, and `close` at the end."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class RequestScheduler:
 
     @property
     def waiting(self) -> int:
-        """The number of queued requests, including those that are still being prepared."""
+        """The number of queued requests, including those that have reserved a place and are being encoded."""
         return len(self._queue) + self._reserved
 
     @property
@@ -204,11 +205,14 @@ class RequestScheduler:
         return len(self._answers)
 
     def reserve(self) -> None:
-        """Reserve a place in the queue before a request is prepared; `submit` or `unreserve` releases it."""
+        """Reserve a place in the queue before a request is encoded; `submit` or `unreserve` releases it.
+
+        Raise a `QueueFullError` if there is none, and a `StoppingError` if the server is being stopped.
+        """
         with self._changed:
             if self._stopping:
                 raise StoppingError
-            # Requests that will join the batch at once do not count.
+            # Requests for which the batch has free rows will not wait, so they are not limited.
             free = max(self.max_batch - len(self._answers), 0)
             if self.waiting >= self.most_waiting + free:
                 raise QueueFullError
@@ -222,7 +226,7 @@ class RequestScheduler:
             self._metrics.waiting.set(self.waiting)
 
     def submit(self, job: ServeRequest) -> None:
-        """Queue a request in its reserved place."""
+        """Queue a request in its reserved place; raise a `StoppingError` if the server is being stopped."""
         with self._changed:
             self._reserved -= 1
             if self._stopping:
@@ -231,7 +235,7 @@ class RequestScheduler:
             self._changed.notify()
 
     def cancel(self, job: ServeRequest) -> None:
-        """Cancel a request whose client has disconnected or timed out: free its place and its rows."""
+        """Cancel a request whose client has disconnected or timed out: remove it from the queue or the batch."""
         with self._changed:
             job.cancelled = True
             if job in self._queue:
@@ -240,7 +244,7 @@ class RequestScheduler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Refuse further and queued requests; answers in progress continue."""
+        """Refuse queued and new requests with a `StoppingError`; answers in progress continue."""
         with self._changed:
             self._stopping = True
             queue, self._queue = list(self._queue), deque()
@@ -280,7 +284,7 @@ class RequestScheduler:
         """Remove finished rows, add new ones, and generate one token per row."""
         self._drop(batch)
         if joining := self._take_from_queue(batch):
-            # Registered before the prefill, so that its error is delivered to them too.
+            # Added before the prefill, so that these requests too receive an error that it raises.
             new = [_Answer(job, index) for job in joining for index in range(len(job.rows))]
             self._answers += new
             tokens = batch.add([answer.row for answer in new])
@@ -295,7 +299,7 @@ class RequestScheduler:
             self._drop(batch)
 
     def _take_from_queue(self, batch: ContinuousBatch) -> list[ServeRequest]:
-        """Take requests from the queue, as many as fit into the batch."""
+        """Remove as many requests from the queue as fit into the batch, and return them."""
         joining: list[ServeRequest] = []
         rows: list[GenerationRow] = []
         with self._changed:

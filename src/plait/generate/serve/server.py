@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with further timeouts, and JSON error responses."""
+"""The HTTP server: uvicorn, with additional timeouts and with error responses in JSON."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from plait.generate.serve.app import Application, Limits
 BACKLOG = 2048
 """The backlog of the listening socket."""
 LINGER_S = 2.0
-"""Seconds for a rejected client to read the response."""
+"""Seconds that a rejected client has to read the response before its connection is closed."""
 
 
 class Server:
-    """One model behind HTTP. With `token`, all paths but the page and `/health` require it."""
+    """Serves one model by HTTP. With `token`, all paths except the web page and `/health` require that token."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Server:
         limits: Limits | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
-        """Bind to `host` and `port` (0: any free one); `run` serves."""
+        """Bind to `host` and `port` (0: any free one). Requests are answered only once `run` is called."""
         self.limits = Limits() if limits is None else limits
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -75,28 +75,31 @@ class Server:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> None:
-        """Serve until `stop`, Ctrl-C or SIGTERM; answers in progress have `Limits.stop_s` to end."""
+        """Serve until `stop`, Ctrl-C or SIGTERM; then wait at most `Limits.stop_s` seconds for answers in progress."""
         self._uvicorn.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """End `run`. May be called from any thread."""
+        """Make `run` end. May be called from any thread."""
         self._uvicorn.should_exit = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """Refuses queued requests when the server stops, and leaves the exit status to the command."""
+    """uvicorn's server; when it stops, it refuses queued requests, and does not raise the signal again.
+
+    So the command determines the exit status.
+    """
 
     def __init__(self, config: uvicorn.Config, app: Application, limits: Limits) -> None:
         super().__init__(config)
         self._app, self._limits = app, limits
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop on Ctrl-C or SIGTERM; a second signal does not wait for answers."""
+        """Stop on Ctrl-C or SIGTERM; after a second signal, do not wait for answers."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for answers in progress, at most `Limits.stop_s`."""
+        """Wait for answers in progress, for at most `Limits.stop_s` seconds."""
         self._app.scheduler.stop()
         timer = asyncio.get_running_loop().call_later(self._limits.stop_s, self._app.scheduler.end)
         try:
@@ -106,7 +109,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """One connection, with a timeout for the header, and JSON responses to invalid requests."""
+    """One connection, with a timeout for the header of a request, and JSON responses to invalid requests."""
 
     def __init__(self, limits: Limits, **options: Any) -> None:
         super().__init__(**options)
@@ -128,7 +131,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pass data on. Data between two requests, or after a refused one, has the timeout of a header."""
+        """Pass data on to uvicorn, and start the header timeout unless a request is being read or answered."""
         if self._rejected:
             return
         super().data_received(data)
@@ -140,12 +143,12 @@ class _Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Close the connection after a refused request whose body has not been read."""
         super().on_response_complete()
-        refused = self.cycle.response_complete and self.cycle.more_body  # otherwise the next request has begun
+        refused = self.cycle.response_complete and self.cycle.more_body  # else the next request has begun
         if refused and self._timer is None:
             self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """Reject what is not HTTP."""
+        """Reject data that is not HTTP."""
         if self.cycle is None or self.cycle.response_complete:
             self._reject(ApiError(400, "invalid_request_error", msg))
         else:  # in the middle of a body
@@ -169,7 +172,10 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
     def _reject(self, error: ApiError) -> None:
-        """Respond, and close after the client: closing at once would reset the connection before it has read."""
+        """Send an error, and close once the client has closed, or after `LINGER_S`.
+
+        If the server closed at once, the connection would be reset before the client has read the error.
+        """
         self._rejected = True
         body = json.dumps(error.body).encode()
         head = f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
