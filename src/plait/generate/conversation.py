@@ -64,7 +64,7 @@ class Conversation:
     stop: tuple[int | str, ...]
     """Tokens and texts that always end an answer."""
     write_with_tools: Callable[[Sequence[Turn], Sequence[Mapping[str, Any]]], list[int]] | None = None
-    """Like `write_down`, with tools that may be called; None where the template does not support them."""
+    """The chat template with tools that the model may call; None if it does not support tools."""
     begin: tuple[int, ...] = ()
     """The tokens (such as BOS) before a text that is not a conversation, if the model was trained with them."""
     template: str = "own"

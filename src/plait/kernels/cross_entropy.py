@@ -274,7 +274,7 @@ def _write_fp8_probs_triton(
 def write_fp8_probs_plain(
     logits: Tensor, labels: Tensor, log_totals: Tensor, rows: Tensor | None, columns: Tensor | None
 ) -> None:
-    """`write_fp8_probs` in torch operations."""
+    """Do what `write_fp8_probs` does, with torch operations."""
     counted = labels >= 0
     scaled = (logits.float() - log_totals[:, None]).exp_().mul_(PROB_SCALE)
     scaled = scaled.scatter_(1, labels.clamp(min=0)[:, None], 0.0).where(counted[:, None], 0.0)
@@ -304,7 +304,7 @@ if HAS_TRITON:
 
 
 def scaled_plain(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scaled` in torch operations."""
+    """Return what `scaled` returns, by torch operations."""
     if x.dtype == torch.float32 and dtype != torch.float32:
         # Rounded while it is written: an fp32 product would take as much memory as `x`.
         return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))

@@ -351,7 +351,7 @@ def amax_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def amax_plain(tensors: Sequence[Tensor]) -> Tensor:
-    """`amax_of` in torch operations."""
+    """Return what `amax_of` returns, by torch operations."""
     return torch.stack([torch.linalg.vector_norm(x, float("inf")) for x in tensors]).float()
 
 
@@ -409,7 +409,7 @@ def fp8_cast_plain(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Fp8Matrix:
-    """`fp8_cast` in torch operations."""
+    """Return what `fp8_cast` returns, by torch operations."""
     if amax_bits is not None:
         record_amax_plain(tensors, amax_bits)
     scale = _scale(amax.amax(), dtype)

@@ -266,7 +266,7 @@ class Slopes(NamedTuple):
 
     @classmethod
     def empty(cls, gate: Tensor, amax: tuple[Tensor, Tensor], *, rows: bool) -> Slopes:
-        """Allocate them, uninitialized; `rows`: also the gradients that are not transposed."""
+        """Return uninitialized matrices; `rows`: the slopes also as they are, not only transposed."""
         height, width = gate.shape
         padded = height + -height % MULTIPLE
         none = gate.new_empty(0, dtype=E5M2)
@@ -373,7 +373,7 @@ def gate_amax(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
 
 
 def gate_amax_plain(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> Tensor:
-    """`gate_amax` in torch operations."""
+    """Return what `gate_amax` returns, by torch operations."""
     return amax_plain([_product(gate, up)] if grad is None else slopes_plain(gate, up, grad)[:2])
 
 
@@ -388,7 +388,7 @@ def cast_product(
 def cast_product_plain(
     gate: Tensor, up: Tensor, amax: Tensor, *, amax_bits: Tensor | None = None, saturates: bool = False
 ) -> Fp8Matrix:
-    """`cast_product` in torch operations."""
+    """Return what `cast_product` returns, by torch operations."""
     product = [_product(gate, up)]
     return fp8_cast_plain(product, amax, E4M3, rows=True, columns=False, amax_bits=amax_bits, saturates=saturates)
 
@@ -421,7 +421,7 @@ def cast_slopes_plain(
     amax_bits: Tensor | None = None,
     saturates: bool = False,
 ) -> Slopes:
-    """`cast_slopes` in torch operations."""
+    """Return what `cast_slopes` returns, by torch operations."""
     product, slopes = [_product(gate, up)], slopes_plain(gate, up, grad)[:2]
     return Slopes(
         fp8_cast_plain(product, amax[0], E4M3, rows=False, columns=True, saturates=saturates),

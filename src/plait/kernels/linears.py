@@ -46,7 +46,7 @@ def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 
 def linears_plain(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """`linears` in torch operations."""
+    """Return what `linears` returns, by torch operations."""
     return tuple(F.linear(x, weight) for weight in weights)
 
 
@@ -140,7 +140,7 @@ def gated_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_down_plain(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """`gated_down` in torch operations."""
+    """Return what `gated_down` returns, by torch operations."""
     return F.linear(swiglu_plain(gate, up), weight)
 
 

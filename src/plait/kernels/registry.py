@@ -1,14 +1,15 @@
 """Which implementation computes each operation: torch's or Plait's own, and the measurement behind the choice.
 
-`OPERATIONS` has a row per operation, and `implementation` applies it: an operation that lists `plait` runs Plait's
-kernel where the device and the dtype allow, and torch's operations elsewhere (its "plain" form, which the tests compare
-with). Operations that list `torch` alone are torch's everywhere, with the reason. Norms, gates and rotary embeddings
-replace a model's modules only where `strategy.kernels` is `auto`; see `models.fused`.
+`OPERATIONS` has a row per operation, which `implementation` looks up. If the row lists `plait`, Plait's kernel runs
+where it supports the device and the dtype; elsewhere its plain form runs, which consists of torch operations and which
+tests compare the kernel with. If the row lists `torch` alone, torch's implementation always runs, and the row says why.
+Fused norms, gated feed-forwards and rotary embeddings replace a model's modules only where `strategy.kernels` is
+`auto`; see `models.fused`.
 
 `liger` is not among the implementations. Liger-Kernel's norms, gates, rotary embeddings and cross-entropy are Triton
-kernels of the same operations; it is not installed where Plait is tested and measured, so neither the choice nor its
-numbers could be checked. What it would have to match is in the rows below: fake tensors for the plan, the residual's
-gradient added inside the norm, a gate whose product is not kept, and a loss over a sharded vocabulary.
+kernels of the same operations; it is not installed where Plait is tested and measured, so neither its results nor its
+speed could be checked. It would have to do what Plait's kernels do: run with fake tensors for `plait plan`, add the
+residual's gradient inside the norm's kernel, not save silu(gate) * up, and compute a loss over a sharded vocabulary.
 
 Measured on an H200 with torch 2.11 (BENCHMARKS.md, docs/gpu.md).
 """

@@ -56,7 +56,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
-    """`swiglu` in torch operations."""
+    """Return what `swiglu` returns, by torch operations."""
     return F.silu(gate) * up
 
 
@@ -124,7 +124,7 @@ def _slopes_triton(gate: Tensor, up: Tensor, grad: Tensor, again: bool) -> tuple
 def slopes_plain(
     gate: Tensor, up: Tensor, grad: Tensor, *, again: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`slopes_of` in torch operations: computed in fp32 or wider, and rounded once."""
+    """Return what `slopes_of` returns, by torch operations: computed in fp32 or wider, and rounded once."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     g, u, d = gate.to(wide), up.to(wide), grad.to(wide)
     s = g.sigmoid()

@@ -276,7 +276,7 @@ def attend_cached(
 def attend_cached_plain(
     qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, positions: Tensor
 ) -> Tensor:
-    """`attend_cached` in torch operations."""
+    """Return what `attend_cached` returns, by torch operations."""
     rows, kv_heads, slots, width = keys.shape
     vectors = qkv.view(rows, -1, 1, width)
     q, k, v = vectors[:, : -2 * kv_heads], vectors[:, -2 * kv_heads : -kv_heads], vectors[:, -kv_heads:]

@@ -52,7 +52,7 @@ if HAS_TRITON:
     def _whole_kernel(  # type: ignore[no-untyped-def]
         most, which, sums, token, logprob, vocabulary, pieces, block: tl.constexpr, dependent: tl.constexpr
     ):
-        """One program per row."""
+        """Choose the most likely token from the `GreedyPieces` of a row; one program per row."""
         if dependent:
             wait_for_previous()
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
@@ -119,7 +119,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy_plain(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`greedy` in torch operations."""
+    """Return what `greedy` returns, by torch operations."""
     token = logits.argmax(-1)
     return token, logprob_of_plain(logits, token)
 
@@ -134,7 +134,7 @@ def logprob_of(logits: Tensor, token: Tensor) -> Tensor:
 
 
 def logprob_of_plain(logits: Tensor, token: Tensor) -> Tensor:
-    """`logprob_of` in torch operations."""
+    """Return what `logprob_of` returns, by torch operations."""
     logits = logits.float()
     return logits.gather(1, token[:, None]).squeeze(1) - logits.logsumexp(-1)
 
@@ -295,7 +295,7 @@ if HAS_TRITON:
         rng_bits: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """One program per row."""
+        """Sample a token from the `SamplingPieces` of a row; one program per row."""
         if dependent:
             wait_for_previous()
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, block)
@@ -421,7 +421,7 @@ def sample_tokens(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) 
 
 
 def sample_tokens_plain(logits: Tensor, temperature: float, rng: CounterRNG | Tensor) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` in torch operations, with the whole row as one piece."""
+    """Return what `sample_tokens` returns, by torch operations, with the whole row as one piece."""
     token = pick_index(weights_of(logits, temperature).cumsum(-1), bits_of(rng))
     return token, logprob_of(logits, token)
 

@@ -368,7 +368,7 @@ For operations and numbers of rows that are not listed, torch's operations are u
 WIDE = 16384
 """From this number of features on, there are enough tiles to fill any device."""
 EARLY_LOADS = True
-"""See [Note: early loads]."""
+"""The default of `early`: whether values are loaded early, see [Note: early loads]."""
 
 
 def make_counters(device: torch.device) -> Tensor:
@@ -397,7 +397,7 @@ def project(
 
 
 def project_plain(stream: ResidualStream, weights: Sequence[Tensor]) -> Tensor:
-    """`project` in torch operations."""
+    """Return what `project` returns, by torch operations."""
     x = stream.normed()
     return torch.cat([F.linear(x, weight) for weight in weights], dim=1)
 
@@ -429,7 +429,7 @@ def add(
 
 
 def add_plain(stream: ResidualStream, y: Tensor, weight: Tensor, norm: Norm) -> ResidualStream:
-    """`add` in torch operations."""
+    """Return what `add` returns, by torch operations."""
     return ResidualStream(stream.x + F.linear(y, weight), norm)
 
 
@@ -470,7 +470,7 @@ def gated(
 
 
 def gated_plain(stream: ResidualStream, gate: Tensor, up: Tensor) -> Tensor:
-    """`gated` in torch operations."""
+    """Return what `gated` returns, by torch operations."""
     x = stream.normed()
     return product_of(F.linear(x, gate), F.linear(x, up))
 

@@ -36,7 +36,7 @@ if HAS_TRITON:
         block: tl.constexpr,
         dependent: tl.constexpr,
     ):
-        """One program per `block` rows."""
+        """Record the new tokens of `block` rows per program."""
         if dependent:
             wait_for_previous()
         row = (tl.program_id(0) * block + tl.arange(0, block)).to(tl.int64)
@@ -100,7 +100,7 @@ def record_tokens(token: Tensor, logprob: Tensor, records: TokenRecords) -> None
 
 
 def record_tokens_plain(token: Tensor, logprob: Tensor, records: TokenRecords) -> None:
-    """`record_tokens` in torch operations."""
+    """Do what `record_tokens` does, with torch operations."""
     column = torch.where(records.done, records.tokens.shape[1] - 1, records.counts)[:, None]
     records.tokens.scatter_(1, column, token[:, None])
     records.logprobs.scatter_(1, column, logprob[:, None])

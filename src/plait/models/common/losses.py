@@ -74,7 +74,7 @@ def loss_and_grads(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def needed_grads(hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
-    """Whether `hidden` and `weight` need gradients."""
+    """Return whether `hidden` and whether `weight` need gradients."""
     grad = torch.is_grad_enabled()
     return grad and hidden.requires_grad, grad and weight.requires_grad
 
