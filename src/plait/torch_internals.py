@@ -257,7 +257,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def has_values(tensor: object) -> bool:
-    """Return whether a tensor is no fake tensor of a plan. All checks for fake tensors use this function."""
+    """Return whether a tensor has values: it is not a fake tensor of a plan. Every check for fake tensors asks here."""
     return not isinstance(tensor, _Fake)
 
 

@@ -699,7 +699,7 @@ def allgather_attention(
 def _attend_at_the_end(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None
 ) -> Tensor:
-    """Return attention of queries that are the last tokens of the keys; causal where there is no mask."""
+    """Return attention of queries that are the last tokens of the keys; causal without a mask."""
     if mask is None and not torch.compiler.is_compiling() and choose_kernel(q, k, v, biased=False) is flash:
         # The causal mask of this operator puts the last query at the last key, as needed here.
         output: Tensor = aten_flash(q, k, v, dropout, True, scale=scale)[0]

@@ -191,7 +191,7 @@ class BubbleClock:
     """Sums the time that this rank computes, and the time of whole steps.
 
     On CUDA this is device time, and the host does not wait for the device: a step that is not finished is added when
-    a later one begins. The first step, which exchanges shapes and warms up, is counted only if there is no other.
+    a later one begins. The first step, which exchanges shapes and warms up, is counted only if it is the only one.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -497,7 +497,7 @@ def make_programs(table: Table, placement: Sequence[int]) -> list[Program]:
 
     [Note: an order of messages that cannot hang]
     All actions are simulated on one time axis. The send and the receive of a message are both placed at the time at
-    which its tensors have been computed. So all ranks have their messages in one common order, and there is no deadlock
+    which its tensors have been computed. So all ranks have their messages in one common order, without deadlock
     even if each send blocks until the peer receives. That is needed: sends of NCCL do block, and so does a rank that
     waits for the spec of its next input.
     """

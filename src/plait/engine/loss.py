@@ -52,7 +52,7 @@ def read_loss(outputs: Any, inputs: Any, samples: float, loss_function: LossFunc
 
     A `LossTerm` is a sum with its count. A scalar is a mean, weighted by the number of samples in the micro-batch. A
     micro-batch with `samples` 0 is a filler, which only completes a pipeline step: its loss is multiplied by zero, but
-    not detached, so that its backward pass runs the same collectives. Raises `ModelError` if there is no loss.
+    not detached, so that its backward pass runs the same collectives. Raises `ModelError` if the outputs hold no loss.
     """
     result = outputs if loss_function is None else loss_function(outputs, inputs)
     if isinstance(result, Mapping):

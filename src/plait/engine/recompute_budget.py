@@ -179,7 +179,7 @@ def recompute_levels(
 def measure(module: nn.Module, units: Sequence[WrapUnit], example: Any, config: RunConfig, world: World) -> Activations:
     """Return the activations of one micro-batch, counted on fake tensors.
 
-    Raises `ConfigError` if there is no micro-batch, or the model fails on fake tensors.
+    Raises `ConfigError` without a micro-batch, or if the model fails on fake tensors.
     """
     path = "strategy.recompute.mode"
     if example is None:

@@ -124,7 +124,7 @@ class WeightPointers(NamedTuple):
     mean: Tensor
     square: Tensor
     rounded: Tensor | None
-    """Receives the new weight, rounded to its dtype; None: there is no rounded copy."""
+    """Receives the new weight, rounded to its dtype; None without a rounded copy."""
 
     @property
     def group(self) -> LaunchGroup:

@@ -58,7 +58,7 @@ def interface_of(address: str) -> str | None:
 
 
 def route_to(address: str) -> str | None:
-    """Return the interface over which this host reaches `address`; None if there is no route."""
+    """Return the interface over which this host reaches `address`; None without a route."""
     try:
         return interface_of(source_address(address))
     except OSError:

@@ -1,6 +1,6 @@
 """Predict the memory and the step time of a run before it starts, and search the settings with which it fits.
 
-[Note: the plan is the code] There is no second model of how a strategy works. A plan runs `prepare_native` and
+[Note: the plan is the code] Strategies are not modelled a second time. A plan runs `prepare_native` and
 `train_step`, the functions that train, on fake tensors, and records every operation: see `simulate`.
 """
 

@@ -43,7 +43,7 @@ class Candidate:
     def applied_to(self, run: RunConfig) -> RunConfig:
         """Return the run with these settings; raise `ConfigError` if it is invalid.
 
-        Only keys that the user set count as set, so a default that another setting makes ineffective is no error.
+        Only keys that the user set count as set, so a default that another setting makes ineffective is accepted.
         """
         changed = parse(run.model_dump(mode="json", exclude_unset=True), self.overrides).config
         check(changed, has_val=changed.val_data is not None, require_length=False)

@@ -348,7 +348,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def ending(folder: Path) -> str | None:
-    """Return why the last run in a folder ended, from `report.json`; None if there is no report."""
+    """Return why the last run in a folder ended, from `report.json`; None without a report."""
     try:
         return str(read_json_object(folder / "report.json", DataError)["reason"])
     except (DataError, KeyError):

@@ -71,7 +71,7 @@ def _is_rate(module: nn.Module, key: str, value: Any) -> bool:
 
 
 def _without(config: Any) -> Any:
-    """Return a copy of a model's config with dropout rates of 0; None where there is no rate above 0."""
+    """Return a copy of a model's config with dropout rates of 0; None if no rate is above 0."""
     settings = config.__dict__ if hasattr(config, "__dict__") else {}
     rates = [key for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
     if not rates:

@@ -100,7 +100,7 @@ class MemoryPlan:
                 self.runner.emit(EventKind.MESSAGE, level="warning", text=str(plan.refusal))
 
     def compare(self) -> dict[str, Any]:
-        """Return the predicted and measured peak memory and step time, and log them; empty if there is no plan."""
+        """Return the predicted and measured peak memory and step time, and log them; empty without a plan."""
         plan = self._plan
         if not isinstance(plan, RunPlan):
             return {}

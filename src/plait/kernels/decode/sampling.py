@@ -146,7 +146,7 @@ def _is_greedy_fused(logits: Tensor) -> bool:
 # [Note: counter-based random numbers]
 # The random number for a token is a hash of (seed, key of the row, number of tokens that the row has so far). So an
 # answer depends only on its prompt, its key and the seed: not on other rows of the batch, on the rank that computes it,
-# or on rows that end early. There is no generator state to update, so a CUDA graph can compute it.
+# or on rows that end early. No generator state is updated, so a CUDA graph can compute it.
 
 
 COUNTER_RNG_BITS = 28

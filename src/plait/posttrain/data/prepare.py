@@ -116,7 +116,7 @@ class PhaseData:
 
     train: Any
     val: Any
-    """None if there is no validation data."""
+    """None without validation data."""
     collate: Any
     tokenizer: ChatTokenizer
     template: Template

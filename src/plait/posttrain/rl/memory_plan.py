@@ -60,7 +60,7 @@ class OnlineMemoryPlan(MemoryPlan):
     def simulate(self, ranks: Ranks) -> RunPlan | str | None:
         """Return the plan of training the policy on answers of the greatest length, with the other models added.
 
-        A string says why there is no plan; None if the run is invalid, which is reported later.
+        A string is the reason for having no plan; None if the run is invalid, which is reported later.
         """
         config, given = self.runner.config, self.runner.given
         micro = self.micro_batch(ranks)

@@ -122,7 +122,7 @@ AUTOTUNING: Table = {
 
 
 def search(config: str | os.PathLike[str] | Mapping[str, Any], *, nproc: int = 1) -> AutotuningSearch | None:
-    """Return the search that the `autotuning` section asks for; None where there is no such section."""
+    """Return the search that the `autotuning` section asks for; None without that section."""
     section = read_config(config).get("autotuning")
     return translate_autotuning(section, nproc=nproc) if isinstance(section, Mapping) else None
 
