@@ -19,8 +19,8 @@ from plait.kernels.triton import HAS_TRITON
 #
 # [Note: blocks lie in rows] A block is 256 consecutive elements of one row; a row is one index of the first dim, with
 # all other dims flattened. FSDP shards parameters along the first dim, so a rank has whole blocks: neither codes nor
-# what is computed from them depends on the number of ranks. (Tensor parallelism may split rows; where a rank's part of a
-# row is not a multiple of 256, a block ends there, and rounding differs.)
+# what is computed from them depends on the number of ranks. (Tensor parallelism may split rows; where a rank's part of
+# a row is not a multiple of 256, a block ends there, and rounding differs.)
 #
 # [Note: levels] The levels cover many orders of magnitude, with more levels among large numbers: the smallest is 1e-7
 # for unsigned numbers and 1e-6 for signed ones, and each decade has half as many levels as the next larger one
