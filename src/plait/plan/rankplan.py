@@ -1,4 +1,9 @@
-"""Predict memory and time of a rank's step, by simulating a model with few layers if its layers are alike."""
+"""Predict memory and time of one rank's step, by simulating models with few layers if the layers are alike.
+
+A `Ledger` (`plan/ledger.py`) holds the figures of a rank: bytes by phase and owner, seconds by operation, bytes sent.
+Two short models are simulated, and each figure is extended linearly to the real number of layers; figures that do not
+grow with it come from the longer one. See [Note: a few layers stand for all], `plan/ledger.py`.
+"""
 
 from __future__ import annotations
 
