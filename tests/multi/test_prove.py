@@ -118,7 +118,7 @@ def one_gradient_is_not_reduced(index: int, rank: int) -> Iterator[None]:
     whole = GradientBuckets._launch
 
     def launch(self: GradientBuckets, bucket: Any) -> None:
-        if self._next == self._place[index][0]:
+        if self._next == self._bucket_and_position[index][0]:
             self._next += 1
         else:
             whole(self, bucket)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -300,6 +300,20 @@ class TimeBudget:
         return self._clock() - self._start
 
 
+@contextmanager
+def _time_up_as_itself() -> Iterator[None]:
+    """Raise a `TimeUpError` as itself: DTensor wraps what is raised while it propagates shardings in a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, TimeUpError):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
 _REORDERED = 0.15
 """Inductor orders the operations of a backward pass with recomputation differently. Measured, this takes up to this
 fraction more of the memory beyond parameters and optimizer state."""
@@ -346,7 +360,7 @@ def simulate(
     the categories of the memory at each peak. Raise `TimeUpError` when `budget` is spent.
     """
     notes: list[str] = []
-    with ExitStack() as stack:
+    with _time_up_as_itself(), ExitStack() as stack:
         world = stack.enter_context(
             fake_world(
                 config,

@@ -39,7 +39,7 @@ def train(folder: Path, **sections: object) -> None:
 
 def take_and_wait(folder: Path, taken: Event) -> None:
     place = WorkDir(str(folder))
-    place.take(parse({}).config)
+    place.acquire(parse({}).config)
     taken.set()
     signal.pause()
 
@@ -65,11 +65,11 @@ def test_a_folder_that_a_run_writes_into_is_refused_until_that_run_is_gone(tmp_p
 
 def test_what_forked_processes_of_a_dead_run_still_do_is_in_nobodys_way(tmp_path: Path) -> None:
     place = WorkDir(str(tmp_path))
-    place.take(parse({}).config)
+    place.acquire(parse({}).config)
     context = multiprocessing.get_context("fork")
     worker = context.Process(target=signal.pause)
     worker.start()  # a data worker, say
-    place.let_go()
+    place.release()
     denied = context.Queue()
     second = context.Process(target=_try_to_take, args=(tmp_path, denied))
     second.start()
@@ -81,7 +81,7 @@ def test_what_forked_processes_of_a_dead_run_still_do_is_in_nobodys_way(tmp_path
 
 def _try_to_take(folder: Path, denied: multiprocessing.Queue[bool]) -> None:
     try:
-        WorkDir(str(folder)).take(parse({}).config)
+        WorkDir(str(folder)).acquire(parse({}).config)
     except ConfigError:
         denied.put(True)
     else:

@@ -76,9 +76,9 @@ def test_trials_that_fail_are_recorded_with_their_reason_and_end_nothing(bench: 
     assert "planted: a shape does not fit" in outcomes["crash"].reason
     assert outcomes["none"].tokens_per_s == pytest.approx(outcomes["none"].samples_per_s * 16)
     assert outcomes["none"].step_time == pytest.approx(4 / outcomes["none"].samples_per_s)
-    refused = [record for record in found.records if record.settings.get("strategy.zero") == 7]
-    assert {record.outcome.status for record in refused} == {"refused"}
-    assert all("strategy.zero" in record.outcome.reason for record in refused)
+    rejected = [record for record in found.records if record.settings.get("strategy.zero") == 7]
+    assert {record.outcome.status for record in rejected} == {"refused"}
+    assert all("strategy.zero" in record.outcome.reason for record in rejected)
 
     # The table and the best settings are there to use.
     rows = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
