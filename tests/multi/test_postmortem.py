@@ -40,7 +40,7 @@ def run(
     words = ["--nproc_per_node", str(ranks), *flags, VICTIM, str(work_dir), how, "1", "6", str(timeout)]
     words += [str(steps), "12", "5", strategy]
     join = None if group is None else lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
-    env = {**clean(), "GLOO_SOCKET_IFNAME": "lo"}  # other tests make and remove networks meanwhile
+    env = {**clean(), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*PLAIT, *words], env=env, capture_output=True, text=True, timeout=280, preexec_fn=join, check=False
     )
@@ -223,7 +223,7 @@ def test_a_killed_rank_of_mpich_is_explained_too(tmp_path: Path) -> None:
 @pytest.mark.real("mpirun.openmpi")
 def test_ranks_of_openmpi_that_hang_are_explained_too(tmp_path: Path) -> None:
     openmpi = ["--launcher", "openmpi", "--launcher_args", "--allow-run-as-root --oversubscribe"]
-    code, page = run(tmp_path / "asleep", "sleep", *openmpi, timeout=15.0)
+    code, page = run(tmp_path / "asleep", "sleep", *openmpi, timeout=45.0)
     assert code != 0
     assert "all_reduce" in blamed(page)
     assert "Stack of rank 1" in page

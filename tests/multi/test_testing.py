@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from torch import nn
 import plait
 from plait import Storage
 from plait.errors import ConfigError
-from plait.testing import assert_same_after_resume, assert_same_maths
+from plait.launch.failure import _remove_abandoned
+from plait.testing import RankPool, assert_same_after_resume, assert_same_maths
 from plait.testing.maths import strategy_of
 from plait.testing.runs import MODEL
 from plait.trainer import Hook
@@ -240,3 +242,21 @@ def test_it_runs_in_a_script_which_has_to_be_guarded(tmp_path: Path) -> None:
 def test_it_needs_no_pytest() -> None:
     code = "import sys, plait.testing; print('pytest' in sys.modules, 'hypothesis' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False False"
+
+
+def _makes_a_group(rank: int, size: int) -> int:
+    group: Any = torch.distributed.new_group(list(range(size)))
+    return int(group.size())
+
+
+def test_a_launcher_that_starts_meanwhile_does_not_cut_ranks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes folders that killed launchers have left; the one by which these ranks meet is not such a folder."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with RankPool(2, timeout_s=60.0) as pool:
+        assert pool.run(_makes_a_group) == [2, 2]
+        for folder in tmp_path.iterdir():
+            os.utime(folder, (0, 0))
+        _remove_abandoned(tmp_path)
+        assert pool.run(_makes_a_group) == [2, 2]

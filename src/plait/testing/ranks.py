@@ -10,7 +10,6 @@ import io
 import multiprocessing
 import os
 import shutil
-import socket
 import tempfile
 import time
 import traceback
@@ -129,7 +128,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._answered = False
-        self._meeting = Path(tempfile.mkdtemp(prefix="plait-ranks-"))
+        self._meeting = Path(tempfile.mkdtemp(prefix="plait-rank-pool-"))  # a launcher removes old `plait-ranks-…`
         context = forked()
         for rank in range(self.size):
             mine, theirs = context.Pipe()
@@ -167,8 +166,6 @@ def _serve(rank: int, size: int, meeting: Path, pipe: Connection) -> None:
     # one, and is killed when that ends.
     multiprocessing.current_process().daemon = False
     torch.set_num_threads(1)
-    if "lo" in (name for _, name in socket.if_nameindex()):  # a network that changes meanwhile would cut ranks off
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=size)
     while True:
         try:
