@@ -225,5 +225,5 @@ def test_ranks_of_openmpi_that_hang_are_explained_too(tmp_path: Path) -> None:
     openmpi = ["--launcher", "openmpi", "--launcher_args", "--allow-run-as-root --oversubscribe"]
     code, page = run(tmp_path / "asleep", "sleep", *openmpi, timeout=45.0)
     assert code != 0
-    assert "all_reduce" in blamed(page)
-    assert "Stack of rank 1" in page
+    assert "all_reduce" in blamed(page), page
+    assert "Stack of rank 1" in page, page

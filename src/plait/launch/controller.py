@@ -162,6 +162,11 @@ class Controller:
         deadline = time.monotonic() + 1.0
         while self._clients and time.monotonic() < deadline:
             self.poll(0.05)
+        if self.hung:
+            # mpirun may end before a rank has told how. What it did until then shows who waited for whom.
+            for record in self.records:
+                if record.running and record.observation.beat is not None:
+                    record_end(record, -signal.SIGKILL, by_us=True)
         known = [record for record in self.records if record.exit_code is not None or record.lost]
         # A command may exit with 0 although a rank has failed, such as a shell that waits for background processes.
         failed = bool(code) or self.hung or any(record.failed for record in known)
