@@ -12,11 +12,11 @@ from plait.distributed import Ranks, detect_ranks
 from plait.engine import planned_as, stage_of
 from plait.errors import ConfigError
 from plait.monitor import EventKind
-from plait.plan import RunPlan, plan_run
 from plait.trainer.sources import batch_of, first_inputs
 from plait.trainer.throughput import memory_mib
 
 if TYPE_CHECKING:
+    from plait.plan import RunPlan
     from plait.trainer.runner import Runner
 
 SPLIT = "micro-batches are smaller than written, since those did not fit into memory"
@@ -57,6 +57,8 @@ class MemoryPlan:
             return None
         if isinstance(config, str):
             return config
+        from plait.plan import plan_run  # it loads the simulator, which only rank 0 needs, and only with a plan
+
         return plan_run(config, ranks=ranks.size, local_ranks=ranks.local_size, **options)
 
     def micro_batch(self, ranks: Ranks) -> int | None:
@@ -77,7 +79,7 @@ class MemoryPlan:
         # The plan of another engine is that of the native engine at the same ZeRO stage. It is only an estimate, so it
         # is logged, but raises nothing.
         refuses = runner.config.plan.gate == "refuse" and runner.config.strategy.engine == "native"
-        if isinstance(plan, RunPlan) and plan.refusal is not None and refuses:
+        if plan is not None and not isinstance(plan, str) and plan.refusal is not None and refuses:
             raise plan.refusal
 
     def log(self) -> None:
@@ -102,7 +104,7 @@ class MemoryPlan:
     def compare(self) -> dict[str, Any]:
         """Return the predicted and measured peak memory and step time, and log them; empty without a plan."""
         plan = self._plan
-        if not isinstance(plan, RunPlan):
+        if plan is None or isinstance(plan, str):
             return {}
         runner = self.runner
         peak, step = memory_mib(runner.world.device) / 1024, runner.step_time

@@ -111,6 +111,8 @@ _TO_DEVIATION = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 _WINDOW, _LEAST = 100, 10
 """How many losses a new one is compared with, and how many of them are needed at least."""
+_REFRESH = 50
+"""After how many steps the limit is computed again, once there are `_WINDOW` losses; after `_LEAST` before that."""
 _LEAST_SPREAD = 0.05
 """The least spread, relative to the median: without it, small changes of a nearly constant loss would be spikes."""
 
@@ -152,6 +154,7 @@ class StepWatch:
         self._before: _WatchedStep | None = None
         self._usual: deque[float] = deque(maxlen=_WINDOW)
         self._limit = math.inf
+        self._until_refresh = _LEAST
         self._high = False
         """Whether the previous step was part of a spike, which has been reported."""
         self.steps = 0
@@ -162,31 +165,38 @@ class StepWatch:
 
     def add(self, result: StepResult) -> None:
         """Record the step just done."""
-        runner = self._runner
         self.steps += 1
-        self._highest_rate = max(self._highest_rate, result.lr)
-        seen: _WatchedStep | None = _WatchedStep(result, runner.step, runner.epoch, runner.step_in_epoch - 1)
-        if result.asynchronous:
-            seen, self._before = self._before, seen
+        if result.lr > self._highest_rate:
+            self._highest_rate = result.lr
+        if not result.asynchronous:
+            self._look(result, None)
+            return
+        seen, self._before = self._before, self._watched(result)
         if seen is not None:
-            self._look(seen)
+            self._look(seen.result, seen)
 
-    def _look(self, seen: _WatchedStep) -> None:
-        result = seen.result
+    def _watched(self, result: StepResult) -> _WatchedStep:
+        runner = self._runner
+        return _WatchedStep(result, runner.step, runner.epoch, runner.step_in_epoch - 1)
+
+    def _look(self, result: StepResult, seen: _WatchedStep | None) -> None:
+        """Check a step; `seen` is None for the step just done, whose position is only looked up if it is needed."""
         if result.skipped:
             self.skipped += 1
-        elif result.targets < 0:
+        elif result.targets > 0:
+            if result.grad_norm > self._highest_norm:
+                self._highest_norm = result.grad_norm
+            self._empty_in_a_row = 0
+            if self._threshold is not None:
+                self._compare(result, seen, self._threshold)
+        elif result.targets == 0:
+            self._count_empty(seen or self._watched(result))
+        else:
+            seen = seen or self._watched(result)
             raise ModelError(
                 f"step {seen.step} had {result.targets:g} targets: the count of a LossTerm is 0 or more, and a smaller "
                 "one turns every gradient around"
             )
-        elif result.targets == 0:
-            self._count_empty(seen)
-        else:
-            self._highest_norm = max(self._highest_norm, result.grad_norm)
-            self._empty_in_a_row = 0
-            if self._threshold is not None:
-                self._compare(seen, self._threshold)
 
     def _count_empty(self, seen: _WatchedStep) -> None:
         self._empty += 1
@@ -196,15 +206,18 @@ class StepWatch:
         if self._empty == 1:
             self._runner.warn(f"step {seen.step} had nothing to learn from{self._samples(seen, 'no targets')}")
 
-    def _compare(self, seen: _WatchedStep, threshold: float) -> None:
-        loss = seen.result.loss
+    def _compare(self, result: StepResult, seen: _WatchedStep | None, threshold: float) -> None:
+        loss = result.loss
         if loss <= self._limit:
             self._high = False
             self._usual.append(loss)
-            if len(self._usual) >= _LEAST and (self._limit == math.inf or self.steps % _LEAST == 0):
+            self._until_refresh -= 1
+            if self._until_refresh == 0:
+                self._until_refresh = _LEAST if len(self._usual) < _WINDOW else _REFRESH
                 self._limit = spike_limit(self._usual, threshold, _LEAST_SPREAD)
         elif not self._high:
             self._high = True
+            seen = seen or self._watched(result)
             usual = median(self._usual) if self._usual else math.nan
             why = f"loss {loss:.6g}, usually {usual:.6g}"
             self._runner.warn(
@@ -221,7 +234,7 @@ class StepWatch:
     def end(self) -> None:
         """Check the last step, and warn of what went wrong in the whole run. Raise if the run learned nothing."""
         if self._before is not None:
-            self._look(self._before)
+            self._look(self._before.result, self._before)
             self._before = None
         if self.steps == 0:
             return
