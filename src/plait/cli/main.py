@@ -75,9 +75,9 @@ Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto: bf16 on a GP
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="Run code that stored files name; otherwise it is refused.")
 ]
-NewTokens = Annotated[int, typer.Option("--tokens", "-t", min=1, help="At most so many new tokens.")]
+NewTokens = Annotated[int, typer.Option("--tokens", "-t", min=1, help="The most new tokens.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Choose among so many likeliest tokens.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Choose among the K likeliest tokens.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest, up to this share.")]
 Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: what came before is less likely.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends an answer. May be repeated.")]
@@ -235,7 +235,7 @@ def prove(
         typer.Option("--ranks", "-r", min=1, help="Processes; absent: as many as the layout fixes, at least two."),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option("--layers", min=1, help="Shrink the model to so many layers, on both sides.")
+        int | None, typer.Option("--layers", min=1, help="Shrink the model to this number of layers, on both sides.")
     ] = None,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder for certificate.json and certificate.html.")] = ".",
     trust_code: TrustCode = False,
@@ -348,7 +348,9 @@ def generate(
     ] = False,
     held_out: Annotated[
         int | None,
-        typer.Option("--held-out", min=1, help="Use so many questions of the run's validation split as prompts."),
+        typer.Option(
+            "--held-out", min=1, help="Use this number of questions of the run's validation split as prompts."
+        ),
     ] = None,
     reward: Annotated[
         str | None,
@@ -489,7 +491,7 @@ def tune(
     tuner: Annotated[
         str | None, typer.Option(help="Order of trials: grid, random, or model (the plan's ranking first; default).")
     ] = None,
-    trials: Annotated[int | None, typer.Option(help="At most so many trials; 20 if absent.")] = None,
+    trials: Annotated[int | None, typer.Option(help="The most trials; 20 if absent.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Time limit of the search.")] = None,
     trial_seconds: Annotated[float | None, typer.Option(help="Time limit of each trial; 600 if absent.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of each trial; 10 if absent.")] = None,
@@ -500,7 +502,9 @@ def tune(
     metric: Annotated[
         str | None, typer.Option(help="throughput (default), tokens_per_s, samples_per_s or step_time.")
     ] = None,
-    early_stop: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one.")] = None,
+    early_stop: Annotated[
+        int | None, typer.Option(help="Stop after this number of trials without a better one.")
+    ] = None,
     space: Annotated[
         list[str] | None, typer.Option(help="Values to try for a key: `'strategy.zero=[0, 3]'`. May be repeated.")
     ] = None,

@@ -102,7 +102,7 @@ class PosttrainConfig(Section):
     template: TemplateConfig = Field(default_factory=TemplateConfig)
     """The chat template."""
     max_len: PositiveInt | None = None
-    """At most so many tokens of a prompt with its answer. Absent: `model.seq_len`."""
+    """The most tokens that a prompt and its answer may have together. Absent: `model.seq_len`."""
     too_long: Literal["skip", "error"] = "skip"
     """What happens to an example longer than `max_len`: it is skipped and counted, or is an error."""
     empty: Literal["skip", "error"] = "skip"
@@ -223,17 +223,17 @@ class VllmConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How answers are generated: so many prompts at a time, with the current policy."""
+    """How answers are generated: this number of prompts at a time, with the current policy."""
 
     prompts: PositiveInt = 64
     """Prompts per rollout, over all ranks. Its answers must fill whole batches: prompts × answers per prompt is a
     multiple of `batch.total`."""
     max_new_tokens: PositiveInt = 128
-    """At most so many tokens per answer."""
+    """The most tokens of an answer."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the policy that is trained has this temperature too."""
     top_k: PositiveInt | None = None
-    """Sample from so many most likely tokens."""
+    """Sample from the `top_k` most likely tokens."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Sample from the most likely tokens that together have this probability."""
     stop: Many[str] = ()
@@ -246,8 +246,8 @@ class RolloutConfig(Section):
     max_rows: PositiveInt = 128
     """Prompts that a rank answers at once."""
     verify_every: PositiveInt = 16
-    """Every so many rollouts, compare the log-probabilities of generation with the trainer's; the first is always
-    compared."""
+    """Compare the log-probabilities of generation with the trainer's after this number of rollouts, and after the first
+    one."""
     on_mismatch: Literal["stop", "fallback"] = "stop"
     """What happens where they differ: an error, or a warning and generation by the trainer."""
     tolerance: PositiveFloat | None = None
@@ -296,7 +296,7 @@ class PpoConfig(_Online):
     reward_model: PathText | None = None
     """A run of `plait reward`, one of its checkpoints, or a Hugging Face folder. Absent: `reward` names a function."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Dual clip: for negative advantages, the loss is at most so many times the advantage."""
+    """Dual clip: for negative advantages, the loss is at most this multiple of the advantage."""
     value_clip: PositiveFloat | None = 0.2
     """The clip range of the value loss. null: no clipping."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0

@@ -40,7 +40,8 @@ class Fp8Config(Shorthand):
     """How a tensor is scaled: by its own maximum, or by those of earlier steps (delayed scaling), which saves one
     read of the tensor."""
     history: PositiveInt = 16
-    """With `scales: earlier`: steps whose maxima count. The first so many steps scale by the tensor itself."""
+    """With `scales: earlier`: steps whose maxima count. Until there are that many, a tensor is scaled
+    by its own maximum."""
     headroom: Annotated[float, Field(ge=1.0)] = 2.0
     """With `scales: earlier`: how many times larger than these maxima a number may be before it is clipped."""
     head: bool = False

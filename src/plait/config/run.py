@@ -54,8 +54,8 @@ class RunConfig(Shorthand):
     val_data: DataConfig | None = None
     test_data: DataConfig | None = None
     model_inputs: PositiveInt | Annotated[Many[str], Field(min_length=1)] | None = None
-    """Which values of a micro-batch are the model's inputs, where a `loss_fn` gets the others: the first so many, or
-    names of fields. Absent: as the signature of its `forward` has them."""
+    """Which values of a micro-batch are the model's inputs, where a `loss_fn` gets the others: the number
+    of leading ones, or names of fields. Absent: as the signature of its `forward` has them."""
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optim: OptimConfig = Field(default_factory=AdamWConfig)
     schedule: ScheduleConfig | None = None

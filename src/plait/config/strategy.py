@@ -47,10 +47,10 @@ class OffloadConfig(Shorthand):
     delayed: bool = False
     """The update of a step runs during the next step, which still computes with the weights from before it."""
     prefetch_params: NonNegativeInt = 50_000_000
-    """With `params`: prefetch the weights of the next units, up to so many elements; the next unit always, unless this
-    is 0."""
+    """With `params`: prefetch the weights of the next units, up to this number of elements; the next unit always,
+    unless this is 0."""
     live_params: PositiveInt = 1_000_000_000
-    """With `params`: at most so many elements in memory at one time, beyond the unit in use."""
+    """With `params`: at most this number of elements in memory at one time, beyond the unit in use."""
     persistent_params: NonNegativeInt = 100_000
     """With `params`: weights of units with fewer elements than this stay in memory."""
 
@@ -102,18 +102,18 @@ class LayoutConfig(Section):
     """
 
     pp: PositiveInt = 1
-    """Pipeline parallel size: the layers are split into stages over so many ranks."""
+    """Pipeline parallel size: the number of ranks over which the layers are split into stages."""
     dp_replicate: PositiveInt | None = None
-    """Data parallel size, replicated: so many copies of the model, each on its own samples."""
+    """Data parallel size, replicated: the number of copies of the model, each on its own samples."""
     dp_shard: PositiveInt | None = None
-    """Data parallel size, sharded: so many ranks shard one copy of the model, each on its own samples."""
+    """Data parallel size, sharded: the number of ranks that share one copy of the model, each on its own samples."""
     ep: PositiveInt = 1
-    """Expert parallel size: so many ranks, each on its own samples, shard the experts; other weights as the
+    """Expert parallel size: the number of ranks, each on its own samples, that share the experts; other weights as the
     data-parallel axes say."""
     cp: PositiveInt = 1
-    """Context parallel size: each sequence is split over so many ranks."""
+    """Context parallel size: the number of ranks over which each sequence is split."""
     tp: PositiveInt = 1
-    """Tensor parallel size: each layer is split over so many ranks."""
+    """Tensor parallel size: the number of ranks over which each layer is split."""
 
 
 class CustomTensorPlan(CustomPart):
@@ -185,7 +185,7 @@ class WrapConfig(Section):
     names: Many[str] = ()
     """Patterns of module names, for example `layers.*`."""
     min_params: PositiveInt | None = None
-    """Every module with at least so many parameters, not counting those of units inside it."""
+    """Every module with at least this number of parameters, not counting those of units inside it."""
 
 
 class CustomRecompute(CustomPart):

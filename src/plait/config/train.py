@@ -35,7 +35,8 @@ class GuardConfig(Section):
     max_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """The run fails where more than this share of the latest steps, or of the whole run, was skipped."""
     spike: PositiveFloat | None = 20.0
-    """Warn about a loss so many times the usual deviation above the median of the last 100. null: no warning."""
+    """Warn about a loss that is above the median of the last 100 by this multiple of their usual deviation. null: no
+    warning."""
 
 
 class CustomLoss(CustomPart):
@@ -56,7 +57,7 @@ class TrainConfig(Section):
     val_every: PositiveInt | None = None
     """Absent: at the end of every epoch, or at the end of the run when counting steps."""
     val_batches: PositiveInt | None = None
-    """At most so many batches per validation."""
+    """The most batches per validation."""
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
@@ -179,13 +180,13 @@ class RollbackConfig(Section):
     metric: Literal["loss", "grad_norm"] = "loss"
     """The metric, checked at every step."""
     threshold: PositiveFloat = 8.0
-    """A spike is so many times the usual deviation above the median of the last `window` steps."""
+    """A spike is above the median of the last `window` steps by this multiple of their usual deviation."""
     window: Annotated[int, Field(ge=4)] = 100
     """Spikes are detected once half of the window is known."""
     patience: PositiveInt = 3
-    """Roll back after so many spikes in a row: a single one may come from the batch, not from the model."""
+    """Roll back after this number of spikes in a row: a single one may come from the batch, not from the model."""
     most: PositiveInt = 5
-    """At most so many rollbacks; the next one ends the run."""
+    """The most rollbacks; the next one ends the run."""
 
 
 class ImportedHook(ImportedPart):
@@ -225,7 +226,7 @@ class AccuracyConfig(Section):
 
     type: Literal["accuracy"] = "accuracy"
     top: PositiveInt = 1
-    """A prediction is right if the label is among so many most likely classes."""
+    """A prediction is right if the label is among this number of most likely classes."""
     label: str = "label"
     """The key of the labels in the batch. In a batch without keys they are the second value."""
     logits: str = "logits"

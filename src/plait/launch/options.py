@@ -120,13 +120,13 @@ def _before(group: argparse._ArgumentGroup) -> None:
 
 def _elastic(group: argparse._ArgumentGroup) -> None:
     _switch(group, "--elastic_training", help="restart when ranks or hosts fail, and when hosts come back")
-    group.add_argument("--min_elastic_nodes", type=int, metavar="N", help="at least so many hosts (1)")
-    group.add_argument("--max_elastic_nodes", type=int, metavar="N", help="at most so many (all)")
+    group.add_argument("--min_elastic_nodes", type=int, metavar="N", help="the fewest hosts (1)")
+    group.add_argument("--max_elastic_nodes", type=int, metavar="N", help="the most hosts (all)")
     group.add_argument(
         "--max_restarts",
         type=int,
         metavar="N",
-        help="at most so many restarts (100 with --elastic_training, else 0)",
+        help="the most restarts (100 with --elastic_training, else 0)",
     )
     _switch(group, "--standalone", help="a rendezvous of its own on this host")
     group.add_argument("--rdzv_backend", metavar="NAME", help="as of torchrun: c10d, etcd, static")

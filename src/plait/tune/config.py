@@ -41,7 +41,7 @@ class TuneConfig(Section):
     metric: Literal["throughput", "tokens_per_s", "samples_per_s", "step_time"] = "throughput"
     """`throughput`: tokens per second, or samples where the data are not tokens."""
     early_stop: PositiveInt | None = None
-    """End after so many trials in a row without a better one."""
+    """End after this number of trials in a row without a better one."""
     seed: NonNegativeInt = 0
     """The seed of shuffling."""
     dimensions: Many[Dimension] | None = None
