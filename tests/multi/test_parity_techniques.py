@@ -14,6 +14,7 @@ from plait.config import parse_sections
 from plait.distributed import open_world
 from plait.engine import Preparation, prepare_native
 from plait.errors import PlaitError
+from plait.models import LossTerm
 from tests.multi.parity import MODEL, assert_same, run_steps, token_batches
 from tests.multi.ranks import RankPool
 from tests.refusals import missing
@@ -156,15 +157,6 @@ def test_experts_may_be_units(two_ranks: RankPool, zero: int) -> None:
         assert_same(found, alone, tolerance=1e-5)
 
 
-class Scaled(torch.nn.Module):
-    """Has a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-        self.scale = torch.nn.Parameter(torch.tensor(1.0))
-
-
 def refusal(rank: int, size: int, sections: dict[str, Any], model: Any) -> str:
     config = parse_sections(**sections).config
     with pytest.raises(PlaitError) as caught:
@@ -179,9 +171,60 @@ def test_an_optimizer_of_whole_parameters_is_refused_before_the_first_step(two_r
         assert not missing(message, f"optim.type: {optim}", "blocks.0.", "`strategy.layout.tp`")
 
 
-def test_a_scalar_parameter_cannot_be_sharded(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(refusal, {"strategy": "zero1"}, Scaled):
-        assert not missing(message, "'scale'", "scalar", "strategy.zero=1", "strategy.zero: 0")
+class Scaled(torch.nn.Module):
+    """Has parameters without dimensions: in a layer, at the root, cast and frozen ones; one is used on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(ScaledLayer() for _ in range(3))
+        self.temperature = torch.nn.Parameter(torch.tensor(1.3))
+        self.shift = torch.nn.Parameter(torch.tensor(0.4), requires_grad=False)
+        self.sometimes = torch.nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor, first: bool) -> LossTerm:
+        for block in self.blocks:
+            x = block(x)
+        loss = ((x * self.temperature.exp() - self.shift) ** 2).sum()
+        return LossTerm(loss * self.sometimes if first else loss, torch.tensor(float(len(x))))
+
+
+class ScaledLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.gain = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gain * torch.tanh(self.linear(x))
+
+
+def scaled_steps() -> list[list[dict[str, Any]]]:
+    generator = torch.Generator().manual_seed(5)
+    return [[{"x": torch.randn(3, 8, generator=generator), "first": i % 2 == 0} for i in range(4)] for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"strategy": {"zero": 1}},
+        {"strategy": {"zero": 2, "recompute": "full"}},
+        {"strategy": {"zero": 3}, "train": {"clip_norm": 0.1}},
+        {"strategy": {"zero": 3, "offload": {"optimizer": "cpu"}}},
+        {"strategy": {"zero": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}},
+        {"strategy": {"zero": 1}, "optim": {"type": "Lamb", "lr": 0.01}},
+        {"strategy": {"zero": 3}, "precision": "bf16"},
+        {"strategy": {"zero": 2}, "precision": "bf16", "train": {"clip_norm": 0.1}},
+    ],
+    ids=lambda sections: "-".join(f"{key}={value}" for key, value in sections.items()),
+)
+def test_scalar_parameters_stay_replicated_beside_sharded_ones(two_ranks: RankPool, sections: dict[str, Any]) -> None:
+    steps = scaled_steps()
+    plain = {key: value for key, value in sections.items() if key != "strategy"}
+    alone = run_steps(0, 1, plain, steps, model=Scaled)
+    assert alone.tensors["model.blocks.0.gain"].shape == ()
+    assert not torch.equal(alone.tensors["model.temperature"], torch.tensor(1.3))
+    for found in two_ranks.run(run_steps, sections, steps, Scaled):
+        assert_same(found, alone, tolerance=3e-2 if "precision" in sections else 1e-5)
 
 
 def short_step(rank: int, size: int, schedule: str, count: int) -> tuple[float, float]:

@@ -9,6 +9,9 @@ A *unit* is a module, such as a transformer block, whose parameters are all-gath
 | 2     | unsharded until the step  | reduced on every backward pass               | sharded   |
 | 3     | resharded                 | reduced on every backward pass               | sharded   |
 
+Scalars (parameters of shape `()`, such as the temperature of CLIP) cannot be sharded. They stay replicated, and their
+gradients are summed in buckets, as in `ddp`.
+
 `apply_fsdp` changes a model in this order:
 
 1. `fully_shard` on modules that stay in fp32, on experts, on each wrap unit, on the root;
@@ -128,14 +131,16 @@ def apply_fsdp(
     sharded; None: the first. `as_one_unit`: the model is small, so it is gathered in one collective, whose buffer is
     reused. The steps, in order, are listed at the head of this file.
     """
-    scalar = next((name for name, param in model.named_parameters() if param.ndim == 0), None)
-    if scalar is not None:
-        raise ModelError(
-            f"strategy.zero={options.stage} cannot shard the parameter {scalar!r}, which is a scalar: make it a vector "
-            "of one number (`torch.ones(1)`), or set strategy.zero: 0"
-        )
+    scalars = {param for param in model.parameters() if param.ndim == 0}
+    if experts is not None:
+        _refuse_scalars(experts.modules)
     reshard = options.stage == 3 if options.reshard_after_forward is None else options.reshard_after_forward
-    common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard, "shard_placement_fn": placement}
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard,
+        "shard_placement_fn": placement,
+        "ignored_params": scalars,
+    }
     casting = MixedPrecisionPolicy(
         param_dtype=policy.compute if policy.mixed and policy.master else None,
         reduce_dtype=policy.reduce,
@@ -169,6 +174,17 @@ def apply_fsdp(
     if not as_one_unit:
         _prefetch([u.module for u in units], options)
     return ShardedGradients(root, options.stage)
+
+
+def _refuse_scalars(experts: Sequence[nn.Module]) -> None:
+    """Raise `ModelError` if an expert has a scalar: it would be replicated, and each rank has other experts."""
+    for module in experts:
+        for name, param in module.named_parameters():
+            if param.ndim == 0:
+                raise ModelError(
+                    f"strategy.zero cannot shard the parameter {name!r} of the experts in {type(module).__name__}, "
+                    "which is a scalar: make it a vector of one number (`torch.ones(1)`), or set strategy.layout.ep: 1"
+                )
 
 
 def _shard_fp32_modules(model: nn.Module, common: dict[str, Any], policy: Policy) -> None:

@@ -223,8 +223,10 @@ def load_pretrained_into(
     _log_not_finite(wrong, given.log)
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters in place, except those of modules that need fp32.
+def cast_parameters(
+    module: nn.Module, dtype: torch.dtype, *, only: Callable[[nn.Parameter], bool] = lambda _param: True
+) -> None:
+    """Cast parameters for which `only` is true in place, except those of modules that need fp32.
 
     A plain parameter stays the same object. A DTensor is replaced by another one, in all modules that share it:
     assigning its `data` would change the dtype of the DTensor only, and not that of its local tensor.
@@ -233,7 +235,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     replaced: dict[int, tuple[Tensor, nn.Parameter]] = {}
     for submodule in module.modules():
         for key, param in submodule._parameters.items():
-            if param is None or isinstance(submodule, FP32_MODULES):
+            if param is None or isinstance(submodule, FP32_MODULES) or not only(param):
                 continue
             if not is_sharded(param):
                 param.data = param.data.to(dtype)
@@ -244,10 +246,12 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             submodule._parameters[key] = replaced[id(param)][1]
 
 
-def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Cast parameters; return the values before the cast of each parameter whose dtype changed."""
+def round_parameters(
+    module: nn.Module, dtype: torch.dtype, *, only: Callable[[nn.Parameter], bool] = lambda _param: True
+) -> dict[nn.Parameter, Tensor]:
+    """Cast parameters for which `only` is true; return the values before the cast of each whose dtype changed."""
     before = {name: param.data for name, param in module.named_parameters()}
-    cast_parameters(module, dtype)
+    cast_parameters(module, dtype, only=only)
     now = {param: before[name] for name, param in module.named_parameters()}
     return {param: whole for param, whole in now.items() if whole.dtype != param.dtype}
 

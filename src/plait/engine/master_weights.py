@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +25,7 @@ from plait.distributed import (
     GradientBuckets,
     Gradients,
     LocalGradients,
+    combine_collectors,
     dtensor_like,
     is_sharded,
     local_grad,
@@ -250,20 +252,37 @@ class BucketParams(MasterWeights):
 class ShardedParams(MasterWeights):
     """For parameters sharded by FSDP or `tp`, with gradients in `.grad` that are reduced already.
 
-    The optimizer updates this rank's shards, or the DTensors.
+    The optimizer updates this rank's shards, or the DTensors. Scalars beside them are replicated: `scalars` has their
+    gradients, and their fp32 weights if they are cast.
     """
 
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        *,
+        elementwise: bool = True,
+        scalars: ReplicatedScalars | None = None,
+    ) -> None:
+        self._sums = {} if scalars is None else scalars.sums
+        self._masters = {} if scalars is None else scalars.masters
+        self.frozen = {param: whole for param, whole in self._masters.items() if not param.requires_grad}
+        super().__init__(names, params, elementwise=elementwise)
+
     def _make_tensors(self) -> list[nn.Parameter]:
-        return [self._optimizer_param(param) for param in self.params]
+        return [self._optimizer_param(self._masters.get(param, param)) for param in self.params]
 
     def gather_gradients(self) -> list[Tensor]:
         """Return this rank's shard of each gradient."""
         grads = []
         with torch.no_grad():  # lets to_local return the shard itself, without an autograd node
             for param, tensor in zip(self.params, self.tensors, strict=True):
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                local = local_grad(param.grad, param)
+                if param in self._sums:
+                    local = self._sums[param].to(tensor.dtype)
+                else:
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
+                    local = local_grad(param.grad, param)
                 tensor.grad = local if self._elementwise else dtensor_like(local, param)
                 grads.append(local)
         return grads
@@ -273,6 +292,13 @@ class ShardedParams(MasterWeights):
         super().clear_gradients()
         for tensor in self.tensors:
             tensor.grad = None
+
+    def publish(self) -> None:
+        """Round the fp32 weights of scalars into the model's parameters."""
+        with torch.no_grad():
+            for param, master in zip(self.params, self.tensors, strict=True):
+                if param in self._masters:
+                    param.copy_(master)
 
 
 class RoundedParams(MasterWeights):
@@ -358,6 +384,43 @@ def replicate(
         return collector, RoundedParams(names, params, collector, masters, frozen)
     buckets = make_buckets(given, params)
     return buckets, BucketParams(names, params, buckets, masters, frozen, elementwise=elementwise)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedScalars:
+    """The scalars of a sharded model, which `fully_shard` leaves out: every rank has all of them."""
+
+    sums: Mapping[nn.Parameter, Tensor]
+    """The gradient of each trained one, after the collectors have finished a step: a view of a bucket."""
+    masters: Mapping[nn.Parameter, Tensor]
+    """The fp32 weights of those that are cast to the compute dtype."""
+
+
+def replicate_scalars(
+    given: Preparation, modules: Sequence[nn.Module], collectors: Sequence[Gradients], *, rounds: bool
+) -> tuple[list[Gradients], ReplicatedScalars]:
+    """Return the collectors of sharded stages, which then also sum the gradients of scalars, and these scalars.
+
+    `rounds`: scalars are cast to the compute dtype, as `fully_shard` casts what it gathers. Every rank must call it.
+    """
+    given.world.group("dp_replicate", "dp_shard", "ep", "cp")  # on every rank: another stage may have no scalars
+    sums: dict[nn.Parameter, Tensor] = {}
+    masters: dict[nn.Parameter, Tensor] = {}
+    combined: list[Gradients] = []
+    for module, collector in zip(modules, collectors, strict=True):
+        if rounds:
+            masters |= round_parameters(module, given.policy.compute, only=_is_scalar)
+        trained = [param for param in module.parameters() if param.requires_grad and _is_scalar(param)]
+        if trained:
+            buckets = make_buckets(given, trained)
+            sums |= {param: buckets.view_of(index) for index, param in enumerate(trained)}
+            collector = combine_collectors([collector, buckets])
+        combined.append(collector)
+    return combined, ReplicatedScalars(sums, masters)
+
+
+def _is_scalar(param: nn.Parameter) -> bool:
+    return param.ndim == 0 and not is_sharded(param)
 
 
 def make_buckets(given: Preparation, params: list[nn.Parameter]) -> GradientBuckets:

@@ -32,7 +32,7 @@ from plait.distributed import (
     local_shard_of,
     to_local,
 )
-from plait.engine.master_weights import MasterWeights, make_buckets, trainable
+from plait.engine.master_weights import MasterWeights, ReplicatedScalars, make_buckets, trainable
 from plait.engine.preparation import Preparation
 from plait.engine.update import Updater
 from plait.errors import ConfigError, Problem
@@ -68,11 +68,14 @@ class OffloadedParams(MasterWeights):
         *,
         streamed: bool,
         buckets: GradientBuckets | None,
+        sums: Mapping[int, Tensor],
     ) -> None:
+        """`sums` has the complete gradients of parameters that a sharded model keeps replicated, by index."""
         self.store = store
         self.frozen = frozen
         self._streamed = streamed
         self.buckets = buckets
+        self._sums = sums
         self._gathered = False
         super().__init__(names, params)
 
@@ -91,6 +94,8 @@ class OffloadedParams(MasterWeights):
     def _gradient_now(self, index: int, param: nn.Parameter) -> Tensor:
         if self.buckets is not None:
             return self.buckets.view_of(index)
+        if index in self._sums:
+            return self._sums[index].clone()  # the update may still read it when the next backward pass has begun
         return to_local(torch.zeros_like(param)) if param.grad is None else local_grad(param.grad, param)
 
     def gradient(self, index: int) -> Tensor | None:
@@ -278,11 +283,12 @@ class Offloading:
         units: Sequence[Sequence[WrapUnit]],
         collectors: Sequence[Gradients],
         compiled: Sequence[nn.Module],
+        scalars: ReplicatedScalars | None,
     ) -> tuple[Gradients | None, OffloadedParams]:
         """Return the gradient collector and the master weights; the model must be initialized already.
 
         `stage_modules` are the pipeline stages that `model` is joined from, or the model alone; `units` are their FSDP
-        wrap units. `collectors` are the gradient collectors of sharded modules.
+        wrap units. `collectors` are the gradient collectors of sharded modules, and `scalars` what they leave out.
         """
         store = self.store
         assert store is not None
@@ -301,7 +307,9 @@ class Offloading:
         inner: Gradients | None = combine_collectors(collectors) if collectors else buckets
         # Not in a pipeline: there the gradients of weights that stages share are first summed in `.grad`.
         streamed = buckets is None and self._world.layout.pp == 1
-        master_weights = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets)
+        gradients = {} if scalars is None else scalars.sums
+        sums = {index: gradients[param] for index, param in enumerate(params) if param in gradients}
+        master_weights = OffloadedParams(names, params, store, frozen, streamed=streamed, buckets=buckets, sums=sums)
         if compiled or self._config.strategy.forward_prefetch:
             # A compiled module, or one that is gathered ahead of its forward pass, has no hook that could wait for its
             # own weights: wait for all of them before the forward pass.
@@ -311,7 +319,7 @@ class Offloading:
                 self._wait_by_unit(module, mine, params)
         if not streamed:
             return inner if buckets is None else UpdateAwareBuckets(buckets, store), master_weights
-        collector = StreamedGradients(store.gradient_queue, self._sum_dtype, inner)
+        collector = StreamedGradients(store.gradient_queue, self._sum_dtype, inner, sums)
         if inner is None:
             collector.listen(params)
         else:

@@ -51,7 +51,7 @@ from plait.engine.construction import (
 )
 from plait.engine.forward import Select, select_inputs
 from plait.engine.graphs import Recording
-from plait.engine.master_weights import MasterWeights, ShardedParams, replicate, trainable
+from plait.engine.master_weights import MasterWeights, ShardedParams, replicate, replicate_scalars, trainable
 from plait.engine.native import NativeEngine
 from plait.engine.offload import OffloadedParams, OffloadedUpdater, Offloading
 from plait.engine.parallelize import (
@@ -332,24 +332,27 @@ def _shard_and_initialize(model: Assembly) -> Assembly:
 
 def _make_master_weights(model: Assembly) -> tuple[Assembly, MasterWeights]:
     """9. Create the master weights, and the collector that reduces gradients."""
-    given, offloading, collectors = model.given, model.offloading, model.collectors
+    given, offloading, collectors, scalars = model.given, model.offloading, model.collectors, None
+    modules = [stage.module for stage in model.stage_models]
+    if given.sharded:
+        rounds = given.policy.mixed and given.policy.master and offloading is None  # offload has cast them already
+        collectors, scalars = replicate_scalars(given, modules, collectors, rounds=rounds)
     master_weights: MasterWeights
     gradients: Gradients | None
     if offloading is not None:
-        modules = [stage.module for stage in model.stage_models]
         gradients, master_weights = offloading.master_weights(
-            model.module, modules, model.units, collectors, model.compiled
+            model.module, modules, model.units, collectors, model.compiled, scalars
         )
     elif given.sharded:
         gradients, master_weights = (
             combine_collectors(collectors),
-            ShardedParams(*trainable(model.module), elementwise=model.elementwise),
+            ShardedParams(*trainable(model.module), elementwise=model.elementwise, scalars=scalars),
         )
     else:
         gradients, master_weights = replicate(given, model.module, elementwise=model.elementwise, leaves=model.leaves)
     if model.param_form == "full":
         master_weights.use_owned_params()
-    return replace(model, gradients=gradients), master_weights
+    return replace(model, collectors=collectors, gradients=gradients), master_weights
 
 
 def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeEngine]) -> NativeEngine:

@@ -291,9 +291,10 @@ class Updater:
 def set_norm_weights(master_weights: MasterWeights, world: World, stages: Sequence[Stage]) -> None:
     """Set `norm_group`, the ranks over which squared norms are summed, and `norm_weights`, a weight per gradient."""
     layout = world.layout
-    if layout.tp == layout.ep == layout.pp == 1:  # every shard is on one rank only, or every parameter on all ranks
-        spread = any(is_sharded(param) for param in master_weights.params)
-        master_weights.norm_group = world.group("dp_shard", "cp") if spread else None
+    sharded = {is_sharded(param) for param in master_weights.params}
+    # Every shard is on one rank only, or every parameter on all ranks.
+    if layout.tp == layout.ep == layout.pp == 1 and len(sharded) == 1:
+        master_weights.norm_group = world.group("dp_shard", "cp") if True in sharded else None
         return
     master_weights.norm_group = world.everyone
     local_stages = {stage.index for stage in stages}

@@ -6,7 +6,8 @@ puts each complete gradient into the queue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -112,13 +113,19 @@ class StreamedGradients:
     """
 
     def __init__(
-        self, queue: GradientOffloadQueue, sum_dtype: Callable[[Tensor], torch.dtype], inner: Gradients | None = None
+        self,
+        queue: GradientOffloadQueue,
+        sum_dtype: Callable[[Tensor], torch.dtype],
+        inner: Gradients | None = None,
+        complete: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """`sum_dtype` returns the dtype in which a gradient is summed over micro-batches.
 
-        `inner` is the `Gradients` of a sharded model, to which both methods of the protocol are forwarded.
+        `inner` is the `Gradients` of a sharded model, to which both methods of the protocol are forwarded. `complete`
+        has the tensors, by parameter index, in which it leaves gradients that it does not reduce by `fully_shard`.
         """
         self._inner = inner
+        self._complete = complete
         self._queue = queue
         self._sum_dtype = sum_dtype
         self.sums: dict[int, Tensor] = {}
@@ -159,6 +166,8 @@ class StreamedGradients:
         if self._inner is not None:
             self._inner.finish()
         with torch.no_grad():
+            for index, gradient in self._complete.items():
+                self._queue.take(index, gradient.clone())  # the next backward pass may begin before the update
             for index in list(self.sums):
                 self._queue.take(index, self.sums.pop(index))
             self._queue.fill_in(self._sum_dtype)
