@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -96,11 +97,40 @@ INSISTS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "dots1": {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "kolibri1": {"num_experts": EXPERTS},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+        },
+    },
+    "esm": {"vocab_size": VOCAB, "pad_token_id": 0, "mask_token_id": 3},
+    "xlstm": {"mode": "train", "chunk_size": TOKENS},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+    },
+    "dots3_note": {"adapter_in_dim": HIDDEN},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": KV_HEADS},
     "mamba2": {"head_dim": 32},
-    "mpt": {"attn_config": {"attn_pdrop": 0}},
+    "esmc": {"num_key_value_heads": HEADS},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 4]},
     "xmod": {"default_language": "en_XX"},
 }
@@ -128,16 +158,28 @@ def _tiny(cls: Any, insists: Mapping[str, Any]) -> Any:
     default = cls() if not insists.get("_required") else cls(**insists["_required"])
     values = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     layers, kept = _layers(values)
+    declared = {field.name for field in fields(cls)} - {"id2label", "label2id", "architectures"}
+    declared |= {stored for name, stored in cls.attribute_map.items() if name in declared}
+    derived = {field.name for field in fields(cls) if field.default is None}
     changes: dict[str, Any] = {}
     special = iter(range(VOCAB - 1, 8, -1))
     for name, value in values.items():
-        if name in ("id2label", "label2id", "transformers_version", "architectures", "attribute_map"):
+        # What a configuration computes from its other values comes out small by itself.
+        computed = name in derived and isinstance(value, int | float) and not re.search("experts|d_rel", name)
+        if name not in declared or computed:
             continue
         new = _small(name, value, layers, kept, special, cls)
         if new is not value:
             changes[name] = new
-    if values.get("kv_lora_rank") and "num_key_value_heads" in values:  # latent attention has no groups
-        changes["num_key_value_heads"] = HEADS
+    if values.get("kv_lora_rank"):  # latent attention has no groups, and rotates all of a part of its own
+        if "num_key_value_heads" in values:
+            changes["num_key_value_heads"] = HEADS
+        if values.get("head_dim") == values.get("qk_rope_head_dim"):
+            changes["head_dim"] = 8
+        if rope := changes.get("rope_parameters"):
+            rope.pop("partial_rotary_factor", None)
+    if cls.base_config_key == "text_config" and (rope := changes.get("rope_parameters")) and "rope_type" in rope:
+        rope.setdefault("mrope_section", [4, 2, 2])
     if "head_dim" in values and values["head_dim"] is None:
         changes["head_dim"] = HEAD_DIM
     changes.update({key: value for key, value in insists.items() if key != "_required"})
@@ -163,7 +205,7 @@ def _layers(values: Mapping[str, Any]) -> tuple[int | None, list[int]]:
 
 def _small(name: str, value: Any, depth: int | None, kept: list[int], special: Iterable[int], cls: Any) -> Any:
     if hasattr(value, "to_dict"):
-        return _tiny(type(value), {})
+        return _tiny(type(value), INSISTS.get(value.model_type, {}))
     if isinstance(value, bool) or value is None:
         return value
     if re.fullmatch(r"pad_token_id|bos_token_id|eos_token_id|decoder_start_token_id|sep_token_id|cls_token_id", name):
@@ -179,12 +221,14 @@ def _small(name: str, value: Any, depth: int | None, kept: list[int], special: I
             return len(kept)
         for pattern, size in SIZES:
             if re.fullmatch(pattern, name):
-                return value if size == -1 else min(size, value) if size else size
+                return value if size == -1 else type(value)(min(size, value) if size else size)
     return value
 
 
 def _list(name: str, value: Any, depth: int | None, kept: list[int]) -> Any:
     if depth and len(value) == depth:
+        if all(isinstance(entry, int) and entry > INTERMEDIATE for entry in value):
+            return [INTERMEDIATE] * len(kept)
         return type(value)(value[index] for index in kept)
     if value and all(isinstance(entry, int) for entry in value) and re.search(r"layer|idx|index", name):
         return type(value)(index for index, old in enumerate(kept) if old in value) or type(value)([len(kept) - 1])
@@ -221,7 +265,9 @@ def tiny_model(model_type: str, kind: str, seed: int = 0) -> Any:
     cls = getattr(transformers, names if isinstance(names, str) else names[0])
     config = tiny_config(model_type)
     if not isinstance(config, cls.config_class):  # the language model of a model with other towers
-        config = next(sub for sub in vars(config).values() if isinstance(sub, cls.config_class))
+        config = next((sub for sub in vars(config).values() if isinstance(sub, cls.config_class)), config)
+    if config.is_encoder_decoder and getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = 0
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     if kind == "causal-lm" and not config.is_encoder_decoder and hasattr(config, "is_decoder"):
@@ -243,6 +289,8 @@ def batch(model: Any, kind: str, seed: int = 0) -> dict[str, Tensor]:
     def image() -> Tensor:
         return torch.randn(ROWS, 3, IMAGE, IMAGE, generator=generator)
 
+    if model.config.model_type in ("git", "blip", "blip-2", "instructblip"):
+        return {"input_ids": (ids := tokens()), "labels": ids, "pixel_values": image()}
     if kind in ("causal-lm", "masked-lm"):
         ids = tokens()
         labels = ids if kind == "causal-lm" else ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -100)
