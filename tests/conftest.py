@@ -40,9 +40,11 @@ settings.load_profile("plait")
 # Hypothesis also draws from the constants of all modules that happen to be loaded, which differ with what ran before.
 providers._get_local_constants = Constants
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started with `nohup` or `&`. What tests start would ignore it too, and some tests interrupt what they start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started with `nohup` or `&`, signals are ignored. What tests start would ignore them too, and some tests send them.
+_HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+for _number, _handler in _HANDLERS.items():
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

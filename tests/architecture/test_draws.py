@@ -55,15 +55,20 @@ def inputs(folder: Path, *words: str) -> dict[str, str]:
 SIGNALS = """
 import signal, subprocess, sys
 
-def test_interrupts():
-    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+def test_signals():
+    code = "import signal; print(*(signal.getsignal(n) is signal.SIG_IGN for n in (1, 2, 15)))"
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert started.stdout == "True\\n"
+    assert started.stdout == "False False False\\n"
 """
 
 
-def test_a_session_that_is_started_without_interrupts_has_them(tmp_path: Path) -> None:
+def ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def test_a_session_that_is_started_with_ignored_signals_has_them(tmp_path: Path) -> None:
     """As `nohup` and `&` start it; what tests start can be interrupted, too."""
     (tmp_path / "test_signals.py").write_text(SIGNALS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", "."]
@@ -74,7 +79,7 @@ def test_a_session_that_is_started_without_interrupts_has_them(tmp_path: Path) -
         text=True,
         check=False,
         env=environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        preexec_fn=ignore_signals,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "1 passed" in ended.stdout
