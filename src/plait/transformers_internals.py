@@ -27,6 +27,7 @@ ATTRIBUTES = {
     "transformers.PreTrainedModel._no_split_modules": "the repeated units of a model",
     "transformers.PreTrainedModel._is_stateful": "models that carry a state along the sequence",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism",
+    "transformers.PreTrainedModel._pp_plan": "pipeline stages",
     "transformers.PreTrainedModel._init_weights": "initial values, module by module",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_missing": "weights that a file may lack",
     "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected": "weights that a file may have in addition",
@@ -59,6 +60,24 @@ def no_split_modules(model: nn.Module) -> set[str]:
 def tp_plan(model: nn.Module) -> dict[str, str]:
     """Return the model's tensor-parallel plan: pattern of module names → style of `transformers`; may be empty."""
     return dict(_of(model, "_tp_plan") or {})
+
+
+def pipeline_lists(model: nn.Module) -> list[str]:
+    """Return the names of the module lists that the model's own pipeline plan, or that of a model in it, splits.
+
+    Empty if there is no plan, as in most releases for most encoders.
+    """
+    found = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        plan = dict(getattr(module, "_pp_plan", None) or {})
+        if getattr(module, "base_model", None) is module:
+            plan |= getattr(config, "base_model_pp_plan", None) or {}
+        for key in plan:
+            path = f"{name}.{key}".lstrip(".")
+            if isinstance(module._modules.get(key), nn.ModuleList) and path not in found:
+                found.append(path)
+    return found
 
 
 def is_stateful(module: nn.Module) -> bool:

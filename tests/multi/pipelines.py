@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from plait.distributed.pipeline_split import LayerStack, LazyLayer, TiedLazyLaye
 from plait.models import LossTerm
 from plait.models.gpt import Gpt
 from plait.models.llama import Llama
+from tests.hf_models import batch, tiny_config, tiny_model
 from tests.multi.ranks import RankPool
 
 VOCAB, SEQ, STEPS = 31, 8, 3
@@ -148,7 +150,11 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def build(name: str) -> Any:
+    """A model by its name; `kind/model_type` is a tiny one of that architecture of transformers."""
     torch.manual_seed(5)
+    if "/" in name:
+        kind, _, model_type = name.partition("/")
+        return tiny_model(model_type, kind)
     return MODELS[name]()
 
 
@@ -160,6 +166,10 @@ def nn_reset(module: Any) -> None:
 def batches(name: str, count: int, rows: tuple[int, ...] = (2,)) -> list[list[Any]]:
     """For each step, micro-batches of the given numbers of rows, in turn."""
     generator = torch.Generator().manual_seed(0)
+    if "/" in name:
+        kind, _, model_type = name.partition("/")
+        described = SimpleNamespace(config=tiny_config(model_type))
+        return [[batch(described, kind, seed=step * count + i) for i in range(count)] for step in range(STEPS)]
 
     def micro_batch(size: int) -> Any:
         if name == "alexnet":
@@ -179,6 +189,9 @@ def loss_of(answer: Any, inputs: Any, _index: int) -> Tensor:
     """A sum over targets, whatever the model answers with."""
     if isinstance(answer, LossTerm):
         return answer.sum
+    if isinstance(getattr(answer, "loss", None), Tensor):
+        mean: Tensor = answer.loss
+        return mean
     logits = getattr(answer, "logits", answer)
     labels = inputs["labels"] if isinstance(inputs, dict) else inputs[1]
     if logits.ndim == 3:
@@ -267,6 +280,7 @@ def train_pipeline(rank: int, size: int, name: str, count: int, way: Way) -> Tra
         schedule=way.schedule,
         virtual=way.virtual,
         split=way.split,
+        example=batches(name, count, way.rows)[0][0],
     )
     stages = make_stages(plan, dist.get_rank(group))
     collected: dict[str, Tensor] = {}

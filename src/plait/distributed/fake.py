@@ -248,7 +248,7 @@ class ShapesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten_grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _grouped_product(*args, **(kwargs or {}))
+            return grouped_product(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -278,7 +278,7 @@ def _on_meta(args: Any, kwargs: Any) -> bool:
     return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+def grouped_product(left: torch.Tensor, right: torch.Tensor, offsets: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     """Return an uninitialized tensor with the shape of a grouped matrix product."""
     groups = [len(offsets)] if left.ndim == right.ndim == 2 else [len(left)] if left.ndim == right.ndim == 3 else []
     return left.new_empty(*groups, left.shape[-2], right.shape[-1])

@@ -8,7 +8,6 @@ import inspect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 
 from plait.distributed.dtensor import to_local
 from plait.distributed.heartbeat import wait_for
+from plait.distributed.pipeline_calls import StageCalls, see_calls
 from plait.distributed.pipeline_schedule import ScheduleName, placement_of
 from plait.distributed.wrap import first_input
 from plait.errors import ConfigError, ModelError, Problem
-from plait.fake_tensors import on_fake_tensors
-from plait.torch_internals import compiled_call_set, tree_map_only
+from plait.torch_internals import tree_leaves, tree_map_only
 
 # ---- where to split: so that the largest stage is as small as possible, or at layers that the user names
 
@@ -265,12 +264,13 @@ class LayerOutline(ABC):
         return [(module, self.reduce_to(module, span)) for module, span in zip(modules, spans, strict=True)]
 
 
-def outline_of(model: nn.Module | Sequence[Layer]) -> LayerOutline:
+def outline_of(model: nn.Module | Sequence[Layer], example: Any = None) -> LayerOutline:
     """Return the outline of a model, which splits it into stages; `ModelError` for a model that is not supported.
 
-    Supported are a list of layers, an `nn.Sequential` (also nested), a `transformers` causal language model, and any
-    model whose `forward` has an argument `hidden` (see [Note: a seam in forward]). The first layer of a list or an
-    `nn.Sequential` is called with the first of a micro-batch's inputs.
+    Supported are a list of layers, an `nn.Sequential` (also nested), a model of `transformers` (see [Note: stages by
+    call order]), and any model whose `forward` has an argument `hidden` (see [Note: a seam in forward]). The first
+    layer of a list or an `nn.Sequential` is called with the first of a micro-batch's inputs. `example` is a
+    micro-batch; the order of calls of a model with other inputs than tokens is seen with it.
     """
     if isinstance(model, (list, tuple)):
         return _LayerList(model)
@@ -280,12 +280,16 @@ def outline_of(model: nn.Module | Sequence[Layer]) -> LayerOutline:
     if "hidden" in inspect.signature(type(model).forward).parameters:
         return _HiddenArgument(model)
     if hasattr(model, "get_input_embeddings") and hasattr(model, "base_model_prefix"):
-        return _Transformers(model)
+        return _ByCallOrder(model, example if _has_more_than_tokens(example) else None)
     raise ModelError(
         f"{type(model).__name__} cannot be split into pipeline stages. "
         "Write it as an nn.Sequential or a list of layers, or give its forward an argument `hidden`, from which it "
         "starts where its first layers are not there"
     )
+
+
+def _has_more_than_tokens(example: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(example))
 
 
 def as_keywords(model: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -539,15 +543,16 @@ def plan_stages(
     virtual: int | None = None,
     split: str | Sequence[str] = "parameters",
     costs: Sequence[float] | None = None,
+    example: Any = None,
 ) -> StagePlan:
     """Return which stage and rank holds which layers; the model is not changed, and no stage is built.
 
     `ranks` are those of one pipeline; `virtual` is the number of stages per rank, by default the schedule's. `split` is
     "parameters", "time" (with the `costs` from `measure_layers`, equal on all ranks) or the names of the first layers
-    of all stages but the first.
+    of all stages but the first. `example` is a micro-batch, as for `outline_of`.
     """
     placement = placement_of(schedule, ranks, virtual)
-    outline = outline_of(model)
+    outline = outline_of(model, example)
     if split == "parameters":
         bounds = balance(outline.costs(), len(placement))
     elif split == "time":
@@ -637,12 +642,12 @@ def measure_layers(model: nn.Module | Sequence[Layer], example: Any, *, device: 
     meta device stays there: a copy is run whose layers are allocated, with random values, only while they run. So only
     one layer, and the modules outside of all layers, occupy memory at a time.
     """
-    outline = outline_of(model)
+    outline = outline_of(model, example)
     full = outline.full_model()
     if any(tensor.is_meta for tensor in (*full.parameters(), *full.buffers())):
         full = deepcopy(full)
     call = outline.reduce_to(full, LayerSpan(0, len(outline.layers), len(outline.layers)))
-    layers = [_find(full, name) for name in outline.layers]
+    layers = [_find(full, name.partition("@")[0]) for name in outline.layers]
     inside = {id(submodule) for layer in layers if layer is not None for submodule in layer.modules()}
     for submodule in full.modules():
         if id(submodule) not in inside:
@@ -689,8 +694,8 @@ def _time_layers(
         gaps += now() - start
 
     borrowed: list[nn.Module] = []
-    hooks = []
-    for layer in layers:
+    hooks: list[Any] = []
+    for layer in dict.fromkeys(layers):  # a layer that is called several times is in the list as often
         if layer is not None:
             hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
     try:
@@ -737,242 +742,69 @@ def broadcast_costs(
     return [float(cost) for cost in shared.tolist()]
 
 
-# ---- how a `transformers` causal language model is split, without editing its code
-#
-# Every stage but the first is called with `inputs_embeds`, so that no token is looked up; modules that its forward
-# applies to embeddings before the first layer are replaced by identities. In every stage but the last, the modules
-# after the layers are replaced by identities. Nothing of `transformers` is imported.
+# ---- how any other model is split, without editing its code: by the order of its calls
 
 
-_EMBEDDED_INPUTS = ("input_ids", "token_type_ids")
-"""Names of inputs that are indices into an embedding; only the first stage needs them."""
+class _ByCallOrder(LayerOutline):
+    """The outline of a model whose calls were seen in one forward pass: [Note: stages by call order]."""
 
-
-class _Transformers(LayerOutline):
-    """The outline of a `transformers` causal language model; see the comment above."""
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, example: Any = None) -> None:
         self._model = model
-        name = type(model).__name__
-        config: Any = model.config
-        if getattr(config, "is_encoder_decoder", False):
+        if getattr(getattr(model, "config", None), "output_router_logits", False):
             raise ModelError(
-                f"{name} has an encoder and a decoder; pipeline parallelism supports causal language models"
+                f"{type(model).__name__} with output_router_logits: the balance loss of transformers needs all layers, "
+                "of which the last pipeline stage has only its own; set output_router_logits: false"
             )
-        if getattr(config, "output_router_logits", False):
-            raise ModelError(
-                f"{name} with output_router_logits: the balance loss of transformers needs all layers, of which the "
-                "last pipeline stage has only its own; set output_router_logits: false"
-            )
-        lists = [(key, module) for key, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        if not lists:
-            raise ModelError(f"{name} has no nn.ModuleList of layers, so it cannot be split into pipeline stages")
-        self._list, blocks = max(lists, key=lambda entry: len(entry[1]))
-        self._holder, _, key = self._list.rpartition(".")
-        self._keys = list(blocks._modules)
-        self.layers = [f"{self._list}.{block}" for block in self._keys]
+        self._order = order = see_calls(model, None if example is None else as_keywords(model, example))
+        calls = [order.calls[index] for index in order.layers]
+        self.layers = [f"{call.module}@{call.turn}" if call.turn else call.module for call in calls]
+        called = {call.module for call in order.calls}
+        names = [name for name, _ in model.named_modules() if name in order.modules]
+        start = names.index(calls[0].module)
+        self._unused_before = {name for name in names[:start] if name not in called}
+        self._unused_after = {name for name in names[start:] if name not in called}
 
-        hf: Any = model
-        self._embedding = _name_of(model, hf.get_input_embeddings())
-        head = hf.get_output_embeddings()
-        self._head = None if head is None else _name_of(model, head)
-        self._tied = head is not None and getattr(head, "weight", None) is hf.get_input_embeddings().weight
-        siblings = list(model.get_submodule(self._holder)._modules)
-        position = siblings.index(key)
-        self._before = [self._join(child) for child in siblings[:position]]
-        self._after = [self._join(child) for child in siblings[position + 1 :] if self._has_parameters(child)]
-        if not self._after:
-            raise ModelError(f"{name} has no module between its layers and its head, which its pipeline stages need")
-        outside = (child for child in model._modules if child != self._holder.split(".")[0])
-        self._outside = [child for child in outside if model._modules[child] is not None]
+    def _modules_of(self, span: LayerSpan) -> set[str]:
+        """Return the names of the modules that a stage runs."""
+        first, last = self._range(span)
+        names = {call.module for call in self._order.calls[first : None if last is None else last + 1]}
+        return (
+            names | (self._unused_before if span.is_first else set()) | (self._unused_after if span.is_last else set())
+        )
 
-    def _join(self, child: str) -> str:
-        return f"{self._holder}.{child}" if self._holder else child
-
-    def _has_parameters(self, child: str) -> bool:
-        return any(True for _ in self._model.get_submodule(self._join(child)).parameters())
+    def _range(self, span: LayerSpan) -> tuple[int, int | None]:
+        """Return the indices of the first and of the last call of a stage; None for the last call of all."""
+        first = 0 if span.is_first else self._order.layers[span.first - 1] + 1
+        return first, None if span.is_last else self._order.layers[span.end - 1]
 
     def costs(self) -> list[float]:
-        model = self._model
-        costs = [count_params([model.get_submodule(name)]) for name in self.layers]
-        costs[0] += count_params(model.get_submodule(name) for name in self._before)
-        costs[-1] += count_params(model.get_submodule(name) for name in (*self._after, *self._outside))
-        return costs
+        of = len(self.layers)
+        spans = [LayerSpan(index, index + 1, of) for index in range(of)]
+        return [count_params(self._model.get_submodule(name) for name in self._modules_of(span)) for span in spans]
 
     def full_model(self) -> nn.Module:
         return self._model
 
     def reduce_to(self, module: nn.Module, span: LayerSpan) -> Call:
-        keep_only(module.get_submodule(self._list), self._keys[span.first : span.end])
-        self._slice_layer_types(module, span)
-        if not span.is_first:
-            for name in self._before:
-                if name == self._embedding:
-                    if not (span.is_last and self._tied):
-                        _replace(module, name, _OtherStage(name))
-                    continue
-                submodule = module.get_submodule(name)
-                if isinstance(submodule, nn.Embedding):
-                    _replace(module, name, _ZeroEmbedding())
-                elif isinstance(submodule, nn.Dropout) or any(True for _ in submodule.parameters()):
-                    _replace(module, name, _Identity())
-        if span.is_last:
-            return _StageFromHidden(self.layers[span.first]) if not span.is_first else _call_full_model
-        capture = _OutputCapture()
-        for name in (*self._after, *self._outside):
-            _replace(module, name, _Identity())
-        _replace(module, self._after[0], capture)
-        if self._head is not None:
-            _replace(module, self._head, _CapturedHead(capture))
-        return _StageFromTokens(capture) if span.is_first else _StageFromHidden(self.layers[span.first], capture)
-
-    def _slice_layer_types(self, module: nn.Module, span: LayerSpan) -> None:
-        """Reduce `config.layer_types` to this stage's layers: some models index it by a layer's list position."""
-        holder: Any = module.get_submodule(self._holder)
-        layer_types = getattr(holder.config, "layer_types", None)
-        if layer_types is not None and len(set(layer_types)) > 1:
-            holder.config = copy.copy(holder.config)
-            holder.config.layer_types = list(layer_types)[span.first : span.end]
+        run = StageCalls(module, self._order, *self._range(span), keeps=self._modules_of(span))
+        return lambda module, inputs, received: run(module, as_keywords(module, inputs), received)
 
     def shared(self, spans: Sequence[LayerSpan]) -> Mapping[str, tuple[int, ...]]:
-        if not self._tied or len(spans) == 1:
-            return {}
-        return {f"{self._embedding}.weight": (0, len(spans) - 1)}
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    path: str = next(name for name, module in model.named_modules() if module is wanted)
-    return path
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, key = name.rpartition(".")
-    model.get_submodule(parent)._modules[key] = module
-
-
-class _OtherStage(nn.Module):
-    """Replaces a module of another stage, and raises when it is called."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._called = name
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise ModelError(f"{self._called} is in the first pipeline stage, and was called in another")
-
-
-class _ZeroEmbedding(nn.Module):
-    """Replaces an embedding (of positions or token types) that the first stage has added already; returns zero."""
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        return torch.zeros(())
-
-
-class _Identity(nn.Module):
-    """Returns its first argument."""
-
-    def forward(self, x: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return x
-
-
-class _OutputCapture(_Identity):
-    """Keeps the output of the stage's last layer: the first module after the layers is replaced by this one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._captured: list[Any] = []
-
-    def forward(self, x: Any, *_args: Any, **_kwargs: Any) -> Any:
-        self._captured[:] = [x]
-        return x
-
-    def take(self) -> Any:
-        """Return the kept output, and forget it."""
-        return self._captured.pop()
-
-
-class _CapturedHead(nn.Module):
-    """Replaces the head: returns the output that the `_OutputCapture` keeps.
-
-    So the model returns the tensor that is sent to the next stage, and FSDP registers its pre-backward hook on that
-    tensor.
-    """
-
-    def __init__(self, capture: _OutputCapture) -> None:
-        super().__init__()
-        self._captured = capture._captured
-
-    def forward(self, _x: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return self._captured[0]
-
-
-def _call_full_model(module: nn.Module, inputs: Any, _handed: Any) -> Any:
-    return module(**as_keywords(module, inputs))
-
-
-class _StageFromTokens:
-    """Calls a first stage that has no head; drops the labels, which only the last stage uses."""
-
-    def __init__(self, capture: _OutputCapture) -> None:
-        self._capture = capture
-
-    def __call__(self, module: nn.Module, inputs: Any, _handed: Any) -> Any:
-        keywords = _without_cache(as_keywords(module, inputs), module)
-        keywords.pop("labels", None)
-        module(**keywords)
-        return self._capture.take()
-
-
-class _StageFromHidden:
-    """Calls a stage that starts from hidden states; the first call checks that they reach its first layer unchanged."""
-
-    def __init__(self, first_layer: str, capture: _OutputCapture | None = None) -> None:
-        self._first_layer = first_layer
-        self._capture = capture
-        self._checked = False
-
-    def __call__(self, module: nn.Module, inputs: Any, hidden: Any) -> Any:
-        keywords = _without_cache(as_keywords(module, inputs), module)
-        for name in (*_EMBEDDED_INPUTS, *(("labels",) if self._capture is not None else ())):
-            keywords.pop(name, None)
-        if self._checked:
-            output = module(inputs_embeds=hidden, **keywords)
-        else:
-            with self._watched(module, hidden):
-                output = module(inputs_embeds=hidden, **keywords)
-        return output if self._capture is None else self._capture.take()
-
-    @contextmanager
-    def _watched(self, module: nn.Module, hidden: Tensor) -> Iterator[None]:
-        """Return a context for the first call: it checks the first layer's input, and runs that layer uncompiled."""
-        layer = module.get_submodule(self._first_layer)
-
-        def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arrived = args[0] if args else kwargs.get("hidden_states")
-            if not isinstance(arrived, Tensor) or not _equal(arrived.detach(), hidden.detach()):
-                raise ModelError(
-                    f"{type(module).__name__} changes the embeddings that it is given before its first layer "
-                    "(it may scale them), so its stages cannot pass hidden states to each other; use tensor "
-                    "parallelism or sharding for it"
-                )
-
-        with compiled_call_set(layer, None):
-            watch = layer.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
-            try:
-                yield
-            finally:
-                watch.remove()
-        self._checked = True
-
-
-@on_fake_tensors(lambda arrived, hidden: arrived.shape == hidden.shape)
-def _equal(arrived: Tensor, hidden: Tensor) -> bool:
-    return torch.equal(arrived, hidden)
-
-
-def _without_cache(keywords: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    config = cast(Any, module.config)
-    return {"use_cache": False, **keywords} if hasattr(config, "use_cache") else keywords
+        for span in spans[:-1]:  # refused on every rank, and before any stage is made
+            self._order.crossing(self._order.layers[span.end - 1])
+        inside = {id(p) for name in self._order.modules for p in self._model.get_submodule(name).parameters()}
+        everywhere = {id(self._model.get_parameter(name)) for name in self._order.direct}
+        holders: dict[int, list[int]] = {}
+        for stage, span in enumerate(spans):
+            modules = [self._model.get_submodule(name) for name in self._modules_of(span)]
+            for key in {id(p) for module in modules for p in module.parameters()} | everywhere:
+                holders.setdefault(key, []).append(stage)
+        every = list(range(len(spans)))
+        named = [
+            (name, holders.get(id(p), every) if id(p) in inside else every)
+            for name, p in self._model.named_parameters()
+        ]
+        return {name: tuple(stages) for name, stages in named if len(stages) > 1}
 
 
 # ---- tied weights: parameters that several stages hold, with the same name, values and gradient

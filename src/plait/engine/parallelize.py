@@ -150,6 +150,7 @@ def split_stages(given: Preparation, module: nn.Module) -> Stages:
         virtual=options.stages_per_rank,
         split=options.split,
         costs=costs,
+        example=given.example,
     )
     twice = plan.twice_on_a_rank() if sharded else []
     if twice and config.strategy.offload.on:  # every rank raises it: the others would hang in the next collective

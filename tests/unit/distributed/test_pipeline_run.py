@@ -160,23 +160,6 @@ def test_the_first_step_is_left_out_once_there_is_another() -> None:
     assert found == [(5.0, 10.0), (2.0, 4.0), (3.0, 6.0)]
 
 
-def test_a_model_that_changes_its_embeddings_is_refused(group: dist.ProcessGroup) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(
-        "granite",
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        embedding_multiplier=3.0,
-    )
-    pipeline = make_pipeline(transformers.AutoModelForCausalLM.from_config(config), group)
-    with refused(ModelError, "GraniteForCausalLM", "embeddings", "stage 1"):
-        pipeline.forward([{"input_ids": torch.randint(0, 16, (1, 4))}])
-
-
 def test_router_losses_of_earlier_stages_are_not_lost_without_a_word() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
