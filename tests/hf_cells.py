@@ -9,24 +9,29 @@ every parameter with the same on one process; or holds what Plait computes again
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from plait import Runner
+from plait.cli.main import main
 from plait.config import HFConfig, LoraConfig
 from plait.engine import StepResult
-from plait.errors import PlaitError
+from plait.errors import ModelError
 from plait.generate import generate
 from plait.models import build_model
 from plait.posttrain.lora import AdapterSpec, attach, freeze_others
@@ -49,6 +54,7 @@ TASKS: Mapping[str, str] = {}
 OPTIM = {"type": "AdamW", "lr": 1e-2, "eps": 0.1}
 """Steps nearly proportional to gradients: a gradient near zero does not make a whole step; see `tests.multi.parity`."""
 TOTAL, MICRO, STEPS = 4, 2, 2
+LARGEST = 20_000_000
 TOLERANCE = 2e-3
 """Of a parameter's largest change in training; of a loss or norm a tenth of it."""
 
@@ -86,10 +92,9 @@ def measure(
     outcomes: dict[str, Outcome] = {}
 
     def keep(cell: str, outcome: Outcome) -> None:
-        if cell in cells:
-            outcomes[cell] = outcome
-            if tell is not None:
-                tell(cell, outcome)
+        outcomes[cell] = outcome
+        if tell is not None:
+            tell(cell, outcome)
 
     built = _try(lambda: pools.alone.run(describe, kind, model_type)[0])
     if isinstance(built, Outcome):
@@ -97,24 +102,27 @@ def measure(
             keep(cell, Outcome("n/a", f"transformers does not build or run it: {built.detail}"))
         return outcomes
     references: dict[bool, Any] = {}
-    for cell in ("train", *(cell for cell in cells if cell != "train")):
+
+    def reference(lora: bool) -> Any:
+        if lora not in references:
+            references[lora] = _try(lambda: pools.alone.run(train, kind, model_type, None, lora)[0])
+        return references[lora]
+
+    for cell in cells:
         if cell == "ep" and not built["experts"]:
             keep(cell, Outcome("n/a", "no experts"))
-        elif cell in ("pack", "generate") and kind not in DECODERS[cell]:
+        elif cell in DECODERS and kind not in DECODERS[cell]:
             keep(cell, Outcome("n/a", "not a decoder"))
         elif cell == "train":
-            references[False] = found = _try(lambda: pools.alone.run(train, kind, model_type, None, False)[0])
+            found = reference(False)
             keep(cell, found if isinstance(found, Outcome) else _judge_start(found, built["loss"]))
         elif cell in LAYOUTS:
-            with_lora = cell == "lora"
-            if with_lora:
-                references[True] = _try(lambda: pools.alone.run(train, kind, model_type, None, True)[0])
-            expected = references[with_lora]
+            lora = cell == "lora"
+            expected = reference(lora)
             if isinstance(expected, Outcome):
-                keep(cell, expected if with_lora else Outcome("n/a", "one process does not train it; see train"))
+                keep(cell, expected if lora else Outcome("n/a", "one process does not train it; see train"))
                 continue
-            given = kind, model_type, dict(LAYOUTS[cell]), with_lora
-            ranks = _try(partial(pools.two.run, train, *given))
+            ranks = _try(partial(pools.two.run, train, kind, model_type, dict(LAYOUTS[cell]), lora))
             keep(cell, ranks if isinstance(ranks, Outcome) else judge(ranks[0], expected))
         else:
             found = _try(partial(pools.alone.run, ALONE[cell], kind, model_type))
@@ -129,7 +137,9 @@ def _try(call: Callable[[], Any]) -> Any:
         text = str(error)
         if error.refusal is not None:
             return Outcome("refused", error.refusal.strip())
-        last = text.strip().splitlines()[-1].strip()
+        lines = text.strip().splitlines()
+        at = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+        last = f"{lines[-1].strip()} ({at[-1].partition(', in')[0].rpartition('/')[2]})" if at else lines[-1].strip()
         if f"{NotApplicableError.__name__}:" in text:
             return Outcome("n/a", text.rpartition(f"{NotApplicableError.__name__}:")[2].strip())
         return Outcome("traceback", last)
@@ -207,10 +217,18 @@ def section(kind: str, model_type: str) -> dict[str, Any]:
     return {"type": "hf", "task": TASKS.get(kind, kind), "config": config}
 
 
-def describe(rank: int, size: int, kind: str, model_type: str) -> dict[str, Any]:
+def describe(rank: int, ranks: int, kind: str, model_type: str) -> dict[str, Any]:
     """Return what `transformers` says of a tiny model: the loss of a batch, and whether it has experts."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            size = sum(param.numel() for param in tiny_model(model_type, kind).parameters())
+        if size > LARGEST:
+            raise NotApplicableError(f"{size:,} parameters when small, more than a test can take")
         model = tiny_model(model_type, kind)
         inputs = rows(model, kind)
         loss = their_loss(model, kind, inputs)
@@ -324,8 +342,12 @@ def load(rank: int, size: int, kind: str, model_type: str) -> tuple[str, str]:
     """Load a folder of `save_pretrained`, and compare outputs with `transformers`."""
     with tempfile.TemporaryDirectory(prefix="plait-cells-") as folder:
         theirs = _saved(kind, model_type, folder)
-        ours = build_model(HFConfig(type="hf", path=folder, task=TASKS.get(kind, kind)))  # type: ignore[arg-type]
-        return _same_outputs(ours, theirs, kind)
+        model = {"type": "hf", "task": TASKS.get(kind, kind), "path": folder}
+        given = {"model": model, "data": Rows(rows(theirs, kind)), "work_dir": folder}
+        with Runner(**_sections(None), **given) as runner:
+            runner.setup()
+            inputs = rows(theirs, kind)
+            return _same(_outputs(runner.engine.model, inputs, kind), _their_outputs(theirs, inputs, kind))
 
 
 def _saved(kind: str, model_type: str, folder: str) -> Any:
@@ -343,18 +365,20 @@ def _saved(kind: str, model_type: str, folder: str) -> Any:
     return again
 
 
-def _same_outputs(ours: Any, theirs: Any, kind: str) -> tuple[str, str]:
-    inputs = rows(theirs, kind)
+def _outputs(model: Any, inputs: Mapping[str, Tensor], kind: str) -> Tensor:
     with torch.no_grad():
-        expected = theirs.eval()(**{k: v for k, v in inputs.items() if kind != "causal-lm" or k != "labels"}).logits
-        ours.eval()
-        found = (
-            ours(**{name: tensor for name, tensor in inputs.items() if name != "labels"})
-            if kind == "causal-lm"
-            else ours(**inputs).logits
-        )
-    off = float((found - expected).abs().max() / expected.abs().max())
-    outcome = _worst({"logits": off * 10})
+        if kind != "causal-lm":
+            return model.eval()(**inputs).logits
+        return model.eval()(**{name: tensor for name, tensor in inputs.items() if name != "labels"})
+
+
+def _their_outputs(model: Any, inputs: Mapping[str, Tensor], kind: str) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**{k: v for k, v in inputs.items() if kind != "causal-lm" or k != "labels"}).logits
+
+
+def _same(found: Tensor, expected: Tensor) -> tuple[str, str]:
+    outcome = _worst({"logits": float((found - expected).abs().max() / expected.abs().max()) * 10})
     return outcome.outcome, outcome.detail
 
 
@@ -415,23 +439,31 @@ def generated(rank: int, size: int, kind: str, model_type: str) -> tuple[str, st
 
 def exported(rank: int, size: int, kind: str, model_type: str) -> tuple[str, str]:
     """From a folder of `transformers` through two steps of training to one, which `transformers` reads."""
-    from plait.checkpoint.convert import convert
-
     with tempfile.TemporaryDirectory(prefix="plait-cells-") as temporary:
         folder = Path(temporary)
         theirs = _saved(kind, model_type, str(folder / "start"))
         model = {"type": "hf", "task": TASKS.get(kind, kind), "path": str(folder / "start")}
         sections = {**_sections(None), "checkpoint": {"last": True}, "work_dir": str(folder / "run")}
-        with Runner(**sections, model=model, data=Rows(rows(theirs, kind))) as runner:
+        inputs = rows(theirs, kind)
+        with Runner(**sections, model=model, data=Rows(inputs)) as runner:
             runner.train()
-            trained: Any = runner.engine.model
-            convert(folder / "run", folder / "out", to="hf")
-            again, told = type(theirs).from_pretrained(folder / "out", output_loading_info=True)
-            odd = {key: sorted(map(str, names)) for key, names in told.items() if names}
-            if odd:
-                key, names = next(iter(odd.items()))
-                return "wrong", f"{key}: {names[0]} and {len(names) - 1} more"
-            return _same_outputs(trained, again, kind)
+            trained = _outputs(runner.engine.model, inputs, kind)
+        _plait("convert", folder / "run", folder / "out", "--to", "hf")
+        again, told = type(theirs).from_pretrained(folder / "out", output_loading_info=True)
+        odd = {key: sorted(map(str, names)) for key, names in told.items() if names}
+        if odd:
+            key, names = next(iter(odd.items()))
+            return "wrong", f"{key}: {names[0]} and {len(names) - 1} more"
+        return _same(trained, _their_outputs(again, inputs, kind))
+
+
+def _plait(*words: object) -> None:
+    with patch.object(sys, "argv", ["plait", *map(str, words)]), redirect_stderr(io.StringIO()) as told:
+        try:
+            main()
+        except SystemExit as ended:
+            if ended.code:
+                raise ModelError(told.getvalue()) from None
 
 
 def _line(error: BaseException) -> str:
@@ -445,4 +477,4 @@ ALONE: Mapping[str, Callable[..., tuple[str, str]]] = {
     "export": exported,
 }
 DECODERS: Mapping[str, Sequence[str]] = {"pack": ("causal-lm",), "generate": ("causal-lm", "seq2seq-lm", "image-text")}
-__all__ = ["CELLS", "LAYOUTS", "NotApplicableError", "Outcome", "PlaitError", "Pools", "measure"]
+__all__ = ["CELLS", "LAYOUTS", "NotApplicableError", "Outcome", "Pools", "measure"]

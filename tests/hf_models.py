@@ -130,6 +130,13 @@ INSISTS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": KV_HEADS},
     "mamba2": {"head_dim": 32},
+    "hunyuan_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 9}},
+    "emu3": {"vocabulary_map": {"<image>": 9}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]]},
+    "glm5_next_text": {"index_topk": 16},
     "esmc": {"num_key_value_heads": HEADS},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 4]},
     "xmod": {"default_language": "en_XX"},
@@ -178,8 +185,6 @@ def _tiny(cls: Any, insists: Mapping[str, Any]) -> Any:
             changes["head_dim"] = 8
         if rope := changes.get("rope_parameters"):
             rope.pop("partial_rotary_factor", None)
-    if cls.base_config_key == "text_config" and (rope := changes.get("rope_parameters")) and "rope_type" in rope:
-        rope.setdefault("mrope_section", [4, 2, 2])
     if "head_dim" in values and values["head_dim"] is None:
         changes["head_dim"] = HEAD_DIM
     changes.update({key: value for key, value in insists.items() if key != "_required"})
@@ -205,7 +210,12 @@ def _layers(values: Mapping[str, Any]) -> tuple[int | None, list[int]]:
 
 def _small(name: str, value: Any, depth: int | None, kept: list[int], special: Iterable[int], cls: Any) -> Any:
     if hasattr(value, "to_dict"):
-        return _tiny(type(value), INSISTS.get(value.model_type, {}))
+        config = _tiny(type(value), INSISTS.get(value.model_type, {}))
+        rope = getattr(config, "rope_parameters", None)
+        if name == "text_config" and rope and "rope_theta" in rope:  # positions of images, where a model has them
+            half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+            rope.setdefault("mrope_section", [3, 3, 2] if half == 8 else [2, 1, 1])
+        return config
     if isinstance(value, bool) or value is None:
         return value
     if re.fullmatch(r"pad_token_id|bos_token_id|eos_token_id|decoder_start_token_id|sep_token_id|cls_token_id", name):
@@ -242,9 +252,7 @@ def _rope(value: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(entry, Mapping):
             new[key] = _rope(entry)
         elif key == "mrope_section":
-            new[key] = (
-                [HEAD_DIM // 8, HEAD_DIM // 16, HEAD_DIM // 16] if "partial_rotary_factor" in value else [4, 2, 2]
-            )
+            new[key] = [2, 1, 1] if "partial_rotary_factor" in value else [3, 3, 2]
         elif key == "partial_rotary_factor":
             new[key] = max(entry, 0.5)
         elif key == "original_max_position_embeddings":

@@ -15,7 +15,7 @@ from plait.config import parse
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
-ENGLISH_ONLY = {"architecture.md"}
+ENGLISH_ONLY = {"architecture.md", "models.md"}
 
 
 def generator() -> ModuleType:
