@@ -486,7 +486,7 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
             raise ModelError(f"model.path={config.path!r} is not a model folder: it has no config.json")
         read_json_object(Path(config.path) / "config.json", ModelError)
         return AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=trust_code)
-    given = dict(config.config or {})
+    given = _with_floats(dict(config.config or {}))
     model_type = given.pop("model_type", None)
     try:
         default = AutoConfig.for_model(model_type)
@@ -504,6 +504,15 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ModelError(f"model.config.{key} is not a setting of a {model_type!r} model{hint}")
     return AutoConfig.for_model(model_type, **given)
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of a `config.json`, where floats that JSON has not are written as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(entry) for key, entry in value.items()}
+    return [_with_floats(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _is_asked_for(key: str, model_type: str) -> bool:

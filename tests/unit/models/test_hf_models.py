@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -85,6 +87,25 @@ def test_the_dtype_of_a_stored_config_does_not_decide_the_precision_of_a_run():
     config = {**PRESETS["tiny-llama"]["config"], "dtype": "bfloat16"}
     model = build_model(HFConfig(config=config))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+MAMBA2 = {
+    "vocab_size": 62,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "state_size": 8,
+    "num_heads": 4,
+    "head_dim": 16,
+    "n_groups": 1,
+    "pad_token_id": 0,
+}
+
+
+def test_a_config_may_have_the_infinite_floats_of_a_file() -> None:
+    described = json.loads(transformers.Mamba2Config(**MAMBA2).to_json_string())
+    assert described["time_step_limit"][1] == {"__float__": "Infinity"}
+    model = build_model(HFConfig(config=described))
+    assert model.config.time_step_limit[1] == float("inf")
 
 
 def test_blocks_are_the_layers_and_never_hold_the_embedding():
