@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from plait.atomic_write import staging_path
@@ -92,7 +93,21 @@ def is_transposed(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module can have an adapter: a linear layer that is not part of an adapter itself."""
     plain = isinstance(module, nn.Linear) and not isinstance(module, LoraDown | LoraUp)
-    return plain or is_transposed(module)
+    return (plain and _returns_product(module)) or is_transposed(module)
+
+
+def _returns_product(module: nn.Module) -> bool:
+    """Whether a linear layer returns its product alone. A router that is a subclass returns the chosen experts too."""
+    if type(module).forward is nn.Linear.forward or type(module).__module__.startswith("plait."):
+        return True
+    inputs, outputs = features_of(module)
+    tensors = {name: tensor.to("meta") for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    x = torch.empty(1, inputs, device="meta", dtype=module.weight.dtype)  # type: ignore[arg-type]
+    try:
+        output = functional_call(module, tensors, (x,))
+    except (RuntimeError, ValueError, IndexError, TypeError):  # it takes more than one row of features
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, outputs)
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:

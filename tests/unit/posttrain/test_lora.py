@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.hf_models import tiny_model
 from tests.refusals import refused
 from torch import nn
 
@@ -20,6 +21,7 @@ from plait.posttrain.lora import (
     Quantized,
     adapters_off,
     attach,
+    find_targets,
     freeze_others,
     lora_layers,
     merge,
@@ -115,6 +117,16 @@ def test_targets_are_names_patterns_or_all_layers_of_the_blocks() -> None:
         attach(make(GPT), spec, ("q_proj",))
     with refused(ConfigError, "'lm_head'", "lora.also", key="lora.targets"):
         attach(make(GPT2), spec, ("lm_head",))
+
+
+def test_a_router_that_returns_more_than_its_product_has_no_adapter() -> None:
+    pytest.importorskip("transformers")
+    model = tiny_model("llama4_text", "causal-lm")
+    layers = find_targets(model, ["linear"])
+    assert any("q_proj" in name for name in layers)
+    assert not [name for name in layers if "router" in name]
+    falcon = find_targets(tiny_model("falcon", "causal-lm"), ["linear"])  # its linear layers are a subclass, too
+    assert any("query_key_value" in name for name in falcon)
 
 
 def test_dropout_is_for_training_only() -> None:
