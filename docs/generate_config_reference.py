@@ -79,7 +79,6 @@ WORDS: dict[str, str] = {
     "JsonlData.prompt_key": "The key of prompts, which are not trained on.",
     "JsonlData.completion_key": "The key of completions, which are trained on.",
     "ImageFolderData.path": "The folder with one folder per class.",
-    "ImageFolderData.size": "Side of the square that images are cropped to.",
     "Cifar10Data.path": "The folder with the batches, or its parent.",
     "Cifar10Data.split": "One of the two published splits.",
     "Cifar10Data.augment": "Random shift and flip. Absent: on for training.",

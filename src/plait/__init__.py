@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from plait.config import ContextConfig as ContextParallel
     from plait.config import CosineConfig as CosineAnnealingLRSchedule
     from plait.config import CosineRestartConfig as CosineAnnealingWarmRestartsSchedule
+    from plait.config import DenoisingObjective as DenoisingObjective
     from plait.config import DpoConfig as Dpo
     from plait.config import EarlyStopConfig as EarlyStopHook
     from plait.config import EmaConfig as EmaHook
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
     from plait.config import Gsm8kData as Gsm8kData
     from plait.config import GuardConfig as Guard
     from plait.config import HFConfig as HFModel
+    from plait.config import ImageChatData as ImageChatData
     from plait.config import ImageFolderData as ImageFolderData
+    from plait.config import ImageTextData as ImageTextData
     from plait.config import ImportedData as ImportedData
     from plait.config import ImportedHook as ImportedHook
     from plait.config import ImportedModel as ImportedModel
@@ -63,6 +66,8 @@ if TYPE_CHECKING:
     from plait.config import LogConfig as Log
     from plait.config import LoraConfig as Lora
     from plait.config import LRRangeTestConfig as LRRangeTestSchedule
+    from plait.config import MaskedImageObjective as MaskedImageObjective
+    from plait.config import MaskedObjective as MaskedObjective
     from plait.config import MixtureData as MixtureData
     from plait.config import MoeConfig as MoeModel
     from plait.config import MultiStepConfig as MultiStepLRSchedule
@@ -82,12 +87,16 @@ if TYPE_CHECKING:
     from plait.config import RollbackConfig as RollbackHook
     from plait.config import RolloutConfig as Rollout
     from plait.config import ScalerConfig as Scaler
+    from plait.config import Seq2SeqObjective as Seq2SeqObjective
     from plait.config import SftConfig as Sft
     from plait.config import SGDConfig as SGDOptim
+    from plait.config import SpanCorruptionObjective as SpanCorruptionObjective
+    from plait.config import SpeechData as SpeechData
     from plait.config import StrategyConfig as Strategy
     from plait.config import TaskData as TaskData
     from plait.config import TemplateConfig as Template
     from plait.config import TensorConfig as TensorParallel
+    from plait.config import TextClassificationData as TextClassificationData
     from plait.config import TextData as TextData
     from plait.config import TilesConfig as Tiles
     from plait.config import TokensData as TokensData
@@ -144,6 +153,7 @@ __all__ = [
     "ContextParallel",
     "CosineAnnealingLRSchedule",
     "CosineAnnealingWarmRestartsSchedule",
+    "DenoisingObjective",
     "Dpo",
     "EarlyStopHook",
     "EmaHook",
@@ -161,7 +171,9 @@ __all__ = [
     "Guard",
     "HFModel",
     "Hook",
+    "ImageChatData",
     "ImageFolderData",
+    "ImageTextData",
     "ImportedData",
     "ImportedHook",
     "ImportedModel",
@@ -176,6 +188,8 @@ __all__ = [
     "Lora",
     "LossNormalizer",
     "LossTerm",
+    "MaskedImageObjective",
+    "MaskedObjective",
     "Metric",
     "MicroBatch",
     "MixtureData",
@@ -200,9 +214,12 @@ __all__ = [
     "Runner",
     "SGDOptim",
     "Scaler",
+    "Seq2SeqObjective",
     "Sft",
     "Sink",
     "Skips",
+    "SpanCorruptionObjective",
+    "SpeechData",
     "StepResult",
     "SteppingEngine",
     "Storage",
@@ -210,6 +227,7 @@ __all__ = [
     "TaskData",
     "Template",
     "TensorParallel",
+    "TextClassificationData",
     "TextData",
     "Tiles",
     "TokensData",

@@ -23,7 +23,7 @@ from plait.errors import ConfigError
 from plait.trainer import Runner
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("Optim", "Schedule", "Model", "Data", "Hook", "Metric", "Storage")
+KINDS = ("Optim", "Schedule", "Model", "Data", "Objective", "Hook", "Metric", "Storage")
 """The last words of the names of sections with a `type`."""
 
 

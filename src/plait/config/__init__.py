@@ -37,14 +37,20 @@ if TYPE_CHECKING:
     from plait.config.base import PositiveInt as PositiveInt
     from plait.config.base import Section as Section
     from plait.config.data import CUSTOM_DATA as CUSTOM_DATA
+    from plait.config.data import IMAGENET_MEAN as IMAGENET_MEAN
+    from plait.config.data import IMAGENET_STD as IMAGENET_STD
     from plait.config.data import SMALLEST_BPE as SMALLEST_BPE
     from plait.config.data import Cifar10Data as Cifar10Data
     from plait.config.data import CustomData as CustomData
     from plait.config.data import DataConfig as DataConfig
+    from plait.config.data import ImageChatData as ImageChatData
     from plait.config.data import ImageFolderData as ImageFolderData
+    from plait.config.data import ImageTextData as ImageTextData
     from plait.config.data import ImportedData as ImportedData
     from plait.config.data import JsonlData as JsonlData
     from plait.config.data import MixtureData as MixtureData
+    from plait.config.data import SpeechData as SpeechData
+    from plait.config.data import TextClassificationData as TextClassificationData
     from plait.config.data import TextData as TextData
     from plait.config.data import TokensData as TokensData
     from plait.config.data import leaf_sources as leaf_sources
@@ -71,6 +77,12 @@ if TYPE_CHECKING:
     from plait.config.model import ResNetConfig as ResNetConfig
     from plait.config.model import depth_of as depth_of
     from plait.config.model import with_depth as with_depth
+    from plait.config.objective import CustomObjective as CustomObjective
+    from plait.config.objective import DenoisingObjective as DenoisingObjective
+    from plait.config.objective import MaskedImageObjective as MaskedImageObjective
+    from plait.config.objective import MaskedObjective as MaskedObjective
+    from plait.config.objective import Seq2SeqObjective as Seq2SeqObjective
+    from plait.config.objective import SpanCorruptionObjective as SpanCorruptionObjective
     from plait.config.optim import AdafactorConfig as AdafactorConfig
     from plait.config.optim import AdagradConfig as AdagradConfig
     from plait.config.optim import AdamConfig as AdamConfig

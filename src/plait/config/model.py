@@ -107,7 +107,20 @@ class HFConfig(Section):
     """Folder with `config.json`, and weights where `pretrained`."""
     config: dict[str, Any] | None = None
     """A `transformers` config as a mapping with `model_type`; weights are initialized at random."""
-    task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "base"] = "causal-lm"
+    task: Literal[
+        "causal-lm",
+        "masked-lm",
+        "seq2seq-lm",
+        "sequence-classification",
+        "image-classification",
+        "masked-image-modeling",
+        "contrastive-image-text",
+        "image-text-to-text",
+        "speech-seq2seq",
+        "base",
+    ] = "causal-lm"
+    num_labels: Size | None = None
+    """Outputs of a classifier. Absent: those of the model's config."""
     pretrained: bool = True
     """With `path`: load the weights (true) or only the architecture (false)."""
 

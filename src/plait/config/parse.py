@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from plait.config.base import RefusedError, Section, Shorthand
-from plait.config.data import SMALLEST_BPE, MixtureData
+from plait.config.data import IMAGE_DATA, SMALLEST_BPE, TEXT_DATA, MixtureData, leaf_sources
 from plait.config.engines import check_library
 from plait.config.explain import explain
 from plait.config.model import GptConfig, LlamaConfig
@@ -167,6 +167,33 @@ class ConfigBuilder:
             self._mark((*keys, key), entry, origin)
 
 
+def with_objective_shared(config: RunConfig) -> RunConfig:
+    """Return the run whose validation and test texts have the objective of the first training text, if they name none.
+
+    Images likewise.
+    """
+    changed: dict[str, Any] = {}
+    for section_types in (TEXT_DATA, IMAGE_DATA):
+        leaves = (source for _, source in leaf_sources("data", config.data) if isinstance(source, section_types))
+        objective = getattr(next(leaves, None), "objective", None)
+        if objective is None:
+            continue
+        for role in ("val_data", "test_data"):
+            data = changed.get(role, getattr(config, role))
+            if (shared := _share_objective(data, objective, section_types)) is not data:
+                changed[role] = shared
+    return _with(config, changed) if changed else config
+
+
+def _share_objective(data: Any, objective: Any, section_types: tuple[type[Section], ...]) -> Any:
+    if isinstance(data, MixtureData):
+        sources = tuple(_share_objective(source, objective, section_types) for source in data.sources)
+        unchanged = all(new is old for new, old in zip(sources, data.sources, strict=True))
+        return data if unchanged else _with(data, {"sources": sources})
+    named = not isinstance(data, section_types) or getattr(data, "objective", None) is not None
+    return data if named else _with(data, {"objective": objective})
+
+
 def with_sizes_fitted(config: RunConfig) -> RunConfig:
     """Return the run with default `seq_len` and `vocab_size` of its data no larger than the model's."""
     model = config.model
@@ -281,7 +308,7 @@ def _finished(builder: ConfigBuilder, stored_in: str | None = None) -> Parsed:
     builder.expand()
     context = None if stored_in is None else {STORED_IN: stored_in}
     try:
-        config = with_sizes_fitted(RunConfig.model_validate(builder.data, context=context))
+        config = with_sizes_fitted(with_objective_shared(RunConfig.model_validate(builder.data, context=context)))
     except ValidationError as error:
         raise ConfigError([*builder.problems, *explain(error, builder.written, builder.origins)]) from None
     if builder.problems:

@@ -27,6 +27,7 @@ PluginKind = Literal[
     "model",
     "data",
     "collate",
+    "objective",
     "loss",
     "hook",
     "metric",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from plait.data.loader import stack as stack
     from plait.data.loader import unwrap_dataloader as unwrap_dataloader
     from plait.data.mixture import MixtureSource as MixtureSource
+    from plait.data.objectives import target_length as target_length
     from plait.data.order import SampleOrder as SampleOrder
     from plait.data.order import sample_seed as sample_seed
     from plait.data.order import splitmix64 as splitmix64

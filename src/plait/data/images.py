@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from plait.config import IMAGENET_MEAN, IMAGENET_STD, MaskedImageObjective
 from plait.data.order import sample_seed
 from plait.errors import DataError, MissingExtraError
 
@@ -24,15 +26,35 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".tif", "
 FORMATS = ("PNG", "JPEG", "PPM", "BMP", "TIFF", "WEBP")
 """The formats that Pillow may open. It detects them by content, not by suffix, and would pass PostScript to
 Ghostscript, which runs programs in it."""
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class MaskedPatches:
+    """Chooses the patches of an image that are hidden, as in SimMIM."""
+
+    def __init__(self, config: MaskedImageObjective) -> None:
+        self._config = config
+
+    def __call__(self, image: Tensor, random: np.random.Generator) -> Tensor:
+        """Return, for each of the model's patches, row by row, whether it is hidden."""
+        config, side = self._config, image.shape[-1]
+        if config.hidden_side % config.patch_size or side % config.hidden_side:
+            raise DataError(
+                f"objective.mask_patch_size {config.hidden_side} is not a multiple of patch_size {config.patch_size}, "
+                f"or images of {side} pixels are not of it; write a patch_size and mask_patch_size that divide {side}"
+            )
+        across = side // config.hidden_side
+        hidden = np.zeros(across * across, dtype=bool)
+        hidden[random.permutation(across * across)[: max(1, round(across * across * config.probability))]] = True
+        times = config.hidden_side // config.patch_size
+        return torch.from_numpy(hidden.reshape(across, across).repeat(times, 0).repeat(times, 1).ravel())
 
 
 class AugmentedImages(Dataset[dict[str, Tensor]]):
-    """Images with labels, whose augmentation depends on (seed, epoch, index) alone."""
+    """Images with labels, whose augmentation and hidden patches depend on (seed, epoch, index) alone."""
 
-    def __init__(self, *, augment: bool, seed: int) -> None:
+    def __init__(self, *, augment: bool, seed: int, hide: MaskedPatches | None = None) -> None:
         self.augment = augment
+        self._hide = hide
         self._seed = seed
         self._epoch = 0
 
@@ -44,6 +66,13 @@ class AugmentedImages(Dataset[dict[str, Tensor]]):
         """Return the random generator of one sample in this epoch."""
         return np.random.default_rng(sample_seed(self._seed, self._epoch, index))
 
+    def sample(self, image: Tensor, label: Tensor, index: int) -> dict[str, Tensor]:
+        """Return the image with its label, or with its hidden patches."""
+        if self._hide is None:
+            return {"image": image, "label": label}
+        random = np.random.default_rng(sample_seed(self._seed + 1, self._epoch, index))
+        return {"image": image, "bool_masked_pos": self._hide(image, random)}
+
 
 class ImageFolder(AugmentedImages):
     """`root/class_name/**/*.png|jpg|…`: classes are numbered in the order of their names.
@@ -52,9 +81,20 @@ class ImageFolder(AugmentedImages):
     others are scaled and center-cropped. Items are `image` (float32, 3 × size × size, normalised) and `label`.
     """
 
-    def __init__(self, root: str | Path, *, size: int, augment: bool, seed: int = 0) -> None:
-        super().__init__(augment=augment, seed=seed)
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        size: int,
+        augment: bool,
+        seed: int = 0,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        hide: MaskedPatches | None = None,
+    ) -> None:
+        super().__init__(augment=augment, seed=seed, hide=hide)
         _pillow()
+        self._normal = (mean, std)
         self.size = size
         folder = Path(root).expanduser()
         if not folder.is_dir():
@@ -68,6 +108,8 @@ class ImageFolder(AugmentedImages):
         empty = [name for name, paths in zip(self.classes, images, strict=True) if not paths]
         if empty and self._files:
             raise DataError(f"image folder {root}: class {empty[0]!r} has no images; add some, or remove its folder")
+        self.num_labels = len(self.classes) if hide is None else None
+        """The number of outputs that a classifier needs."""
         if not self._files:
             raise DataError(
                 f"image folder {root} has {len(self.classes)} class folders and no image in them; "
@@ -79,19 +121,30 @@ class ImageFolder(AugmentedImages):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         path, label = self._files[index]
-        try:
-            with _pillow().open(path, formats=FORMATS) as file:
-                picture = file.convert("RGB")
-        except Exception as error:  # decoders may raise anything, and Pillow refuses images with too many pixels
-            raise DataError(f"{path} cannot be read as an image: {error}; repair or remove it") from error
+        picture = read_image(path)
         if self.augment:
             pixels = _random_cut(picture, self.size, self.generator(index))
         else:
             pixels = _middle_cut(picture, self.size)
-        return {
-            "image": normalise(pixels, IMAGENET_MEAN, IMAGENET_STD),
-            "label": torch.tensor(label, dtype=torch.int64),
-        }
+        return self.sample(normalise(pixels, *self._normal), torch.tensor(label, dtype=torch.int64), index)
+
+
+def read_image(path: Path) -> Image:
+    """Return the picture of a file, in RGB; raise a `DataError` if it cannot be read."""
+    try:
+        with _pillow().open(path, formats=FORMATS) as file:
+            picture: Image = file.convert("RGB")
+    except Exception as error:  # decoders may raise anything, and Pillow refuses images with too many pixels
+        raise DataError(f"{path} cannot be read as an image: {error}; repair or remove it") from error
+    return picture
+
+
+def square_image(path: Path, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Return the middle of an image file, scaled to `size` × `size` and normalized."""
+    picture = read_image(path)
+    side = min(picture.size)
+    left, top = ((length - side) / 2 for length in picture.size)
+    return normalise(_resized(picture, size, size, (left, top, left + side, top + side)), mean, std)
 
 
 def _images_below(folder: Path) -> list[Path]:
@@ -100,7 +153,7 @@ def _images_below(folder: Path) -> list[Path]:
     return sorted(path for path in below if not any(name.startswith(".") for name in path.relative_to(folder).parts))
 
 
-def normalise(pixels: NDArray[np.uint8], mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalise(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return height × width × 3 bytes as a float32 tensor, channels first, of about mean 0 and deviation 1."""
     scale = np.asarray([1.0 / (255.0 * s) for s in std], dtype=np.float32)
     shift = np.asarray([m / s for m, s in zip(mean, std, strict=True)], dtype=np.float32)
@@ -162,13 +215,23 @@ class Cifar10(AugmentedImages):
     (float32, 3 × 32 × 32, normalised) and `label`.
     """
 
-    def __init__(self, root: str | Path, *, split: Literal["train", "test"], augment: bool, seed: int = 0) -> None:
-        super().__init__(augment=augment, seed=seed)
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        split: Literal["train", "test"],
+        augment: bool,
+        seed: int = 0,
+        hide: MaskedPatches | None = None,
+    ) -> None:
+        super().__init__(augment=augment, seed=seed, hide=hide)
         batches = [_read_binary(p) if p.suffix == ".bin" else _read_pickle(p) for p in _find_batches(Path(root), split)]
         labels = np.concatenate([batch[0] for batch in batches])
         if labels.size and (labels.min() < 0 or labels.max() >= CLASSES):
             raise DataError(f"{root}: labels go from {labels.min()} to {labels.max()}, CIFAR-10 has 0 to 9")
         self._labels = torch.from_numpy(labels)
+        self.num_labels = CLASSES if hide is None else None
+        """The number of outputs that a classifier needs."""
         pixels = np.concatenate([batch[1] for batch in batches])
         self._images = np.ascontiguousarray(pixels.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
 
@@ -184,7 +247,7 @@ class Cifar10(AugmentedImages):
             pixels = around[top : top + SIDE, left : left + SIDE]
             if random.random() < 0.5:
                 pixels = pixels[:, ::-1]
-        return {"image": normalise(pixels, MEAN, STD), "label": self._labels[index]}
+        return self.sample(normalise(pixels, MEAN, STD), self._labels[index], index)
 
 
 def _find_batches(root: Path, split: str) -> list[Path]:

@@ -45,11 +45,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         self.tokens = tokens
         self.seq_len = seq_len
         self.document_mask = document_mask
-        offsets = np.asarray(tokens.offsets)
-        if split != "all":
-            offsets, chosen = _choose(offsets, split, val_fraction)
-        else:
-            chosen = np.arange(len(offsets) - 1)
+        offsets, chosen = choose_documents(np.asarray(tokens.offsets), split, val_fraction)
         lengths = offsets[chosen + 1] - offsets[chosen]
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         """The start of each document of the split, in the concatenation of these documents."""
@@ -102,7 +98,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return {key: torch.from_numpy(value) for key, value in item.items()}
 
 
-def _choose(
+def choose_documents(
     offsets: NDArray[np.int64], split: Split, val_fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return offsets, and the indices in them of the documents of a split.
@@ -111,6 +107,8 @@ def _choose(
     single document is split in two first: its end is for validation.
     """
     count = len(offsets) - 1
+    if split == "all":
+        return offsets, np.arange(count)
     if count == 1:
         end = offsets[1]
         offsets = np.array([0, end - max(1, round(end * val_fraction)), end])

@@ -21,8 +21,10 @@ from plait.config import (
     TokensData,
     text_sources,
 )
+from plait.data.objectives import ObjectiveRows
 from plait.data.packing import PackedTokens
 from plait.data.text import prepare_corpus
+from plait.data.tokenizer import load_tokenizer
 from plait.data.tokens import TokenFile
 from plait.errors import ConfigError, Problem
 from plait.plugins import build
@@ -75,28 +77,35 @@ def build_dataset(
     return made
 
 
-def token_file(config: TokensData, use: DataUse) -> PackedTokens:
+def token_file(config: TokensData, use: DataUse) -> PackedTokens | ObjectiveRows:
     """Return the dataset of a token file."""
-    return _packed(config, Path(config.path))
+    return _rows(config, Path(config.path), config.tokenizer, use)
 
 
-def packed_text(config: TextData | JsonlData, use: DataUse) -> PackedTokens:
+def packed_text(config: TextData | JsonlData, use: DataUse) -> PackedTokens | ObjectiveRows:
     """Return the dataset of text, which is tokenized once and cached."""
-    return _packed(config, prepare_corpus(config, use.tokenizer).tokens)
+    corpus = prepare_corpus(config, use.tokenizer)
+    return _rows(config, corpus.tokens, corpus.tokenizer, use)
 
 
 def image_folder(config: ImageFolderData, use: DataUse) -> Any:
     """Return the dataset of a folder of images."""
     from plait.data.images import ImageFolder
 
-    return ImageFolder(config.path, size=config.size, augment=use.augments(config.augment), seed=use.seed)
+    pixels: dict[str, Any] = {"size": config.size, "mean": config.mean, "std": config.std}
+    return ImageFolder(config.path, **pixels, **_augmented(config, use))
 
 
 def cifar10(config: Cifar10Data, use: DataUse) -> Any:
     """Return the CIFAR-10 dataset."""
     from plait.data.images import Cifar10
 
-    return Cifar10(config.path, split=config.split, augment=use.augments(config.augment), seed=use.seed)
+    return Cifar10(config.path, split=config.split, **_augmented(config, use))
+
+
+def _augmented(config: ImageFolderData | Cifar10Data, use: DataUse) -> dict[str, Any]:
+    hide = None if config.objective is None else build(config.objective, f"{use.role}.objective")
+    return {"augment": use.augments(config.augment), "seed": use.seed, "hide": hide}
 
 
 def mixture(config: MixtureData, use: DataUse) -> Any:
@@ -130,12 +139,24 @@ def _shared(config: DataConfig, tokenizer: str | Path | None) -> str | Path | No
     return tokenizer_path(config) if isinstance(config, MixtureData) and tokenizer is None else tokenizer
 
 
-def _packed(config: TokensData | TextData | JsonlData, path: Path) -> PackedTokens:
-    return PackedTokens(
-        TokenFile(path),
-        seq_len=config.seq_len,
-        document_mask=config.document_mask,
-        split=config.split,
-        val_fraction=config.val_fraction,
-        source=config.path,
-    )
+def _rows(
+    config: TokensData | TextData | JsonlData, path: Path, tokenizer_file: str | Path | None, use: DataUse
+) -> PackedTokens | ObjectiveRows:
+    """Return the rows of a token file for the section's objective."""
+    tokens, objective = TokenFile(path), config.objective
+    rows: dict[str, Any] = {
+        "seq_len": config.seq_len,
+        "document_mask": config.document_mask,
+        "split": config.split,
+        "val_fraction": config.val_fraction,
+        "source": config.path,
+    }
+    if objective is None:
+        return PackedTokens(tokens, **rows)
+    assert tokenizer_file is not None  # a rule asks for it
+    tokenizer = load_tokenizer(tokenizer_file)
+    if tokens.meta.tokenizer not in ("", tokenizer.digest):
+        message = f"{str(tokenizer_file)!r} did not make the tokens of {config.path!r}"
+        raise ConfigError(Problem(f"{use.role}.tokenizer", message, "Give the tokenizer.json that made them."))
+    made = build(objective, f"{use.role}.objective", tokenizer=tokenizer, seq_len=config.seq_len)
+    return ObjectiveRows(tokens, made, tokenizer, seed=use.seed, **rows)

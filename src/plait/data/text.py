@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from plait.atomic_write import staging_path
-from plait.config import JsonlData, TextData, as_utf8, parse_json
-from plait.data.tokenizer import END, TextTokenizer, load_tokenizer, train_tokenizer
+from plait.config import (
+    DenoisingObjective,
+    JsonlData,
+    MaskedObjective,
+    SpanCorruptionObjective,
+    TextData,
+    as_utf8,
+    parse_json,
+)
+from plait.data.tokenizer import END, SENTINEL, TextTokenizer, load_tokenizer, train_tokenizer
 from plait.data.tokens import TokenWriter
 from plait.errors import DataError
 
@@ -245,6 +253,9 @@ def cached(root: Path, name: str, build: Callable[[Path], None]) -> Path:
 RECIPE = 1
 """The version of how a corpus is made. It is part of the cache key, so that older ones are not used."""
 
+SENTINELS = 100
+"""The number of sentinel tokens of a tokenizer that is trained for span corruption, as in T5."""
+
 GROUP_CHARS = 4_000_000
 """The number of characters tokenized at once: enough to use all cores, few enough for memory."""
 
@@ -276,14 +287,17 @@ def prepare_corpus(config: TextData | JsonlData, tokenizer: str | Path | None = 
     given = config.tokenizer or tokenizer
     if given is not None and not Path(given).is_file():
         load_tokenizer(given)  # raises an error that says what is wrong
-    how = f"trained {config.vocab_size}" if given is None else f"given {hash_files([Path(given)])}"
+    special = _special_tokens(config)
+    how = (
+        " ".join([f"trained {config.vocab_size}", *special]) if given is None else f"given {hash_files([Path(given)])}"
+    )
     what = f"{RECIPE} {type(source).__name__} {source.fingerprint()} {how}"
     name = f"{config.type}-{hashlib.sha256(what.encode()).hexdigest()[:32]}"
 
     def build(folder: Path) -> None:
         corpus = Corpus(folder)
         if given is None:
-            made = train_tokenizer(chain.from_iterable(source.documents()), config.vocab_size)
+            made = train_tokenizer(chain.from_iterable(source.documents()), config.vocab_size, special)
         else:
             made = load_tokenizer(given)
         made.save(corpus.tokenizer)
@@ -335,6 +349,19 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
             group, size = [], 0
     if group:
         yield group
+
+
+def _special_tokens(config: TextData | JsonlData) -> list[str]:
+    """Return the special tokens besides the end token that a tokenizer which is trained needs for the objective."""
+    match config.objective:
+        case MaskedObjective() | DenoisingObjective():
+            return ["<pad>", "<mask>"]
+        case SpanCorruptionObjective():
+            return ["<pad>", *(SENTINEL.format(number) for number in range(SENTINELS))]
+        case None:
+            return []
+        case _:
+            return ["<pad>"]
 
 
 def _source(config: TextData | JsonlData) -> TextSource | JsonlSource:

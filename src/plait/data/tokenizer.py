@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plait.config import SMALLEST_BPE, lone_surrogate
 from plait.errors import DataError
@@ -14,10 +17,18 @@ from plait.errors import DataError
 END = "<|endoftext|>"
 """The end token of a document, in tokenizers that are trained here."""
 
-KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """End tokens of other tokenizers, in the order in which they are looked up."""
 
+SPECIAL_NAMES = {"pad": ("<pad>", "[PAD]", END), "mask": ("<mask>", "[MASK]")}
+"""The names of the special tokens that objectives use, in the order in which they are looked up. GPT-2 and Whisper pad
+with their end token."""
+SENTINEL = "<extra_id_{}>"
+"""The name of T5's sentinel tokens."""
 
+
+_WHITE = "\u0120\u010a\u0109\u010d\u2581"
+"""How byte-level and SentencePiece vocabularies write a space, a new line, a tab and a carriage return."""
 _SPACE = "\u2581"
 """The character that many tokenizers use for a space, and put before a text."""
 
@@ -36,8 +47,9 @@ class TextTokenizer:
             )
         backend.no_truncation()
         backend.no_padding()
-        self.begin: tuple[int, ...] = _begin_of(backend)
-        """The tokens that the tokenizer itself puts before a text: the BOS token, where it has one."""
+        self.begin, self.after = _around(backend)
+        """The tokens that the tokenizer itself puts before a text (BOS, where it has one), and after it."""
+        self._origin = origin
         # A text that happens to contain "<|endoftext|>" must not end a document.
         backend.encode_special_tokens = True
         self.backend = backend
@@ -112,6 +124,51 @@ class TextTokenizer:
         text: str = self.backend.decode(list(tokens), skip_special_tokens=not keep_special)
         return text
 
+    def named(self, name: str) -> int:
+        """Return the id of the `pad` or `mask` token; raise a `DataError` if there is none."""
+        known = SPECIAL_NAMES[name]
+        token: int | None = next((id_ for text in known if (id_ := self.backend.token_to_id(text)) is not None), None)
+        if token is None:
+            raise DataError(f"{self._origin}: the tokenizer has no {name} token; add {' or '.join(known[:2])}")
+        return token
+
+    def sentinels(self, count: int) -> list[int]:
+        """Return the ids of the first sentinel tokens; raise a `DataError` if there are fewer."""
+        tokens = [self.backend.token_to_id(SENTINEL.format(number)) for number in range(count)]
+        if None in tokens:
+            raise DataError(
+                f"{self._origin}: the tokenizer has {tokens.index(None)} sentinel tokens ({SENTINEL.format(0)}, …), "
+                f"and a row may have {count} hidden spans; add them, make seq_len smaller or mean_span_length larger"
+            )
+        return tokens
+
+    def ordinary_tokens(self) -> NDArray[np.int64]:
+        """Return the ids of all tokens that are not special."""
+        added = self.backend.get_added_tokens_decoder()
+        special = {token for token, how in added.items() if how.special}
+        ids = sorted(set(self.backend.get_vocab().values()) - special)
+        return np.array(ids, dtype=np.int64)
+
+    def word_beginnings(self) -> Callable[[NDArray[np.int64]], NDArray[np.bool_]]:
+        """Return a function from tokens to whether each begins a word.
+
+        Words are what the tokenizer marks: pieces with `##` continue a word (WordPiece); those with a space in front
+        begin one (byte-level BPE, SentencePiece), and so does what follows white space.
+        """
+        vocab = self.backend.get_vocab()
+        begins, blank = (np.zeros(self.vocab_size, dtype=bool) for _ in range(2))
+        pieces = any(text.startswith("##") for text in vocab)
+        for text, token in vocab.items():
+            begins[token] = not text.startswith("##") if pieces else text[:1] in _WHITE
+            blank[token] = not pieces and all(character in _WHITE for character in text)
+
+        def of(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+            starts = begins[tokens]
+            starts[1:] |= blank[tokens[:-1]]
+            return starts
+
+        return of
+
     def special_token(self, text: str) -> int | None:
         """Return the id of the special token with this text, which decoding skips; None if there is none."""
         token: int | None = self.backend.token_to_id(text)
@@ -122,11 +179,14 @@ class TextTokenizer:
         self.backend.save(str(path))
 
 
-def _begin_of(backend: Any) -> tuple[int, ...]:
-    """Return the special tokens that are put before a text."""
+def _around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the special tokens that are put before a text, and those after it."""
     plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    if not plain:
+        return (), ()
     offsets = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
-    return tuple(whole[: next(offsets, 0)]) if plain else ()
+    first = next(offsets, None)
+    return ((), ()) if first is None else (tuple(whole[:first]), tuple(whole[first + len(plain) :]))
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
@@ -144,21 +204,24 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     return TextTokenizer(backend, str(path))
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> TextTokenizer:
     """Return a byte-level BPE tokenizer trained on texts. The same texts and size give the same tokenizer.
+
+    `special` are the names of special tokens besides the end token; they have the ids after it.
 
     A small text may not have enough pairs to reach `vocab_size`; the vocabulary is then smaller.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < SMALLEST_BPE:
-        raise DataError(f"vocab_size {vocab_size} is too small for a byte-level BPE: at least {SMALLEST_BPE}")
+    if vocab_size < SMALLEST_BPE + len(special):
+        least = SMALLEST_BPE + len(special)
+        raise DataError(f"vocab_size {vocab_size} is too small for a byte-level BPE: at least {least}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[END, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from plait.distributed.activation_checkpointing import kept_operations as kept_operations
     from plait.distributed.activation_checkpointing import train_without_caches as train_without_caches
     from plait.distributed.collectives import Channel as Channel
+    from plait.distributed.collectives import all_gather as all_gather
     from plait.distributed.collectives import all_gather_flat as all_gather_flat
     from plait.distributed.collectives import on_main as on_main
     from plait.distributed.compile import reason_not_to_compile as reason_not_to_compile

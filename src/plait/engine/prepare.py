@@ -12,7 +12,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -206,6 +206,9 @@ def _build(given: Preparation, *, whole_steps: bool) -> Assembly:
     module, initializer = build_module(config, given.model, log=given.log)
     refuse_hooks(given, module, whole_steps=whole_steps)
     refuse_other_references(given, module)
+    compares_ranks: Any = module
+    if hasattr(module, "data_group"):
+        compares_ranks.data_group = world.group("dp_replicate", "dp_shard", "ep")
     select = select_inputs(module, config.model_inputs, has_loss=given.loss_function is not None)
     if select is not None and given.example is not None:
         given = replace(given, example=select(given.example))

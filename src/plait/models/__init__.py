@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from plait.models.fused import fuse as fuse
     from plait.models.fused import rotate_together as rotate_together
     from plait.models.fused import use_fp8_head as use_fp8_head
+    from plait.models.hf import hf_config as hf_config
     from plait.models.hf import load_pretrained as load_pretrained
     from plait.models.llama import Llama as Llama
     from plait.models.llama import LlamaBlock as LlamaBlock

@@ -31,6 +31,7 @@ from plait.models.common.attention import document_mask
 from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
 from plait.models.common.protocol import LossTerm
 from plait.models.common.weights import Put, stream_weights
+from plait.models.hf_tasks import TASKS
 from plait.precision import apply_linears, are_fusable, feed_forward
 from plait.torch_internals import forward_hooks
 from plait.transformers_internals import (
@@ -51,15 +52,24 @@ def find_block_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     uses the embedding's parameter, so both must belong to the root module.
     """
     named = no_split_modules(model)
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding = _input_embedding(model)
     classes = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ in named)
-    for module in model.modules():
+    for module in model.modules() if embedding is not None else ():
         if type(module) in classes and any(child is embedding for child in module.modules()):
             del classes[type(module)]
     if not classes:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         classes = dict.fromkeys(type(module) for module in max(lists, key=len, default=()))
     return tuple(classes)
+
+
+def _input_embedding(model: Any) -> nn.Module | None:
+    """Return the module that embeds a model's inputs; None if `transformers` does not know it, as for two encoders."""
+    try:
+        embedding: nn.Module | None = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return embedding
 
 
 # Fused norms, gated feed-forwards and attentions for Llama, Mistral and Qwen of `transformers`.
@@ -266,17 +276,6 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.forward = before
 
 
-AUTO_CLASSES: Mapping[str, str] = MappingProxyType(
-    {
-        "causal-lm": "AutoModelForCausalLM",
-        "masked-lm": "AutoModelForMaskedLM",
-        "seq2seq-lm": "AutoModelForSeq2SeqLM",
-        "sequence-classification": "AutoModelForSequenceClassification",
-        "base": "AutoModel",
-    }
-)
-"""The `transformers` class that builds the model for each `model.task`."""
-
 _OLD_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "transformers_version"})
 """Keys of older config files that `transformers` still reads, though its config classes no longer have them."""
 
@@ -291,11 +290,13 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
         import transformers
     except ImportError as error:
         raise MissingExtraError("transformers", "model.type: hf", "hf") from error
-    auto = getattr(transformers, AUTO_CLASSES[config.task])
+    causal = config.task == "causal-lm"
+    task = None if causal else TASKS[config.task]
+    auto = getattr(transformers, "AutoModelForCausalLM" if task is None else task.auto)
     source, key = (config.config or {}, "model.config") if config.path is None else (config.path, "model.path")
     try:
         with transformers_code(source, trust_code=trust_code, key=key) as trusted:
-            described = _described(config, trust_code=trusted)
+            described = hf_config(config, trust_code=trusted)
             model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype(), trust_remote_code=trusted)
     except PlaitError:
         raise
@@ -304,12 +305,12 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
             f"transformers cannot build {key}={source!r:.200} for model.task={config.task!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if config.task == "causal-lm" and _attends_in_both_directions(model):
+    if causal and _attends_in_both_directions(model):
         raise ModelError(
             f"model.config.is_decoder=False: a {described.model_type!r} model is an encoder then, whose attention sees "
             "the tokens that model.task='causal-lm' predicts; set is_decoder: true in the model's config"
         )
-    return adapt(model, CausalLM if config.task == "causal-lm" else OtherTask)
+    return adapt(model, CausalLM if task is None else HFMethods, task.adapter if task else None)
 
 
 def _attends_in_both_directions(model: Any) -> bool:
@@ -324,8 +325,11 @@ def _attends_in_both_directions(model: Any) -> bool:
     return not any(causal) and (bool(causal) or is_masked_lm)
 
 
-def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
-    """Make `adapter` a base class of one `transformers` model's class, in place, and return the model."""
+def adapt(model: nn.Module, adapter: type[HFMethods], task: type[nn.Module] | None = None) -> nn.Module:
+    """Make `adapter`, and `task` if given, base classes of one `transformers` model's class, in place.
+
+    Return the model.
+    """
     original = type(model)
     members: dict[str, object] = {
         "__module__": original.__module__,
@@ -334,7 +338,8 @@ def adapt(model: nn.Module, adapter: type[HFMethods]) -> nn.Module:
     }
     if issubclass(adapter, CausalLM):
         members["tiles_loss"] = returns_head_output(model, original.forward)
-    model.__class__ = type(original.__name__, (adapter, original), members)
+    bases = (adapter, original) if task is None else (task, adapter, original)
+    model.__class__ = type(original.__name__, bases, members)
     return model
 
 
@@ -366,9 +371,10 @@ class HFMethods(nn.Module):
     def flops_per_token(self, seq_len: int) -> float:
         """Return 6 FLOPs per parameter outside of the input embedding; attention, which differs, is not counted."""
         model: Any = self
-        inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
-        tied = head is not None and head.weight is inputs.weight
-        lookups = 0 if tied else inputs.weight.numel()
+        inputs, head = _input_embedding(model), model.get_output_embeddings()
+        weight = getattr(inputs, "weight", None)  # those of images are convolutions, in a module without a weight
+        tied = head is not None and head.weight is weight
+        lookups = 0 if tied or weight is None else weight.numel()
         return 6.0 * (sum(p.numel() for p in self.parameters()) - lookups)
 
 
@@ -460,10 +466,6 @@ class CausalLM(HFMethods):
         )
 
 
-class OtherTask(HFMethods):
-    """Any other task: the forward pass is that of `transformers`, whose output has a mean `loss`."""
-
-
 def _owners_of(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:
     """Return every module from `root` down to `module`, each as (the innermost model that contains it, the module)."""
     name = next(name for name, candidate in root.named_modules() if candidate is module)
@@ -475,8 +477,15 @@ def _owners_of(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]
     return ancestors
 
 
-def _described(config: HFConfig, *, trust_code: bool) -> Any:
+def hf_config(config: HFConfig, *, trust_code: bool = False) -> Any:
     """Return the `transformers` config of the folder `model.path`, or from the keys in `model.config`."""
+    described = _described(config, trust_code=trust_code)
+    if config.num_labels is not None:
+        described.num_labels = config.num_labels
+    return described
+
+
+def _described(config: HFConfig, *, trust_code: bool) -> Any:
     from transformers import AutoConfig, GenerationConfig
 
     if (config.path is None) == (config.config is None):

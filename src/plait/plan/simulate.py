@@ -33,15 +33,20 @@ from plait.config import (
     CUSTOM_MODELS,
     AdamW8bitConfig,
     Cifar10Data,
+    CustomObjective,
     ImageFolderData,
+    ImageTextData,
     JsonlData,
     Layout,
     RunConfig,
+    SpeechData,
+    TextClassificationData,
     TextData,
     TokensData,
     leaf_sources,
     resolve_batch,
 )
+from plait.data import target_length
 from plait.distributed import activations_on_host, fake_world, replaced, to_local
 from plait.engine import NativeEngine, OffloadedParams, Preparation, RunLength, configured_loss, prepare_native
 from plait.errors import ConfigError, Problem
@@ -237,10 +242,25 @@ def example_of(config: RunConfig, micro: int) -> Any:
         message = "a function of its own makes batches of them, so the shapes of a micro-batch are not known"
         raise ConfigError(Problem("data.collate", message, "Start the run; a plan needs batches that are stacked."))
     if isinstance(data, TextData | JsonlData | TokensData):
-        return _token_example(micro, data.seq_len, documents=data.document_mask)
+        if data.objective is None:
+            return _token_example(micro, data.seq_len, documents=data.document_mask)
+        if not isinstance(data.objective, CustomObjective):
+            inputs = _encoder_example(micro, data.seq_len, padded=data.document_mask)
+            return {**inputs, "labels": _integers(micro, target_length(data.objective, data.seq_len))}
     if isinstance(data, ImageFolderData | Cifar10Data):
         size = data.size if isinstance(data, ImageFolderData) else 32
-        return torch.zeros(micro, 3, size, size), torch.zeros(micro, dtype=torch.int64)
+        image = {"image": torch.zeros(micro, 3, size, size)}
+        if data.objective is None:
+            return {**image, "label": _integers(micro)}
+        return {**image, "bool_masked_pos": _integers(micro, (size // data.objective.patch_size) ** 2).bool()}
+    if isinstance(data, TextClassificationData):
+        return {**_encoder_example(micro, data.seq_len, padded=True), "labels": _integers(micro)}
+    if isinstance(data, ImageTextData):
+        pixels = torch.zeros(micro, 3, data.size, data.size)
+        return {**_encoder_example(micro, data.seq_len, padded=True), "pixel_values": pixels}
+    if isinstance(data, SpeechData):
+        frames = torch.zeros(micro, data.mel_bins, round(data.seconds * 100))
+        return {"input_features": frames, "labels": _integers(micro, data.seq_len)}
     length = None if isinstance(config.model, CUSTOM_MODELS) else getattr(config.model, "seq_len", None)
     if data is None and isinstance(length, int):
         return _token_example(micro, length, documents=False)
@@ -251,7 +271,16 @@ def example_of(config: RunConfig, micro: int) -> Any:
 
 def _token_example(micro: int, length: int, *, documents: bool) -> dict[str, torch.Tensor]:
     keys = ("input_ids", "labels", "positions", "document_ids") if documents else ("input_ids", "labels")
-    return {key: torch.zeros(micro, length, dtype=torch.int64) for key in keys}
+    return {key: _integers(micro, length) for key in keys}
+
+
+def _encoder_example(micro: int, length: int, *, padded: bool) -> dict[str, torch.Tensor]:
+    keys = ("input_ids", "attention_mask") if padded else ("input_ids",)
+    return {key: _integers(micro, length) for key in keys}
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 # A time limit for a search, which also ends a running simulation. It counts CPU seconds of this process and not wall

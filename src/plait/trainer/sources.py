@@ -33,6 +33,7 @@ from plait.data import RankLoader, build_dataset, is_stream, prepare, stack, tok
 from plait.distributed import World, is_transformers_model, on_main
 from plait.engine import configured_loss
 from plait.errors import ConfigError, Problem
+from plait.models import hf_config
 from plait.plugins import load_function
 
 if TYPE_CHECKING:
@@ -119,6 +120,10 @@ def batch_of(config: RunConfig, data_parallel: int, given: Any, *, split: int = 
     if split > 1 and config.strategy.engine != "native":
         message = f"memory was short with {batch.micro}, and the engine {config.strategy.engine_name} is told once"
         raise ConfigError(Problem("batch.micro", message, "Write a smaller one."))
+    contrastive = isinstance(config.model, HFConfig) and config.model.task == "contrastive-image-text"
+    if split > 1 and contrastive:
+        message = f"memory was short with {batch.micro}, and a smaller one would compare fewer samples in the loss"
+        raise ConfigError(Problem("batch.micro", message, "Write `strategy.recompute: full`, or a smaller batch."))
     return batch.split(split)
 
 
@@ -173,7 +178,7 @@ def make_loader(
             drop_last=section.drop_last,
             workers=section.workers,
             pin_memory=pinned,
-            collate=collate,
+            collate=collate or getattr(dataset, "collate", None),
             **common,
         )
     if given is None:
@@ -211,7 +216,31 @@ def _described(role: str, section: DataConfig, config: RunConfig, world: World) 
     if needed is not None and known is not None and needed > known:
         message = f"{known}, but the tokens of `{role}` come from a vocabulary of {needed}"
         raise ConfigError(Problem("model.vocab_size", message, f"Write `model.vocab_size: {needed}`."))
+    for source in getattr(dataset, "sources", [dataset]):
+        _refuse_other_settings(role, source, config)
     return dataset
+
+
+_PAD_IS_READ = ("masked-lm", "seq2seq-lm", "sequence-classification")
+"""Tasks of models that may read the padding token's id: positions count from it, or the last token is found by it."""
+
+
+def _refuse_other_settings(role: str, dataset: Any, config: RunConfig) -> None:
+    """Raise a `ConfigError` if the config of a `transformers` model does not fit the tokens or classes of the data."""
+    tokens, labels = getattr(dataset, "special_tokens", {}), getattr(dataset, "num_labels", None)
+    if not isinstance(config.model, HFConfig) or (not tokens and labels is None):
+        return
+    model = config.model
+    settings = hf_config(model, trust_code=config.trust_code)
+    key = "model.config" if model.path is None else "model.path"
+    pad = getattr(settings.get_text_config(), "pad_token_id", None)
+    if model.task in _PAD_IS_READ and "pad" in tokens and isinstance(pad, int) and pad != tokens["pad"]:
+        message = f"the model's pad_token_id is {pad}, but the tokenizer of `{role}` pads with {tokens['pad']}"
+        remedy = f"Write `model.config.pad_token_id: {tokens['pad']}`."
+        raise ConfigError(Problem(key, message, remedy if model.path is None else "Give the model's own tokenizer."))
+    if labels is not None and model.task.endswith("-classification") and settings.num_labels < labels:
+        message = f"the model has {settings.num_labels} outputs, but `{role}` has {labels} classes"
+        raise ConfigError(Problem("model.num_labels", message, f"Write `model.num_labels: {labels}`."))
 
 
 def _prepare(role: str, section: DataConfig, config: RunConfig) -> Path | None:

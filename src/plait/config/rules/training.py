@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from plait.config.base import Section
 from plait.config.data import (
     CUSTOM_DATA,
+    IMAGE_DATA,
     SMALLEST_BPE,
+    TEXT_DATA,
+    Cifar10Data,
     DataSource,
+    ImageChatData,
+    ImageFolderData,
+    ImageTextData,
     JsonlData,
     MixtureData,
+    SpeechData,
+    TextClassificationData,
     TextData,
     TokensData,
     leaf_sources,
     text_sources,
 )
-from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig
+from plait.config.model import GptConfig, HFConfig, LlamaConfig, MoeConfig, ResNetConfig
+from plait.config.objective import (
+    CustomObjective,
+    DenoisingObjective,
+    MaskedImageObjective,
+    MaskedObjective,
+    Seq2SeqObjective,
+    SpanCorruptionObjective,
+)
 from plait.config.optim import SGDConfig
 from plait.config.posttrain import ONLINE
 from plait.config.rules.facts import RunFacts, keys_set, without_effect
@@ -68,6 +85,14 @@ def hf_model_has_one_source(facts: RunFacts) -> Iterator[Problem]:
         reason = "`model.config` has no weights, they are initialized at random"
         remedy = "Leave it out, or give a folder with weights as `model.path`."
         yield from without_effect("model", model, ("pretrained",), reason, remedy)
+
+
+def only_classifiers_have_labels(facts: RunFacts) -> Iterator[Problem]:
+    """`num_labels` is the number of outputs of a classifier."""
+    model = facts.config.model
+    if isinstance(model, HFConfig) and not model.task.endswith("-classification"):
+        reason = f"`model.task` is {model.task}"
+        yield from without_effect("model", model, ("num_labels",), reason, "Leave it out.")
 
 
 def choices_are_experts(facts: RunFacts) -> Iterator[Problem]:
@@ -146,23 +171,123 @@ def val_fraction_needs_a_split(facts: RunFacts) -> Iterator[Problem]:
             yield from without_effect(path, source, ("val_fraction",), f"`{path}.split` is all", remedy)
 
 
+_TASKS: dict[type[Section], str] = {
+    MaskedObjective: "masked-lm",
+    SpanCorruptionObjective: "seq2seq-lm",
+    DenoisingObjective: "seq2seq-lm",
+    Seq2SeqObjective: "seq2seq-lm",
+    MaskedImageObjective: "masked-image-modeling",
+    TextClassificationData: "sequence-classification",
+    ImageTextData: "contrastive-image-text",
+    SpeechData: "speech-seq2seq",
+    ImageChatData: "image-text-to-text",
+    ImageFolderData: "image-classification",
+    Cifar10Data: "image-classification",
+}
+"""The task that an objective, or data with labels of their own, are for."""
+
+
+def _taught(source: DataSource) -> str | None:
+    """Return the task that the labels of a source are for; None where a custom objective makes them."""
+    objective = getattr(source, "objective", None)
+    if isinstance(objective, CustomObjective):
+        return None
+    if objective is None and isinstance(source, TEXT_DATA):
+        return "causal-lm"
+    return _TASKS[type(source if objective is None else objective)]
+
+
 def labels_fit_the_task(facts: RunFacts) -> Iterator[Problem]:
-    """Labels of text are the next tokens. A model that attends to later tokens would learn to copy them."""
+    """A model learns what it is made for: an encoder would see the next tokens that it should predict."""
     model = facts.config.model
-    if not isinstance(model, HFConfig) or model.task == "causal-lm":
+    if isinstance(model, HFConfig):
+        task, key, remedy = model.task, "model.task", "Write `model.task: {taught}`, or other data."
+    elif isinstance(model, (GptConfig, LlamaConfig)):
+        task, key, remedy = "causal-lm", "model.type", "Write `model.type: hf` with `model.task: {taught}`."
+    elif isinstance(model, ResNetConfig):
+        task, key, remedy = "image-classification", "model.type", "Write `model.type: hf` with `model.task: {taught}`."
+    else:
         return
-    made = [path for path, source in _sources(facts) if isinstance(source, (TokensData, TextData, JsonlData))]
-    if made:
-        message = f"{model.task!r}, but the labels of `{made[0]}` are the next tokens"
-        remedy = "Write `model.task: causal-lm`, or use a custom data set with labels for this task."
-        yield Problem("model.task", message, remedy)
+    for path, source in _sources(facts):
+        taught = _taught(source)
+        if taught in (None, task):
+            continue
+        fitting = [name for name in ("masked", "span_corruption", "denoising", "seq2seq") if _objective_for(name, task)]
+        if isinstance(source, TEXT_DATA) and fitting:
+            remedy = f"Write `{path}.objective: {{{{type: {' or '.join(fitting)}}}}}`, or `model.task: {{taught}}`."
+        elif isinstance(source, IMAGE_DATA) and task == "masked-image-modeling":
+            remedy = f"Write `{path}.objective: {{{{type: masked_image}}}}`."
+        message = f"{task!r}, but the labels of `{path}` are for {taught!r}"
+        yield Problem(key, message, remedy.format(taught=taught))
+        return
+
+
+def _objective_for(name: str, task: str) -> bool:
+    return any(section.model_fields["type"].default == name and made == task for section, made in _TASKS.items())
+
+
+def objectives_fit_their_text(facts: RunFacts) -> Iterator[Problem]:
+    """Hidden parts are parts of whole texts; text to text needs pairs. Special tokens come from a tokenizer."""
+    for path, source in _sources(facts):
+        if not isinstance(source, TEXT_DATA):
+            continue
+        objective = source.objective
+        pairs = isinstance(source, JsonlData) and source.prompt_key is not None
+        if isinstance(objective, Seq2SeqObjective):
+            if not pairs and not isinstance(source, TokensData):
+                message = "seq2seq needs prompts with completions"
+                remedy = f"Write `{path}.type: jsonl` with `prompt_key` and `completion_key`."
+                yield Problem(f"{path}.objective", message, remedy)
+            elif not source.document_mask:
+                yield Problem(f"{path}.document_mask", "false, but every row is a pair of its own", "Leave it out.")
+        elif isinstance(objective, (MaskedObjective, SpanCorruptionObjective, DenoisingObjective)) and pairs:
+            message = f"{objective.type} hides parts of whole texts, and `{path}.prompt_key` is set"
+            yield Problem(f"{path}.objective", message, f"Write `{path}.text_key` alone, or the objective seq2seq.")
+        if isinstance(source, TokensData):
+            if objective is not None and source.tokenizer is None:
+                message = "there is none, and the objective adds special tokens"
+                yield Problem(f"{path}.tokenizer", message, "Give the tokenizer.json that made the tokens.")
+            elif objective is None:
+                reason = "only objectives that add special tokens use it"
+                yield from without_effect(path, source, ("tokenizer",), reason, "Leave it out.")
+
+
+def only_causal_attention_is_spread_over_ranks(facts: RunFacts) -> Iterator[Problem]:
+    """Context parallelism spreads rows whose tokens attend to earlier ones only."""
+    model, cp = facts.config.model, facts.config.strategy.layout.cp
+    if isinstance(model, HFConfig) and model.task != "causal-lm" and cp > 1:
+        message = f"{cp}, but context parallelism is for causal attention, and `model.task` is {model.task}"
+        yield Problem("strategy.layout.cp", message, "Leave it out.")
+
+
+def a_contrastive_batch_is_the_same_everywhere(facts: RunFacts) -> Iterator[Problem]:
+    """The loss compares all samples of a micro-batch over all ranks, so their number must not follow from the ranks."""
+    config = facts.config
+    if not isinstance(config.model, HFConfig) or config.model.task != "contrastive-image-text":
+        return
+    if config.batch.micro is not None and config.batch.total is not None:
+        message = f"{config.batch.micro}: how many samples the contrastive loss compares would depend on the ranks"
+        remedy = "Write `batch.accumulation` instead: total ÷ accumulation samples are compared."
+        yield Problem("batch.micro", message, remedy)
+    for path in _ROLES:
+        data = getattr(config, path)
+        if isinstance(data, ImageTextData) and not data.drop_last:
+            message = "false, but the contrastive loss of a last, smaller batch would be another one"
+            yield Problem(f"{path}.drop_last", message, "Write `true`.")
+    pp, engine = config.strategy.layout.pp, config.strategy.engine_name
+    if pp > 1:
+        message = f"{pp}, but the contrastive loss compares what two encoders return"
+        yield Problem("strategy.layout.pp", message, "Leave it out.")
+    if engine != "native":
+        message = f"{engine!r}, but the contrastive loss compares the samples of all ranks, which only native gathers"
+        yield Problem("strategy.engine", message, "Write `native`.")
 
 
 def sequences_fit_the_model(facts: RunFacts) -> Iterator[Problem]:
     """Sequences are at most as long as `model.seq_len`; a GPT has no position embedding beyond it."""
     model = facts.config.model
     for path, source in _sources(facts):
-        if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, (TokensData, TextData, JsonlData)):
+        if not isinstance(model, (GptConfig, LlamaConfig)) or not isinstance(source, TEXT_DATA):
             continue
         if source.seq_len > model.seq_len:
             message = f"{source.seq_len} is longer than `model.seq_len`, {model.seq_len}"

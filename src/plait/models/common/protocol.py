@@ -11,7 +11,9 @@ available:
 - `forward` with an argument `hidden` allows splitting the model into pipeline stages;
 - `after_step(group, updated=…)` is called after every optimizer step, with the process group of the ranks that have the
   same parameters and other tokens, and whether the step changed the weights: a bool, or a scalar tensor on the device;
-- `flops_per_token` allows reporting MFU.
+- `flops_per_token` allows reporting MFU;
+- `data_group`, an attribute, is set to the process group of the ranks that read different samples (None: one rank), for
+  losses that compare the samples of all of them.
 
 Inputs of a language model, all of shape (batch, tokens):
 
