@@ -229,9 +229,7 @@ def train_alone(
     for step in batches(name, count, rows)[:steps]:
         total = 0.0
         for inputs in step:
-            if name.startswith("bare-"):
-                answer = model(input_ids=inputs["input_ids"])
-            elif isinstance(model, nn.Sequential):
+            if isinstance(model, nn.Sequential):
                 answer = model(inputs[0].to(dtype))
             else:
                 answer = model(inputs["input_ids"]) if isinstance(model, LayerStack) else model(**inputs)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
@@ -40,18 +40,21 @@ from plait.torch_internals import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_map_only,
     tree_unflatten,
+    version_of,
 )
 from plait.transformers_internals import pipeline_lists
 
-ROWS, TOKENS = 2, 12
+ROWS, TOKENS = 2, 16
 """The size of the micro-batch with which the calls of a language model are seen."""
 
 Value = tuple[int, int]
 """A tensor that a call returns: (index of the call, index among the leaves of its output)."""
 
-_DRAWN = -1
-"""The leaf of a `Value` that is not an output of its call: random numbers that glue draws before the call."""
+_HERE = -1
+"""The leaf of a `Value` that is not an output of its call, but something that glue has only in the stage of that call:
+random numbers, which every stage would draw anew, and buffers of modules that are calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +102,19 @@ class CallOrder:
     """Names of the parameters that glue reads itself; every stage has them."""
     modules: frozenset[str]
     """Names of the modules that count as calls, whether this forward pass called them or not."""
+    changes_inputs: bool
+    """Whether glue writes into the inputs, so that each stage needs a copy of them."""
 
     def crossing(self, last: int) -> tuple[Value, ...]:
         """Return the outputs of the calls up to `last` that are read after it; `ModelError` if they cannot be sent."""
         later = [call.reads for call in self.calls[last + 1 :]]
         values = sorted(value for value in frozenset().union(self.result, *later) if value[0] <= last)
         for call, leaf in values:
-            if leaf == _DRAWN:
+            if leaf == _HERE:
                 raise ModelError(
-                    f"random numbers that are drawn outside of layers, before {self.calls[call].module}, are read by "
-                    "several pipeline stages, which would draw different ones; set the model's dropout to 0"
+                    f"random numbers, or a buffer of a layer, that are read outside of layers before "
+                    f"{self.calls[call].module} are needed by several pipeline stages; "
+                    "set the model's dropout to 0, or use tensor parallelism or sharding for it"
                 )
         return tuple(values)
 
@@ -210,9 +216,9 @@ class _Watch:
 
     def __init__(self, model: nn.Module, opened: Sequence[str]) -> None:
         self._name = type(model).__name__
-        tensors = {id(tensor): _on_meta(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._buffers = {id(tensors[id(buffer)]): buffer for buffer in model.buffers()}
-        self._model = copy.deepcopy(model, tensors)
+        self._opened = opened
+        self._given_model = model
+        self._model = self._copy()
         self._modules = _call_modules(self._model, opened)
         self._calls: list[ModuleCall] = []
         self._turns: Counter[str] = Counter()
@@ -221,24 +227,32 @@ class _Watch:
         self._kept: list[Any] = []
         self._shapes: list[KnownShape] = []
         self._direct: set[str] = set()
-        self._param_names = {storage_key(p): name for name, p in self._model.named_parameters()}
-        self._stand_ins: dict[int, Tensor] = {}
-        self._give_glue_values()
+        self._stand_ins: dict[str, Tensor] = {}
         for name, module in self._modules.items():
             _set_call(module, self._caller(name))
 
-    def _give_glue_values(self) -> None:
-        """Allocate the buffers of modules that are not calls; of plain attributes too, if they are tensors."""
-        inside = {id(part) for module in self._modules.values() for part in module.modules()}
-        for module in self._model.modules():
+    def _copy(self) -> nn.Module:
+        """Return a copy of the model without values, but in buffers of modules that are not calls.
+
+        These are allocated, as are plain attributes that are tensors.
+        """
+        model = self._given_model
+        tensors = {id(tensor): _on_meta(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        buffers = {id(tensors[id(buffer)]): buffer for buffer in model.buffers()}
+        copied = copy.deepcopy(model, tensors)
+        inside = {id(part) for module in _call_modules(copied, self._opened).values() for part in module.modules()}
+        for module in copied.modules():
             if id(module) in inside:
                 continue
             for key, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[key] = self._with_values(self._buffers.get(id(buffer), buffer))
+                    module._buffers[key] = self._with_values(buffers.get(id(buffer), buffer))
             for key, value in vars(module).items():
                 if isinstance(value, Tensor):
-                    module.__dict__[key] = self._with_values(value)
+                    vars(module)[key] = self._with_values(value)
+        self._param_names = {storage_key(param): name for name, param in copied.named_parameters()}
+        self._buffers = {storage_key(buffer) for buffer in copied.buffers()}
+        return copied
 
     @staticmethod
     def _with_values(tensor: Tensor) -> Tensor:
@@ -247,10 +261,9 @@ class _Watch:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     def run(self, inputs: Mapping[str, Any], lists: Sequence[str], *, declared: bool) -> CallOrder:
-        given = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, dict(inputs))
-        if not getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
-            given.pop("labels", None)  # an encoder-decoder may make its inputs from them; others only read logits
-        self._kept.append(given)
+        given = tree_map(lambda leaf: leaf.detach().clone().cpu() if isinstance(leaf, Tensor) else leaf, dict(inputs))
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        before = [version_of(tensor) for tensor in tensors]
         with intercept_operations(self._operate):
             output = self._model(**without_cache(self._model, given))
         result = self._sources_of(output)
@@ -260,19 +273,27 @@ class _Watch:
                 f"{self._name} has no list of layers that are called one after the other, each with the output of the "
                 f"one before ({', '.join(lists)}), so it cannot be split into pipeline stages"
             )
-        order = CallOrder(tuple(self._calls), tuple(layers), result, frozenset(self._direct), frozenset(self._modules))
+        order = CallOrder(
+            tuple(self._calls),
+            tuple(layers),
+            result,
+            frozenset(self._direct),
+            frozenset(self._modules),
+            changes_inputs=before != [version_of(tensor) for tensor in tensors],
+        )
         self._rehearse(order, given)
         return order
 
     def _rehearse(self, order: CallOrder, given: Mapping[str, Any]) -> None:
         """Run the glue with all calls left to other stages; `ModelError` if it needs more of a module than its output.
 
-        It may read a weight's device, or call another method. Changes the copy of the model.
+        On a new copy, for the first forward pass may change a model.
         """
-        stage = StageCalls(self._model, order, len(order.calls), None, keeps=set())
+        model = self._copy()
+        stage = StageCalls(model, order, len(order.calls), None, keeps=set())
         try:
             with intercept_operations(self._operate):
-                stage(self._model, given, {"values": (), "shapes": KnownShapes(tuple(self._shapes))})
+                stage(model, given, {"values": (), "shapes": KnownShapes(tuple(self._shapes))})
         except Exception as error:
             raise ModelError(
                 f"{self._name} cannot be split into pipeline stages: outside of its layers it needs more of them than "
@@ -286,8 +307,12 @@ class _Watch:
             return _without_values(func, args, kwargs)
         sources = self._sources_of((args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            sources |= {(len(self._calls), _DRAWN)}
+            sources |= {(len(self._calls), _HERE)}
         if any(leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            if any(
+                storage_key(leaf) in self._buffers for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            ):
+                sources |= {(len(self._calls), _HERE)}
             args, kwargs = tree_map(self._stand_in, (args, kwargs))
         output = func(*args, **kwargs)
         if sources:
@@ -301,12 +326,20 @@ class _Watch:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
             return leaf
         key = storage_key(leaf)
-        if key not in self._param_names:
+        if key in self._buffers:
             return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        self._direct.add(self._param_names[key])
-        if key not in self._stand_ins:
-            self._stand_ins[key] = torch.zeros(leaf.shape, dtype=leaf.dtype)
-        return self._stand_ins[key]
+        name = self._param_names.get(key)
+        if name is None:
+            last = self._calls[-1].module if self._calls else "its first layer"
+            raise ModelError(
+                f"{self._name} reads a tensor from inside of its layers that they do not return (after {last}), as "
+                "some do for the loss of their routers; a pipeline stage would have that of its own layers only: use "
+                "tensor parallelism or sharding for it"
+            )
+        self._direct.add(name)
+        if name not in self._stand_ins:
+            self._stand_ins[name] = torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return self._stand_ins[name]
 
     def _note(self, tensor: Tensor, sources: frozenset[Value]) -> None:
         key = storage_key(tensor)
@@ -325,18 +358,20 @@ class _Watch:
         def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._in_call:
                 return real(*args, **kwargs)
+            if (function := _enclosing_function()) is not None:
+                raise ModelError(
+                    f"{name} is called in the autograd function {function}, whose backward pass needs all layers, so "
+                    f"{self._name} cannot be split into pipeline stages; use tensor parallelism or sharding for it"
+                )
             turn, self._turns[name] = self._turns[name], self._turns[name] + 1
             reads = self._sources_of((args, kwargs, [dict(shared) for shared in _containers(args, kwargs).values()]))
             self._in_call = True
             try:
-                given, named = _given_on_meta(args), dict(zip(kwargs, _given_on_meta(kwargs.values()), strict=True))
-                before = _contents(given, named)
-                output = real(*given, **named)
-                output = output, _written(given, named, before)
+                output = self._shapes_of(name, real, args, kwargs)
             finally:
                 self._in_call = False
             leaves, structure = tree_flatten(output)
-            described = tuple(_describe(leaf, given, named) for leaf in leaves)
+            described = tuple(_describe(leaf, args, kwargs) for leaf in leaves)
             index = len(self._calls)
             self._calls.append(ModuleCall(name, turn, reads, structure, described))
             for position, leaf in enumerate(leaves):
@@ -349,6 +384,30 @@ class _Watch:
             return output
 
         return call
+
+    def _shapes_of(self, name: str, real: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of a call, and what it writes into its arguments, on the meta device if it allows that.
+
+        A call that needs values (`tolist`, some choices of experts) gets an allocated copy of the module, with zeros.
+        """
+        try:
+            return _output_and_written(real, *_copied(args, kwargs, _on_meta))
+        except Exception:
+            module = copy.deepcopy(self._modules[name]).to_empty(device="cpu")
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.zero_()
+            return _output_and_written(module, *_copied(args, kwargs, lambda leaf: leaf))
+
+
+def _enclosing_function() -> str | None:
+    """Return the name of the `torch.autograd.Function` in whose forward pass the caller runs; None if in none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        for value in list(frame.f_locals.values())[:2]:
+            if isinstance(value, torch.autograd.function.FunctionCtx):
+                return type(value).__name__.removesuffix("Backward")
+        frame = frame.f_back
+    return None
 
 
 def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -380,17 +439,26 @@ def _containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | st
     return {argument: value for argument, value in named if isinstance(value, MutableMapping)}
 
 
-def _given_on_meta(values: Iterable[Any]) -> list[Any]:
-    """Return arguments on the meta device, mappings among them as copies."""
-    given = []
-    for value in values:
-        if isinstance(value, MutableMapping):
-            copied = copy.copy(value)
-            copied.update(tree_map(_on_meta, dict(value)))
-            given.append(copied)
-        else:
-            given.append(tree_map(_on_meta, value))
-    return given
+def _copied(
+    args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments with changed leaves, mappings among them as copies."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, MutableMapping):
+            return tree_map(change, value)
+        result = copy.copy(value)
+        result.update(tree_map(change, dict(value)))
+        return result
+
+    return [copied(value) for value in args], {key: copied(value) for key, value in kwargs.items()}
+
+
+def _output_and_written(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the output of a call, and what it writes into its arguments."""
+    before = _contents(args, kwargs)
+    output = call(*args, **kwargs)
+    return output, _written(args, kwargs, before)
 
 
 def _contents(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, dict[Any, int]]:
@@ -437,21 +505,23 @@ def _made_inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
     config = hf.config
     tokens = torch.arange(1, TOKENS + 1).expand(ROWS, TOKENS).contiguous()
     text = {"input_ids": tokens % max(2, getattr(config.get_text_config(), "vocab_size", None) or 2)}
-    if getattr(config, "is_encoder_decoder", False):
-        text["decoder_input_ids"] = text["input_ids"].clone()
+    labels = {"labels": text["input_ids"]} if "labels" in inspect.signature(type(model).forward).parameters else {}
+    decoder = getattr(config, "is_encoder_decoder", False)
+    decoded = {"decoder_input_ids": text["input_ids"]} if decoder else {}
     main = getattr(hf, "main_input_name", "input_ids")
     pixels = _pixels(config)
     if main == "input_features":
         frames = 2 * config.max_source_positions if hasattr(config, "max_source_positions") else 200
         features = torch.zeros(ROWS, getattr(config, "num_mel_bins", 80), frames)
-        text.pop("input_ids")
-        yield {"input_features": features, **text}
+        yield {"input_features": features, **(labels or decoded)}
+        yield {"input_features": features, **decoded}
     elif main == "input_values":
         yield {"input_values": torch.zeros(ROWS, 16000)}
     elif main == "pixel_values" and pixels is not None:
         yield {"pixel_values": pixels}
     else:
-        yield text
+        yield {**text, **(labels or decoded)}
+        yield {**text, **decoded}
         if pixels is not None:
             yield {**text, "pixel_values": pixels}
 
@@ -480,23 +550,53 @@ def _set_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 
 class _OfOtherStage(nn.Module):
-    """Replaces a module that another stage runs. Glue may read the plain attributes of the one that it replaces."""
+    """Replaces a module that another stage runs; it has no parameters.
 
-    def __init__(self, replaced: nn.Module, device: Callable[[], torch.device | None]) -> None:
+    Glue may read the plain attributes of the module that it replaces, and shapes, dtypes and devices of its weights,
+    whose values are NaN.
+    """
+
+    def __init__(self, replaced: nn.Module, stage: StageCalls) -> None:
         super().__init__()
-        self._device = device
-        own = vars(self)
-        skipped = (*own, "forward")
-        own.update({key: value for key, value in vars(replaced).items() if key not in skipped})
+        skipped = (*vars(self), "forward")
+        attributes = {key: value for key, value in vars(replaced).items() if key not in skipped}
+        vars(self).update(attributes)
         self.training = replaced.training
-        dtypes = [param.dtype for param in replaced.parameters() if param.is_floating_point()]
-        if isinstance(getattr(type(replaced), "dtype", None), property) and dtypes:
-            self.dtype = dtypes[0]
+        self._replaced = type(replaced)
+        self._stage = stage
+        self._weights = {
+            key: (tensor.shape, tensor.dtype)
+            for key, tensor in (*replaced._parameters.items(), *replaced._buffers.items())
+            if tensor is not None
+        }
+        self._inside = {
+            key: child if child is None else _OfOtherStage(child, stage) for key, child in replaced._modules.items()
+        }
 
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the stage; glue may ask for that of a model inside of the model."""
-        return self._device()
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if name in own.get("_inside", ()):
+            return own["_inside"][name]
+        if name in own.get("_weights", ()):
+            shape, dtype = own["_weights"][name]
+            stage: StageCalls = own["_stage"]
+            value, dtype = (torch.nan, stage.dtype) if dtype.is_floating_point else (0, dtype)
+            return torch.full((), value, dtype=dtype, device=stage.device).expand(shape)
+        constant = inspect.getattr_static(own.get("_replaced", object), name, None)
+        if isinstance(constant, property) and name in ("dtype", "device"):
+            return getattr(own["_stage"], name)
+        if isinstance(constant, str | int | float | tuple):
+            return constant
+        return super().__getattr__(name)
+
+
+def _without_params(module: nn.Module, stage: StageCalls) -> None:
+    """Give a model inside of the model, all of whose layers other stages have, the dtype and device of the stage."""
+    original = type(module)
+    members: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    members["dtype"] = property(lambda _: stage.dtype)
+    members["device"] = property(lambda _: stage.device)
+    module.__class__ = type(original.__name__, (original,), members)
 
 
 # ---- a stage
@@ -530,7 +630,8 @@ class _Visit:
 
     arrived: Mapping[Value, Tensor | None]
     shapes: dict[tuple[str, int, int], tuple[tuple[int, ...], torch.dtype]]
-    device: torch.device | None
+    device: torch.device
+    dtype: torch.dtype
     turns: Counter[str] = field(default_factory=Counter)
     seen: dict[Value, Tensor] = field(default_factory=dict)
     done: bool = False
@@ -574,14 +675,26 @@ class StageCalls:
                 if any(id(param) in shared for param in part.parameters()):
                     _keep_only_params(part, shared)
                 else:
-                    used = _OfOtherStage(part, self._device)
+                    used = _OfOtherStage(part, self)
                     for parent in parents:  # it may have several
                         parent._modules.update({key: used for key, child in parent._modules.items() if child is part})
             if name not in keeps or name in earlier or self._last is not None:
                 _set_call(used, self._caller(name))
 
-    def _device(self) -> torch.device | None:
-        return None if self._visit is None else self._visit.device
+        for part in parents:
+            answers = isinstance(getattr(type(part), "dtype", None), property) and not isinstance(part, _OfOtherStage)
+            if answers and not any(param.is_floating_point() for param in part.parameters()):
+                _without_params(part, self)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the micro-batch that is run."""
+        return torch.device("cpu") if self._visit is None else self._visit.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stage's parameters."""
+        return torch.get_default_dtype() if self._visit is None else self._visit.dtype
 
     def _caller(self, name: str) -> Callable[..., Any]:
         def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -597,10 +710,9 @@ class StageCalls:
                 )
             if index < self._first:
                 return self._answer(visit, index, args, kwargs)
-            before = _contents(args, kwargs)
-            output = real(*args, **kwargs)
+            output, written = _output_and_written(real, args, kwargs)
             if self._last is not None:
-                self._note(visit, index, (output, _written(args, kwargs, before)))
+                self._note(visit, index, (output, written))
                 if index == self._last:
                     visit.done = True
                     raise _Done(self._leaving(visit))
@@ -658,11 +770,16 @@ class StageCalls:
         """Run the stage on a micro-batch and what the stage before has sent; return what the next stage needs."""
         values, known = ((), KnownShapes()) if received is None else (received["values"], received["shapes"])
         arrived = dict(zip(self._arrives, values, strict=True))
-        device = next((value.device for value in (*values, *tree_leaves(inputs)) if isinstance(value, Tensor)), None)
+        device = next(value.device for value in (*values, *tree_leaves(inputs)) if isinstance(value, Tensor))
+        dtypes = (param.dtype for param in module.parameters() if param.is_floating_point())
+        dtype = next(dtypes, torch.get_default_dtype())
         shapes = {(name, turn, leaf): (shape, dtype) for name, turn, leaf, shape, dtype in known.of}
-        self._visit = visit = _Visit(arrived, shapes, device)
+        self._visit = visit = _Visit(arrived, shapes, device, dtype)
+        if self._order.changes_inputs:
+            inputs = tree_map_only(Tensor, torch.clone, dict(inputs))
         try:
-            output = module(**without_cache(module, inputs))
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # a model may have changed it when the stage stops
+                output = module(**without_cache(module, inputs))
         finally:
             self._visit = None
         if self._last is None:
