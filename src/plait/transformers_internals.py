@@ -10,8 +10,10 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -34,6 +36,9 @@ ATTRIBUTES = {
     "transformers.PreTrainedModel._is_fsdp_managed_module": "generation without waiting for other ranks",
     "torch.Tensor._is_hf_initialized": "initial values, module by module",
     "transformers.PretrainedConfig._attn_implementation": "context parallelism, packed documents",
+    "transformers.PreTrainedModel._keys_to_ignore_on_save": "weights that are not written",
+    "transformers.conversion_mapping": "weights under the names and in the shapes of files",
+    "transformers.core_model_loading": "weights under the names and in the shapes of files",
 }
 """The private attributes, and what each is used for."""
 
@@ -145,3 +150,156 @@ def is_transformers_model(module: nn.Module) -> bool:
     """Return whether a model is a `PreTrainedModel`; False if nothing has imported `transformers` yet."""
     package = sys.modules.get("transformers.modeling_utils")
     return package is not None and isinstance(module, package.PreTrainedModel)
+
+
+# Weights in files and in modules.
+#
+# [Note: weights are stored in another form]
+# `transformers` stores some weights under other names and in other shapes than its modules have: the experts of a
+# mixture one by one, `embed_out` for `lm_head`, a body without the prefix of its head model. Its registry
+# (`conversion_mapping`) has a list of renamings and converters for a model. Here, these are applied to names alone, and
+# the tensors that a converter takes together become a `WeightGroup`, which is computed when its tensors are there.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightGroup:
+    """Tensors that are converted together: stored ones to those of a model, or the other way round."""
+
+    sources: tuple[str, ...]
+    """The names of the tensors that it takes, in order."""
+    stacked: bool
+    """Whether the i-th source of each pattern determines the i-th row of the one result, and nothing else."""
+    _patterns: tuple[str, ...]
+    """For each source, the pattern of the converter that it matched."""
+    _layer: str
+    _converter: Any
+    """None: the one tensor only has another name."""
+    _model: Any
+    _renamings: tuple[Any, ...] = ()
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the results by name for the sources in `tensors`: all of them, or some rows (`rows`)."""
+        if self._converter is None:
+            return {self._layer: tensors[self.sources[0]]}
+        converter = deepcopy(self._converter)
+        for name, pattern in zip(self.sources, self._patterns, strict=True):
+            if name in tensors:
+                converter.add_tensor(self._layer, name, pattern, tensors[name])
+        answer = converter.convert(self._layer, model=self._model, config=self._model.config)
+        values: Mapping[str, Any] = answer[0] if isinstance(answer, tuple) else answer  # a pair in older releases
+        return {
+            _renamed(name, self._renamings): value[0] if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+
+    @property
+    def renames(self) -> bool:
+        """Whether the one tensor only has another name."""
+        return self._converter is None
+
+    def rows(self, rows: slice) -> tuple[str, ...]:
+        """Return the sources that determine these rows of the result of a `stacked` group."""
+        by_pattern: dict[str, list[str]] = {}
+        for name, pattern in zip(self.sources, self._patterns, strict=True):
+            by_pattern.setdefault(pattern, []).append(name)
+        return tuple(name for names in by_pattern.values() for name in names[rows])
+
+
+def groups_to_load(model: Any, stored: Iterable[str]) -> list[WeightGroup]:
+    """Return the groups that convert the stored tensors of these names to those of a model of `transformers`.
+
+    A name that the registry does not know is a group of its own, whose result may be no tensor of the model.
+    """
+    core = import_module("transformers.core_model_loading")
+    rename, mapping = _of(core, "rename_source_key"), _conversions(model, add_legacy=True)
+    state, prefix = model.state_dict(), model.base_model_prefix
+    collected: dict[tuple[str, bool], list[tuple[str, str]]] = {}
+    renamings, converters = _kinds(core, mapping)
+    for name in sorted(stored, key=_of(core, "dot_natural_key")):
+        target, pattern = rename(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None
+        elif target not in state:  # the registry may rename what has the right name, except for the prefix
+            plain, _ = rename(name, [], [], prefix, state)
+            target, pattern = plain if plain in state else target, None
+        key = (target, pattern is not None)
+        if pattern is None and key in collected:  # stored twice, under two names
+            key = (name, False)
+        collected.setdefault(key, []).append((name, name if pattern is None else pattern))
+    return [_group(model, core, target, found, converters) for (target, _), found in collected.items()]
+
+
+def groups_to_store(model: Any, names: Iterable[str]) -> list[WeightGroup]:
+    """Return the groups that convert tensors of a model of `transformers` to those that `save_pretrained` writes."""
+    core = import_module("transformers.core_model_loading")
+    rename, mapping = _of(core, "rename_source_key"), _conversions(model, add_legacy=False)
+    # Older releases apply the renamings before the converters, in the order of loading.
+    in_two_steps = hasattr(core, "PrefixChange")
+    if in_two_steps:
+        mapping = [entry for entry in mapping if not isinstance(entry, core.PrefixChange)][::-1]
+    renamings, converters = _kinds(core, [entry.reverse_transform() for entry in mapping])
+    collected: dict[tuple[str, bool], list[tuple[str, str]]] = {}
+    for name in sorted(names, key=_of(core, "dot_natural_key")):
+        target, pattern = rename(name, [] if in_two_steps else renamings, converters)
+        if pattern is None:
+            target = _renamed(target, renamings) if in_two_steps else target
+        collected.setdefault((target, pattern is not None), []).append((name, name if pattern is None else pattern))
+    later = tuple(renamings) if in_two_steps else ()
+    return [_group(model, core, target, found, converters, later) for (target, _), found in collected.items()]
+
+
+def not_stored(model: Any) -> list[str]:
+    """Return patterns of the names of tensors that `save_pretrained` leaves out."""
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def tied_names(model: Any) -> set[str]:
+    """Return the names of parameters that are written under another name, to which they are tied."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def _conversions(model: Any, *, add_legacy: bool) -> list[Any]:
+    registry = import_module("transformers.conversion_mapping")
+    return list(_of(registry, "get_model_conversion_mapping")(model, add_legacy=add_legacy))
+
+
+def _kinds(core: Any, mapping: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    renamings = [entry for entry in mapping if isinstance(entry, _of(core, "WeightRenaming"))]
+    return renamings, [entry for entry in mapping if isinstance(entry, _of(core, "WeightConverter"))]
+
+
+def _group(
+    model: Any,
+    core: Any,
+    target: str,
+    found: Sequence[tuple[str, str]],
+    converters: Sequence[Any],
+    renamings: tuple[Any, ...] = (),
+) -> WeightGroup:
+    sources, patterns = zip(*found, strict=True)
+    if sources == patterns:  # no pattern is a full name
+        return WeightGroup(sources, False, patterns, target, None, model)
+    converter = next(entry for entry in reversed(converters) if patterns[0] in entry.source_patterns)
+    first, *others = converter.operations
+    stacked = (
+        isinstance(first, _of(core, "MergeModulelist"))
+        and first.dim == 0
+        and len(converter.target_patterns) == 1
+        and all(_keeps_rows(core, operation) for operation in others)
+    )
+    return WeightGroup(sources, stacked, patterns, target, converter, model, renamings)
+
+
+def _keeps_rows(core: Any, operation: Any) -> bool:
+    """Return whether an operation computes each row of its result from the same row of its tensors."""
+    if isinstance(operation, _of(core, "Concatenate")):
+        return bool(operation.dim > 0)
+    if isinstance(operation, _of(core, "Transpose")):
+        return bool(operation.dim0 > 0 and operation.dim1 > 0) and not getattr(operation, "check_dims", False)
+    return False
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from plait import Runner
 from plait.cli.main import main
+from plait.distributed import materialize, stacks
 from plait.models.hf import PRESETS
+from plait.monitor import format_bytes
+from plait.torch_internals import intercept_operations, tree_leaves
 from tests.multi.ranks import RankPool
+from tests.tiny_models import tiny_keys
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,6 +35,13 @@ SAVED: dict[str, dict[str, Any]] = {
     "qwen": {**PRESETS["tiny-qwen"]["config"], "tie_word_embeddings": False},
     "tied qwen": PRESETS["tiny-qwen"]["config"],
 }
+CONVERTED = (
+    "mixtral", "gpt_neox", "qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "olmoe",
+    "phimoe", "minimax", "jamba", "ernie4_5_moe", "exaone_moe", "solar_open", "mellum", "beam", "hy_v3", "laguna",
+    "qwen3_next", "qwen3_5_moe_text", "afmoe", "axk1", "flex_olmo", "cohere2_moe", "nemotron_h", "gpt_oss",
+)  # fmt: skip
+"""Models that `transformers` stores under other names or in other shapes than their modules have."""
+PLAIN = ("mistral", "gemma2", "gemma3_text", "olmo2", "phi3", "opt", "bloom", "cohere", "starcoder2", "stablelm")
 OWN: dict[str, dict[str, Any]] = {
     "llama": {"type": "llama", "kv_heads": 2, "rope_base": 5000.0},
     "tied llama": {"type": "llama", "tie_embeddings": True},
@@ -115,6 +128,99 @@ def test_a_model_of_transformers_comes_back_trained(name: str, tmp_path: Path, m
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     assert not torch.equal(theirs(start, seed), ours)
     assert torch.equal(theirs(tmp_path / "out", seed), ours)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model_type" in metafunc.fixturenames:
+        metafunc.parametrize("model_type", CONVERTED + PLAIN if metafunc.config.option.fresh else CONVERTED[:2])
+
+
+def test_and_so_does_one_that_is_stored_in_another_form(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = some_seed()
+    keys = tiny_keys(model_type, vocab_size=VOCABULARY)
+    described = transformers.AutoConfig.for_model(**keys)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(described)
+    model.save_pretrained(tmp_path / "start", max_shard_size="60KB")
+    ours = train(0, 1, {"type": "hf", "path": str(tmp_path / "start")}, str(tmp_path / "run"), seed)
+    plait(monkeypatch, "convert", tmp_path / "run", tmp_path / "out", "--to", "hf", "--shard-size", "70KB")
+    assert stored_names(tmp_path / "out") == stored_names(tmp_path / "start")
+    assert not torch.allclose(theirs(tmp_path / "start", seed), ours)
+    # The same numbers, added in another order where the experts are computed in another way.
+    torch.testing.assert_close(theirs(tmp_path / "out", seed), ours, rtol=1e-5, atol=1e-5)
+
+
+def stored_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+def experts_of_half(rank: int, size: int, folder: str, seed: int) -> tuple[Tensor, list[str], int]:
+    """Train as experts of two ranks, with ZeRO; returns the logits, what was logged, and the largest tensor made."""
+    largest = 0
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal largest
+        result = func(*args, **kwargs)
+        held = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not t.is_meta and t.ndim >= 3]
+        largest = max([largest, *(t.untyped_storage().nbytes() for t in held)])
+        return result
+
+    original = materialize.initialize
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        with intercept_operations(run):
+            original(*args, **kwargs)
+
+    stacks.BLOCK = 1  # a row at a time
+    materialize.initialize = watched
+    logged: list[str] = []
+    try:
+        with Runner(
+            model={"type": "hf", "path": f"{folder}/start"},
+            data=Tokens(seed),
+            optim={"lr": 1e-2},
+            batch={"total": 4},
+            train={"max_steps": 2},
+            strategy={"zero": 3},
+            work_dir=f"{folder}/run",
+            device="cpu",
+            log={"console": "none", "sinks": ["jsonl"]},
+        ) as runner:
+            runner.train()
+            runner.engine.model.eval()
+            with torch.no_grad():
+                logits = runner.engine.model(probe(seed)).clone()
+    finally:
+        materialize.initialize = original
+    if rank == 0:
+        logged = [line for file in Path(folder, "run").rglob("*.jsonl") for line in file.read_text().splitlines()]
+    return logits, logged, largest
+
+
+def test_each_rank_of_a_mixture_makes_and_reads_only_its_share(
+    two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = some_seed()
+    described = transformers.AutoConfig.for_model(**tiny_keys("mixtral", vocab_size=VOCABULARY, num_experts=8))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(described)
+    model.save_pretrained(tmp_path / "start")
+    (logits, logged, _), _ = answers = two_ranks.run(experts_of_half, str(tmp_path), seed)
+    stack = model.model.layers[0].mlp.experts.gate_up_proj
+    assert max(largest for *_, largest in answers) <= stack.nbytes // 2
+    total = sum(param.nbytes for param in model.parameters())
+    (line,) = [line for line in logged if "pretrained weights" in line]
+    assert f"{format_bytes(total)} read per rank" in line
+    read = float(re.search(r"([\d.]+) KiB of", line)[1]) * 1024  # type: ignore[index]
+    assert read < 0.6 * total
+    plait(monkeypatch, "convert", tmp_path / "run", tmp_path / "out", "--to", "hf")
+    torch.testing.assert_close(theirs(tmp_path / "out", seed), logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tied qwen", "llama"])

@@ -82,6 +82,7 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
 
     from plait.checkpoint import convert as conversion
     from plait.cli.converted_model import prepare_source
+    from plait.distributed import peak_host_memory
     from plait.monitor import format_bytes, format_duration
 
     start = time.perf_counter()
@@ -109,9 +110,8 @@ def convert(src: str | None, dst: str | None, options: ConvertOptions) -> None:
             )
     seconds = time.perf_counter() - start
     tensors = f"{result.tensors} tensor{'' if result.tensors == 1 else 's'}"
-    took = (
-        f"{format_bytes(result.bytes)} in {format_duration(seconds)}, {format_bytes(_peak_memory())} of memory at most"
-    )
+    memory = format_bytes(peak_host_memory())
+    took = f"{format_bytes(result.bytes)} in {format_duration(seconds)}, {memory} of memory at most"
     typer.echo(f"{dst}: {tensors}, {took}")
 
 
@@ -225,16 +225,6 @@ def _progress(source: Source) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=sum(entry.bytes for entry in source.entries.values()))
         yield lambda count: progress.advance(task, count)
-
-
-def _peak_memory() -> int:
-    """Return the peak memory of this process. Not `getrusage`: on Linux it has the parent's if that is higher."""
-    status = Path("/proc/self/status")
-    if status.exists() and (match := re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))):
-        return int(match[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # `plait convert CONFIG --to yaml`: converts another framework's configuration to a run description.

@@ -23,7 +23,7 @@ from plait.checkpoint import (
 from plait.config import PosttrainConfig, parse_stored, read_json_object, text_sources
 from plait.data import load_tokenizer, tokenizer_path
 from plait.errors import CheckpointError, ConfigError, DataError, ModelError, PlaitError, Problem
-from plait.models import from_transformers, to_transformers
+from plait.models import from_stored, from_transformers, to_transformers
 from plait.posttrain import (
     CHAT_TEMPLATE,
     SETTINGS,
@@ -38,6 +38,8 @@ from plait.posttrain import (
 TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
 """Files in which `transformers` folders keep a chat template, if it is not in the tokenizer's settings."""
 GENERATION = "generation_config.json"
+STORED_KINDS = ("hf", "megatron")
+"""Kinds of sources whose tensors have the names and shapes that `save_pretrained` writes, not those of modules."""
 FAMILIES = ("gpt", "llama", "moe")
 """Plait's models that can load weights of `transformers`."""
 
@@ -49,7 +51,7 @@ def prepare_source(
     if to == "hf":
         return _for_transformers(_as_plain_model(source, trust_code), model, trust_code)
     if model is None:
-        return (_as_hf_model(source), None) if source.kind == "hf" and to == "plait" else (source, None)
+        return (_as_hf_model(source, trust_code) if to == "plait" else source), None
     if model not in FAMILIES:
         raise ConfigError(Problem("--model", f"names of {model!r} are not known", f"Use {' or '.join(FAMILIES)}."))
     return _as_plait_model(source, model), None
@@ -77,9 +79,18 @@ def _as_plait_model(source: Source, family: str) -> Source:
     return with_state(renamed, _with_model(source.state, adopted.config.model_dump(mode="json")))
 
 
-def _as_hf_model(source: Source) -> Source:
-    model = {"type": "hf", "path": str(source.path.absolute())}
-    return with_state(source, _with_model(source.state, model))
+def _as_hf_model(source: Source, trust_code: bool) -> Source:
+    """Return weights that were stored for `transformers` under the names that its modules have; others unchanged."""
+    if source.kind not in STORED_KINDS:
+        return source
+    if source.kind == "hf":
+        source = with_state(source, _with_model(source.state, {"type": "hf", "path": str(source.path.absolute())}))
+    described = _config_in(source.state).get("model")
+    if described is None or (source.kind == "hf" and read_description(source.path) is None):
+        return source
+    shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
+    made = from_stored(_parsed("model", described, source), shapes, trust_code=trust_code)
+    return source if made is None else translated(source, made)
 
 
 def _config_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,8 +107,8 @@ def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tu
     _refuse_partial(source)
     if described is not None:
         portable = to_transformers(_parsed("model", described, source), trust_code=trust_code)
-        if portable.made is not None:
-            source = translated(source, portable.made)
+        if portable.made is not None and source.kind not in STORED_KINDS:
+            source = translated(source, portable.made, unused=portable.unused)
         folder = portable.folder if model is None else Path(model)
         description = portable.description if model is None else _description(Path(model))
         if source.kind == "megatron":
@@ -112,7 +123,9 @@ def _for_transformers(source: Source, model: str | None, trust_code: bool) -> tu
             )
         )
     folder = source.path if model is None else Path(model)
-    return source, Description(_description(folder), companions(folder))
+    # Quantized weights were computed back to full ones when they were read.
+    config = {key: value for key, value in _description(folder).items() if key != "quantization_config"}
+    return source, Description(config, companions(folder))
 
 
 def _refuse_partial(source: Source) -> None:

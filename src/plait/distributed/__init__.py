@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from plait.distributed.device import device_from_env as device_from_env
     from plait.distributed.device import export_ranks as export_ranks
     from plait.distributed.device import open_group_of_one as open_group_of_one
+    from plait.distributed.device import peak_host_memory as peak_host_memory
     from plait.distributed.dtensor import dtensor_like as dtensor_like
     from plait.distributed.dtensor import is_sharded as is_sharded
     from plait.distributed.dtensor import local_grad as local_grad
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from plait.distributed.materialize import find_initializer as find_initializer
     from plait.distributed.materialize import find_shared_storage as find_shared_storage
     from plait.distributed.materialize import gradient_hooks as gradient_hooks
+    from plait.distributed.materialize import local_region as local_region
     from plait.distributed.materialize import local_shard_of as local_shard_of
     from plait.distributed.materialize import param_attributes as param_attributes
     from plait.distributed.materialize import restore_attributes as restore_attributes
@@ -105,6 +107,7 @@ if TYPE_CHECKING:
     from plait.distributed.seeding import restore_rng_state as restore_rng_state
     from plait.distributed.seeding import rng_state as rng_state
     from plait.distributed.seeding import seed_everything as seed_everything
+    from plait.distributed.stacks import Region as Region
     from plait.distributed.tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
     from plait.distributed.tensor_parallel import enclosing_module as enclosing_module
     from plait.distributed.tensor_parallel import experts_are_replicated as experts_are_replicated

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from plait.distributed.deferred_init import ConstructionRecord, RecordedOperation, direct_tensors, find_replay
 from plait.distributed.dtensor import is_sharded, to_local
+from plait.distributed.stacks import Region, StackPart, WholeStackError, fill_parts, find_stacks
 from plait.torch_internals import gradient_hooks_of, storage_key
 
 # What the author of a model attached to its parameters: hooks, attributes, references.
@@ -287,7 +288,7 @@ def _modules_of_unit(unit: nn.Module) -> list[nn.Module]:
 
 
 Keep = Callable[[nn.Parameter, torch.Tensor], bool]
-"""(parameter, its full initial values, in fp32 for 16-bit parameters) → True if the parameter need not be filled."""
+"""(parameter, this rank's part of its values, in fp32 for 16-bit parameters) → True if it need not be filled."""
 
 
 def initialize(
@@ -301,7 +302,7 @@ def initialize(
 ) -> None:
     """Set all initial values; see [Note: initial values do not depend on the layout].
 
-    `keep`, if given, gets the full values of each parameter; those for which it returns True are not filled. With
+    `keep`, if given, gets the values of each parameter; those for which it returns True are not filled. With
     `buffers_only`, parameters keep their values.
     """
     done: set[int] = set()
@@ -312,8 +313,10 @@ def initialize(
             if not fresh and all(b is None for b in module._buffers.values()):
                 continue
             done.update(id(p) for p in held.values())
-            torch.manual_seed(_seed_of(seed, name))
-            _initialize_module(module, held, fresh, initializer, device, keep)
+            stacks = find_stacks({key: held[key] for key in fresh}, local_region)
+            start = partial(torch.manual_seed, _seed_of(seed, name))
+            if not stacks or not _initialize_module(module, held, fresh, initializer, device, keep, start, stacks):
+                _initialize_module(module, held, fresh, initializer, device, keep, start)
 
 
 def _initialize_module(
@@ -323,13 +326,24 @@ def _initialize_module(
     initializer: Initializer,
     device: torch.device,
     keep: Keep | None,
-) -> None:
-    """Fill the `fresh` parameters of one module; the others are left, since an earlier module shares them."""
+    start: Callable[[], object],
+    stacks: Mapping[str, Region] = MappingProxyType({}),
+) -> bool:
+    """Fill the `fresh` parameters of one module; the others are left, since an earlier module shares them.
+
+    Of `stacks`, only the region of this rank is computed. Return False if the initializer does not allow that.
+    """
+    start()
     # A parameter that is not sharded is filled in place.
-    in_place = {key for key in fresh if keep is None and _is_whole(held[key], device)}
+    in_place = {key for key in fresh - stacks.keys() if keep is None and _is_whole(held[key], device)}
+    parts = {key: StackPart(held[key], region, _wide(held[key], keep), device) for key, region in stacks.items()}
     full = {
         key: nn.Parameter(
-            p.detach() if key in in_place else torch.empty(p.shape, dtype=_wide(p, keep), device=device),
+            parts[key].stand_in
+            if key in parts
+            else p.detach()
+            if key in in_place
+            else torch.empty(p.shape, dtype=_wide(p, keep), device=device),
             requires_grad=p.requires_grad,
         )
         for key, p in held.items()
@@ -338,15 +352,22 @@ def _initialize_module(
         vars(full[key]).update(vars(param))  # an initializer may read attributes of a parameter
     module._parameters.update(full)
     try:
-        initializer(module)
+        with fill_parts(parts.values()):
+            initializer(module)
+    except WholeStackError:
+        return False
     finally:
         module._parameters.update(held)
+    if any(storage_key(full[key]) != storage_key(part.stand_in) for key, part in parts.items()):
+        return False  # the initializer replaced a storage
     for key in fresh:
         values = full[key].data
         if key in in_place and storage_key(values) == storage_key(held[key]):
             continue  # filled in place, unless the initializer replaced its storage
-        if keep is None or not keep(held[key], values):
-            assign_full_tensor(held[key], values)
+        local = parts[key].local if key in parts else local_shard_of(held[key], values)
+        if keep is None or not keep(held[key], local):
+            assign_local(held[key], local)
+    return True
 
 
 def _is_whole(param: nn.Parameter, device: torch.device) -> bool:
@@ -361,7 +382,13 @@ def _wide(param: nn.Parameter, keep: Keep | None) -> torch.dtype:
 def assign_full_tensor(param: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a full tensor into a parameter; if the parameter is sharded, only this rank's part."""
     with torch.no_grad():
-        to_local(param).copy_(local_shard_of(param, full))
+        assign_local(param, local_shard_of(param, full))
+
+
+def assign_local(param: torch.Tensor, local: torch.Tensor) -> None:
+    """Copy this rank's part of a tensor into a parameter."""
+    with torch.no_grad():
+        to_local(param).copy_(local)
 
 
 def local_shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
@@ -374,6 +401,34 @@ def local_shard_of(param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     device = param.device_mesh.device_type
     sharded = distribute_tensor(full.to(device), param.device_mesh, param.placements, src_data_rank=None)
     return sharded.to_local()
+
+
+def local_region(param: torch.Tensor) -> Region | None:
+    """Return which region of the full tensor this rank holds of a parameter: () for all of it, None for nothing.
+
+    Also () if what it holds is not one region: then it needs the full tensor (`local_shard_of`).
+    """
+    if not is_sharded(param):
+        return ()
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    region = []
+    for dim, size in enumerate(param.shape):
+        placements = [p if getattr(p, "dim", None) == dim else Replicate() for p in param.placements]
+        if all(isinstance(placement, Replicate) for placement in placements):
+            region.append(slice(0, size))
+            continue
+        # The indices along this dimension are sharded like the tensor, whatever the kind of placement is.
+        shape = [size if d == dim else 1 for d in range(param.ndim)]
+        indices = torch.arange(size, device=param.device_mesh.device_type).view(shape)
+        local = distribute_tensor(indices, param.device_mesh, placements, src_data_rank=None).to_local().flatten()
+        if not len(local):
+            return None
+        first, last = int(local[0]), int(local[-1])
+        if last - first + 1 != len(local) or bool((local.diff() != 1).any()):
+            return ()
+        region.append(slice(first, last + 1))
+    return tuple(region)
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -16,13 +16,17 @@ from torch.nn.parameter import is_lazy
 
 from plait.config import CUSTOM_MODELS, HFConfig, RunConfig, read_json_object
 from plait.distributed import (
+    Channel,
     ConstructionRecord,
     Initializer,
     WrapUnit,
     compile,
     find_initializer,
     is_sharded,
+    local_region,
+    local_shard_of,
     materialize,
+    peak_host_memory,
     seed_everything,
     why_not_on_meta,
 )
@@ -30,8 +34,8 @@ from plait.engine.forward import LogFunction
 from plait.engine.preparation import ModelSource, Preparation
 from plait.errors import ConfigError, ModelError, Problem
 from plait.kernels import has_kernels
-from plait.models import build_model
-from plait.monitor import MessageEvent
+from plait.models import Reading, build_model
+from plait.monitor import MessageEvent, format_bytes
 from plait.plugins import build, call, load
 from plait.precision import FP32_MODULES, Fp8Linear
 
@@ -208,19 +212,34 @@ def load_pretrained_into(
     from plait.models import load_pretrained
 
     tensors: dict[str, Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-
     wrong: list[str] = []
 
-    def put(name: str, whole: Tensor) -> None:
-        if name in tensors:
-            tensor = tensors[name]
-            if whole.is_floating_point() and not _is_finite(whole):
-                wrong.append(name)
-            if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, whole):
-                materialize.assign_full_tensor(tensor, whole)
+    regions = {name: local_region(tensor) for name, tensor in tensors.items()}
 
-    load_pretrained(skeleton, folder, put)
-    _log_not_finite(wrong, given.log)
+    def put(name: str, values: Tensor) -> None:
+        tensor = tensors[name]
+        shard = values if regions[name] else local_shard_of(tensor, values)
+        if shard.is_floating_point() and not _is_finite(shard):
+            wrong.append(name)
+        if keep is None or not isinstance(tensor, nn.Parameter) or not keep(tensor, shard):
+            materialize.assign_local(tensor, shard)
+
+    reading = load_pretrained(skeleton, folder, put, wanted=regions.get)
+    ranks = Channel(given.world).gather((reading.bytes, reading.held, peak_host_memory(), wrong))
+    if ranks is not None:
+        read, held, peak, not_finite = zip(*ranks, strict=True)
+        _log_reading(given, reading, read, max(held), max(peak))
+        _log_not_finite(list(dict.fromkeys(name for names in not_finite for name in names)), given.log)
+
+
+def _log_reading(given: Preparation, reading: Reading, read: Sequence[int], held: int, peak: int) -> None:
+    each = "" if len(read) == 1 else f" per rank at most ({format_bytes(sum(read))} by all {len(read)} ranks)"
+    given.log(
+        MessageEvent(
+            f"pretrained weights: {format_bytes(max(read))} of {format_bytes(reading.of)} read{each}, "
+            f"{format_bytes(held)} of them in memory at a time; peak of host memory so far: {format_bytes(peak)}"
+        )
+    )
 
 
 def cast_parameters(

@@ -204,16 +204,15 @@ class Offloading:
             if name in self._initial_values:
                 full = self._initial_values.pop(name)
                 # Tensor-parallel layers were already sharded when they were kept, and FSDP sharded them again.
-                self.keep(param, full.full_tensor() if is_sharded(full) else full)
+                self.keep(param, local_shard_of(param, full.full_tensor() if is_sharded(full) else full))
 
-    def keep(self, param: nn.Parameter, full: Tensor) -> bool:
+    def keep(self, param: nn.Parameter, shard: Tensor) -> bool:
         """Store this rank's shard of the fp32 values of a parameter; see `materialize.Keep`.
 
         Returns whether the parameter's own weights are offloaded, so that the caller need not set them.
         """
         location = None if self._stream is None else self._stream.location_of(param)
         with torch.no_grad():
-            shard = local_shard_of(param, full)
             index = self._index_of.get(param)
             if index is not None:
                 assert self.store is not None

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -26,7 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import RunConfig, VllmConfig
-from plait.distributed import ConstructionRecord, World, dtensor_like, find_initializer, is_sharded, to_local
+from plait.distributed import (
+    ConstructionRecord,
+    World,
+    dtensor_like,
+    find_initializer,
+    is_sharded,
+    persistent_buffers,
+    to_local,
+)
 from plait.engine import ManualEngine, NativeEngine
 from plait.errors import GenerateError, ModelError, RolloutMismatchError
 from plait.generate.batch import Decode
@@ -421,7 +430,9 @@ class HybridEngine:
                 log=self._log,
             )
         weights: Weights = full_weights(engine, self._dtype)
-        self._vllm.load(weights if self._merge is None else self._merge(engine.model, weights))
+        weights = weights if self._merge is None else self._merge(engine.model, weights)
+        buffers = ((name, b) for name, b in persistent_buffers(engine.model) if self._vllm.needs(name))
+        self._vllm.load(chain(weights, buffers))
         try:
             yield self._vllm
         finally:

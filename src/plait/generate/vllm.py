@@ -93,6 +93,10 @@ class VllmGenerator:
         if cpu and world.is_main:
             log("vLLM keeps its weights and its cache in memory during training: on a CPU it has no sleep mode")
 
+    def needs(self, name: str) -> bool:
+        """Whether a buffer of the model is a weight of the model that vLLM has, such as the bias of a router."""
+        return self._made is None or any(name in sources for sources, _ in self._made.values())
+
     def load(self, weights: Weights) -> None:
         """Load these weights into vLLM. A collective, because iterating over the weights may gather them."""
         if not self._awake:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from plait.models.common.protocol import IGNORE_INDEX as IGNORE_INDEX
     from plait.models.common.protocol import LossTerm as LossTerm
     from plait.models.common.weights import Made as Made
+    from plait.models.common.weights import Reading as Reading
+    from plait.models.common.weights import are_unchanged as are_unchanged
     from plait.models.fused import FusedAttention as FusedAttention
     from plait.models.fused import FusedLlamaBlock as FusedLlamaBlock
     from plait.models.fused import FusedRMSNorm as FusedRMSNorm
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
     from plait.models.fused import use_fp8_head as use_fp8_head
     from plait.models.hf import hf_config as hf_config
     from plait.models.hf import load_pretrained as load_pretrained
+    from plait.models.hf import made_from_stored as made_from_stored
     from plait.models.llama import Llama as Llama
     from plait.models.llama import LlamaBlock as LlamaBlock
     from plait.models.llama import SwiGLU as SwiGLU
     from plait.models.registry import build_model as build_model
+    from plait.models.registry import from_stored as from_stored
     from plait.models.registry import from_transformers as from_transformers
     from plait.models.registry import preset as preset
     from plait.models.registry import to_transformers as to_transformers

@@ -30,18 +30,33 @@ from plait.kernels import apply_rotary, rms_norm
 from plait.models.common.attention import document_mask
 from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
 from plait.models.common.protocol import LossTerm
-from plait.models.common.weights import Put, stream_weights
+from plait.models.common.weights import (
+    Conversions,
+    Made,
+    Put,
+    Reading,
+    Wanted,
+    are_unchanged,
+    same,
+    stream_groups,
+    unique_tensors,
+)
 from plait.models.hf_tasks import TASKS
 from plait.precision import apply_linears, are_fusable, feed_forward
 from plait.torch_internals import forward_hooks
 from plait.transformers_internals import (
+    WeightGroup,
     attn_implementation,
+    groups_to_load,
+    groups_to_store,
     init_weights,
     initializes,
     may_be_missing,
     may_be_unexpected,
     no_split_modules,
+    not_stored,
     taken_for_initialized,
+    tied_names,
 )
 
 
@@ -276,8 +291,6 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.forward = before
 
 
-_OLD_KEYS = frozenset({"rope_theta", "rope_scaling", "torch_dtype", "transformers_version"})
-"""Keys of older config files that `transformers` still reads, though its config classes no longer have them."""
 
 
 def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
@@ -504,15 +517,13 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
             f"model.config.model_type={model_type!r} is unknown to the installed transformers; "
             "write one of its model types, such as llama, gpt2 or qwen3"
         ) from error
+    described = AutoConfig.for_model(model_type, **given)
     # transformers accepts unknown keys without a warning, so a misspelt one would have no effect.
-    generation = GenerationConfig()  # type: ignore[no-untyped-call]
-    for key in given:
-        listed = key in _OLD_KEYS or hasattr(default, key) or hasattr(generation, key)
-        if not listed and not _is_asked_for(key, model_type):
-            close = difflib.get_close_matches(key, default.to_dict(), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ModelError(f"model.config.{key} is not a setting of a {model_type!r} model{hint}")
-    return AutoConfig.for_model(model_type, **given)
+    for key, part, name in _unread(described, default, given, GenerationConfig()):  # type: ignore[no-untyped-call]
+        close = difflib.get_close_matches(name, part.to_dict(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "; nothing reads it, leave it out"
+        raise ModelError(f"model.config.{key} is not a setting of a {part.model_type!r} model{hint}")
+    return described
 
 
 def _with_floats(value: Any) -> Any:
@@ -524,24 +535,56 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _is_asked_for(key: str, model_type: str) -> bool:
+def _unread(
+    config: Any, default: Any, given: Mapping[str, Any], generation: Any, prefix: str = ""
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield each given key that nothing reads: its path, the config that has no such key, and its name there."""
+    for key, value in given.items():
+        part = vars(config).get(key)
+        if isinstance(value, Mapping) and hasattr(part, "to_dict") and hasattr(part, "model_type"):
+            yield from _unread(part, type(part)(), value, generation, f"{prefix}{key}.")
+        # A key that the config class reads under another name is not left in the config.
+        elif key in vars(config) and not (
+            _has(default, key) or hasattr(generation, key) or _is_asked_for(key, type(config))
+        ):
+            yield f"{prefix}{key}", default, key
+
+
+def _has(default: Any, key: str) -> bool:
+    """Whether a config class has a setting: not by `hasattr`, since some that differ by layer raise errors."""
+    declared = getattr(type(default), key, None) if hasattr(type(default), key) else None
+    return (
+        key in vars(default)
+        or f"_{key}" in vars(default)
+        or key in type(default).attribute_map
+        or not (declared is None or callable(declared))
+    )
+
+
+def _is_asked_for(key: str, config_class: type) -> bool:
     """Whether a model's code reads a setting that its config class does not list, as many do with `head_dim`."""
-    name = model_type.replace("-", "_")
-    spec = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
+    module = config_class.__module__.replace(".configuration_", ".modeling_")
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the class is not in a package of models
+        return False
     if spec is None or spec.origin is None:
         return False
-    return f'getattr(config, "{key}"' in Path(spec.origin).read_text(encoding="utf-8")
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    return (
+        re.search(rf"""getattr\((self\.)?config, ["']{re.escape(key)}["']|config\.{re.escape(key)}\b""", text)
+        is not None
+    )
 
 
-def describe(config: HFConfig, *, trust_code: bool = False) -> dict[str, Any]:
+def describe(model: nn.Module) -> dict[str, Any]:
     """Return the `config.json` with which `transformers` builds the same model, its class included.
 
     The folder's own `config.json` cannot be used: if the model is trained for another task than the one it was saved
     for, its class is another.
     """
-    with torch.device("meta"):
-        model: Any = build_hf_model(config, trust_code=trust_code)
-    hf_config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    config: Any = model.config
+    hf_config: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     # The config has the class of the folder that it was loaded from, so the model's own class is set.
     return {**hf_config, "architectures": [type(model).__name__]}
 
@@ -577,30 +620,74 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Tiny models of three families, as keywords of `HFConfig`; for tests and first steps."""
 
 
-def load_pretrained(model: nn.Module, path: str | Path, put: Put) -> tuple[str, ...]:
-    """Load a folder into an adapted model; return the names of the parameters that keep their random values.
+def load_pretrained(model: nn.Module, path: str | Path, put: Put, *, wanted: Wanted = lambda _: ()) -> Reading:
+    """Load a folder into an adapted model; return which parameters keep their random values, and what was read.
 
-    If the folder has the same architecture, all weights have to match, and no names are returned. For another task (a
-    classifier from a language model), only the body (all but the head) has to match. Weights that `transformers` stores
-    under other names than its modules have (some mixtures of experts) raise a `ModelError`, like any mismatch.
+    If the folder has the same architecture, all weights have to match, and none is missing. For another task (a
+    classifier from a language model), only the body (all but the head) has to match. Stored names and shapes are
+    converted as `transformers` converts them ([Note: weights are stored in another form], `transformers_internals.py`);
+    see `stream_groups` for what is read.
     """
     hf: Any = model
-    names = model.state_dict().keys()
     body = f"{hf.base_model_prefix}."
-
-    def translate(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Yield the tensor under its name in the model: with the body's prefix added or removed, if needed."""
-        candidates = (name, body + name, name.removeprefix(body))
-        yield next((candidate for candidate in candidates if candidate in names), name), tensor
-
-    may_skip = [*may_be_unexpected(model), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    may_skip = [*may_be_unexpected(model), *_COMPUTED]
     may_miss = may_be_missing(model)
     if type(model).__name__ not in _architectures(path):
         head = _outside(body)
-        if any(name.startswith(body) for name in names):
+        if any(name.startswith(body) for name in model.state_dict()):
             may_miss += [head, r"\.pooler\."]  # only for some tasks does the body have a pooler
         may_skip.append(head)
-    return stream_weights(model, path, put, translate=translate, may_miss=may_miss, may_skip=may_skip)
+    groups = partial(groups_to_load, model)
+    return stream_groups(model, path, put, groups=groups, wanted=wanted, may_miss=may_miss, may_skip=may_skip)
+
+
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Patterns of stored tensors that the modules compute themselves."""
+
+
+def made_from_stored(model: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
+    """Return how to compute each tensor of an adapted model from stored ones with these names and shapes."""
+    return _made(groups_to_load(model, shapes), shapes)
+
+
+def build_stored(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
+    """Return the model that a folder was written from, whatever `task` says; else that of `build_hf_model`."""
+    import transformers
+
+    names = [] if config.path is None else _architectures(config.path)
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is None:
+        return build_hf_model(config, trust_code=trust_code)
+    model: nn.Module = cls(_described(config, trust_code=False))
+    return model
+
+
+def made_to_store(model: nn.Module) -> dict[str, Made] | None:
+    """Return how to compute what `save_pretrained` writes from the tensors of an adapted model.
+
+    None if these are the same. Parameters that are tied are taken under their first name.
+    """
+    first = {id(tensor): name for name, tensor in unique_tensors(model).items()}
+    kept: dict[str, str] = {}  # the name that `transformers` keeps of a tied parameter → its first one
+    tied = tied_names(model)
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items(), key=lambda item: item[0] in tied):
+        if id(tensor) in first and not any(re.search(pattern, name) for pattern in not_stored(model)):
+            kept[name] = first.pop(id(tensor))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name in kept}
+    made = {
+        name: Made(tuple(kept[source] for source in sources), make)
+        for name, (sources, make) in _made(groups_to_store(model, kept), shapes).items()
+    }
+    return None if are_unchanged(made) else made
+
+
+def _made(groups: Iterable[WeightGroup], shapes: Mapping[str, torch.Size]) -> dict[str, Made]:
+    made: dict[str, Made] = {}
+    conversions = Conversions()
+    for group in groups:
+        for name in group.convert({name: torch.empty(shapes[name], device="meta") for name in group.sources}):
+            made.setdefault(name, Made(group.sources, same) if group.renames else conversions.made(group, name))
+    return made
 
 
 def _architectures(path: str | Path) -> list[str]:

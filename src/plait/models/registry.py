@@ -13,8 +13,9 @@ from torch import nn
 
 from plait.config import CustomModel, GptConfig, HFConfig, LlamaConfig, ModelConfig, MoeConfig, ResNetConfig
 from plait.errors import ConfigError, ModelError, Problem
-from plait.models.common.weights import Made, by_translation
+from plait.models.common.weights import Made, are_unchanged, by_translation
 from plait.plugins import build_instance
+from plait.transformers_internals import not_stored
 
 _CONFIGS: dict[str, type[GptConfig | LlamaConfig | ResNetConfig | HFConfig]] = {
     "gpt": GptConfig,
@@ -63,6 +64,8 @@ class TransformersExport(NamedTuple):
     """How to compute each of its tensors from Plait's; None if names and tensors are the same."""
     folder: Path | None = None
     """The folder that the model was loaded from, which may have a tokenizer."""
+    unused: tuple[str, ...] = ()
+    """Patterns of the names of the model's tensors that are not written."""
 
 
 class TransformersImport(NamedTuple):
@@ -79,8 +82,10 @@ class TransformersImport(NamedTuple):
 def to_transformers(config: ModelConfig, *, trust_code: bool = False) -> TransformersExport:
     """Return the `transformers` model that computes the same as a model; raise a `ModelError` if there is none."""
     if isinstance(config, HFConfig):
-        folder = None if config.path is None else Path(config.path)
-        return TransformersExport(_module_of("hf").describe(config, trust_code=trust_code), None, folder)
+        hf, folder = _module_of("hf"), None if config.path is None else Path(config.path)
+        with torch.device("meta"):
+            model = hf.build_hf_model(config, trust_code=trust_code)
+        return TransformersExport(hf.describe(model), hf.made_to_store(model), folder, tuple(not_stored(model)))
     if config.type not in _PORTABLE:
         raise ModelError(
             f"`model.type: {config.type}` has no counterpart in transformers; of Plait's families, hf, "
@@ -110,3 +115,17 @@ def from_transformers(
         unused = (*unused, r"^lm_head\.weight$")  # the embedding's own values, stored twice
     made = module.made_from_transformers if family == "moe" else partial(by_translation, module.from_transformers)
     return TransformersImport(config, made(shapes), unused)
+
+
+def from_stored(
+    config: HFConfig, shapes: Mapping[str, torch.Size], *, trust_code: bool = False
+) -> dict[str, Made] | None:
+    """Return how to compute each tensor of a `transformers` model from stored ones with these names and shapes.
+
+    None if names and tensors are the same.
+    """
+    hf = _module_of("hf")
+    with torch.device("meta"):
+        model = hf.build_stored(config, trust_code=trust_code)
+    made: dict[str, Made] = hf.made_from_stored(model, shapes)
+    return None if are_unchanged(made) else made

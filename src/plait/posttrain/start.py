@@ -18,7 +18,7 @@ from plait.checkpoint import Source, open_source, read_description, translated
 from plait.config import GptConfig, HFConfig, LlamaConfig, LoraConfig, ModelConfig
 from plait.errors import CheckpointError, ModelError
 from plait.fake_tensors import on_fake_tensors
-from plait.models import from_transformers
+from plait.models import are_unchanged, from_transformers, made_from_stored
 from plait.posttrain.lora import (
     Adapter,
     AdapterSpec,
@@ -143,7 +143,7 @@ def open_start(path: str | None, model: ModelConfig, adapter: Adapter | None, bu
     """
     if path is None and isinstance(model, HFConfig) and model.path is not None and model.pretrained:
         path = model.path
-    source = None if path is None else _open(path, model)
+    source = None if path is None else _open(path, model, built)
     if source is None and adapter is None:
         return None
     start = Start(source, adapter, prefix=_prefix(built))
@@ -151,7 +151,7 @@ def open_start(path: str | None, model: ModelConfig, adapter: Adapter | None, bu
     return start
 
 
-def _open(path: str, model: ModelConfig) -> Source:
+def _open(path: str, model: ModelConfig, built: nn.Module) -> Source:
     source = open_source(Path(path))
     if frozen := source.state.get("frozen"):
         raise CheckpointError(
@@ -162,6 +162,10 @@ def _open(path: str, model: ModelConfig) -> Source:
         shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
         adopted = from_transformers(model.type, read_description(source.path), shapes)
         return translated(source, adopted.made, unused=adopted.unused)
+    if source.kind == "hf" and isinstance(model, HFConfig):
+        shapes = {n.removeprefix("model."): e.shape for n, e in source.entries.items() if n.startswith("model.")}
+        made = made_from_stored(built, shapes)
+        return source if are_unchanged(made) else translated(source, made)
     return source
 
 

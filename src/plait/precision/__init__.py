@@ -1,4 +1,4 @@
-"""Mixed precision, loss scaling and FP8."""
+"""Mixed precision, loss scaling, FP8, and quantized weights in files."""
 
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from plait.precision.mixed_precision import cast_floats as cast_floats
     from plait.precision.mixed_precision import make_policy as make_policy
     from plait.precision.mixed_precision import map_tensors as map_tensors
+    from plait.precision.quantized_files import QuantizedTensor as QuantizedTensor
+    from plait.precision.quantized_files import StoredShape as StoredShape
+    from plait.precision.quantized_files import quantized_tensors as quantized_tensors
     from plait.torch_internals import AnyBatchNorm as AnyBatchNorm
     from plait.torch_internals import AnyInstanceNorm as AnyInstanceNorm
 else:

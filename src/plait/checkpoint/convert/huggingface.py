@@ -17,6 +17,7 @@ from plait.checkpoint.convert.source import Source, TensorEntry
 from plait.checkpoint.tensorfile import DTYPES, TensorFileWriter
 from plait.config import read_json_object, weight_map
 from plait.errors import CheckpointError
+from plait.precision import QuantizedTensor, StoredShape, quantized_tensors
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -45,7 +46,10 @@ def is_huggingface(folder: Path) -> bool:
 
 
 class HuggingFaceSource(Source):
-    """The weights of a `transformers` folder, in safetensors files or in the older files of `torch.save`."""
+    """The weights of a `transformers` folder, in safetensors files or in the older files of `torch.save`.
+
+    Quantized tensors appear as full ones in fp32; see `plait.precision.quantized_tensors`.
+    """
 
     kind = "hf"
 
@@ -54,7 +58,8 @@ class HuggingFaceSource(Source):
         files_of = _tensor_files(path)
         self._files: dict[Path, SafetensorsFile | TorchFile] = {}
         self._homes: dict[str, Path] = {}
-        self.entries: dict[str, TensorEntry] = {}
+        self._quantized: dict[str, QuantizedTensor] = {}
+        entries_of: dict[str, TensorEntry] = {}
         try:
             for file in dict.fromkeys(files_of.values()):
                 self._files[file] = TorchFile(file) if file.suffix == ".bin" else SafetensorsFile(file)
@@ -62,11 +67,17 @@ class HuggingFaceSource(Source):
                 entries = _entries(self._files[file])
                 if name not in entries:
                     raise CheckpointError(f"{path / INDEX} says that {name} is in {file.name}, but it is not")
-                self.entries[f"model.{name}"] = entries[name]
-                self._homes[f"model.{name}"] = file
+                entries_of[name] = entries[name]
+                self._homes[name] = file
+            stored = {name: StoredShape(*entry) for name, entry in entries_of.items()}
+            config = (read_description(path) or {}).get("quantization_config")
+            self._quantized, parts = quantized_tensors(stored, config, self._read_stored, CheckpointError)
         except BaseException:
             self.close()
             raise
+        self.entries = {f"model.{name}": entry for name, entry in entries_of.items() if name not in parts}
+        for name, tensor in self._quantized.items():
+            self.entries[f"model.{name}"] = TensorEntry(tensor.shape, torch.float32)
         self.state = {}
         self.facts = self._facts()
 
@@ -83,7 +94,13 @@ class HuggingFaceSource(Source):
 
     def read(self, name: str) -> Tensor:
         """Return one whole tensor."""
-        file, stored = self._files[self._homes[name]], name.removeprefix("model.")
+        quantized = self._quantized.get(name.removeprefix("model."))
+        if quantized is None:
+            return self._read_stored(name.removeprefix("model."))
+        return quantized.make(*(self._read_stored(source) for source in quantized.sources))
+
+    def _read_stored(self, stored: str) -> Tensor:
+        file = self._files[self._homes[stored]]
         return read_file_tensor(file.content[stored]) if isinstance(file, TorchFile) else file.read(stored)
 
     def close(self) -> None:

@@ -92,12 +92,16 @@ class View(Source):
         self.kind, self.path, self.facts = source.kind, source.path, source.facts
         self.state = source.state if state is None else state
         self._source, self._recipes = source, recipes
+        self._last: tuple[tuple[str, ...], tuple[Tensor, ...]] = ((), ())
         self.entries = {name: _expected(source, recipe) for name, recipe in recipes.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, computed by its recipe."""
+        """Return one tensor, computed by its recipe; what several recipes in a row take is read once."""
         names, make = self._recipes[name]
-        return make(*(self._source.read(name) for name in names))
+        if names != self._last[0]:
+            self._last = (), ()  # freed before the next ones are read
+            self._last = names, tuple(self._source.read(name) for name in names)
+        return make(*self._last[1])
 
     def close(self) -> None:
         """Close the underlying source."""
