@@ -226,7 +226,7 @@ def groups_to_load(model: Any, stored: Iterable[str]) -> list[WeightGroup]:
         if pattern is None and key in collected:  # stored twice, under two names
             key = (name, False)
         collected.setdefault(key, []).append((name, name if pattern is None else pattern))
-    return [_group(model, core, target, found, converters) for (target, _), found in collected.items()]
+    return [_group(model, core, target, matched, converters) for (target, _), matched in collected.items()]
 
 
 def groups_to_store(model: Any, names: Iterable[str]) -> list[WeightGroup]:
@@ -245,7 +245,7 @@ def groups_to_store(model: Any, names: Iterable[str]) -> list[WeightGroup]:
             target = _renamed(target, renamings) if in_two_steps else target
         collected.setdefault((target, pattern is not None), []).append((name, name if pattern is None else pattern))
     later = tuple(renamings) if in_two_steps else ()
-    return [_group(model, core, target, found, converters, later) for (target, _), found in collected.items()]
+    return [_group(model, core, target, matched, converters, later) for (target, _), matched in collected.items()]
 
 
 def not_stored(model: Any) -> list[str]:
@@ -272,11 +272,11 @@ def _group(
     model: Any,
     core: Any,
     target: str,
-    found: Sequence[tuple[str, str]],
+    matched: Sequence[tuple[str, str]],
     converters: Sequence[Any],
     renamings: tuple[Any, ...] = (),
 ) -> WeightGroup:
-    sources, patterns = zip(*found, strict=True)
+    sources, patterns = zip(*matched, strict=True)
     if sources == patterns:  # no pattern is a full name
         return WeightGroup(sources, False, patterns, target, None, model)
     converter = next(entry for entry in reversed(converters) if patterns[0] in entry.source_patterns)

@@ -20,8 +20,8 @@ from plait.distributed import materialize, stacks
 from plait.models.hf import PRESETS
 from plait.monitor import format_bytes
 from plait.torch_internals import intercept_operations, tree_leaves
+from tests.hf_models import tiny_config
 from tests.multi.ranks import RankPool
-from tests.tiny_models import tiny_keys
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,8 +139,8 @@ def test_and_so_does_one_that_is_stored_in_another_form(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = some_seed()
-    keys = tiny_keys(model_type, vocab_size=VOCABULARY)
-    described = transformers.AutoConfig.for_model(**keys)
+    described = tiny_config(model_type)
+    described.vocab_size = VOCABULARY
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(described)
     model.save_pretrained(tmp_path / "start", max_shard_size="60KB")
@@ -207,7 +207,8 @@ def test_each_rank_of_a_mixture_makes_and_reads_only_its_share(
     two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = some_seed()
-    described = transformers.AutoConfig.for_model(**tiny_keys("mixtral", vocab_size=VOCABULARY, num_experts=8))
+    described = tiny_config("mixtral")
+    described.vocab_size = VOCABULARY
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(described)
     model.save_pretrained(tmp_path / "start")

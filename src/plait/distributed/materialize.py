@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from plait.distributed.deferred_init import ConstructionRecord, RecordedOperation, direct_tensors, find_replay
 from plait.distributed.dtensor import is_sharded, to_local
-from plait.distributed.stacks import Region, StackPart, WholeStackError, fill_parts, find_stacks
+from plait.distributed.stacks import Region, StackShard, WholeStackError, fill_shards, find_stacks
 from plait.torch_internals import gradient_hooks_of, storage_key
 
 # What the author of a model attached to its parameters: hooks, attributes, references.
@@ -336,11 +336,11 @@ def _initialize_module(
     start()
     # A parameter that is not sharded is filled in place.
     in_place = {key for key in fresh - stacks.keys() if keep is None and _is_whole(held[key], device)}
-    parts = {key: StackPart(held[key], region, _wide(held[key], keep), device) for key, region in stacks.items()}
+    shards = {key: StackShard(held[key], region, _wide(held[key], keep), device) for key, region in stacks.items()}
     full = {
         key: nn.Parameter(
-            parts[key].stand_in
-            if key in parts
+            shards[key].stand_in
+            if key in shards
             else p.detach()
             if key in in_place
             else torch.empty(p.shape, dtype=_wide(p, keep), device=device),
@@ -352,19 +352,19 @@ def _initialize_module(
         vars(full[key]).update(vars(param))  # an initializer may read attributes of a parameter
     module._parameters.update(full)
     try:
-        with fill_parts(parts.values()):
+        with fill_shards(shards.values()):
             initializer(module)
     except WholeStackError:
         return False
     finally:
         module._parameters.update(held)
-    if any(storage_key(full[key]) != storage_key(part.stand_in) for key, part in parts.items()):
+    if any(storage_key(full[key]) != storage_key(shard.stand_in) for key, shard in shards.items()):
         return False  # the initializer replaced a storage
     for key in fresh:
-        values = full[key].data
+        values = shards[key].local if key in shards else full[key].data
         if key in in_place and storage_key(values) == storage_key(held[key]):
             continue  # filled in place, unless the initializer replaced its storage
-        local = parts[key].local if key in parts else local_shard_of(held[key], values)
+        local = local_shard_of(held[key], values) if values.shape == held[key].shape else values
         if keep is None or not keep(held[key], local):
             assign_local(held[key], local)
     return True

@@ -2,9 +2,9 @@
 
 [Note: stacks are filled in blocks]
 The experts of one layer are a few parameters with a slice per expert, which may be larger than everything else that a
-rank holds. So an initializer does not get the full tensor of such a parameter (`StackPart.stand_in`: its shape, with
+rank holds. So an initializer does not get the full tensor of such a parameter (`StackShard.stand_in`: its shape, with
 the memory of one number), and the operations by which it fills it are carried out on the region of this rank alone
-(`StackPart.local`). Random numbers are drawn for all rows, in blocks, and those of other ranks are dropped: the values
+(`StackShard.local`). Random numbers are drawn for all rows, in blocks, and those of other ranks are dropped: the values
 stay the same in every layout. On the CPU they are also those of one draw of the full tensor, because blocks are
 multiples of the 16 numbers that torch draws at a time. On a GPU they are not: there, every stack with more than
 `BLOCK` numbers is filled in blocks, also where one rank holds all of it. An initializer that reads a stack, or writes
@@ -54,17 +54,17 @@ _SAME_ELEMENTS = frozenset({_aten.detach.default, _aten.alias.default})
 
 
 class WholeStackError(Exception):
-    """An initializer does what cannot be done with a part of a stack."""
+    """An initializer does what cannot be done with a shard of a stack."""
 
 
-class StackPart:
+class StackShard:
     """A stack of which this rank computes a region."""
 
     def __init__(self, param: nn.Parameter, region: Region, dtype: torch.dtype, device: torch.device) -> None:
         self.stand_in = torch.empty(1, dtype=dtype, device=device).expand(param.shape)
         """A tensor like the full one, in which all elements share their memory."""
         self._rows, self._inside = region[0], region[1:]
-        sizes = [len(range(*part.indices(size))) for part, size in zip(region, param.shape, strict=True)]
+        sizes = [len(range(*index.indices(size))) for index, size in zip(region, param.shape, strict=True)]
         self.local = torch.empty(sizes, dtype=dtype, device=device)
 
     def fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,38 +103,36 @@ def blocks(shape: torch.Size) -> Iterator[range]:
 
 def find_stacks(params: Mapping[str, nn.Parameter], region_of: Callable[[Tensor], Region | None]) -> dict[str, Region]:
     """Return the stacks among the parameters of a module, each with the region that this rank holds."""
-    found = {}
+    stacks = {}
     for key, param in params.items():
         if param.ndim < 3 or not (is_sharded(param) if param.device.type == "cpu" else param.numel() > BLOCK):
             continue
         region = region_of(param)
         if region is None:
             region = (slice(0, 0), *(slice(0, size) for size in param.shape[1:]))
-        elif region == ():
-            if is_sharded(param):
-                continue  # what this rank holds is not one region
+        elif region == ():  # all of it, or what is not one region
             region = tuple(slice(0, size) for size in param.shape)
-        found[key] = region
-    return found
+        stacks[key] = region
+    return stacks
 
 
-def fill_parts(parts: Iterable[StackPart]) -> AbstractContextManager[Any]:
-    """Return a context in which operations on the stand-ins of stacks fill the parts; others run as they are.
+def fill_shards(shards: Iterable[StackShard]) -> AbstractContextManager[Any]:
+    """Return a context in which operations on the stand-ins of stacks fill the shards; others run as they are.
 
-    An operation that is not possible with a part raises `WholeStackError`.
+    An operation that is not possible with a shard raises `WholeStackError`.
     """
-    part_of = {storage_key(part.stand_in): part for part in parts}
-    if not part_of:
+    shard_of = {storage_key(shard.stand_in): shard for shard in shards}
+    if not shard_of:
         return nullcontext()
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        stacks = [tensor for tensor in given if storage_key(tensor) in part_of]
+        stacks = [tensor for tensor in given if storage_key(tensor) in shard_of]
         if not stacks or func in _SAME_ELEMENTS:
             return func(*args, **kwargs)
         if len(stacks) > 1 or stacks[0] is not args[0]:
             raise WholeStackError
-        part_of[storage_key(stacks[0])].fill(func, args, kwargs)
+        shard_of[storage_key(stacks[0])].fill(func, args, kwargs)
         return stacks[0]
 
     return intercept_operations(run)

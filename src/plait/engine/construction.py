@@ -233,10 +233,10 @@ def load_pretrained_into(
 
 
 def _log_reading(given: Preparation, reading: Reading, read: Sequence[int], held: int, peak: int) -> None:
-    each = "" if len(read) == 1 else f" per rank at most ({format_bytes(sum(read))} by all {len(read)} ranks)"
+    suffix = "" if len(read) == 1 else f" per rank at most ({format_bytes(sum(read))} by all {len(read)} ranks)"
     given.log(
         MessageEvent(
-            f"pretrained weights: {format_bytes(max(read))} of {format_bytes(reading.of)} read{each}, "
+            f"pretrained weights: {format_bytes(max(read))} of {format_bytes(reading.of)} read{suffix}, "
             f"{format_bytes(held)} of them in memory at a time; peak of host memory so far: {format_bytes(peak)}"
         )
     )

@@ -519,10 +519,10 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
         ) from error
     described = AutoConfig.for_model(model_type, **given)
     # transformers accepts unknown keys without a warning, so a misspelt one would have no effect.
-    for key, part, name in _unread(described, default, given, GenerationConfig()):  # type: ignore[no-untyped-call]
-        close = difflib.get_close_matches(name, part.to_dict(), n=1)
+    for key, default_of_key, name in _unread(described, default, given, GenerationConfig()):  # type: ignore[no-untyped-call]
+        close = difflib.get_close_matches(name, default_of_key.to_dict(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "; nothing reads it, leave it out"
-        raise ModelError(f"model.config.{key} is not a setting of a {part.model_type!r} model{hint}")
+        raise ModelError(f"model.config.{key} is not a setting of a {default_of_key.model_type!r} model{hint}")
     return described
 
 
@@ -540,9 +540,9 @@ def _unread(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield each given key that nothing reads: its path, the config that has no such key, and its name there."""
     for key, value in given.items():
-        part = vars(config).get(key)
-        if isinstance(value, Mapping) and hasattr(part, "to_dict") and hasattr(part, "model_type"):
-            yield from _unread(part, type(part)(), value, generation, f"{prefix}{key}.")
+        nested = vars(config).get(key)
+        if isinstance(value, Mapping) and hasattr(nested, "to_dict") and hasattr(nested, "model_type"):
+            yield from _unread(nested, type(nested)(), value, generation, f"{prefix}{key}.")
         # A key that the config class reads under another name is not left in the config.
         elif key in vars(config) and not (
             _has(default, key) or hasattr(generation, key) or _is_asked_for(key, type(config))

@@ -67,35 +67,35 @@ def quantized_tensors(
     """
     config = config or {}
     method = str(config.get("quant_method") or "")
-    found: dict[str, QuantizedTensor] = {}
+    quantized: dict[str, QuantizedTensor] = {}
     used: set[str] = set()
     for name in stored:
         if name.endswith(_SCALE_OF_BLOCKS) and (weight := name.removesuffix(_SCALE_OF_BLOCKS)) in stored:
-            found[weight] = _blocks_of_8_bits(weight, stored, config.get("weight_block_size"), error)
+            quantized[weight] = _blocks_of_8_bits(weight, stored, config.get("weight_block_size"), error)
             used |= {weight, name}
         elif name.endswith(_BLOCKS) and (scales := name.removesuffix(_BLOCKS) + _SCALES) in stored:
             *front, groups, size = stored[name].shape
             shape = torch.Size([front[0], groups * size * 2, *front[1:]])
-            found[name.removesuffix(_BLOCKS)] = QuantizedTensor((name, scales), shape, _from_mxfp4, by_rows=True)
+            quantized[name.removesuffix(_BLOCKS)] = QuantizedTensor((name, scales), shape, _from_mxfp4, by_rows=True)
             used |= {name, scales}
         elif _STATE in name:
             weight = name.partition(_STATE)[0]
-            found[weight] = _packed_in_4_bits(weight, stored, json.loads(bytes(read(name).tolist())))
+            quantized[weight] = _packed_in_4_bits(weight, stored, json.loads(bytes(read(name).tolist())))
             used |= {other for other in stored if other == weight or other.startswith(f"{weight}.")}
         elif name.endswith(_ROW_SCALES) and (weight := name.removesuffix(_ROW_SCALES) + ".weight") in stored:
-            found[weight] = QuantizedTensor((weight, name), stored[weight].shape, _from_int8, by_rows=True)
+            quantized[weight] = QuantizedTensor((weight, name), stored[weight].shape, _from_int8, by_rows=True)
             used |= {weight, name, f"{name.removesuffix(_ROW_SCALES)}.weight_format"} & stored.keys()
     if method == "fp8":  # scales of activations, which only arithmetic in 8 bits needs
         used |= {name for name in stored if name.endswith((".activation_scale", ".input_scale"))}
     odd = [name for name, entry in stored.items() if entry.dtype in _EIGHT_BITS and name not in used]
-    if odd or (method and not found):
+    if odd or (method and not quantized):
         example = f" (such as {odd[0]})" if odd else ""
         raise error(
             f"quantization_config.quant_method={method or None!r}: weights in this format{example} cannot be computed "
             "back to full ones here; take the folder of the model in full precision, or write one with "
             "`AutoModel.from_pretrained(path).dequantize()` and `save_pretrained`"
         )
-    return found, frozenset(used)
+    return quantized, frozenset(used)
 
 
 def _blocks_of_8_bits(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.distributed import stacks
-from plait.distributed.stacks import StackPart, WholeStackError, blocks, fill_parts
+from plait.distributed.stacks import StackShard, WholeStackError, blocks, fill_shards
 
 CPU = torch.device("cpu")
 
@@ -39,14 +39,15 @@ def test_a_part_has_the_values_of_the_full_tensor(
 
     first, last = sorted(random.sample(range(count + 1), 2))
     region = (slice(first, last), slice(1, 3), slice(0, 3))
-    parts = [
-        StackPart(nn.Parameter(tensor), region, dtype, CPU) for tensor in (torch.empty_like(up), torch.empty_like(down))
+    shards = [
+        StackShard(nn.Parameter(tensor), region, dtype, CPU)
+        for tensor in (torch.empty_like(up), torch.empty_like(down))
     ]
     torch.manual_seed(seed)
-    with torch.no_grad(), fill_parts(parts):
-        initialize(*(nn.Parameter(part.stand_in) for part in parts), bias)
-    assert torch.equal(parts[0].local, up[region])
-    assert torch.equal(parts[1].local, down[region])
+    with torch.no_grad(), fill_shards(shards):
+        initialize(*(nn.Parameter(shard.stand_in) for shard in shards), bias)
+    assert torch.equal(shards[0].local, up[region])
+    assert torch.equal(shards[1].local, down[region])
     assert torch.equal(torch.rand(1), after), "what is drawn next has changed"
 
 
@@ -64,6 +65,6 @@ def test_blocks_cover_all_rows_and_are_drawn_as_one(monkeypatch: pytest.MonkeyPa
     ids=["by slices", "from a tensor", "reads"],
 )
 def test_what_is_impossible_with_a_part_says_so(write: object) -> None:
-    part = StackPart(nn.Parameter(torch.empty(4, 2, 2)), (slice(0, 1), slice(0, 2), slice(0, 2)), torch.float32, CPU)
-    with pytest.raises(WholeStackError), torch.no_grad(), fill_parts([part]):
-        write(part.stand_in)  # type: ignore[operator]
+    shard = StackShard(nn.Parameter(torch.empty(4, 2, 2)), (slice(0, 1), slice(0, 2), slice(0, 2)), torch.float32, CPU)
+    with pytest.raises(WholeStackError), torch.no_grad(), fill_shards([shard]):
+        write(shard.stand_in)  # type: ignore[operator]

@@ -71,11 +71,11 @@ class HuggingFaceSource(Source):
                 self._homes[name] = file
             stored = {name: StoredShape(*entry) for name, entry in entries_of.items()}
             config = (read_description(path) or {}).get("quantization_config")
-            self._quantized, parts = quantized_tensors(stored, config, self._read_stored, CheckpointError)
+            self._quantized, packed = quantized_tensors(stored, config, self._read_stored, CheckpointError)
         except BaseException:
             self.close()
             raise
-        self.entries = {f"model.{name}": entry for name, entry in entries_of.items() if name not in parts}
+        self.entries = {f"model.{name}": entry for name, entry in entries_of.items() if name not in packed}
         for name, tensor in self._quantized.items():
             self.entries[f"model.{name}"] = TensorEntry(tensor.shape, torch.float32)
         self.state = {}

@@ -98,8 +98,8 @@ class StoredWeights:
         self._dtypes = {name: entry.dtype for name, entry in stored.items()}
         self.bytes = sum(entry.shape.numel() * entry.dtype.itemsize for entry in stored.values())
         self.bytes_read = 0
-        self._quantized, parts = quantized_tensors(stored, quantization_config(self.path), self._get, ModelError)
-        self.shapes = {name: entry.shape for name, entry in stored.items() if name not in parts}
+        self._quantized, packed = quantized_tensors(stored, quantization_config(self.path), self._get, ModelError)
+        self.shapes = {name: entry.shape for name, entry in stored.items() if name not in packed}
         """The shapes of all tensors, by name."""
         self.shapes |= {name: tensor.shape for name, tensor in self._quantized.items()}
 
@@ -291,8 +291,8 @@ def _entries_in(path: Path) -> dict[str, StoredShape]:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in list(file.keys())}
             return {
-                name: StoredShape(torch.Size(part.get_shape()), _dtype_of(file, name, part.get_dtype()))
-                for name, part in slices.items()
+                name: StoredShape(torch.Size(view.get_shape()), _dtype_of(file, name, view.get_dtype()))
+                for name, view in slices.items()
             }
     except (SafetensorError, OSError, UnicodeError) as error:
         raise ModelError(f"{path} cannot be read ({error}); copy it again") from error
