@@ -291,8 +291,6 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.forward = before
 
 
-
-
 def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
     """Return the model that `config` describes, with random weights; `load_pretrained` loads stored ones.
 
