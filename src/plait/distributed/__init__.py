@@ -113,7 +113,9 @@ if TYPE_CHECKING:
     from plait.distributed.tensor_parallel import experts_are_replicated as experts_are_replicated
     from plait.distributed.tensor_parallel import load_tensor_plan as load_tensor_plan
     from plait.distributed.tensor_parallel import resolve_plan as resolve_plan
-    from plait.distributed.tensor_parallel import transformers_styles as transformers_styles
+    from plait.distributed.tensor_parallel_plans import peft_styles as peft_styles
+    from plait.distributed.tensor_parallel_plans import replicated_parameters as replicated_parameters
+    from plait.distributed.tensor_parallel_plans import transformers_styles as transformers_styles
     from plait.distributed.tensor_parallel_styles import sharding_dim as sharding_dim
     from plait.distributed.tiling import tile_sequence as tile_sequence
     from plait.distributed.unsharded_params import UnshardedParams as UnshardedParams

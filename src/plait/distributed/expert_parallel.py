@@ -26,7 +26,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from plait.distributed.collectives import all_reduce, copy_to_region
+from plait.distributed.collectives import all_gather_replicated, all_reduce, copy_to_region, split
 from plait.distributed.dtensor import is_sharded
 from plait.distributed.world import as_one_axis
 from plait.errors import ConfigError, ModelError, Problem
 from plait.fake_tensors import on_fake_tensors
+from plait.torch_internals import disable_current_modes
 from plait.torch_internals import functional_collectives as funcol
 
 # ---- collectives with gradients; functional ones, which torch.compile can trace, as blocks with routers are compiled
@@ -210,6 +211,8 @@ def make_forward(
     the others would wait for it for ever.
     """
     signature = inspect.signature(compute)
+    if not _takes_routed_tokens(module):
+        return _make_batched_forward(module, compute, placement)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         _, hidden, index, weights = signature.bind(module, *args, **kwargs).args
@@ -266,7 +269,7 @@ class _TokenDispatch:
 
 def _expert_outputs(module: nn.Module, compute: Callable[..., Tensor], rows: Tensor, routed: _TokenDispatch) -> Tensor:
     """Return the outputs of this rank's experts for the rows that it received."""
-    local = _LocalExperts(module)
+    local = _local_experts(module)
     if len(rows) == 0:
         # No rows: give the experts a gradient of zeros; see [Note: every rank makes the whole journey].
         for stack in local.stacks:
@@ -276,11 +279,10 @@ def _expert_outputs(module: nn.Module, compute: Callable[..., Tensor], rows: Ten
     return compute(local, rows, routed.experts[:, None], ones)
 
 
-class _LocalExperts:
-    """Replaces `self` in the forward of a module: the same attributes, but parameters with this rank's experts only."""
+class _Experts:
+    """Replaces `self` in the forward of a module: the same attributes, but other parameters, of fewer experts."""
 
-    def __init__(self, module: nn.Module) -> None:
-        stacks = {name: _local(param) for name, param in module.named_parameters(recurse=False)}
+    def __init__(self, module: nn.Module, stacks: dict[str, Tensor]) -> None:
         self.__dict__.update(stacks)
         self.stacks = list(stacks.values())
         self.num_experts = len(self.stacks[0])
@@ -288,6 +290,46 @@ class _LocalExperts:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def _local_experts(module: nn.Module) -> _Experts:
+    """Return a module's stand-in with this rank's experts only."""
+    return _Experts(module, {name: _local(param) for name, param in module.named_parameters(recurse=False)})
+
+
+def _make_batched_forward(
+    module: nn.Module, compute: Callable[..., Tensor], placement: ExpertPlacement
+) -> Callable[..., Tensor]:
+    """Return the forward of a module whose input has the rows of all experts, one expert's after the other's.
+
+    Every expert has the same number of rows, as in Llama 4. Each rank of `ep` may have another number of them.
+    """
+    ep, tp, group = placement.ep_size, placement.tp_size, placement.ep
+    local = placement.experts // (ep * tp)
+
+    def forward(hidden: Tensor) -> Tensor:
+        dim = hidden.shape[-1]
+        rows = hidden.view(ep, tp, local, -1, dim).transpose(0, 1)
+        tokens = rows.shape[3]
+        rows = rows[0] if placement.tp is None else split(rows, 0, placement.tp)[0]
+        counts, flat = [tokens], rows.reshape(-1, dim)
+        if group is not None:
+            sent = torch.full((ep, local), tokens, device=hidden.device)
+            sizes, received = _on_host(sent, exchange_counts(sent, group), ep * local * tokens)
+            counts, flat = [size // local for size in received], exchange(flat, received, sizes, group)
+            pieces = torch.split(flat, received)
+            flat = torch.cat([piece.view(local, -1, dim) for piece in pieces], 1).reshape(-1, dim)
+        outputs = compute(_local_experts(module), flat).view(local, -1, dim)
+        if group is not None:
+            flat = torch.cat([piece.reshape(-1, dim) for piece in torch.split(outputs, counts, 1)])
+            outputs = exchange(flat, sizes, received, group)
+        outputs = outputs.reshape(1, ep, local, -1, dim)
+        if placement.tp is not None:
+            outputs = all_gather_replicated(outputs, 0, placement.tp)
+        return outputs.transpose(0, 1).reshape(-1, dim)
+
+    interrupting: Callable[..., Tensor] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    return interrupting
 
 
 def _local(param: Tensor) -> Tensor:
@@ -318,8 +360,9 @@ def _on_host(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold experts, by name.
 
-    Modules of Plait and of `transformers` are recognized by an attribute `num_experts`, direct parameters that all have
-    that many slices, and at least one parameter with three dimensions: a stack of matrices.
+    They are recognized by direct parameters that all have a slice per expert, at least one of them with three
+    dimensions (a stack of matrices), and by an attribute `num_experts` that says so, or a forward that takes hidden
+    states, chosen experts and their weights.
     """
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
@@ -345,12 +388,14 @@ def apply_expert_parallel(
     for name, module in expert_modules(model).items():
         expert_mesh: DeviceMesh | None = mesh
         if "tp" in axes and (
-            not _takes_routed_tokens(module) or _is_placed(module) or (replicated is not None and replicated(name))
+            not _is_shardable(module, mesh.size())
+            or _is_placed(module)
+            or (replicated is not None and replicated(name))
         ):
             expert_mesh = mesh["ep"] if "ep" in axes else None
         if expert_mesh is None:
             continue  # replicated, or sharded by the tensor plan
-        placement = ExpertPlacement.on(expert_mesh, int(module.num_experts))  # type: ignore[arg-type]
+        placement = ExpertPlacement.on(expert_mesh, _expert_count(module))
         compute = type(module).forward
         for key, param in list(module.named_parameters(recurse=False)):
             module.register_parameter(key, _shard_experts(param, placement))
@@ -401,14 +446,17 @@ def _reaches_all(experts: int, ranks: int) -> bool:
     return (ranks - 1) * -(-experts // ranks) < experts
 
 
-def _holds_experts(module: nn.Module) -> TypeGuard[nn.Module]:
-    experts = getattr(module, "num_experts", None)
+def _holds_experts(module: nn.Module) -> bool:
     stacks = list(module.parameters(recurse=False))
-    return (
-        isinstance(experts, int)
-        and any(stack.ndim == 3 for stack in stacks)
-        and all(stack.ndim > 1 and stack.shape[0] == experts for stack in stacks)
-    )
+    if not any(stack.ndim == 3 for stack in stacks) or any(stack.ndim < 2 for stack in stacks):
+        return False
+    declared = getattr(module, "num_experts", None)
+    experts = declared if isinstance(declared, int) else _expert_count(module) if _takes_routed_tokens(module) else 0
+    return all(stack.shape[0] == experts for stack in stacks)
+
+
+def _expert_count(module: nn.Module) -> int:
+    return len(next(module.parameters(recurse=False)))
 
 
 def check_experts(model: nn.Module, ranks: int) -> None:
@@ -418,7 +466,7 @@ def check_experts(model: nn.Module, ranks: int) -> None:
         message = f"no experts that could be sharded over {ranks} ranks were found in a {type(model).__name__}"
         raise ConfigError(Problem("strategy.layout.ep", message, "Leave it out, or use a mixture of experts."))
     for name, module in modules.items():
-        experts = int(module.num_experts)  # type: ignore[arg-type]
+        experts = _expert_count(module)
         if experts % ranks:
             fit = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
             message = f"{experts} experts ÷ {ranks} ranks = {experts / ranks:g}, not a whole number (in {name})"
@@ -429,16 +477,50 @@ def check_experts(model: nn.Module, ranks: int) -> None:
                 f"the experts of {where} are sharded already: apply expert parallelism (ep) once, before tensor "
                 "parallelism and fully_shard"
             )
-        if not _takes_routed_tokens(module):
+        if not _is_shardable(module, ranks):
             raise ModelError(
-                f"the experts of {where} cannot be sharded over ranks: its forward does not take hidden states, chosen "
-                "experts and their weights. Set strategy.layout.ep: 1"
+                f"the experts of {where} cannot be sharded over ranks: its forward takes neither hidden states, chosen "
+                "experts and their weights, nor the same number of rows for every expert. Set strategy.layout.ep: 1"
             )
 
 
 def _takes_routed_tokens(module: nn.Module) -> bool:
     """Return whether a module's forward takes hidden states, chosen experts and their weights."""
     return len(inspect.signature(type(module).forward).parameters) == 4  # these three and `self`
+
+
+def _is_shardable(module: nn.Module, ranks: int) -> bool:
+    """Return whether the experts of a module can be computed on different ranks."""
+    return _takes_routed_tokens(module) or (_expert_count(module) % ranks == 0 and _takes_equal_batches(module))
+
+
+def _takes_equal_batches(module: nn.Module) -> bool:
+    """Return whether a module's forward takes the rows of all experts, one expert's after the other's.
+
+    That is tested with small matrices: the outputs of two experts are those that each one has on its own.
+    """
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return False
+    stacks = {key: param.shape[1:] for key, param in module.named_parameters(recurse=False)}
+    hidden = getattr(module, "hidden_size", None)
+    least = min((size for shape in stacks.values() for size in shape if size != hidden), default=1)
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    try:
+        with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+            small = {key: [size if size == hidden else 4 * (size // least) for size in stacks[key]] for key in stacks}
+            values = {key: normal(2, *shape) for key, shape in small.items()}
+            rows = normal(2 * 3, int(hidden))  # type: ignore[arg-type]
+            compute: Any = type(module).forward
+            both = compute(_Experts(module, values), rows)
+            ones = [{key: value[i : i + 1] for key, value in values.items()} for i in range(2)]
+            each = [compute(_Experts(module, ones[i]), rows[3 * i : 3 * i + 3]) for i in range(2)]
+            return both.shape == rows.shape and torch.allclose(both, torch.cat(each), rtol=1e-3, atol=1e-4)
+    except Exception:  # its input is something else
+        return False
 
 
 def _is_placed(module: nn.Module) -> bool:

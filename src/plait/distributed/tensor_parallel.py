@@ -8,11 +8,9 @@ or a feed-forward layer, inside of which ranks work on different heads or featur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +19,22 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from plait.config import CustomTensorPlan, choose
 from plait.distributed.collectives import all_gather_replicated, split
+from plait.distributed.tensor_parallel_plans import (
+    matches,
+    peft_styles,
+    transformers_styles,
+    weights_read_elsewhere,
+)
 from plait.distributed.tensor_parallel_styles import (
     PLAN_KEY,
     SEQUENCE_KEY,
     Colwise,
     ColwiseGather,
     DTensorParams,
+    Gathered,
     HeadParallel,
     KvHeads,
+    LatentKv,
     QkvHeads,
     RankRng,
     Rowwise,
@@ -40,6 +46,8 @@ from plait.distributed.tensor_parallel_styles import (
     draws_random,
     enter_region,
     is_linear,
+    read_full,
+    read_local,
     read_replicated,
     return_full_tensors,
     training_rng,
@@ -48,7 +56,7 @@ from plait.distributed.tensor_parallel_styles import (
 from plait.errors import ConfigError, ModelError, Problem
 from plait.plugins import call, load
 from plait.torch_internals import enable_async_tensor_parallel
-from plait.transformers_internals import is_transformers_model, tp_plan
+from plait.transformers_internals import is_transformers_model
 
 # ---- async TP: collectives that overlap with the matrix multiplications before and after them
 
@@ -214,6 +222,26 @@ class WholeSequence(Style):
         return split(x, 1, self.site.group)
 
 
+class LocalParams(WholeSequence):
+    """A module with a parameter per head, such as an attention with sinks: each rank has those of its heads.
+
+    Its column-wise layers enter the sharded work each on its own.
+    """
+
+    def problems(self) -> list[Problem]:
+        """Return a problem if the module draws random numbers, or a parameter does not divide by the ranks."""
+        params = self.site.module.named_parameters(recurse=False)
+        uneven = (self.indivisible(f"entries of {key}", param.shape[0]) for key, param in params)
+        return [*super().problems(), *(problem for problems in uneven for problem in problems)]
+
+    def parallelize(self) -> None:
+        """Shard the module's own parameters along their first dimension, and let its code read this rank's part."""
+        super().parallelize()
+        for key in list(self.site.module._parameters):
+            self.site.params.shard(self.site.module, key, 0)
+        read_local(self.site.module)
+
+
 def check_sequence(length: int, size: int) -> None:
     """Raise a `ModelError` for a sequence length that does not divide by the number of ranks."""
     if length % size:
@@ -261,6 +289,9 @@ STYLES: Mapping[str, type[Style]] = MappingProxyType(
         "block": ResidualBlock,
         "sequence": SequenceSharded,
         "whole_sequence": WholeSequence,
+        "local_params": LocalParams,
+        "gathered": Gathered,
+        "mla_kv_a": LatentKv,
         "replicate": Replicated,
     }
 )
@@ -309,12 +340,6 @@ def load_tensor_plan(plan: dict[str, str] | CustomTensorPlan, model: nn.Module) 
     return loaded
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a module name matches a pattern, segment by segment: a wildcard never matches a dot."""
-    segments, pattern_segments = name.split("."), pattern.split(".")
-    return len(segments) == len(pattern_segments) and all(map(fnmatchcase, segments, pattern_segments))
-
-
 def check_sequence_plan(styles: Mapping[str, str]) -> None:
     """Raise a `ConfigError` for a plan without blocks: nothing would say where the sequence is split."""
     if "block" not in styles.values():
@@ -342,144 +367,7 @@ def _examples(names: list[str]) -> str:
     return f"there are: {', '.join(shown[:24])}{', …' if len(shown) > 24 else ''}"
 
 
-# ---- plans for `transformers` models, from their own tensor-parallel plans and their structure
-#
-# `transformers` declares the column-wise and row-wise layers. The other styles are found from the model's structure:
-# regions are modules that consist of such layers, blocks are the repeated layers, the other modules of a block are
-# norms or need whole sequences, and embedding and head are sharded along the vocabulary.
-
-
-_TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
-    {
-        "colwise": "colwise",
-        "rowwise": "rowwise",
-        "colwise_gather_output": "colwise_gather",
-        "colwise_rep": "colwise_gather",
-        "rowwise_split_input": "rowwise_split",
-        "rowwise_rep": "rowwise_split",
-        "embedding_rowwise": "vocab_embedding",
-        "replicated_with_grad_allreduce": "inner",
-        "replicate": "replicate",
-    }
-)
-"""Styles of `transformers` → the style here with the same meaning."""
-
-_EXPERT_STYLES = frozenset({"packed_colwise", "packed_rowwise", "moe_tp_experts", "moe_identity_expert"})
-"""Styles of `transformers` for the inside of experts, which expert parallelism shards here."""
-
-_PLANS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "gpt2": {
-            "h.*.attn.c_attn": "qkv_heads",
-            "h.*.attn.c_proj": "rowwise",
-            "h.*.mlp.c_fc": "colwise",
-            "h.*.mlp.c_proj": "rowwise",
-        }
-    }
-)
-"""Model type → plan for its base model, for types for which `transformers` has no plan."""
-
-_HEADS = MappingProxyType({"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"})
-_COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads", "qkv_heads"})
-_ROWS = frozenset({"rowwise", "rowwise_split"})
-
-
-def transformers_styles(model: nn.Module) -> dict[str, str]:
-    """Return the style of each module of a `transformers` model, by name; `ModelError` if it has no plan."""
-    styles = _linear_styles(model)
-    if not styles:
-        model_type = getattr(getattr(model, "config", None), "model_type", "?")
-        raise ModelError(
-            f"transformers has no tensor-parallel plan for a {type(model).__name__} (model_type {model_type!r}), "
-            f"and neither has Plait; write one as {PLAN_KEY}, or use layout.tp: 1"
-        )
-    _add_vocabulary(model, styles)
-    _add_scalars(model, styles)
-    _add_regions(model, styles)
-    _add_blocks(model, styles)
-    return {name: styles[name] for name, _ in model.named_modules() if name in styles}
-
-
-def _linear_styles(model: nn.Module) -> dict[str, str]:
-    """Return the styles of the linear layers, by name, from the model's own plan or from `_PLANS`."""
-    hf: Any = model
-    declared: dict[str, str] = tp_plan(model)
-    known = _PLANS.get(hf.config.model_type, {})
-    prefix = "" if hf.base_model is model else f"{hf.base_model_prefix}."
-    plan = {f"{prefix}{pattern}": style for pattern, style in known.items()}
-    for pattern, style in declared.items():
-        if style in _TRANSFORMERS_STYLES:
-            plan.setdefault(pattern, _TRANSFORMERS_STYLES[style])
-        elif style not in _EXPERT_STYLES:
-            raise ModelError(
-                f"the tensor-parallel plan of {type(model).__name__} has the style {style!r} for {pattern!r}, which "
-                f"Plait does not support; write a plan as {PLAN_KEY}, or use layout.tp: 1"
-            )
-    styles: dict[str, str] = {}
-    modules = dict(model.named_modules())
-    # In a pipeline stage a module without parameters replaces the head or the embedding of another stage.
-    for name in (name for name, module in modules.items() if any(True for _ in module.parameters())):
-        for pattern, style in plan.items():
-            if name and matches(name, pattern):
-                styles[name] = _by_head(name, style, modules)
-    return styles
-
-
-def _by_head(name: str, style: str, modules: Mapping[str, nn.Module]) -> str:
-    parent, _, last = name.rpartition(".")
-    has_heads = isinstance(getattr(modules[parent], "head_dim", None), int)
-    return _HEADS.get(last, style) if style == "colwise" and has_heads else style
-
-
-def _add_vocabulary(model: nn.Module, styles: dict[str, str]) -> None:
-    hf: Any = model
-    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    for name, module in model.named_modules():
-        if module is embedding and isinstance(module, nn.Embedding):
-            styles[name] = "vocab_embedding"
-        elif module is head and isinstance(module, nn.Linear):
-            styles[name] = "vocab_head"
-
-
-def _add_scalars(model: nn.Module, styles: dict[str, str]) -> None:
-    """Add the style `inner` for activation functions with scalar parameters between column-wise and row-wise layers.
-
-    They run on sharded features, so each rank has partial gradients of these parameters.
-    """
-    for name, module in model.named_modules():
-        params = [param for param in module._parameters.values() if param is not None]
-        prefix = f"{name.rpartition('.')[0]}."
-        siblings = {style for key, style in styles.items() if key.startswith(prefix) and "." not in key[len(prefix) :]}
-        scalars_only = params and name not in styles and all(param.numel() == 1 for param in params)
-        if scalars_only and siblings & _COLUMNS and siblings & _ROWS:
-            styles[name] = "inner"
-
-
-def _add_regions(model: nn.Module, styles: dict[str, str]) -> None:
-    """Add the style `region` for modules with column-wise and row-wise children whose parameters all have styles."""
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        inside = {key: style for key, style in styles.items() if key.startswith(prefix) and style != "replicate"}
-        with_parameters = {f"{prefix}{key}" for key, submodule in module.named_modules() if submodule._parameters}
-        direct = {style for key, style in inside.items() if "." not in key[len(prefix) :]}
-        if name and direct & _COLUMNS and direct & _ROWS and with_parameters <= inside.keys():
-            styles[name] = "region"
-
-
-def _add_blocks(model: nn.Module, styles: dict[str, str]) -> None:
-    classes = getattr(model, "block_classes", None) or ()
-    for name, module in list(model.named_modules()):
-        if not name or not classes or not isinstance(module, classes):
-            continue
-        styles[name] = "block"
-        for key, child_module in module.named_children():
-            child_name = f"{name}.{key}"
-            if child_name not in styles and any(True for _ in child_module.parameters()):
-                styles[child_name] = "sequence" if _is_norm(child_module) else "whole_sequence"
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return not list(module.children()) and all(param.ndim == 1 for param in module.parameters())
+# ---- application
 
 
 def apply_tensor_parallel(
@@ -507,7 +395,7 @@ def apply_tensor_parallel(
         enable_async(mesh, sequence=sequence)
     if mesh.size() == 1:
         return
-    styles = styles_of(module, plan, stage=stage)
+    styles = styles_of(module, plan, stage=stage, ranks=mesh.size())
     if sequence and not stage:
         check_sequence_plan(styles)
     params, random = DTensorParams(mesh), dict[str, RankRng]()
@@ -525,19 +413,28 @@ def apply_tensor_parallel(
                 "Give both a style of the same kind, such as vocab_embedding and vocab_head.",
             )
         )
+    if is_transformers_model(module):
+        read = weights_read_elsewhere(module)
+        for name, style in styles.items():
+            if style in ("vocab_embedding", "gathered") and name.rpartition(".")[2] in read:
+                read_full(module.get_submodule(name), mesh.get_group())
     if any(style == "vocab_head" and is_linear(module.get_submodule(name)) for name, style in styles.items()):
         return_full_tensors(module)
 
 
-def styles_of(module: nn.Module, plan: Mapping[str, str] | None = None, *, stage: bool = False) -> dict[str, str]:
-    """Return the style of each module, by name; from the given plan, or the model's, or `transformers`'."""
+def styles_of(
+    module: nn.Module, plan: Mapping[str, str] | None = None, *, stage: bool = False, ranks: int = 1
+) -> dict[str, str]:
+    """Return the style of each module, by name; from the given plan, the model's, or `transformers_styles`."""
     if plan is not None:
         return resolve_plan(module, plan, stage=stage)
     declared = getattr(module, "tensor_plan", None)
     if callable(declared):
         return resolve_plan(module, declared(), stage=True)
     if is_transformers_model(module):
-        return transformers_styles(module)
+        return transformers_styles(module, ranks)
+    if hasattr(module, "peft_config"):
+        return peft_styles(module, ranks)
     raise ModelError(
         f"there is no tensor-parallel plan for {type(module).__name__}: give it a method `tensor_plan()`, "
         f"write a plan as {PLAN_KEY}, or use layout.tp: 1"
@@ -567,6 +464,13 @@ def experts_are_replicated(
     return answer
 
 
+def _computes_own_loss(model: nn.Module) -> bool:
+    """Return whether a model computes its loss from full logits: one of `transformers`, unless Plait computes it."""
+    inner = next((module for module in model.modules() if is_transformers_model(module)), None)
+    is_own = inner is model or hasattr(model, "peft_config")
+    return is_own and not getattr(inner, "takes_sharded_logits", False)
+
+
 def _make_style(
     name: str,
     model: nn.Module,
@@ -590,8 +494,10 @@ def _make_style(
         sequence=sequence,
         split=sequence
         and enclosing_module(name, styles, "block") is not None
-        and enclosing_module(name, styles, "whole_sequence") is None,
+        and all(enclosing_module(name, styles, style) is None for style in ("whole_sequence", "local_params")),
         region=enclosing_module(name, styles, "region"),
         random=random,
+        gathers_logits=partial(_computes_own_loss, model),
+        root=model,
     )
     return STYLES[styles[name]](site)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from plait.distributed.collectives import (
     split,
 )
 from plait.errors import ConfigError, ModelError, Problem
-from plait.torch_internals import tree_map
+from plait.torch_internals import disable_current_modes, tree_map
 
 # ---- random numbers inside tensor-parallel regions
 #
@@ -209,26 +209,57 @@ def replicated_param(module: nn.Module, key: str, group: dist.ProcessGroup) -> T
 
 
 def read_replicated(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the module's own code read `replicated_param` for each of its direct parameters.
+    """Make the module's own code read `replicated_param` for each of its direct parameters."""
+    _read(module, lambda param: copy_param_to_region(param.to_local(), group))
+
+
+def read_local(module: nn.Module) -> None:
+    """Make the module's own code read this rank's part of each of its direct parameters."""
+    _read(module, lambda param: param.to_local())
+
+
+def read_full(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make code that reads a sharded parameter, which runs on every rank alike, get all of it."""
+
+    def gathered(param: DTensor) -> Tensor:
+        (placement,) = param.placements
+        local = param.to_local()
+        if not isinstance(placement, Shard):
+            return local
+        return gather_uneven(local, placement.dim, param.shape[placement.dim], group)
+
+    _read(module, gathered)
+
+
+def _read(module: nn.Module, compute: Callable[[DTensor], Tensor]) -> None:
+    """Make an attribute of a parameter that is a DTensor return what `compute` returns for it.
 
     The module gets a subclass of its class, with a property for each parameter, as torch's parametrizations do it. So
     the code of a norm or a router works on plain tensors, and the parameters keep their names and registration.
     """
     original = type(module)
-    members = {key: _replicated_property(key, group) for key, param in module._parameters.items() if param is not None}
+    members = {key: _property(key, compute) for key, param in module._parameters.items() if param is not None}
     if members:
         module.__class__ = type(original.__name__, (original,), {"__module__": original.__module__, **members})
 
 
-def _replicated_property(key: str, group: dist.ProcessGroup) -> property:
+def _property(key: str, compute: Callable[[DTensor], Tensor]) -> property:
     def read(module: nn.Module) -> Tensor | None:
         param = module._parameters[key]
         # While the parameter is sharded by `fully_shard`, it has placements on FSDP's mesh axes too. It is returned as
         # it is, since nothing may compute with it then.
-        at_rest = isinstance(param, DTensor) and len(param.placements) > 1
-        return param if at_rest else replicated_param(module, key, group)
+        is_placed = isinstance(param, DTensor) and len(param.placements) == 1
+        return compute(param) if is_placed else param  # type: ignore[arg-type]
 
     return property(read)
+
+
+def gather_uneven(shard: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Return a tensor of `length` from its chunks (see `chunk_of`), for work that is the same on every rank."""
+    dim %= shard.ndim
+    missing = -(-length // group.size()) - shard.shape[dim]
+    padded = F.pad(shard, (0, 0) * (shard.ndim - 1 - dim) + (0, missing)) if missing else shard
+    return all_gather_replicated(padded, dim, group).narrow(dim, 0, length)
 
 
 PLAN_KEY = "strategy.tensor.plan"
@@ -261,6 +292,16 @@ class Site:
     """Name of the region around this module, which applies `enter_region` to the input; None if there is none."""
     random: dict[str, RankRng]
     """Name of a region → its `RankRng`, for regions that draw random numbers on sharded activations."""
+    gathers_logits: Callable[[], bool]
+    """Whether the model needs full logits, to compute its loss from them itself."""
+    root: nn.Module
+    """The model."""
+
+    def tied_elsewhere(self, key: str) -> bool:
+        """Return whether a parameter of the module is one of another module too."""
+        param = self.module._parameters.get(key)
+        others = (module for module in self.root.modules() if module is not self.module)
+        return param is not None and any(param is other for module in others for other in module._parameters.values())
 
     def siblings(self, style: str) -> list[nn.Module]:
         """Return the parent's direct children that have this style in the plan."""
@@ -397,6 +438,39 @@ class ColwiseGather(Colwise):
 
     def _forward(self, x: Tensor) -> Tensor:
         return all_gather_replicated(super()._forward(x), -1, self.site.group)
+
+
+class Gathered(ColwiseGather):
+    """Column-wise, for a layer on its own: its input and output are as they would be without tensor parallelism."""
+
+    def _forward(self, x: Tensor) -> Tensor:
+        gathered = super()._forward(x)
+        return split(gathered, 1, self.site.group) if self.site.split else gathered
+
+
+class LatentKv(LinearStyle):
+    """The replicated projection to the latent keys and values of MLA, and to the keys' rotary part.
+
+    The column-wise layer behind the latent part sums its gradient over ranks. The rotary part goes to all heads as it
+    is, so its gradient is summed here.
+    """
+
+    def problems(self) -> list[Problem]:
+        """Return a problem if the attention does not say how many features the rotary part has."""
+        parent = self.site.parent
+        if super().problems() or not isinstance(getattr(parent, "qk_rope_head_dim", None), int):
+            return self.wrong_module("a linear layer inside a module with an attribute `qk_rope_head_dim`")
+        return []
+
+    def parallelize(self) -> None:
+        """Sum the gradient of the rotary part over ranks; the parameters stay as they are."""
+        inner, rotary = self.site.module.forward, int(self.site.parent.qk_rope_head_dim)  # type: ignore[arg-type]
+
+        def forward(x: Tensor) -> Tensor:
+            latent, rope = inner(x).tensor_split([-rotary], -1)
+            return torch.cat((latent, copy_to_region(rope, self.site.group)), -1)
+
+        self.site.module.forward = forward
 
 
 class Rowwise(LinearStyle):
@@ -549,8 +623,34 @@ def kv_heads_of(rank: int, size: int, *, queries: int, heads: int) -> list[int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x · W + b and nothing else: an `nn.Linear`, or a `Conv1D` of `transformers`."""
-    return type(module).forward is nn.Linear.forward or _is_conv1d(module)
+    """Return whether a module computes x · W + b and nothing else: an `nn.Linear`, or a `Conv1D` of `transformers`.
+
+    A subclass of `nn.Linear` in a model of `transformers` is one if its forward, tested with a small matrix, is.
+    """
+    if type(module).forward is nn.Linear.forward or _is_conv1d(module):
+        return True
+    return type(module).__module__.startswith("transformers.models.") and _multiplies(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _multiplies(cls: type[nn.Module]) -> bool:
+    """Return whether the forward of a subclass of `nn.Linear` is that of `nn.Linear`."""
+    if not issubclass(cls, nn.Linear):
+        return False
+    try:
+        with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
+            for bias in (True, False):
+                layer, x = cls.__new__(cls), torch.linspace(-1, 1, 24, dtype=torch.float32).view(2, 4, 3)
+                nn.Linear.__init__(layer, 3, 5, bias=bias, device="meta")
+                for key, param in list(layer._parameters.items()):
+                    if param is not None:
+                        values = torch.linspace(-2, 3, param.numel(), dtype=torch.float32).view(param.shape)
+                        setattr(layer, key, nn.Parameter(values.sin()))
+                if not torch.allclose(cls.forward(layer, x), nn.Linear.forward(layer, x)):
+                    return False
+    except Exception:  # it needs what its own constructor makes, or returns something else
+        return False
+    return True
 
 
 def in_features(module: nn.Module) -> int:
@@ -668,8 +768,9 @@ class VocabHead(Style):
     """An output head of which each rank computes the logits of its part of the vocabulary.
 
     A plain linear layer returns a DTensor that is sharded along the vocabulary, from which
-    `models.common.loss.cross_entropy` computes the loss without gathering. In any other module the weight becomes a
-    DTensor, and the module's forward must support that, as `models.common.head.LMHead` does.
+    `models.common.loss.cross_entropy` computes the loss without gathering; or full logits, for a model that computes
+    its own loss from them. In any other module the weight becomes a DTensor, and the module's forward must support
+    that, as `models.common.head.LMHead` does.
     """
 
     def problems(self) -> list[Problem]:
@@ -685,7 +786,8 @@ class VocabHead(Style):
         site, module = self.site, self.site.module
         site.params.shard(module, "weight", 0)
         if is_linear(module):
-            site.params.shard(module, "bias", 0)
+            if not site.tied_elsewhere("bias"):
+                site.params.shard(module, "bias", 0)
             module.forward = self._linear
             return
         inner = module.forward
@@ -702,7 +804,12 @@ class VocabHead(Style):
         site, module = self.site, self.site.module
         weight = local_param(module, "weight")
         assert weight is not None
-        logits = F.linear(copy_to_region(hidden, site.group), weight, local_param(module, "bias"))
+        bias = local_param(module, "bias")
+        if bias is not None and len(bias) != len(weight):  # a replicated one
+            bias = copy_param_to_region(bias, site.group).narrow(0, *chunk_of(len(bias), site.size, site.rank))
+        logits = F.linear(copy_to_region(hidden, site.group), weight, bias)
+        if site.gathers_logits():
+            return gather_uneven(logits, -1, out_features(module), site.group)
         shape = (*logits.shape[:-1], out_features(module))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(

@@ -313,21 +313,29 @@ def apply_axes(given: Preparation, module: nn.Module, *, stage: bool) -> tuple[C
 
         experts = list(apply_expert_parallel(module, shared, replicated=alike, stage=stage).values())
     if tensor is not None:
-        _log_replicated_share(module, tensor.size(), given.log)
+        _log_sharded_share(module, tensor.size(), given.log)
     return cut, experts
 
 
-def _log_replicated_share(module: nn.Module, ranks: int, log: Callable[[str], None]) -> None:
-    """Log a warning if tensor parallelism leaves most parameters replicated."""
-    params = list(module.parameters())
-    replicated = [param for param in params if not is_sharded(param) or all(p.is_replicate() for p in param.placements)]
-    share = sum(param.numel() for param in replicated) / max(sum(param.numel() for param in params), 1)
+def _log_sharded_share(module: nn.Module, ranks: int, log: Callable[[str], None]) -> None:
+    """Log how many parameters tensor parallelism shards; if few, with a warning that names what is replicated."""
+    from plait.distributed import replicated_parameters
+
+    replicated = replicated_parameters(module)
+    total = max(sum(param.numel() for param in module.parameters()), 1)
+    share = sum(replicated.values()) / total
+    name = type(module).__name__.removeprefix("FSDP")
+    text = (
+        f"strategy.layout.tp: {ranks} shards {1 - share:.0%} of the parameters of this {name}; each rank holds "
+        f"{share + (1 - share) / ranks:.0%} of them"
+    )
     if share > _MOSTLY_REPLICATED:
-        name = type(module).__name__.removeprefix("FSDP")
-        log(
-            f"strategy.layout.tp: {ranks} shards little of this {name}: {share:.0%} of its parameters are replicated, "
-            "since its plan names no more layers; write strategy.tensor.plan, or use strategy.zero instead"
+        largest = ", ".join(f"{key} ({count / total:.0%})" for key, count in list(replicated.items())[:4])
+        text = (
+            f"warning: {text}. Replicated on every rank are {largest}{', …' if len(replicated) > 4 else ''}; "
+            "write strategy.tensor.plan, or use strategy.zero instead"
         )
+    log(text)
 
 
 ReadLoss = Callable[[Any, int], WeightedLoss]

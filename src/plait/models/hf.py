@@ -396,6 +396,8 @@ class CausalLM(HFMethods):
     """Whether the head can compute the loss; see [Note: a loss without logits]."""
     fp8_head: Fp8Head | None = None
     """Set where the loss computes its gradients in 8 bits."""
+    takes_sharded_logits = True
+    """Whether the loss is computed from logits that may be sharded over tensor-parallel ranks."""
 
     def forward(
         self,
@@ -411,7 +413,11 @@ class CausalLM(HFMethods):
         passes, this returns what `transformers` returns.
         """
         if "return_dict" in kwargs:
-            return super().forward(input_ids, labels=labels, **kwargs)
+            self.takes_sharded_logits = labels is None  # with labels, transformers computes the loss
+            try:
+                return super().forward(input_ids, labels=labels, **kwargs)
+            finally:
+                self.takes_sharded_logits = True
         if positions is not None:
             self._require("position_ids", "positions")
             kwargs["position_ids"] = positions

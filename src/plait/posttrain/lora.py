@@ -309,7 +309,7 @@ def _fits(name: str, pattern: str) -> bool:
 # the ranks' outputs of `A` are summed, and every rank has all of `B`.
 
 
-_COLUMNS = frozenset({"colwise", "colwise_gather", "heads", "kv_heads"})
+_COLUMNS = frozenset({"colwise", "colwise_gather", "gathered", "heads", "kv_heads"})
 _ROWS = frozenset({"rowwise", "rowwise_split"})
 
 
@@ -326,7 +326,7 @@ def with_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]
         # of one, `B` sums the gradient of its own input.
         before = "inner" if enclosing_module(name, styles, "region") is not None else "sequence"
         if style in _COLUMNS:
-            down, up = before, "colwise_gather" if style == "colwise_gather" else "colwise"
+            down, up = before, str(style) if style in ("colwise_gather", "gathered") else "colwise"
         elif style in _ROWS:
             down, up = str(style), "sequence"
         elif style == "qkv_heads":

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.refusals import missing, refused
-from torch import nn
+from torch import Tensor, nn
 
 from plait.config.model import GptConfig, HFConfig, LlamaConfig
 from plait.distributed.tensor_parallel import STYLES, resolve_plan, styles_of
+from plait.distributed.tensor_parallel_plans import last_of_feed_forward, transformers_styles
 from plait.errors import ConfigError, ModelError
 from plait.models import build_model
 from plait.models.common.protocol import TensorPlanned
@@ -119,9 +120,54 @@ def test_a_fused_projection_that_transformers_gathers_is_gathered_here_too() -> 
     assert words["model.layers.0.self_attn.o_proj"] == "rowwise_split"
 
 
-def test_a_model_that_nobody_has_a_plan_for_is_refused_with_the_remedy() -> None:
+def test_layers_that_no_plan_names_are_sharded_each_on_its_own_and_feed_forwards_by_their_features() -> None:
     sizes = {"hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2}
-    with refused(ModelError, "'opt'", "strategy.tensor.plan"):
-        styles_of(on_meta(HFConfig(config={"model_type": "opt", "vocab_size": 31, "num_hidden_layers": 1, **sizes})))
+    opt = styles_of(on_meta(HFConfig(config={"model_type": "opt", "vocab_size": 31, "num_hidden_layers": 1, **sizes})))
+    assert opt["model.decoder.layers.0.self_attn.q_proj"] == "gathered"
+    assert opt["model.decoder.layers.0.fc1"] == "gathered"
+    assert "block" not in opt.values()  # nothing says where the sequence may be split
+    stablelm = styles_of(hf("stablelm"))
+    assert stablelm["model.layers.0.mlp"] == "region"
+    assert stablelm["model.layers.0.mlp.up_proj"] == "colwise"
+    assert stablelm["model.layers.0.mlp.down_proj"] == "rowwise"
+
+
+def test_layers_that_do_not_divide_by_the_ranks_and_routers_stay_whole() -> None:
+    stablelm = transformers_styles(hf("stablelm"), 5)
+    assert not any(name.startswith("model.layers.") for name in stablelm)
+    mixtral = styles_of(hf("mixtral", num_local_experts=2, hidden_size=64, head_dim=4))
+    assert "model.layers.0.mlp.gate" not in mixtral
+
+
+class Summed(nn.Module):
+    """Two layers of matching sizes between which all hidden features are needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).softmax(-1))
+        return out
+
+
+class Gated(Summed):
+    """The same layers, with each hidden feature on its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).relu())
+        return out
+
+
+def test_a_feed_forward_is_one_if_its_features_are_computed_each_on_its_own() -> None:
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        assert last_of_feed_forward(Summed()) is None
+        assert last_of_feed_forward(Gated()) == "down"
+        assert last_of_feed_forward(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))) == "2"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_nobody_has_a_plan_for_is_refused_with_the_remedy() -> None:
     with refused(ModelError, "Sequential", "tensor_plan"):
         styles_of(nn.Sequential(nn.Linear(2, 2)))

@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plait.config import RunConfig, TensorConfig
-from plait.distributed import World, is_transformers_model, restore_rng_state, rng_state, transformers_styles
+from plait.distributed import (
+    World,
+    is_transformers_model,
+    peft_styles,
+    restore_rng_state,
+    rng_state,
+    transformers_styles,
+)
 from plait.engine import LogFunction, LoopEngine, Preparation, prepare_native
-from plait.errors import ModelError, TrainingError
+from plait.errors import TrainingError
 
 
 class PreparedModel(nn.Module):
@@ -188,17 +195,9 @@ def has_only_tensors(value: Any) -> bool:
 
 
 # Tensor parallelism of a `transformers` model, with or without `peft` adapters.
-#
-# [Note: adapters of a tensor-parallel layer]
-# An adapter adds B(A(x)) to a layer's output. Where the layer is column-parallel, its output is sharded, so B is
-# column-parallel too; A is replicated, and its gradient is summed over ranks. Where the layer is row-parallel, A's
-# output would need a sum over ranks before B: no style of a plan describes that, so it is refused.
 
 
-_HEADS = ("num_attention_heads", "num_key_value_heads")
 _VOCABULARY = frozenset({"vocab_embedding", "vocab_head"})
-_HEAD_STYLES = frozenset({"heads", "kv_heads"})
-_COLUMN_PARALLEL = _HEAD_STYLES | {"colwise"}
 
 
 def with_plan(config: RunConfig, model: nn.Module, *, replicate_vocabulary: bool) -> RunConfig:
@@ -212,59 +211,13 @@ def with_plan(config: RunConfig, model: nn.Module, *, replicate_vocabulary: bool
         return config
     if not adapted and not is_transformers_model(model):
         return config
-    plan = tensor_plan(model, strategy.layout.tp) if adapted else transformers_styles(model)
+    plan = (peft_styles if adapted else transformers_styles)(model, strategy.layout.tp)
     if replicate_vocabulary:
         plan = {name: style for name, style in plan.items() if style not in _VOCABULARY}
     if not plan:
         return config
     tensor = TensorConfig(**{**strategy.tensor.model_dump(), "plan": plan})
     return config.model_copy(update={"strategy": strategy.model_copy(update={"tensor": tensor})})
-
-
-def tensor_plan(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Return the style of each sharded module of a `peft` model; {} if its base model has no plan."""
-    below = next(
-        ((name, module) for name, module in model.named_modules() if name and is_transformers_model(module)), None
-    )
-    if below is None:
-        return {}
-    prefix, base = below
-    plan: dict[str, str] = {}
-    attentions: set[str] = set()
-    for name, style in transformers_styles(base).items():
-        path = f"{prefix}.{name}"
-        layer = model.get_submodule(path)
-        if not hasattr(layer, "base_layer"):
-            plan[path] = style
-            continue
-        if style not in _COLUMN_PARALLEL:
-            raise ModelError(
-                f"{path} is row-parallel at strategy.layout.tp {ranks} and has an adapter, which is not supported; put "
-                "adapters on column-parallel layers (q_proj, k_proj, v_proj, gate_proj, up_proj), or set layout.tp: 1"
-            )
-        parent = path.rpartition(".")[0]
-        plan[parent] = "region"  # must be written out: it cannot be inferred from layers that are inside adapters
-        if style in _HEAD_STYLES:
-            attentions.add(parent)
-        plan[f"{path}.base_layer"] = "colwise"
-        for matrix, inner in (("lora_A", "inner"), ("lora_B", "colwise")):
-            for adapter in getattr(layer, matrix, {}):
-                plan[f"{path}.{matrix}.{adapter}"] = inner
-    _refuse_uneven(attentions, model, ranks)
-    # A head style finds its module's sibling layers by name, which adapters change. `colwise` shards it alike if the
-    # heads divide evenly.
-    inside = {name for name, style in plan.items() if style in _HEAD_STYLES and name.rpartition(".")[0] in attentions}
-    return {name: "colwise" if name in inside else style for name, style in plan.items()}
-
-
-def _refuse_uneven(attentions: set[str], model: nn.Module, ranks: int) -> None:
-    config: Any = getattr(model, "config", None)
-    uneven = next((name for name in _HEADS if (getattr(config, name, None) or ranks) % ranks), None)
-    if attentions and uneven is not None:
-        raise ModelError(
-            f"{uneven} = {getattr(config, uneven)} is not divisible by tensor parallel {ranks}: with adapters, lower "
-            "strategy.layout.tp, or leave the attention without adapters"
-        )
 
 
 def backward(engines: Sequence[LoopEngine], loss: Tensor, *, last: Sequence[bool], **kwargs: Any) -> None:
