@@ -455,6 +455,10 @@ def _holds_experts(module: nn.Module) -> bool:
     return all(stack.shape[0] == experts for stack in stacks)
 
 
+def _has_stacks(module: nn.Module) -> bool:
+    return "expert" in type(module).__name__.lower() and any(p.ndim == 3 for p in module.parameters(recurse=False))
+
+
 def _expert_count(module: nn.Module) -> int:
     return len(next(module.parameters(recurse=False)))
 
@@ -464,6 +468,9 @@ def check_experts(model: nn.Module, ranks: int) -> None:
     modules = expert_modules(model)
     if not modules:
         message = f"no experts that could be sharded over {ranks} ranks were found in a {type(model).__name__}"
+        stacks = (name for name, module in model.named_modules() if _has_stacks(module))
+        if (nearest := next(stacks, None)) is not None:
+            message += f": the 3-D parameters of {nearest!r} do not have one slice per expert each"
         raise ConfigError(Problem("strategy.layout.ep", message, "Leave it out, or use a mixture of experts."))
     for name, module in modules.items():
         experts = _expert_count(module)
@@ -517,8 +524,8 @@ def _takes_equal_batches(module: nn.Module) -> bool:
             compute: Any = type(module).forward
             both = compute(_Experts(module, values), rows)
             ones = [{key: value[i : i + 1] for key, value in values.items()} for i in range(2)]
-            each = [compute(_Experts(module, ones[i]), rows[3 * i : 3 * i + 3]) for i in range(2)]
-            return both.shape == rows.shape and torch.allclose(both, torch.cat(each), rtol=1e-3, atol=1e-4)
+            outputs = [compute(_Experts(module, ones[i]), rows[3 * i : 3 * i + 3]) for i in range(2)]
+            return both.shape == rows.shape and torch.allclose(both, torch.cat(outputs), rtol=1e-3, atol=1e-4)
     except Exception:  # its input is something else
         return False
 

@@ -7,10 +7,12 @@ or a feed-forward layer, inside of which ranks work on different heads or featur
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -158,12 +160,35 @@ class ResidualBlock(Style):
         listed = [
             name for name, style in site.styles.items() if style == "block" and _parent(name) == _parent(site.name)
         ]
+        self._refuse_other_inputs()
+        for key in list(site.module._parameters):  # such as a factor of the residual stream
+            site.params.replicate(site.module, key)
+        read_replicated(site.module, site.group)
         wrap_forward(
             site.module,
             enter=self._cut if site.name == listed[0] else None,
             leave=self._join if site.name == listed[-1] else None,
             context=training_rng(site, RankRng(site.rank)) if draws_random(site.module) else None,
         )
+
+    def _refuse_other_inputs(self) -> None:
+        """Make the block's forward raise for a second input with features of each token, which stays whole."""
+        inner = self.site.module.forward
+        names = list(inspect.signature(inner).parameters)
+
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            first, *others = {**dict(zip(names, args, strict=False)), **kwargs}.items()
+            for key, x in others:
+                tokens = isinstance(x, Tensor) and x.ndim == 3 and x.is_floating_point() and x.requires_grad
+                if tokens and x.shape[0] == first[1].shape[0]:
+                    raise ModelError(
+                        f"{self.site.name!r} takes {key!r} for each token beside its hidden states, which sequence "
+                        f"parallelism does not split; set {SEQUENCE_KEY}: false"
+                    )
+            return inner(*args, **kwargs)
+
+        self.site.module.forward = forward
 
     def _cut(self, x: Tensor) -> Tensor:
         check_sequence(x.shape[1], self.site.size)
@@ -204,7 +229,7 @@ class WholeSequence(Style):
         """All-gather the input along the sequence, and split the output, if the sequence is split; else do nothing."""
         if self.site.split:
             self._rows = 0
-            wrap_forward(self.site.module, enter=self._join, leave=self._cut)
+            wrap_forward(self.site.module, enter=self._join, leave=self._cut, leave_others=self._cut_tokens)
 
     def _join(self, x: Tensor) -> Tensor:
         joined = all_gather_replicated(x, 1, self.site.group)
@@ -220,6 +245,11 @@ class WholeSequence(Style):
                 )
             x = x.view(self._rows, self._tokens, *x.shape[1:])
         return split(x, 1, self.site.group)
+
+    def _cut_tokens(self, x: Any) -> Any:
+        """Split a further output if it has features of each token, as those of hyper-connections do."""
+        features = isinstance(x, Tensor) and x.ndim > 2 and x.is_floating_point() and x.requires_grad
+        return split(x, 1, self.site.group) if features and x.shape[:2] == (self._rows, self._tokens) else x
 
 
 class LocalParams(WholeSequence):
@@ -347,7 +377,7 @@ def check_sequence_plan(styles: Mapping[str, str]) -> None:
             Problem(
                 SEQUENCE_KEY,
                 "the tensor plan names no `block`, so nothing says where the sequence may be split",
-                "Give the repeated layers the style `block` and their norms the style `sequence`.",
+                "Set it to false, or write a plan with the style `block` for repeated layers, `sequence` for norms.",
             )
         )
 

@@ -14,7 +14,6 @@ parameter is replicated.
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
 import re
@@ -379,7 +378,7 @@ def _adds_up(module: nn.Module, linears: Mapping[str, nn.Module], last: str) -> 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
-    def part(key: str, features: slice, *, bias: bool) -> nn.Module:
+    def sliced(key: str, features: slice, *, bias: bool) -> nn.Module:
         weight, offset = matrices[key]
         rows = key == last
         keeps = offset is not None and (bias or not rows)
@@ -393,7 +392,7 @@ def _adds_up(module: nn.Module, linears: Mapping[str, nn.Module], last: str) -> 
     def output(features: slice, *, bias: bool) -> Tensor:
         small = copy.copy(module)
         small.__dict__["_modules"] = {
-            key: part(key, features, bias=bias) if key in linears else copy.deepcopy(child)
+            key: sliced(key, features, bias=bias) if key in linears else copy.deepcopy(child)
             for key, child in module._modules.items()
             if child is not None
         }
@@ -433,16 +432,12 @@ def _own_bases(cls: type) -> list[type]:
 @cache
 def _weights_read_in(file: str) -> frozenset[str]:
     found: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(Path(file).read_text(encoding="utf-8"))]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef) and _NOT_FORWARD.match(node.name):
-            continue
-        if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device", "shape"):
-            node = node.value  # such a question needs no value
-        elif isinstance(node, ast.Attribute) and node.attr in ("weight", "bias"):
-            found.update([node.value.attr] if isinstance(node.value, ast.Attribute) else ())
-        pending.extend(ast.iter_child_nodes(node))
+    method = ""
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        if head := re.match(r"\s*def (\w+)", line):
+            method = head[1]
+        if not _NOT_FORWARD.match(method):
+            found.update(re.findall(r"\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape))", line))
     return frozenset(found)
 
 
@@ -455,10 +450,18 @@ def _add_blocks(model: nn.Module, styles: dict[str, str]) -> None:
         if not name or not classes or not isinstance(module, classes):
             continue
         styles[name] = "block"
-        for key, child_module in module.named_children():
-            child_name = f"{name}.{key}"
+        for child_name, child_module in _called_children(name, module):
             if child_name not in styles and any(True for _ in child_module.parameters()):
                 styles[child_name] = "sequence" if _is_norm(child_module) else "whole_sequence"
+
+
+def _called_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a module calls, and those in its lists, which are not called themselves."""
+    for key, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called_children(f"{name}.{key}", child)
+        else:
+            yield f"{name}.{key}", child
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -356,9 +356,10 @@ def wrap_forward(
     *,
     enter: Callable[[Tensor], Tensor] | None = None,
     leave: Callable[[Tensor], Tensor] | None = None,
+    leave_others: Callable[[Any], Any] = lambda output: output,
     context: Callable[[Tensor], AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Replace a module's forward: `enter` changes its main input, `leave` its main output.
+    """Replace a module's forward: `enter` changes its main input, `leave` its main output, `leave_others` the others.
 
     The forward runs inside of `context(main input)`. The main input is the first argument of forward, by position or by
     name. The main output is what forward returns, or the first element if that is a tuple. `forward` is replaced on
@@ -383,7 +384,7 @@ def wrap_forward(
         if leave is None:
             return output
         if isinstance(output, tuple):
-            return (leave(output[0]), *output[1:])
+            return (leave(output[0]), *map(leave_others, output[1:]))
         return leave(output)
 
     module.forward = forward
