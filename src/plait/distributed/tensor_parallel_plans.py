@@ -240,10 +240,10 @@ def _by_head(name: str, style: str, modules: Mapping[str, nn.Module]) -> str:
 
 def _styles_of_children(styles: Mapping[str, str]) -> dict[str, set[str]]:
     """Return the styles of the direct children of each module, by the module's name."""
-    found: dict[str, set[str]] = {}
+    children: dict[str, set[str]] = {}
     for name, style in styles.items():
-        found.setdefault(name.rpartition(".")[0], set()).add(style)
-    return found
+        children.setdefault(name.rpartition(".")[0], set()).add(style)
+    return children
 
 
 def _ancestors(name: str) -> list[str]:
@@ -292,12 +292,12 @@ def _add_scalars(model: nn.Module, styles: dict[str, str]) -> None:
 
 def _add_regions(model: nn.Module, styles: dict[str, str]) -> None:
     """Add the style `region` for modules with column-wise and row-wise children whose parameters all have styles."""
-    within = {name: style for name, style in styles.items() if style != "replicate"}
-    for name, direct in _styles_of_children(within).items():
+    styled = {name: style for name, style in styles.items() if style != "replicate"}
+    for name, direct in _styles_of_children(styled).items():
         if not name or not direct & _COLUMNS or not direct & _ROWS:
             continue
         submodules = model.get_submodule(name).named_modules()
-        if all(f"{name}.{key}" in within for key, submodule in submodules if submodule._parameters):
+        if all(f"{name}.{key}" in styled for key, submodule in submodules if submodule._parameters):
             styles[name] = "region"
 
 
@@ -411,8 +411,8 @@ def _adds_up(module: nn.Module, linears: Mapping[str, nn.Module], last: str) -> 
                 for key, layer in linears.items()
             }
             whole = output(slice(0, wide), bias=True)
-            parts = output(slice(0, half), bias=True) + output(slice(half, wide), bias=False)
-            return whole.shape == x.shape and torch.allclose(whole, parts, rtol=1e-4, atol=1e-4)
+            halves = output(slice(0, half), bias=True) + output(slice(half, wide), bias=False)
+            return whole.shape == x.shape and torch.allclose(whole, halves, rtol=1e-4, atol=1e-4)
     except Exception:  # its code needs its own sizes, or is not a feed-forward
         return False
 
@@ -431,14 +431,14 @@ def _own_bases(cls: type) -> list[type]:
 
 @cache
 def _weights_read_in(file: str) -> frozenset[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     method = ""
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         if head := re.match(r"\s*def (\w+)", line):
             method = head[1]
         if not _NOT_FORWARD.match(method):
-            found.update(re.findall(r"\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape))", line))
-    return frozenset(found)
+            names.update(re.findall(r"\.(\w+)\.(?:weight|bias)\b(?!\.(?:dtype|device|shape))", line))
+    return frozenset(names)
 
 
 # ---- blocks
