@@ -511,7 +511,10 @@ def _described(config: HFConfig, *, trust_code: bool) -> Any:
         if not (Path(config.path) / "config.json").is_file():
             raise ModelError(f"model.path={config.path!r} is not a model folder: it has no config.json")
         read_json_object(Path(config.path) / "config.json", ModelError)
-        return AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=trust_code)
+        described = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=trust_code)
+        if hasattr(described, "quantization_config"):
+            del described.quantization_config  # weights are computed back to full ones when they are loaded
+        return described
     given = _with_floats(dict(config.config or {}))
     model_type = given.pop("model_type", None)
     try:
@@ -546,7 +549,10 @@ def _unread(
     for key, value in given.items():
         nested = vars(config).get(key)
         if isinstance(value, Mapping) and hasattr(nested, "to_dict") and hasattr(nested, "model_type"):
-            yield from _unread(nested, type(nested)(), value, generation, f"{prefix}{key}.")
+            # That of the default may have keys that the outer class sets.
+            inner = vars(default).get(key)
+            inner = inner if type(inner) is type(nested) else type(nested)()
+            yield from _unread(nested, inner, value, generation, f"{prefix}{key}.")
         # A key that the config class reads under another name is not left in the config.
         elif key in vars(config) and not (
             _has(default, key) or hasattr(generation, key) or _is_asked_for(key, type(config))
@@ -560,6 +566,7 @@ def _has(default: Any, key: str) -> bool:
     return (
         key in vars(default)
         or f"_{key}" in vars(default)
+        or key in default.to_dict()
         or key in type(default).attribute_map
         or not (declared is None or callable(declared))
     )
