@@ -793,14 +793,15 @@ class StageCalls:
 
 
 def _keep_only_params(module: nn.Module, ids: set[int]) -> None:
-    """Remove the parameters and buffers of a module whose ids are not among `ids`, and modules without any left."""
-    for part in module.modules():
-        part._parameters.update({k: None for k, p in part._parameters.items() if p is not None and id(p) not in ids})
-        part._buffers.clear()
+    """Remove the parameters of a module whose ids are not among `ids`, and the modules without any left.
+
+    The others keep their buffers: the initialization of a module may write to them.
+    """
     for part in list(module.modules()):
         for key, child in list(part._modules.items()):
-            if child is not None and not any(True for _ in child.parameters()):
+            if child is not None and not any(id(param) in ids for param in child.parameters()):
                 del part._modules[key]
+        part._parameters.update({k: None for k, p in part._parameters.items() if p is not None and id(p) not in ids})
 
 
 def _stop_at_done(module: nn.Module) -> None:

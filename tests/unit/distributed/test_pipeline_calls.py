@@ -12,10 +12,13 @@ from tests.hf_models import batch, model_types, tiny_config, tiny_model
 from tests.refusals import refused
 from torch import Tensor, nn
 
+from plait.config import HFConfig
+from plait.distributed.materialize import find_initializer, give_storage, initialize
 from plait.distributed.pipeline_calls import see_calls
 from plait.distributed.pipeline_parallel import Pipeline
 from plait.distributed.pipeline_split import make_stages, outline_of, plan_stages
 from plait.errors import ConfigError, ModelError
+from plait.models.hf import build_hf_model
 
 FEW = {
     "causal-lm": ["opt", "gemma2", "mamba2", "zamba2", "deepseek_v4", "gemma4_text"],
@@ -125,6 +128,19 @@ def test_only_the_hidden_states_cross_a_cut_of_a_decoder() -> None:
     for index in order.layers[:-1]:
         assert order.crossing(index) == ((index, 0),)
     assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_stage_that_holds_only_the_tied_weight_of_an_embedding_is_initialized() -> None:
+    config = tiny_config("gemma2").to_dict() | {"tie_word_embeddings": True}
+    with torch.device("meta"):
+        model = build_hf_model(HFConfig(type="hf", config=config))
+    initializer = find_initializer(model)
+    assert initializer is not None
+    last = make_stages(plan_stages(model, ranks=2, schedule="1f1b"), 1)[0]
+    assert "model.embed_tokens.weight" in last.tied
+    give_storage(last.module, torch.device("cpu"))
+    initialize(last.module, initializer, seed=7, device=torch.device("cpu"))
+    assert all(param.isfinite().all() for param in last.module.parameters())
 
 
 def test_the_layers_of_both_halves_of_an_encoder_decoder_are_stages() -> None:
