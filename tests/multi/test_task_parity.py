@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from plait.config import HFConfig
+from plait.errors import ModelError
 from plait.models import LossTerm, build_model
 from tests.multi.parity import assert_same, run_steps
 from tests.multi.ranks import RankPool
+from tests.refusals import refused
 
 pytest.importorskip("transformers")
 
@@ -138,6 +140,13 @@ def test_numbers_and_several_classes_have_their_own_losses() -> None:
         given = {**batch, "labels": labels}
         expected = model(**given, return_dict=True).loss
         torch.testing.assert_close(model(**given)["loss"].mean(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_without_a_start_token_names_the_key() -> None:
+    config = {key: value for key, value in CONFIGS["seq2seq-lm"].items() if key != "decoder_start_token_id"}
+    model: Any = build_model(HFConfig(config=config, task="seq2seq-lm"))
+    with refused(ModelError, "model.config.decoder_start_token_id"):
+        model(**micro_batch("seq2seq-lm", 2, torch.Generator().manual_seed(2)))
 
 
 def test_the_last_token_of_labels_is_not_an_input_of_the_decoder() -> None:

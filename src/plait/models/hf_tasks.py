@@ -74,8 +74,12 @@ class DecoderLabels(_Task):
         model: Any = self
         shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
         if shift is not None:
-            shifted: Tensor = shift(labels=labels)
-            return shifted
+            try:
+                shifted: Tensor = shift(labels=labels)
+            except (AttributeError, TypeError, ValueError):  # the config lacks a token, which is named below
+                pass
+            else:
+                return shifted
         start, pad = (self._token(name) for name in ("decoder_start_token_id", "pad_token_id"))
         shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], dim=1)
         return shifted.masked_fill(shifted == IGNORE_INDEX, pad)
@@ -189,10 +193,15 @@ class ImageTextContrast(_Task):
         """Return `loss` and `logits` (images × texts) for a training batch, else what `transformers` returns."""
         if args or "return_dict" in inputs or not {"input_ids", "pixel_values"} <= inputs.keys():
             return super().forward(*args, **inputs)
+        scale = getattr(self, "logit_scale", None)
+        if not isinstance(scale, Tensor):
+            raise ModelError(
+                f"{type(self).__name__} has no logit_scale; model.task contrastive-image-text is for models with the "
+                "loss of CLIP or SigLIP"
+            )
         output = self._answer(**inputs)
         images, texts = (_gathered(embeds, self.data_group) for embeds in (output.image_embeds, output.text_embeds))
-        model: Any = self
-        scale, bias = model.logit_scale.exp(), getattr(model, "logit_bias", None)
+        scale, bias = scale.exp(), getattr(self, "logit_bias", None)
         first = dist.get_rank(self.data_group) * len(output.image_embeds) if self.data_group is not None else 0
         pairs = torch.arange(first, first + len(output.image_embeds), device=images.device)
         by_image = scale.float() * output.image_embeds.float() @ texts.float().t()
