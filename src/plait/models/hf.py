@@ -308,9 +308,8 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
     try:
         with transformers_code(source, trust_code=trust_code, key=key) as trusted:
             described = hf_config(config, trust_code=trusted)
-            described.architectures = (
-                described.architectures or []
-            )  # None, where an Auto class of DeiT iterates over it
+            # For DeiT the Auto class iterates over them, also where there are none.
+            described.architectures = described.architectures or []
             model: nn.Module = auto.from_config(described, dtype=torch.get_default_dtype(), trust_remote_code=trusted)
     except PlaitError:
         raise
