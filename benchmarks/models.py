@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -153,7 +154,7 @@ def _mark(entry: dict[str, str] | None, reasons: dict[str, int]) -> str:
         return ""
     if entry["outcome"] != "refused":
         return MARKS[entry["outcome"]]
-    return str(reasons.setdefault(_plain(entry["detail"]), len(reasons) + 1))
+    return str(reasons.setdefault(_reason(entry["detail"]), len(reasons) + 1))
 
 
 def _share(count: Counter[str]) -> str:
@@ -164,6 +165,23 @@ def _share(count: Counter[str]) -> str:
 def _plain(text: str) -> str:
     """One line, without what markdown would read."""
     return " ".join(text.split()).replace("|", "/").replace("<", "‹").replace(">", "›")[:300]
+
+
+SAME = (
+    (r"'/tmp/[^']*'", "'…'"),
+    (r"\(model_type '[^']*'\)", ""),
+    (r"\b(?:a |an )?[A-Z]\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel|ForMaskedLM|Model)\b", "the model"),
+    (r"\b\w+(?:\.\w+)*\.\d+(?:\.\w+)*", "…"),
+    (r"model\.config=\{.*?(?= for model\.task)", "model.config"),
+)
+"""What differs from model to model in the same sentence."""
+
+
+def _reason(text: str) -> str:
+    """A refusal without the names of one model."""
+    for pattern, same in SAME:
+        text = re.sub(pattern, same, " ".join(text.split()))
+    return _plain(text)
 
 
 if __name__ == "__main__":

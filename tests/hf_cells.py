@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +37,7 @@ from plait.generate import generate
 from plait.models import build_model
 from plait.posttrain.lora import AdapterSpec, attach, freeze_others
 from plait.testing import RankFailedError, RankPool, full_tensors
+from plait.testing.ranks import forked
 from plait.trainer import Hook
 from tests.hf_models import TOKENS, batch, tiny_model
 
@@ -54,6 +56,7 @@ TASKS: Mapping[str, str] = {}
 OPTIM = {"type": "AdamW", "lr": 1e-2, "eps": 0.1}
 """Steps nearly proportional to gradients: a gradient near zero does not make a whole step; see `tests.multi.parity`."""
 TOTAL, MICRO, STEPS = 4, 2, 2
+PRELOADED = ("tests.hf_cells", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 LARGEST = 20_000_000
 TOLERANCE = 2e-3
 """Of a parameter's largest change in training; of a loss or norm a tenth of it."""
@@ -78,6 +81,9 @@ class Pools:
         self.alone, self.two = RankPool(1, timeout_s=timeout_s), RankPool(2, timeout_s=timeout_s)
 
     def __enter__(self) -> Pools:
+        # Ranks are replaced now and then, and a model of transformers imports much.
+        forked().set_forkserver_preload(["plait.testing.loaded", *PRELOADED])
+        ensure_running()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,6 +143,7 @@ def _try(call: Callable[[], Any]) -> Any:
         text = str(error)
         if error.refusal is not None:
             return Outcome("refused", error.refusal.strip())
+        text = "\n".join(line for line in text.splitlines() if "no answer" not in line) or text
         lines = text.strip().splitlines()
         at = [line.strip() for line in lines if line.lstrip().startswith("File ")]
         last = f"{lines[-1].strip()} ({at[-1].partition(', in')[0].rpartition('/')[2]})" if at else lines[-1].strip()

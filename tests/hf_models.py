@@ -127,6 +127,7 @@ INSISTS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 4,
     },
     "dots3_note": {"adapter_in_dim": HIDDEN},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": KV_HEADS},
     "mamba2": {"head_dim": 32},
