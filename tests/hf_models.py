@@ -37,7 +37,7 @@ KINDS: Mapping[str, str] = {
 
 SIZES: tuple[tuple[str, int | float], ...] = (
     (r"(chunk_size_feed_forward|chunk_size_lm_head|pretraining_tp|num_labels|(?:task_)?type_vocab_size)", -1),
-    (r".*(drop|dropout|pdrop|dropout_rate|dropout_prob|drop_rate|layerdrop|dropout_p|dropout_ratio)", 0.0),
+    (r".*(drop|dropout|pdrop|dropout_rate|dropout_prob|drop_rate|layerdrop|dropout_p|dropout_ratio|.*jitter.*)", 0.0),
     (r"(vocab_size_per_layer_input)", VOCAB),
     (r"(src_|tgt_|decoder_|unpadded_|text_)?vocab_size", VOCAB),
     (r".*vocab_size", VOCAB),
