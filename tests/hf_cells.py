@@ -441,7 +441,8 @@ def generated(rank: int, size: int, kind: str, model_type: str) -> tuple[str, st
     theirs.load_state_dict(ours.state_dict(), strict=False)
     ids = batch(theirs, kind)["input_ids"]
     prompts = [ids[0, :5].tolist(), ids[1, :9].tolist()]
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
+    settings |= dict.fromkeys(("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"))
     try:
         expected = [theirs.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in prompts]
     except Exception as error:

@@ -21,8 +21,9 @@ FAMILIES = {
 }
 CHECKED = [
     ("causal-lm", "qwen3_moe", ("train", "tp", "ep", "export")),
-    ("causal-lm", "gemma3_text", ("load", "pp", "pack")),
-    ("causal-lm", "mamba2", ("pack", "cp", "generate")),
+    ("causal-lm", "gemma3_text", ("load", "pp")),
+    ("causal-lm", "mamba2", ("zero3", "generate")),
+    ("causal-lm", "bloom", ("cp",)),
 ]
 """Measured in every session."""
 

@@ -166,10 +166,20 @@ class TransformersDecoder(Decoder):
         self.mixes_lengths = self._positioned  # without position_ids a left-padded row would get wrong positions
         self._last_only = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
         self._cache: Any = None
+        self._uncached: PlainDecoder | None = None
+        """Set for models that take a cache but return none."""
         self._mask = self._lengths = self._last = torch.empty(0)
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
         """Prefill the prompts, and return the logits of each row's next token."""
+        if self._uncached is None:
+            logits = self._prefill(prompts, max_new_tokens)
+            if self._cache is not None:
+                return logits
+            self._uncached = PlainDecoder(self._call, self._device)
+        return self._uncached.begin(prompts, max_new_tokens)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> Tensor:
         rows, self._lengths = pad_rows(prompts, self._device, left=True), lengths_of(prompts, self._device)
         width = rows.shape[1]
         slots = torch.arange(width, device=self._device)
@@ -179,6 +189,8 @@ class TransformersDecoder(Decoder):
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token to each row, and return the logits of the next."""
+        if self._uncached is not None:
+            return self._uncached.step(tokens)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         positions = torch.minimum(self._lengths, self._last)[:, None]
         self._lengths = self._lengths + 1
@@ -186,6 +198,9 @@ class TransformersDecoder(Decoder):
 
     def keep(self, rows: Tensor) -> None:
         """Remove all rows but these."""
+        if self._uncached is not None:
+            self._uncached.keep(rows)
+            return
         self._mask, self._lengths, self._last = self._mask[rows], self._lengths[rows], self._last[rows]
         self._cache.batch_select_indices(rows)
 
@@ -204,6 +219,6 @@ class TransformersDecoder(Decoder):
             **extra,
             **self._last_only,
         )
-        self._cache = output.past_key_values
+        self._cache = getattr(output, "past_key_values", None)
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hf_models import tiny_config
 from tests.refusals import refused
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -251,3 +252,13 @@ def test_perplexity_counts_every_token_but_the_first_once() -> None:
     assert measure_perplexity(model, texts, window=8, stride=3).tokens == whole.tokens
     with refused(GenerateError, "perplexity", "tokens"):
         measure_perplexity(model, [[1]], window=8)
+
+
+def test_a_model_that_returns_no_cache_is_asked_for_whole_rows() -> None:
+    pytest.importorskip("transformers")
+    model = build_model(HFConfig(config=tiny_config("recurrent_gemma").to_diff_dict())).eval()
+    prompts = [[5, 9, 4], [7, 3, 8, 6, 2]]
+    cached, plain = (
+        generate(model, prompts, max_new_tokens=5, temperature=0.0, cache=cache) for cache in (True, False)
+    )
+    assert [answer.tokens for answer in cached] == [answer.tokens for answer in plain]
