@@ -27,7 +27,6 @@ CHECKED = ("5.0", "5.12", "5.23")
 
 ATTRIBUTES = {
     "transformers.PreTrainedModel._no_split_modules": "the repeated units of a model",
-    "transformers.PreTrainedModel._is_stateful": "models that carry a state along the sequence",
     "transformers.PreTrainedModel._tp_plan": "tensor parallelism",
     "transformers.PreTrainedModel._pp_plan": "pipeline stages",
     "transformers.PreTrainedModel._init_weights": "initial values, module by module",
@@ -85,14 +84,32 @@ def pipeline_lists(model: nn.Module) -> list[str]:
     return found
 
 
-def is_stateful(module: nn.Module) -> bool:
-    """Return whether a model declares that it keeps a recurrent state from token to token."""
-    return bool(getattr(module, "_is_stateful", False))
+def setting(config: Any, key: str, *, mixed: Any = None) -> Any:
+    """Return a key of a model's config; None if it has none, and `mixed` if its layers have different ones."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:  # what newer releases raise for a key of which each layer has its own
+        return mixed
 
 
 def attn_implementation(config: Any) -> str:
     """Return the name of the attention implementation in a model's config, such as `sdpa`."""
     return str(_of(config, "_attn_implementation"))
+
+
+@contextmanager
+def attention_by(module: nn.Module, implementation: str) -> Iterator[None]:
+    """Return a context in which a module that has a config computes attention by an implementation."""
+    config = getattr(module, "config", None)
+    if config is None:
+        yield
+        return
+    before = attn_implementation(config)
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def may_be_missing(model: Any) -> list[str]:

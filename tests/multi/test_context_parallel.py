@@ -443,10 +443,10 @@ def test_what_cannot_work_is_refused_before_anything_is_sent(two_ranks: RankPool
         (MODELS["llama"], "ring", False, ["Llama ", "positions", "`split_batch`"]),
         (MODELS["hf-llama"], "allgather", False, ["LlamaForCausalLM ", "positions", "`split_batch`"]),
         (
-            HFConfig(config={**llama, "model_type": "mistral", "sliding_window": 8}),
+            HFConfig(config={**llama, "model_type": "mixtral", "output_router_logits": True}),
             "ring",
             True,
-            ["window 8", "strategy.layout.cp: 1"],
+            ["output_router_logits", "strategy.layout.cp"],
         ),
     ]
     messages = two_ranks.run(refuse_on_ranks, [case[:3] for case in cases])[0]

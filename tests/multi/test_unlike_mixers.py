@@ -85,25 +85,6 @@ def test_a_document_does_not_see_the_one_before(name: str) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "glm_moe_dsa", "deepseek_v4"])
-def test_packing_is_refused_where_no_mask_parts_documents(name: str) -> None:
-    config = {**RECURRENT, **INDEXED}[name]
-    with torch.device("meta"):
-        model = built(name, config)
-    batch = packed(2)
-    del batch["positions"]  # some take none
-    with refused(ModelError, "data.document_mask: false"):
-        model(**{key: value.to("meta") for key, value in batch.items()})
-
-
-@pytest.mark.parametrize("key", ["attention_chunk_size", "sliding_window"])
-def test_packing_is_refused_where_rows_are_longer_than_what_attention_reaches(key: str) -> None:
-    with torch.device("meta"):
-        model = built("llama4_text" if key == "attention_chunk_size" else "mistral", {**SMALL, key: 8})
-    with refused(ModelError, "document_ids", "8 tokens", "16"):
-        model(**{name: value.to("meta") for name, value in packed(2).items()})
-
-
 def test_rows_of_one_document_are_taken() -> None:
     model = built("qwen3_5_text", RECURRENT["qwen3_5_text"]).eval()
     with torch.no_grad():
@@ -117,20 +98,6 @@ def test_an_encoder_is_no_causal_language_model(name: str) -> None:
         with refused(ModelError, "is_decoder=False", "causal-lm"):
             built(name, config)
         built(name, {**config, "is_decoder": True})
-
-
-def refuse_context(rank: int, size: int, name: str, config: dict[str, Any]) -> str:
-    sections: Any = {"model": {"type": "hf", "config": {"model_type": name, **config}}, "optim": GENTLE}
-    described = parse_sections(**sections, strategy={"layout": {"cp": size}}).config
-    with pytest.raises(ModelError) as caught:
-        prepare_native(Preparation(described, open_world(described)))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", [*RECURRENT, "glm_moe_dsa", "deepseek_v4"])
-def test_context_parallelism_is_refused_for_them(two_ranks: RankPool, name: str) -> None:
-    for message in two_ranks.run(refuse_context, name, {**RECURRENT, **INDEXED}[name]):
-        assert "strategy.layout.cp: 1" in message
 
 
 def even_batches(seed: int) -> list[list[dict[str, Tensor]]]:

@@ -60,6 +60,9 @@ class TrainConfig(Section):
     """The most batches per validation."""
     clip_norm: PositiveFloat | None = None
     clip_value: PositiveFloat | None = None
+    check_rows: bool = True
+    """Before the first step, check with a few short forward passes that no document of a packed row sees another one,
+    and that rows that are split over ranks are causal."""
     guard: GuardConfig = Field(default_factory=GuardConfig)
     loss: CustomLoss | None = None
     """The loss, a function of (outputs, batch). Absent: what the model returns."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from plait.distributed.compile import reason_not_to_compile as reason_not_to_compile
     from plait.distributed.compile import undo_compile as undo_compile
     from plait.distributed.context_parallel import apply_context_parallel as apply_context_parallel
-    from plait.distributed.context_parallel import mixer_without_mask as mixer_without_mask
     from plait.distributed.context_parallel_attention import split_batch as split_batch
     from plait.distributed.ddp import GradientBuckets as GradientBuckets
     from plait.distributed.ddp import Gradients as Gradients
@@ -60,6 +59,10 @@ if TYPE_CHECKING:
     from plait.distributed.materialize import restore_attributes as restore_attributes
     from plait.distributed.materialize import unregistered_tensors as unregistered_tensors
     from plait.distributed.materialize import why_not_on_meta as why_not_on_meta
+    from plait.distributed.mixers import current_documents as current_documents
+    from plait.distributed.mixers import mask_functions_of as mask_functions_of
+    from plait.distributed.mixers import prepare_mixers as prepare_mixers
+    from plait.distributed.mixers import with_documents as with_documents
     from plait.distributed.offload.activations import activations_on_host as activations_on_host
     from plait.distributed.offload.activations import offload_activations as offload_activations
     from plait.distributed.offload.gradients import GradientOffloadQueue as GradientOffloadQueue

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,14 +27,26 @@ from plait.distributed.context_parallel_attention import (
     all_gather_stacked,
     allgather_attention,
     check_heads,
+    gather_with_gradient,
+    pack,
     ring_attention,
+    split,
     ulysses_attention,
+    unpack,
     unsplit,
     visible,
 )
 from plait.distributed.dtensor import to_local
+from plait.distributed.mixers import (
+    current_documents,
+    need_pairs,
+    prepare_mixers,
+    split_rows,
+    uses_attention_registry,
+    with_documents,
+)
 from plait.errors import ConfigError, ModelError, Problem
-from plait.transformers_internals import attn_implementation, is_stateful, is_transformers_model, no_split_modules
+from plait.transformers_internals import attn_implementation, is_transformers_model, no_split_modules, setting
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 """A function of q, k, v, mask and dropout that returns attention over full rows."""
@@ -150,71 +163,122 @@ def _cast_for_attention(*tensors: Tensor) -> list[Tensor]:
 # ---- `transformers` models, through their registries of attention and mask functions
 
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments that some models pass to their attention and that change its result: not supported."""
+_OWN_FUNCTION = ("softcap", "s_aux")
+"""Arguments that change the result of attention: it is computed by the model's own function then."""
+_UNSUPPORTED = ("position_bias", "head_mask")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_EXPLICIT = ("sdpa", "eager")
+"""Implementations of attention that take a mask of any pairs of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """How one `transformers` model computes attention over rows that are split over ranks.
+
+    [Note: attention of a model's own] Ring attention, Ulysses and all-gather attention are causal attention within
+    documents, and nothing else. Attention in a window or in chunks, with a cap on its scores or with sinks is computed
+    by the function that the model would use in one process: for this rank's queries, with all keys and values of the
+    row, which are all-gathered, and a mask of (queries of this rank, all tokens).
+    """
+
+    attention: SequenceAttention
+    cp: ContextGroup
+    kind: ContextKind
+    implementation: str
+    """The name of the model's attention before context parallelism."""
+    explicit: bool
+    """Whether layers need a mask of pairs of tokens even where attention is causal: they do not use the registry."""
+
+    def pairs(self, tokens: int, ids: Tensor | None, device: torch.device, allowed: Allowed | None = None) -> Tensor:
+        """Return which of `tokens` tokens this rank's may attend to: (batch, 1, tokens of this rank, tokens)."""
+        positions = torch.arange(tokens, device=device)[None]
+        queries, ids = self.local(positions), torch.zeros_like(positions) if ids is None else ids
+        mask = (queries[:, :, None] >= positions[:, None, :]) & (self.local(ids)[:, :, None] == ids[:, None, :])
+        if allowed is not None:
+            begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+            inside = positions - torch.where(begins, positions, 0).cummax(1).values  # of their documents
+            mask = mask & allowed(self.local(inside)[:, :, None], inside[:, None, :])
+        return mask[:, None]
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of full rows (batch, tokens)."""
+        return split(x, self.cp.rank, self.cp.size, self.kind)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return full rows of document ids from those of this rank."""
+        return unsplit(list(all_gather_stacked(x, self.cp)), self.kind)
+
+    def in_form(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a boolean mask in the form that the model's own function takes."""
+        if self.implementation not in _EXPLICIT:
+            raise ModelError(
+                f"layers of this model need a mask of pairs of tokens where rows are split over ranks, which attention "
+                f"{self.implementation!r} does not take; set attn_implementation to 'sdpa' or 'eager' in the model's "
+                "config, or set strategy.layout.cp: 1"
+            )
+        if self.implementation == "sdpa":
+            return mask
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+Allowed = Callable[[Tensor, Tensor], Tensor]
+"""A function of the places of queries and keys in their documents that returns whether they may attend."""
 
 
 def apply_to_transformers(model: Any, attention: SequenceAttention, cp: ContextGroup, kind: ContextKind) -> None:
     """Register an attention and a mask function for this group, and make the model use them.
 
-    Document ids reach the attention as a four-dimensional mask, because these models pass such a mask on unchanged.
-    Only document ids separate documents: positions that restart at 0 do not, unlike in some attention functions of
-    `transformers`. A model that is not supported is a `ModelError`.
+    Layers that mix tokens other than by attention from the registry gather the full row. Only document ids separate
+    documents: positions that restart at 0 do not, unlike in some attention functions of `transformers`. A model that is
+    not supported is a `ModelError`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     config = model.config
-    _check(model, attention)
+    mixers = prepare_mixers(model)
+    _check(model, attention, mixers)
+    registry = any(uses_attention_registry(module) for module in model.modules())
+    explicit = need_pairs(model, mixers.values())
+    rows = _Rows(attention, cp, kind, attn_implementation(config), explicit)
     # The name has the group in it: all models of the process share the registries.
-    name = f"plait_{kind}_{cp.group.group_name}"
-    AttentionInterface.register(name, partial(_attention, attention, cp))
-    AttentionMaskInterface.register(name, partial(_mask, attention, cp))
+    name = f"plait_{kind}_{cp.group.group_name}_{rows.implementation}{'_explicit' * explicit}"
+    AttentionInterface.register(name, partial(_attention, rows))
+    AttentionMaskInterface.register(name, partial(_mask, rows))
     model.set_attn_implementation(name)
-    if attn_implementation(config) != name:
+    if registry and attn_implementation(config) != name:
         raise ModelError(
             f"{type(model).__name__} does not take its attention from the registry of transformers, so context "
             "parallelism does not support it; set strategy.layout.cp: 1"
         )
-    model.register_forward_pre_hook(partial(_pass_documents, attention), with_kwargs=True)
+    for mixer in mixers.values():
+        split_rows(mixer, cp, kind, rows.implementation)
+    model.register_forward_pre_hook(partial(_pass_documents, rows), with_kwargs=True, prepend=True)
 
 
-def _check(model: Any, attention: SequenceAttention) -> None:
+def _check(model: Any, attention: SequenceAttention, mixers: Mapping[str, nn.Module]) -> None:
     config = model.config.get_text_config()
     if not getattr(config, "is_causal", True) or getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{type(model).__name__} does not attend causally; set strategy.layout.cp: 1")
-    if getattr(config, "attention_chunk_size", None) is not None:
+    if getattr(config, "output_router_logits", False):
         raise ModelError(
-            f"{type(model).__name__} attends within chunks of {config.attention_chunk_size} tokens, which context "
-            "parallelism does not support; set strategy.layout.cp: 1"
+            "output_router_logits with strategy.layout.cp: each rank would balance the experts over its own tokens, "
+            "which is another loss; set output_router_logits: false in the model's config"
         )
-    mixer = mixer_without_mask(model)
-    alone = None if mixer is not None else next(_blocks_without_registry(model), None)
-    if mixer is not None or alone is not None:
-        what = mixer or f"a layer ({alone}) that does not take its attention from the registry of transformers"
+    alone = next(_blocks_without_registry(model, mixers.values()), None)
+    if alone is not None:
         raise ModelError(
-            f"{type(model).__name__} has {what}, which would see the tokens of one rank only; set strategy.layout.cp: 1"
+            f"{type(model).__name__} has a layer ({alone}) that does not take its attention from the registry of "
+            "transformers, which would see the tokens of one rank only; set strategy.layout.cp: 1"
         )
-    dropout = next((getattr(config, key) for key in _DROPOUTS if getattr(config, key, 0.0)), 0.0)
-    attention.check(getattr(config, "num_attention_heads", None), dropout)
+    dropout = next((value for key in _DROPOUTS if (value := setting(config, key))), 0.0)
+    attention.check(setting(config, "num_attention_heads"), dropout)
 
 
 def _pass_documents(
-    attention: SequenceAttention, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    rows: _Rows, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     documents = kwargs.pop("document_ids", None)
-    if documents is None:
-        return None
-    if getattr(model.config, "output_router_logits", False):
-        raise ModelError(
-            "document_ids with output_router_logits: the balance loss of transformers does not support such a mask; "
-            "set output_router_logits: false or pack without document ids"
-        )
-    padding = kwargs.get("attention_mask")
-    if padding is not None:
-        documents = documents.masked_fill(padding == 0, -1)
-    kwargs["attention_mask"] = _to_4d(attention.mask(documents, _full_mask))
-    return args, kwargs
+    return None if documents is None else (args, with_documents(kwargs, rows.whole(documents)))
 
 
 def _to_4d(mask: Tensor) -> Tensor:
@@ -227,25 +291,55 @@ def _full_mask(document_ids: Tensor) -> Tensor:
 
 
 def _mask(
-    attention: SequenceAttention,
-    cp: ContextGroup,
+    rows: _Rows,
     *,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    config: Any = None,
     **shapes: Any,
 ) -> Tensor | None:
-    """The registered mask function: return None for a causal mask, document ids where there is padding."""
+    """The registered mask function: return None for a causal mask, document ids where there are any, or pairs."""
+    if shapes.get("use_vmap") or "allow_is_bidirectional_skip" in shapes:
+        raise ModelError(
+            "the model has an attention mask of its own that is not causal, which context parallelism does not "
+            "support; set strategy.layout.cp: 1"
+        )
     # transformers 5.0 passes the positions of the queries, not their number.
     queries = shapes["q_length"] if "q_length" in shapes else len(shapes["cache_position"])
-    _check_window(local_size, queries * cp.size)
-    if attention_mask is None:
-        return None
-    return _to_4d(attention.mask(attention_mask.to(torch.int64), _full_mask))
+    tokens = queries * rows.cp.size
+    documents = current_documents()
+    ids = None if documents is None else rows.local(documents.ids)
+    if attention_mask is not None:
+        real = attention_mask.to(torch.int64)
+        ids = real if ids is None else ids.masked_fill(real == 0, -1)
+    local = local_size is not None and local_size < tokens
+    if not local and not rows.explicit:
+        return None if ids is None else _to_4d(rows.attention.mask(ids, _full_mask))
+    device = torch.device(shapes.get("device") or "cpu") if ids is None else ids.device
+    whole = None if ids is None else rows.whole(ids)
+    mask = rows.pairs(tokens, whole, device, _near(config, local_size) if local else None)
+    return rows.in_form(mask, shapes.get("dtype") or torch.get_default_dtype()).expand(
+        shapes.get("batch_size", -1), -1, -1, -1
+    )
+
+
+def _near(config: Any, size: int | None) -> Allowed:
+    """Return which tokens of a document are near enough: those of the same chunk, or in the window before."""
+    assert size is not None
+    text = config.get_text_config()
+    window, chunk = (setting(text, key) for key in ("sliding_window", "attention_chunk_size"))
+    if size not in (window, chunk) or window == chunk:
+        raise ModelError(
+            f"layers of {type(config).__name__} attend to {size} tokens, by neither its sliding_window ({window}) nor "
+            f"its attention_chunk_size ({chunk}) alone; set strategy.layout.cp: 1"
+        )
+    if size == chunk:
+        return lambda query, key: query // size == key // size
+    return lambda query, key: key > query - size
 
 
 def _attention(
-    attention: SequenceAttention,
-    cp: ContextGroup,
+    rows: _Rows,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -270,11 +364,52 @@ def _attention(
                 f"{type(module).__name__} uses {name}, which context parallelism does not support; "
                 "set strategy.layout.cp: 1"
             )
-    _check_window(sliding_window, query.shape[2] * cp.size)
+    tokens = query.shape[2]
+    pairs = attention_mask is not None and attention_mask.shape[-2:] == (tokens, tokens * rows.cp.size)
+    if any(options.get(name) is not None for name in _OWN_FUNCTION) or (pairs and rows.kind != "allgather"):
+        options |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+        return _attend_by_own_function(rows, module, query, key, value, attention_mask, options)
+    if sliding_window is not None and sliding_window < tokens * rows.cp.size and not pairs:
+        raise ModelError(
+            f"{type(module).__name__} attends in a window of {sliding_window} of {tokens * rows.cp.size} tokens, but "
+            "got a mask without one, so context parallelism does not support it; set strategy.layout.cp: 1"
+        )
     inner = partial(_attend_full_rows, scale=scaling)
-    mask = None if attention_mask is None else _document_mask_of(attention_mask, query.shape[2], cp)
-    output = attention.attend(query, key, value, mask, dropout, scale=scaling, inner=inner)
+    mask = None if attention_mask is None else _document_mask_of(attention_mask, tokens, rows.cp)
+    output = rows.attention.attend(query, key, value, mask, dropout, scale=scaling, inner=inner)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_by_own_function(
+    rows: _Rows, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """Return attention by the model's own function; see [Note: attention of a model's own]."""
+    tokens = query.shape[2]
+    if mask is None or mask.shape[-2:] != (tokens, tokens * rows.cp.size):
+        ids = None if mask is None else unsplit(list(_document_mask_of(mask, tokens, rows.cp)), rows.kind)
+        mask = rows.in_form(rows.pairs(tokens * rows.cp.size, ids, query.device), query.dtype)
+    query, key, value = _cast_for_attention(query, key, value)
+    if mask.is_floating_point():
+        mask = mask.to(query.dtype)
+    gathered = gather_with_gradient(pack(key, value), rows.cp)
+    messages = [unpack(flat, key.shape, value.shape) for flat in gathered]
+    key, value = (unsplit([message[i] for message in messages], rows.kind, dim=2) for i in range(2))
+    return _own_function(rows, module)(module, query, key, value, mask, **options)[0], None
+
+
+def _own_function(rows: _Rows, module: Any) -> Callable[..., Any]:
+    from transformers import AttentionInterface
+
+    if rows.implementation != "eager":
+        function: Any = AttentionInterface()[rows.implementation]  # type: ignore[no-untyped-call]
+        return function  # type: ignore[no-any-return]
+    scope = inspect.unwrap(type(module).forward).__globals__
+    if "eager_attention_forward" not in scope:
+        raise ModelError(
+            f"{type(module).__name__} has no eager attention that can be called for a part of a row; set "
+            "attn_implementation: sdpa in the model's config, or set strategy.layout.cp: 1"
+        )
+    return scope["eager_attention_forward"]  # type: ignore[no-any-return]
 
 
 def _document_mask_of(mask: Tensor, tokens: int, cp: ContextGroup) -> Tensor:
@@ -303,14 +438,6 @@ def _attend_full_rows(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-
-
-def _check_window(window: int | None, tokens: int) -> None:
-    if window is not None and window < tokens:
-        raise ModelError(
-            f"context parallelism does not support sliding-window attention (window {window} < sequence length "
-            f"{tokens}); shorten the rows, or set strategy.layout.cp: 1"
-        )
 
 
 def apply_context_parallel(module: nn.Module, where: DeviceMesh | dist.ProcessGroup, *, kind: ContextKind) -> None:
@@ -406,40 +533,11 @@ def _require_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         )
 
 
-# Layers of `transformers` models that mix the tokens of a row other than by attention.
-#
-# Attention has a mask, and comes from a registry in which Plait can register its own. A recurrent state, a convolution
-# along the row or an index of compressed tokens has neither. It would mix the documents of a packed row, and where a
-# row is split over ranks, it would mix the tokens of one rank only.
-
-
-_MASKED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "window_attention"})
-"""Layer types of `transformers` in which a token sees only the tokens that the attention mask allows."""
-_TOKENWISE_LAYERS = frozenset({"moe", "sparse", "dense", "mlp"})
-"""Layer types of `transformers` that process each token alone."""
-_ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-
-
-def mixer_without_mask(model: nn.Module) -> str | None:
-    """Return a description of what mixes tokens without an attention mask in a model; None if nothing is known to."""
-    for module in model.modules():
-        types = {str(layer) for layer in getattr(getattr(module, "config", None), "layer_types", None) or ()}
-        if other := sorted(types - _MASKED_LAYERS - _TOKENWISE_LAYERS):
-            return f"layers of type {', '.join(map(repr, other))}"
-        if is_stateful(module):
-            return "a recurrent state"
-    return None
-
-
-def _blocks_without_registry(model: Any) -> Iterator[str]:
-    """Yield the names of layers in which no module takes its attention from the registry of `transformers`."""
+def _blocks_without_registry(model: Any, mixers: Iterable[nn.Module]) -> Iterator[str]:
+    """Yield the names of layers with neither a mixer nor attention from the registry of `transformers`."""
+    handled = set(mixers)
     classes = no_split_modules(model)
     for name, block in model.named_modules():
         listed = type(block).__name__ in classes and name.rpartition(".")[2].isdigit()
-        if listed and not any(_uses_attention_registry(type(module)) for module in block.modules()):
+        if listed and not any(uses_attention_registry(module) or module in handled for module in block.modules()):
             yield name
-
-
-def _uses_attention_registry(cls: type[nn.Module]) -> bool:
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return code is not None and _ATTENTION_REGISTRY in code.co_names

@@ -684,7 +684,7 @@ def allgather_attention(
     fewer heads. `mask` (batch, 1, tokens of this rank, all tokens) is true where a token may be attended to; see
     `visible`. Needs memory for all keys and values of a row.
     """
-    gathered = _KeyValueGather.apply(pack(k, v), cp)  # type: ignore[no-untyped-call]
+    gathered = gather_with_gradient(pack(k, v), cp)
     messages = [unpack(flat, k.shape, v.shape) for flat in gathered]
     k, v = (unsplit([message[i] for message in messages], "allgather", dim=2) for i in range(2))
     outputs = []
@@ -728,9 +728,12 @@ def visible(documents: Tensor, cp: ContextGroup) -> Tensor:
     return (same & earlier)[:, None]
 
 
-class _KeyValueGather(torch.autograd.Function):
-    """`all_gather_stacked` with a gradient: the backward pass reduce-scatters it in fp32."""
+def gather_with_gradient(x: Tensor, cp: ContextGroup) -> Tensor:
+    """Return the tensors of all ranks, stacked in rank order; the backward pass reduce-scatters gradients in fp32."""
+    return _Gather.apply(x, cp)  # type: ignore[no-any-return,no-untyped-call]
 
+
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextGroup) -> Tensor:
         ctx.cp = cp

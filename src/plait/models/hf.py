@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import HFConfig, read_json_object, transformers_code
-from plait.distributed import is_sharded, mixer_without_mask
+from plait.distributed import current_documents, is_sharded, mask_functions_of, prepare_mixers, with_documents
 from plait.errors import MissingExtraError, ModelError, PlaitError
 from plait.kernels import apply_rotary, rms_norm
 from plait.models.common.attention import document_mask
@@ -55,6 +55,7 @@ from plait.transformers_internals import (
     may_be_unexpected,
     no_split_modules,
     not_stored,
+    setting,
     taken_for_initialized,
     tied_names,
 )
@@ -291,6 +292,61 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.forward = before
 
 
+# Documents that share a row.
+#
+# [Note: documents in a row] Attention separates documents by its mask. Where every layer attends to the whole row, one
+# mask of pairs of tokens is passed to the model, and used by all its layers. Windows and chunks have masks of their
+# own, which the model makes by functions of `transformers` from the registered mask function of its attention. That
+# function is replaced by one that also asks the documents of the model that is being called. What mixes tokens without
+# a mask gets the documents itself: see [Note: a mixer and its documents], `distributed/mixers.py`.
+
+
+_DOCUMENT_ATTENTIONS = ("sdpa", "eager", "flex_attention")
+"""Implementations of attention whose masks separate documents."""
+_GLOBAL_MASKS = frozenset({"create_causal_mask", "create_recurrent_attention_mask"})
+"""Functions of `transformers` for the masks of layers that see the whole row, or that see no mask of pairs."""
+_LOCAL_MASKS: Mapping[str, str] = MappingProxyType(
+    {"create_sliding_window_causal_mask": "sliding_window", "create_chunked_causal_mask": "attention_chunk_size"}
+)
+"""Functions for layers that see a part of it, and the key of the config with the length of that part."""
+
+
+def _is_positional(module: nn.Module) -> bool:
+    names = (type(module).__name__, *(name for name, _ in module.named_children()))
+    return any(re.search(r"position|rotary|\bwpe\b", name, re.IGNORECASE) for name in names)
+
+
+def _is_alibi(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "alibi" in code.co_varnames
+
+
+class _DocumentMask:
+    """A registered mask function of `transformers`: the original one, within the documents of the model's rows."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+
+    def __call__(self, *, mask_function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
+
+        made = causal_mask_function if mask_function is None else mask_function
+        documents = current_documents()
+        if documents is not None:
+            made = and_masks(made, packed_sequence_mask_function(documents.ids))
+            options["allow_is_causal_skip"] = False
+        return self._original(mask_function=made, **options)
+
+
+def separate_documents(implementation: str) -> None:
+    """Make the masks of an attention separate the documents of the model that is being called."""
+    from transformers import AttentionMaskInterface
+
+    registered: Any = AttentionMaskInterface()[implementation]  # type: ignore[no-untyped-call]
+    if not isinstance(registered, _DocumentMask):
+        AttentionMaskInterface.register(implementation, _DocumentMask(registered))
+
+
 def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
     """Return the model that `config` describes, with random weights; `load_pretrained` loads stored ones.
 
@@ -343,6 +399,8 @@ def adapt(model: nn.Module, adapter: type[HFMethods], task: type[nn.Module] | No
 
     Return the model.
     """
+    if issubclass(adapter, CausalLM):
+        prepare_mixers(model)
     original = type(model)
     members: dict[str, object] = {
         "__module__": original.__module__,
@@ -351,6 +409,9 @@ def adapt(model: nn.Module, adapter: type[HFMethods], task: type[nn.Module] | No
     }
     if issubclass(adapter, CausalLM):
         members["tiles_loss"] = returns_head_output(model, original.forward)
+        members["mask_functions"] = mask_functions_of(model)
+        members["reads_mask"] = any(map(_is_alibi, model.modules()))
+        members["counts_positions"] = any(map(_is_positional, model.modules()))
     bases = (adapter, original) if task is None else (task, adapter, original)
     model.__class__ = type(original.__name__, bases, members)
     return model
@@ -396,6 +457,12 @@ class CausalLM(HFMethods):
 
     tiles_loss: ClassVar[bool]
     """Whether the head can compute the loss; see [Note: a loss without logits]."""
+    mask_functions: ClassVar[frozenset[str]]
+    """The names of the functions of `transformers` by which its forward pass makes masks."""
+    reads_mask: ClassVar[bool]
+    """Whether it computes biases of attention (ALiBi) from a mask of tokens."""
+    counts_positions: ClassVar[bool]
+    """Whether something in the model depends on the positions of tokens."""
     fp8_head: Fp8Head | None = None
     """Set where the loss computes its gradients in 8 bits."""
     takes_sharded_logits = True
@@ -420,12 +487,11 @@ class CausalLM(HFMethods):
                 return super().forward(input_ids, labels=labels, **kwargs)
             finally:
                 self.takes_sharded_logits = True
-        if positions is not None:
+        if positions is not None and ("position_ids" in self.accepts or self.counts_positions):
             self._require("position_ids", "positions")
             kwargs["position_ids"] = positions
         if document_ids is not None:
-            self._require("attention_mask", "document_ids")
-            kwargs["attention_mask"] = self._document_mask(document_ids)
+            kwargs = self._with_documents(document_ids, kwargs)
         if "use_cache" in self.accepts:
             kwargs["use_cache"] = False
         if labels is not None and self.tiles_loss and are_many(self, labels, self.fp8_head):
@@ -451,38 +517,36 @@ class CausalLM(HFMethods):
                 "data.document_mask: false to train on rows as they are"
             )
 
-    def _document_mask(self, document_ids: Tensor) -> Tensor:
+    def _with_documents(self, document_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the keywords with which no layer of the model mixes documents; see [Note: documents in a row]."""
+        implementation = attn_implementation(self.config)
+        if self.mask_functions and implementation not in _DOCUMENT_ATTENTIONS:
+            raise ModelError(
+                f"document_ids need attention {' or '.join(map(repr, _DOCUMENT_ATTENTIONS))}, not {implementation!r}; "
+                "set attn_implementation in the model's config"
+            )
+        if self.mask_functions and not self._attends_to_all(document_ids.shape[1]):
+            separate_documents(implementation)
+        elif self.mask_functions:
+            self._require("attention_mask", "document_ids")
+            mask = document_mask(document_ids)
+            if implementation == "eager":
+                blocked = torch.finfo(torch.get_default_dtype()).min
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, blocked)
+            kwargs["attention_mask"] = mask
+        return with_documents(kwargs, document_ids)
+
+    def _attends_to_all(self, tokens: int) -> bool:
+        """Whether one mask is right for all attention over rows of so many tokens: nothing is nearer than a row."""
         config: Any = self.config
-        mixer = mixer_without_mask(self)
-        if mixer is not None:
-            raise ModelError(
-                f"{type(self).__name__} has {mixer}, which ignores the mask and would continue into the next document "
-                "of a packed row; set data.document_mask: false to train on rows as they are, or sft.packing: false "
-                "for one example per row"
-            )
-        if getattr(config, "output_router_logits", False):
-            raise ModelError(
-                "document_ids with output_router_logits: the balance loss of transformers does not support such a "
-                "mask; set output_router_logits: false or pack without document ids"
-            )
+        if attn_implementation(config) not in ("sdpa", "eager"):
+            return False
+        if self.reads_mask or getattr(config, "output_router_logits", False):
+            return False  # biases by distance and the balance loss take no mask of pairs
         text = config.get_text_config()
-        for key, what in (("sliding_window", "a sliding window"), ("attention_chunk_size", "attention in chunks")):
-            length = getattr(text, key, None)
-            if length is not None and document_ids.shape[1] > length:
-                raise ModelError(
-                    f"document_ids with {what} of {length} tokens: not supported for rows of {document_ids.shape[1]} "
-                    f"tokens ({type(self).__name__}); shorten the rows or pack without document ids"
-                )
-        mask = document_mask(document_ids)
-        if attn_implementation(config) == "sdpa":
-            return mask
-        if attn_implementation(config) == "eager":
-            blocked = torch.finfo(torch.get_default_dtype()).min
-            return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, blocked)
-        raise ModelError(
-            f"document_ids need attention 'sdpa' or 'eager', not {attn_implementation(config)!r}; "
-            "set attn_implementation in the model's config"
-        )
+        lengths = {name: setting(text, key, mixed=0) for name, key in _LOCAL_MASKS.items()}
+        lengths |= dict.fromkeys(_GLOBAL_MASKS)
+        return all((length := lengths.get(name, 0)) is None or tokens <= length for name in self.mask_functions)
 
 
 def _owners_of(root: nn.Module, module: nn.Module) -> list[tuple[Any, nn.Module]]:

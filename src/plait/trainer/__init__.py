@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from plait.trainer.memory_plan import MemoryPlan as MemoryPlan
     from plait.trainer.metrics import Accuracy as Accuracy
     from plait.trainer.metrics import Metric as Metric
+    from plait.trainer.row_check import check_rows as check_rows
     from plait.trainer.runner import Runner as Runner
     from plait.trainer.sources import GivenObjects as GivenObjects
     from plait.trainer.throughput import count_tokens as count_tokens

@@ -10,6 +10,7 @@ import torch
 from plait.engine import StepResult
 from plait.errors import DataError
 from plait.monitor import EventKind
+from plait.trainer.row_check import check_rows
 from plait.trainer.throughput import Meter, RemainingTime, memory_mib, peak_flops
 from plait.trainer.watch import StepWatch
 
@@ -51,6 +52,8 @@ class _LoopState:
         runner.watch = StepWatch(runner)
         self.clock = RemainingTime(runner.step)
         self.peak = peak_flops(runner.world.device)
+        self.check_rows = config.train.check_rows
+        """Whether rows are still to be checked, with the first batch."""
         self.stopped = False
         self.before: StepResult | None = None
         """The result of the previous step; see `_wants_to_stop`."""
@@ -103,6 +106,9 @@ def _train_steps(runner: Runner, state: _LoopState) -> bool:
         for hook in before:
             hook(runner)
         runner.began = engine.steps, runner.epoch, runner.step_in_epoch
+        if state.check_rows:
+            check_rows(engine, micro_batches[0])
+            state.check_rows = False
         result = train_step(micro_batches)
         step = engine.steps
         runner.step_in_epoch += 1
