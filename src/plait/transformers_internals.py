@@ -71,7 +71,7 @@ def pipeline_lists(model: nn.Module) -> list[str]:
 
     Empty if there is no plan, as in most releases for most encoders.
     """
-    found = []
+    lists = []
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         plan = dict(getattr(module, "_pp_plan", None) or {})
@@ -79,9 +79,9 @@ def pipeline_lists(model: nn.Module) -> list[str]:
             plan |= getattr(config, "base_model_pp_plan", None) or {}
         for key in plan:
             path = f"{name}.{key}".lstrip(".")
-            if isinstance(module._modules.get(key), nn.ModuleList) and path not in found:
-                found.append(path)
-    return found
+            if isinstance(module._modules.get(key), nn.ModuleList) and path not in lists:
+                lists.append(path)
+    return lists
 
 
 def setting(config: Any, key: str, *, mixed: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""A model as a sequence of module calls, seen in one forward pass, and stages that run a part of this sequence.
+"""A model as a sequence of module calls, seen in one forward pass, and stages that run a submodule of this sequence.
 
 [Note: stages by call order]
 A model's forward pass is *calls* of modules with parameters (embeddings, layers, norms, heads) and *glue*: the Python
@@ -52,7 +52,7 @@ ROWS, TOKENS = 2, 16
 Value = tuple[int, int]
 """A tensor that a call returns: (index of the call, index among the leaves of its output)."""
 
-_HERE = -1
+_LOCAL_ONLY = -1
 """The leaf of a `Value` that is not an output of its call, but something that glue has only in the stage of that call:
 random numbers, which every stage would draw anew, and buffers of modules that are calls."""
 
@@ -110,7 +110,7 @@ class CallOrder:
         later = [call.reads for call in self.calls[last + 1 :]]
         values = sorted(value for value in frozenset().union(self.result, *later) if value[0] <= last)
         for call, leaf in values:
-            if leaf == _HERE:
+            if leaf == _LOCAL_ONLY:
                 raise ModelError(
                     f"random numbers, or a buffer of a layer, that are read outside of layers before "
                     f"{self.calls[call].module} are needed by several pipeline stages; "
@@ -128,37 +128,37 @@ def _call_modules(model: nn.Module, opened: Sequence[str]) -> dict[str, nn.Modul
     for name in opened:
         containers.update(name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1))
     containers |= set(opened)
-    found: dict[str, nn.Module] = {}
+    matched: dict[str, nn.Module] = {}
     seen: set[int] = set()  # a module that has several names counts under the first
 
-    def visit(module: nn.Module, prefix: str) -> None:
+    def collect(module: nn.Module, prefix: str) -> None:
         for key, child in module._modules.items():
             name = f"{prefix}{key}"
             if child is None or id(child) in seen:
                 continue
             if name in containers or isinstance(child, nn.ModuleList | nn.ModuleDict):
-                visit(child, f"{name}.")
+                collect(child, f"{name}.")
             elif any(True for _ in child.parameters()) or _drops(child):
-                found[name] = child
+                matched[name] = child
                 seen.add(id(child))
 
-    visit(model, "")
-    return found
+    collect(model, "")
+    return matched
 
 
 def _drops(module: nn.Module) -> bool:
     """Whether a module returns random numbers, which a later stage cannot compute again."""
-    return any(getattr(part, "p", 0) for part in module.modules() if "Dropout" in type(part).__name__)
+    return any(getattr(submodule, "p", 0) for submodule in module.modules() if "Dropout" in type(submodule).__name__)
 
 
 def _outermost_lists(model: nn.Module) -> list[str]:
     """Return the names of the module lists that are not inside of an entry of another one, and have parameters."""
-    found: list[str] = []
+    matched: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in found)
+        inside = any(name.startswith(f"{other}.") for other in matched)
         if isinstance(module, nn.ModuleList) and not inside and any(True for _ in module.parameters()):
-            found.append(name)
-    return found
+            matched.append(name)
+    return matched
 
 
 def _layer_calls(calls: Sequence[ModuleCall], lists: Sequence[str], *, declared: bool) -> list[int]:
@@ -169,10 +169,10 @@ def _layer_calls(calls: Sequence[ModuleCall], lists: Sequence[str], *, declared:
     """
     layers: list[int] = []
     for name in lists:
-        own = [index for index, call in enumerate(calls) if call.module.rpartition(".")[0] == name]
-        chained = all(any(value[0] == before for value in calls[after].reads) for before, after in pairwise(own))
+        indices = [index for index, call in enumerate(calls) if call.module.rpartition(".")[0] == name]
+        chained = all(any(value[0] == before for value in calls[after].reads) for before, after in pairwise(indices))
         if declared or chained:
-            layers += own
+            layers += indices
     return sorted(layers)
 
 
@@ -240,7 +240,9 @@ class _Watch:
         tensors = {id(tensor): _on_meta(tensor) for tensor in (*model.parameters(), *model.buffers())}
         buffers = {id(tensors[id(buffer)]): buffer for buffer in model.buffers()}
         copied = copy.deepcopy(model, tensors)
-        inside = {id(part) for module in _call_modules(copied, self._opened).values() for part in module.modules()}
+        inside = {
+            id(submodule) for module in _call_modules(copied, self._opened).values() for submodule in module.modules()
+        }
         for module in copied.modules():
             if id(module) in inside:
                 continue
@@ -307,12 +309,12 @@ class _Watch:
             return _without_values(func, args, kwargs)
         sources = self._sources_of((args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            sources |= {(len(self._calls), _HERE)}
+            sources |= {(len(self._calls), _LOCAL_ONLY)}
         if any(leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
             if any(
                 storage_key(leaf) in self._buffers for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             ):
-                sources |= {(len(self._calls), _HERE)}
+                sources |= {(len(self._calls), _LOCAL_ONLY)}
             args, kwargs = tree_map(self._stand_in, (args, kwargs))
         output = func(*args, **kwargs)
         if sources:
@@ -347,10 +349,10 @@ class _Watch:
         self._kept.append(tensor)  # a storage that is freed could give its key to another one
 
     def _sources_of(self, tree: Any) -> frozenset[Value]:
-        found = [
+        matched = [
             self._sources.get(storage_key(leaf), frozenset()) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)
         ]
-        return frozenset().union(*found)
+        return frozenset().union(*matched)
 
     # ---- calls
 
@@ -574,17 +576,17 @@ class _OfOtherStage(nn.Module):
         }
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(self)
-        if name in own.get("_inside", ()):
-            return own["_inside"][name]
-        if name in own.get("_weights", ()):
-            shape, dtype = own["_weights"][name]
-            stage: StageCalls = own["_stage"]
+        attributes = vars(self)
+        if name in attributes.get("_inside", ()):
+            return attributes["_inside"][name]
+        if name in attributes.get("_weights", ()):
+            shape, dtype = attributes["_weights"][name]
+            stage: StageCalls = attributes["_stage"]
             value, dtype = (torch.nan, stage.dtype) if dtype.is_floating_point else (0, dtype)
             return torch.full((), value, dtype=dtype, device=stage.device).expand(shape)
-        constant = inspect.getattr_static(own.get("_replaced", object), name, None)
+        constant = inspect.getattr_static(attributes.get("_replaced", object), name, None)
         if isinstance(constant, property) and name in ("dtype", "device"):
-            return getattr(own["_stage"], name)
+            return getattr(attributes["_stage"], name)
         if isinstance(constant, str | int | float | tuple):
             return constant
         return super().__getattr__(name)
@@ -625,7 +627,7 @@ class KnownShapes:
 
 
 @dataclass(slots=True)
-class _Visit:
+class _StageForward:
     """The state of one forward pass of a stage."""
 
     arrived: Mapping[Value, Tensor | None]
@@ -657,7 +659,7 @@ class StageCalls:
         self._first, self._last = first, last
         self._arrives = order.crossing(first - 1) if 0 < first < len(order.calls) else ()
         self._leaves = () if last is None else order.crossing(last)
-        self._visit: _Visit | None = None
+        self._running: _StageForward | None = None
         self._model_name = type(module).__name__
         self._strip(module, keeps)
         if last is not None:
@@ -668,40 +670,47 @@ class StageCalls:
         earlier = {call.module for call in self._order.calls[: self._first]}
         shared = {id(param) for name in keeps for param in module.get_submodule(name).parameters()}
         shared |= {id(module.get_parameter(name)) for name in self._order.direct}
+        first_names = dict(module.named_parameters())
         parents = list(module.modules())
-        for name, part in [(name, module.get_submodule(name)) for name in self._order.modules]:
-            used = part
+        for name, submodule in [(name, module.get_submodule(name)) for name in self._order.modules]:
+            used = submodule
             if name not in keeps:
-                if any(id(param) in shared for param in part.parameters()):
-                    _keep_only_params(part, shared)
+                # A parameter that several modules share keeps the first of its names.
+                held = {id(param) for key, param in first_names.items() if key.startswith(f"{name}.")} & shared
+                if held:
+                    _keep_only_params(submodule, held)
                 else:
-                    used = _OfOtherStage(part, self)
+                    used = _OfOtherStage(submodule, self)
                     for parent in parents:  # it may have several
-                        parent._modules.update({key: used for key, child in parent._modules.items() if child is part})
+                        parent._modules.update(
+                            {key: used for key, child in parent._modules.items() if child is submodule}
+                        )
             if name not in keeps or name in earlier or self._last is not None:
                 _set_call(used, self._caller(name))
 
-        for part in parents:
-            answers = isinstance(getattr(type(part), "dtype", None), property) and not isinstance(part, _OfOtherStage)
-            if answers and not any(param.is_floating_point() for param in part.parameters()):
-                _without_params(part, self)
+        for submodule in parents:
+            answers = isinstance(getattr(type(submodule), "dtype", None), property) and not isinstance(
+                submodule, _OfOtherStage
+            )
+            if answers and not any(param.is_floating_point() for param in submodule.parameters()):
+                _without_params(submodule, self)
 
     @property
     def device(self) -> torch.device:
         """The device of the micro-batch that is run."""
-        return torch.device("cpu") if self._visit is None else self._visit.device
+        return torch.device("cpu") if self._running is None else self._running.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the stage's parameters."""
-        return torch.get_default_dtype() if self._visit is None else self._visit.dtype
+        return torch.get_default_dtype() if self._running is None else self._running.dtype
 
     def _caller(self, name: str) -> Callable[..., Any]:
         def call(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            visit = self._visit
-            if visit is None:
+            running = self._running
+            if running is None:
                 return real(*args, **kwargs)
-            turn, visit.turns[name] = visit.turns[name], visit.turns[name] + 1
+            turn, running.turns[name] = running.turns[name], running.turns[name] + 1
             index = self._index.get((name, turn))
             if index is None:
                 raise ModelError(
@@ -709,41 +718,41 @@ class StageCalls:
                     f"stages of {self._model_name} were planned; pass an example with the same fields"
                 )
             if index < self._first:
-                return self._answer(visit, index, args, kwargs)
+                return self._answer(running, index, args, kwargs)
             output, written = _output_and_written(real, args, kwargs)
             if self._last is not None:
-                self._note(visit, index, (output, written))
+                self._note(running, index, (output, written))
                 if index == self._last:
-                    visit.done = True
-                    raise _Done(self._leaving(visit))
+                    running.done = True
+                    raise _Done(self._leaving(running))
             return output
 
         return call
 
-    def _answer(self, visit: _Visit, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _answer(self, running: _StageForward, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of an earlier stage's call: what has arrived, and NaN for what nobody will read."""
         call = self._order.calls[index]
         leaves = list(call.leaves)
         for position, leaf in enumerate(leaves):
-            arrived = visit.arrived.get((index, position))
+            arrived = running.arrived.get((index, position))
             if arrived is not None:
                 leaves[position] = arrived
             elif isinstance(leaf, _LikeArgument):
                 like = args[leaf.argument] if isinstance(leaf.argument, int) else kwargs[leaf.argument]
-                leaves[position] = visit.no_value(tuple(like.shape), like.dtype)
+                leaves[position] = running.no_value(tuple(like.shape), like.dtype)
             elif isinstance(leaf, _AnyShape):
-                known = visit.shapes.get((*call.key, position))
+                known = running.shapes.get((*call.key, position))
                 if known is None:
                     raise ModelError(
                         f"{call.module} was not called in an earlier pipeline stage of {self._model_name}, and was "
                         "called in a later one"
                     )
-                leaves[position] = visit.no_value(*known)
+                leaves[position] = running.no_value(*known)
         output, written = tree_unflatten(leaves, call.structure)
         _write(args, kwargs, written)
         return output
 
-    def _note(self, visit: _Visit, index: int, output: Any) -> None:
+    def _note(self, running: _StageForward, index: int, output: Any) -> None:
         call = self._order.calls[index]
         leaves, structure = tree_flatten(output)
         kinds = [isinstance(leaf, (_LikeArgument, _AnyShape)) for leaf in call.leaves]
@@ -754,16 +763,16 @@ class StageCalls:
             )
         for position, (leaf, described) in enumerate(zip(leaves, call.leaves, strict=True)):
             if isinstance(leaf, Tensor):
-                visit.seen[index, position] = leaf
+                running.seen[index, position] = leaf
                 if isinstance(described, _AnyShape):
-                    visit.shapes[(*call.key, position)] = (tuple(leaf.shape), leaf.dtype)
+                    running.shapes[(*call.key, position)] = (tuple(leaf.shape), leaf.dtype)
 
-    def _leaving(self, visit: _Visit) -> dict[str, Any]:
+    def _leaving(self, running: _StageForward) -> dict[str, Any]:
         values = []
         for value in self._leaves:
-            passed_on = visit.arrived.get(value)
-            values.append(visit.seen.get(value) if passed_on is None else passed_on.view_as(passed_on))
-        known = ((*place, *described) for place, described in visit.shapes.items())
+            passed_on = running.arrived.get(value)
+            values.append(running.seen.get(value) if passed_on is None else passed_on.view_as(passed_on))
+        known = ((*key, *described) for key, described in running.shapes.items())
         return {"values": tuple(values), "shapes": KnownShapes(tuple(known))}
 
     def __call__(self, module: nn.Module, inputs: Mapping[str, Any], received: Any) -> Any:
@@ -774,17 +783,17 @@ class StageCalls:
         dtypes = (param.dtype for param in module.parameters() if param.is_floating_point())
         dtype = next(dtypes, torch.get_default_dtype())
         shapes = {(name, turn, leaf): (shape, dtype) for name, turn, leaf, shape, dtype in known.of}
-        self._visit = visit = _Visit(arrived, shapes, device, dtype)
+        self._running = running = _StageForward(arrived, shapes, device, dtype)
         if self._order.changes_inputs:
             inputs = tree_map_only(Tensor, torch.clone, dict(inputs))
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()):  # a model may have changed it when the stage stops
                 output = module(**without_cache(module, inputs))
         finally:
-            self._visit = None
+            self._running = None
         if self._last is None:
             return output
-        if not visit.done:
+        if not running.done:
             raise ModelError(
                 f"{self._order.calls[self._last].module} was not called for this micro-batch, but was in the forward "
                 f"pass from which the pipeline stages of {self._model_name} were planned"
@@ -797,11 +806,13 @@ def _keep_only_params(module: nn.Module, ids: set[int]) -> None:
 
     The others keep their buffers: the initialization of a module may write to them.
     """
-    for part in list(module.modules()):
-        for key, child in list(part._modules.items()):
+    for submodule in list(module.modules()):
+        for key, child in list(submodule._modules.items()):
             if child is not None and not any(id(param) in ids for param in child.parameters()):
-                del part._modules[key]
-        part._parameters.update({k: None for k, p in part._parameters.items() if p is not None and id(p) not in ids})
+                del submodule._modules[key]
+        submodule._parameters.update(
+            {k: None for k, p in submodule._parameters.items() if p is not None and id(p) not in ids}
+        )
 
 
 def _stop_at_done(module: nn.Module) -> None:
