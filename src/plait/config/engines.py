@@ -88,6 +88,7 @@ ENGINE_KEYS = (
     "precision",
     "schedule",
     "strategy",
+    "train.audit",
     "train.clip_norm",
     "train.clip_value",
     "train.guard",

@@ -24,6 +24,11 @@ class BatchConfig(Section):
     """Forward/backward passes per optimizer step."""
 
 
+def _off(value: Any) -> Any:
+    """Return `off` for False: YAML reads the word `off` as false."""
+    return "off" if value is False else value
+
+
 class GuardConfig(Section):
     """A step with a non-finite loss or gradient is skipped on every rank."""
 
@@ -64,6 +69,10 @@ class TrainConfig(Section):
     """Before the first step, check with a few short forward passes that no document of a packed row sees another one,
     and that rows that are split over ranks are causal."""
     guard: GuardConfig = Field(default_factory=GuardConfig)
+    audit: Annotated[Literal["off", "warn", "error", "strict"], BeforeValidator(_off)] = "error"
+    """What happens if, in the first step, a parameter has no optimizer, is not finite or differs between replicas.
+    `error`: the run stops, and gradients that are zero are named in a warning. `strict`: these stop it too. `warn`:
+    nothing does."""
     loss: CustomLoss | None = None
     """The loss, a function of (outputs, batch). Absent: what the model returns."""
 
@@ -267,11 +276,6 @@ class ProfileConfig(Section):
     """How many steps are profiled."""
     folder: PathText | None = None
     """Folder for the page, the figures and a trace of each rank. Absent: `profile` in `work_dir`."""
-
-
-def _off(value: Any) -> Any:
-    """Return `off` for False: YAML reads the word `off` as false."""
-    return "off" if value is False else value
 
 
 class PlanConfig(Shorthand):

@@ -159,6 +159,8 @@ def _is_checked(param: nn.Parameter) -> bool:
     return numbers and not param.is_meta and not is_sharded(param)
 
 
+_SHOWN = 6
+"""How many names a message lists."""
 SMALLER_RANGE = (
     "the weights were trained in bf16, and precision is fp16, whose largest number is 65504: activations of this model "
     "may overflow, and the loss scale then falls to its minimum; write precision: bf16 if the device has it"
@@ -213,10 +215,12 @@ def load_pretrained_into(
 
     tensors: dict[str, Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     wrong: list[str] = []
+    loaded: set[str] = set()
 
     regions = {name: local_region(tensor) for name, tensor in tensors.items()}
 
     def put(name: str, values: Tensor) -> None:
+        loaded.add(name)
         tensor = tensors[name]
         shard = values if regions[name] else local_shard_of(tensor, values)
         if shard.is_floating_point() and not _is_finite(shard):
@@ -230,6 +234,15 @@ def load_pretrained_into(
         read, held, peak, not_finite = zip(*ranks, strict=True)
         _log_reading(given, reading, read, max(held), max(peak))
         _log_not_finite(list(dict.fromkeys(name for names in not_finite for name in names)), given.log)
+    if absent := reading.missing:
+        names = f"{', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}"
+        given.log(MessageEvent(f"{len(absent)} tensors are not in {folder}, and keep their initial values: {names}"))
+    held_names = [name for name, _ in module.named_parameters() if regions[name] is not None]
+    if lost := [name for name in held_names if name not in loaded and name not in absent]:
+        raise ModelError(
+            f"{folder} has weights for all parameters, but those of {lost[0]!r} ({len(lost)} such parameters) were not "
+            "loaded into the model that is trained"
+        )
 
 
 def _log_reading(given: Preparation, reading: Reading, read: Sequence[int], held: int, peak: int) -> None:

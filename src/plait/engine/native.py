@@ -13,6 +13,7 @@ from plait.checkpoint import Entry
 from plait.config import RunConfig
 from plait.distributed import Gradients, UnshardedParams, World, average_buffers, to_local
 from plait.engine import state
+from plait.engine.audit import Audit
 from plait.engine.base import Evaluation, SteppingEngine, StepResult, ignore_phase, inputs_and_samples
 from plait.engine.forward import Forward, LogFunction, Select
 from plait.engine.graphs import RecordedPasses, Recording
@@ -132,6 +133,7 @@ class NativeEngine(SteppingEngine):
         scales: AmaxHistory | None = None,
         recording: Recording | None = None,
         select: Select | None = None,
+        audit: Audit | None = None,
         log: LogFunction,
     ) -> None:
         """`master_weights` are the tensors that the optimizer of `updater` updates; `gradients` collects gradients.
@@ -139,7 +141,7 @@ class NativeEngine(SteppingEngine):
         `cut` returns this rank's shard of a micro-batch along `cp`. `recording`: when forward and backward pass are
         captured as a CUDA graph; see `engine.graphs`. `select` selects the fields of a micro-batch that the model
         receives; see `engine.forward`. `scales` are the fp8 amax histories. `compiled` are the modules that
-        `torch.compile` was applied to.
+        `torch.compile` was applied to. `audit` checks the first step.
         """
         self.model = model
         self.world = world
@@ -176,6 +178,8 @@ class NativeEngine(SteppingEngine):
         """Whether the gradients of replicated parameters must still be compared between the ranks along `tp`.
 
         This is done in the first step or steps, until one comparison was conclusive (`refuse_different_gradients`)."""
+        self._audit = audit
+        """What checks the first step before its update; None when that is done."""
         self._last_batch: Any = None
         self._pending_step: FinishedStep | None = None
         """The latest step, if its numbers have not been read yet."""
@@ -281,6 +285,10 @@ class NativeEngine(SteppingEngine):
             self._compares = not refuse_different_gradients(self.master_weights, self.world)
 
     def _update(self, sums: StepLoss) -> StepResult:
+        if self._audit is not None:
+            with self._unsharded.shards_shown():
+                conclusive = self._audit.run(float(sums.count))
+            self._audit = None if conclusive else self._audit
         self.on_phase(Phase.STEP)
         result = self.updater.apply(sums, self.steps)
         if self.updater.scaler is not None:  # the numbers were already read in `apply`, to update the loss scale
@@ -441,6 +449,8 @@ class NativeEngine(SteppingEngine):
         self.master_weights.publish()
         self.master_weights.publish_frozen()
         self._refresh_unsharded()
+        if self._audit is not None:
+            self._audit.note_buffers()
 
     def state(self) -> dict[str, Any]:
         """Return the state besides tensors: step count, skipped steps, loss scale, fp8. Every rank must call it."""

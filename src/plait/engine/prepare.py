@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait.config import CustomOptim, can_capture, check_graphs
+from plait.config import CUSTOM_MODELS, CustomOptim, can_capture, check_graphs
 from plait.distributed import (
     Attributes,
     Gradients,
@@ -39,6 +39,7 @@ from plait.distributed import (
     tile_sequence,
     train_without_caches,
 )
+from plait.engine.audit import Audit
 from plait.engine.construction import (
     build_module,
     cast_parameters,
@@ -394,6 +395,27 @@ def _finish(model: Assembly, master_weights: MasterWeights, engine: type[NativeE
         scales=enable_delayed_scaling(model.fp8_layers, config.precision.fp8, given.device),
         recording=_recording(model),
         select=model.select,
+        audit=_audit(model, master_weights, optimizer),
+        log=given.log,
+    )
+
+
+def _audit(model: Assembly, master_weights: MasterWeights, optimizer: Optimizer) -> Audit | None:
+    """Return what checks the first step; None if `train.audit` is off, and in a plan, which has no values."""
+    given = model.given
+    mode = given.config.train.audit
+    if mode == "off" or given.world.fake:
+        return None
+    described = given.model is None and not isinstance(given.config.model, CUSTOM_MODELS)
+    narrow = given.policy.compute.itemsize < 4 or given.policy.tf32
+    return Audit(
+        model.module,
+        master_weights,
+        optimizer,
+        given.world,
+        mode=mode,
+        described=described,
+        rounding=0.05 if narrow else 1e-3,
         log=given.log,
     )
 
