@@ -151,8 +151,10 @@ def _inside(value: Any) -> Sequence[Any]:
 #   its `init_weights(module)`, if it has one.
 # `init_weights` is not used if it would overwrite values that only the constructor sets: values computed from other
 # tensors, or a second initialization by the constructor (many models initialize some weights again at the end, with
-# another standard deviation). If none of these applies, or the model has a gradient hook, or a tensor that is neither a
-# parameter nor a buffer and so would stay on the meta device (`why_not_on_meta`), it is built on a real device.
+# another standard deviation). With a true `initializes_last` it is meant to: the constructors of `transformers` call it
+# at their end, except on the meta device. If none of these applies, or the model has a gradient hook, or a tensor that
+# is neither a parameter nor a buffer and so would stay on the meta device (`why_not_on_meta`), it is built on a real
+# device.
 
 
 Initializer = Callable[[nn.Module], None]
@@ -189,6 +191,10 @@ def find_initializer(model: nn.Module, built: ConstructionRecord | None = None) 
     # Computed before `init_weights` is tried (`_writes`), which may replace storages.
     replay, before = find_replay(model, built), {id(tensor): built.writes_to(tensor) for tensor in _all_tensors(model)}
     writes = None if declared is None else _writes(model, declared)
+    if declared is not None and getattr(model, "initializes_last", False):
+        if _fills(writes):
+            return declared
+        return None if writes is None or replay is None else InitializerChain(replay, declared)
     if declared is None or writes is None or any(_loses(before[id(tensor)], written) for tensor, written in writes):
         return replay
     if _fills(writes):

@@ -421,6 +421,8 @@ class HFMethods(nn.Module):
     """The methods of Plait's protocol that every adapted model gets."""
 
     block_classes: ClassVar[tuple[type[nn.Module], ...]]
+    initializes_last: ClassVar[bool] = True
+    """The constructor ends with `init_weights`, except on the meta device: it overwrites what the constructor set."""
     accepts: ClassVar[frozenset[str]]
     """The names of the arguments of the model's original `forward`."""
 
