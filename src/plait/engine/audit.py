@@ -135,13 +135,17 @@ class Audit:
         Call it when they are complete, with the sharded parameters registered. Every rank must call it. Returns whether
         the gradients were conclusive: not if they are not finite, or if the step has no targets. Raises `ModelError`.
         """
-        found = _Findings()
+        findings = _Findings()
         with torch.no_grad(), self._master_weights.readable():
-            conclusive = self._check(found, targets)
+            conclusive = self._check(findings, targets)
         self._weights_compared = True
         stops = self._mode != "warn"
-        errors = [*found.errors, *(found.doubts if self._mode == "strict" else ())]
-        for text in [*found.warnings, *(() if self._mode == "strict" else found.doubts), *(() if stops else errors)]:
+        errors = [*findings.errors, *(findings.doubts if self._mode == "strict" else ())]
+        for text in [
+            *findings.warnings,
+            *(() if self._mode == "strict" else findings.doubts),
+            *(() if stops else errors),
+        ]:
             self._log(f"audit of the first step: {text}")
         if errors and stops:
             raise ModelError(
@@ -150,10 +154,10 @@ class Audit:
             )
         return conclusive
 
-    def _check(self, found: _Findings, targets: float) -> bool:
+    def _check(self, findings: _Findings, targets: float) -> bool:
         entries, gradients = self._entries()
-        table = self._table(entries, found)
-        if found.errors:  # the ranks have different models: nothing can be compared
+        table = self._table(entries, findings)
+        if findings.errors:  # the ranks have different models: nothing can be compared
             return True
         # One vector, of which every rank gets the largest values: two numbers for each slot, a checksum and its
         # complement, and for each parameter whether some rank has found what the rows are called.
@@ -192,19 +196,19 @@ class Audit:
             return [name for name in table.names if all(flags[row][at[name]] == value for row, value in wanted)]
 
         if lost := [*names_with(left_out), *names_with(trained, without=[updated, left_out])]:
-            found.errors.append(f"{_listed(lost)}: requires a gradient, and no optimizer updates it")
+            findings.errors.append(f"{_listed(lost)}: requires a gradient, and no optimizer updates it")
         if broken := names_with(bad_weight, trained):
-            found.errors.append(f"the weights of {_listed(broken)} are not finite (NaN or infinite)")
+            findings.errors.append(f"the weights of {_listed(broken)} are not finite (NaN or infinite)")
         if (broken := names_with(bad_weight, without=[trained])) and not self._weights_compared:
-            found.warnings.append(f"the frozen weights of {_listed(broken)} are not finite (NaN or infinite)")
+            findings.warnings.append(f"the frozen weights of {_listed(broken)} are not finite (NaN or infinite)")
         no_numbers = names_with(bad_gradient)
         largest, smallest = box[:slots], ~box[slots : 2 * slots]
         different = ((largest != smallest) & (largest != unheld)).nonzero().flatten().tolist()
         conclusive = targets > 0 and not no_numbers
-        self._compare(found, different, compared, table, gradients=not no_numbers)
+        self._compare(findings, different, compared, table, gradients=not no_numbers)
         if conclusive:
             zero = names_with(read, without=[nonzero])
-            self._explain(found, table, names_with(updated), alive=names_with(alive), zero=zero)
+            self._explain(findings, table, names_with(updated), alive=names_with(alive), zero=zero)
         return conclusive
 
     # ---- what is compared
@@ -244,7 +248,7 @@ class Audit:
             name for name, param in self._model.named_parameters() if param.requires_grad and id(param) not in prepared
         ]
 
-    def _table(self, entries: Sequence[_Entry], found: _Findings) -> _Table:
+    def _table(self, entries: Sequence[_Entry], findings: _Findings) -> _Table:
         """Return the order in which all ranks write their numbers; add an error if they have different models."""
         layout = self._world.layout
         mine = [(entry.kind, entry.name, entry.shape, entry.pieces) for entry in entries]
@@ -259,10 +263,10 @@ class Audit:
             for kind, name, shape, cut in rows:
                 pieces[kind, name] = max(pieces.get((kind, name), 1), cut)
                 if shapes.setdefault((kind, name), shape) != shape:
-                    found.errors.append(f"{name!r} has the shape {shape} on rank {rank}, and another on other ranks")
+                    findings.errors.append(f"{name!r} has the shape {shape} on rank {rank}, and another on other ranks")
         holders = Counter(name for _, rank_names in everybody for name in rank_names)
         if layout.pp == layout.ep == layout.tp == 1 and (some := [n for n in holders if holders[n] < len(everybody)]):
-            found.errors.append(f"{_listed(some)} of the parameters are on some ranks only: their models differ")
+            findings.errors.append(f"{_listed(some)} of the parameters are on some ranks only: their models differ")
         first_slot: dict[tuple[Kind, str], int] = {}
         slots = 0
         for key, cut in pieces.items() if self._world.size > 1 else ():
@@ -278,7 +282,7 @@ class Audit:
 
     def _compare(
         self,
-        found: _Findings,
+        findings: _Findings,
         different: Sequence[int],
         compared: Mapping[int, _Entry],
         table: _Table,
@@ -327,7 +331,7 @@ class Audit:
                 text += "; strategy.tensor.plan may have no style for its module: write one, or strategy.layout.tp: 1"
             meant = kind == "non-persistent buffer" and not self._described
             doubtful = meant or (kind != "gradient" and distance <= _ROUNDING)
-            (found.warnings if doubtful else found.errors).append(text)
+            (findings.warnings if doubtful else findings.errors).append(text)
 
     def _distance(self, local: Tensor | None, numel: int, floor: float) -> float:
         """Return the largest difference between the ranks' tensors, as a part of their largest value, or of `floor`."""
@@ -346,7 +350,7 @@ class Audit:
         return apart / largest if largest else apart
 
     def _explain(
-        self, found: _Findings, table: _Table, trained: Sequence[str], *, alive: Sequence[str], zero: Sequence[str]
+        self, findings: _Findings, table: _Table, trained: Sequence[str], *, alive: Sequence[str], zero: Sequence[str]
     ) -> None:
         """Add the parameters without a gradient for which no reason is known to the findings."""
         used = set(alive)
@@ -368,7 +372,7 @@ class Audit:
             "not use their module, or its output is detached or masked; freeze what should not be trained"
         )
         nothing = len(unexplained) == len(trained)
-        (found.errors if nothing and self._described else found.doubts).append(text)
+        (findings.errors if nothing and self._described else findings.doubts).append(text)
 
 
 def _piece_of(param: Tensor) -> tuple[int, int]:
@@ -433,9 +437,9 @@ def _scope_of_gate(name: str, shape: tuple[int, ...]) -> str | None:
     if prod(shape) != 1:
         if len(shape) < 2 or last != "weight":
             return None
-        factor = next((index for index, part in enumerate(path) if part.startswith("lora_")), len(path) - 1)
+        factor = next((index for index, module in enumerate(path) if module.startswith("lora_")), len(path) - 1)
         path = path[: max(factor, 0)]
-    return "".join(f"{part}." for part in path)
+    return "".join(f"{module}." for module in path)
 
 
 def _without_number(name: str) -> str:
